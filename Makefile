@@ -1,0 +1,33 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint types bench clean
+
+demo: $(STAMP)
+	$(BIN)/python -m actckpt demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m pytest benchmarks $(ARGS)
+
+# torch first and pinned: a range would pull another build of it.
+$(STAMP): pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint,plot]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build actckpt/*.so *.egg-info

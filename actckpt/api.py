@@ -1,0 +1,270 @@
+"""The public functions: `checkpoint` and `checkpoint_sequential`."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from actckpt import _frames
+from actckpt.runtime import messages, rng, state, torch_private
+from actckpt.runtime.inputs import Inputs, is_of_module
+from actckpt.runtime.rerun import Region
+
+__all__ = ["checkpoint", "checkpoint_sequential"]
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+#: Keywords of the installed torch's checkpoint that came after this file was written.
+_UNKNOWN_TORCH_KEYWORDS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(torch_checkpoint.checkpoint).parameters.items()
+    if parameter.kind is not inspect.Parameter.VAR_POSITIONAL
+    and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    and name
+    not in (
+        "function",
+        "use_reentrant",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "early_stop",
+        "preserve_rng_state",
+    )
+}
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    policy: str | None = None,
+    rng_trackers: Sequence[rng.GetTracker] = (),
+    **kwargs: Any,
+) -> Any:
+    """Run `function` without keeping what it saves for backward; backward runs it again.
+
+    Drop-in for `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. Works with every way
+    of running backward: `backward`, `autograd.grad`, `retain_graph`, double backward, parts of a graph.
+
+    Args:
+        function: called with `*args` and `**kwargs`, once now and at most once per backward. Must do
+            the same each time.
+        use_reentrant: False or None. True raises.
+        context_fn: returns two context managers, for the forward and for the reruns. Called once.
+        determinism_check: `"default"` compares shape, dtype and device of every saved tensor, and
+            that parameters did not change; `"none"` compares nothing.
+        debug: errors list the operators of both runs. Costs a dispatch mode in both.
+        preserve_rng_state: draw the same random numbers in reruns.
+        early_stop: end a rerun as soon as everything needed is back. The context
+            `torch.utils.checkpoint.set_checkpoint_early_stop` wins over it.
+        policy: `"recompute"` or None; they mean the same here.
+        rng_trackers: callables that return random state trackers, in addition to those registered
+            with `actckpt.rng.register_tracker`.
+    Returns:
+        What `function` returns.
+    Raises:
+        ValueError: a bad keyword.
+        CheckpointError: in backward, when a rerun saves other tensors than the forward, or when a
+            tensor that it needs was changed in place.
+    Cost: one more forward of `function` in backward. Memory: the inputs, and during its backward what
+        `function` saves.
+    Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+
+    Example::
+
+        >>> import torch, actckpt
+        >>> layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+        >>> y = actckpt.checkpoint(layer, torch.randn(2, 4))
+        >>> y.sum().backward()
+    """
+    if torch.compiler.is_compiling():
+        return _delegate(
+            function,
+            args,
+            kwargs,
+            use_reentrant,
+            context_fn,
+            determinism_check,
+            debug,
+            preserve_rng_state,
+            early_stop,
+            policy,
+            rng_trackers,
+        )
+    if use_reentrant or policy is not None or determinism_check != "default" or _UNKNOWN_TORCH_KEYWORDS:
+        _check_keywords(use_reentrant, policy, determinism_check, kwargs)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+
+    forced_early_stop, forced_debug = torch_private.forced_by_context()
+    if forced_early_stop is not None:
+        early_stop = forced_early_stop
+    if forced_debug is not None:
+        debug = forced_debug
+    check_metadata = determinism_check == "default"
+    # The common kind runs without Python code around the function; the extension says if it is one.
+    is_uncommon = kwargs or debug or rng_trackers or context_fn is not noop_context_fn
+    if not (is_uncommon or rng.registered or state.registered) and is_of_module(function):
+        result = _frames.run_common(function, args, early_stop, preserve_rng_state, check_metadata)
+        if result is not NotImplemented:
+            return result
+
+    inputs = Inputs(function, args, kwargs)
+    region = Region(inputs)
+    if preserve_rng_state and not rng.is_capturing():
+        region.random = rng.RandomState(inputs.devices, inputs.generators, rng_trackers)
+    if debug:
+        _trace(region, context_fn)
+    elif context_fn is not noop_context_fn:
+        region.forward_context, region.rerun_context = context_fn()
+    return region.run(function, args, kwargs, early_stop=early_stop, check_metadata=check_metadata)
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,  # noqa: A002 - torch's name
+    use_reentrant: bool | None = False,
+    **kwargs: Any,
+) -> Any:
+    """Run a sequence of functions in `segments` pieces, each but the last one checkpointed.
+
+    Drop-in for `torch.utils.checkpoint.checkpoint_sequential`; takes the keywords of `checkpoint` too.
+
+    Args:
+        functions: a `torch.nn.Sequential`, or functions that each take the result of the one before.
+        segments: number of pieces, from 1 to the number of functions.
+        input: what the first function gets.
+        use_reentrant: False or None. True raises.
+        **kwargs: keywords of `checkpoint`.
+    Returns:
+        What the last function returns.
+    Raises:
+        ValueError: a bad keyword, or a number of segments that does not fit.
+
+    Example::
+
+        >>> import torch, actckpt
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+        >>> actckpt.checkpoint_sequential(model, 3, torch.randn(2, 4)).sum().backward()
+    """
+    unknown = sorted(set(kwargs) - set(inspect.signature(checkpoint).parameters))
+    if unknown:
+        raise ValueError(
+            f"checkpoint_sequential: unexpected keyword arguments {', '.join(unknown)}. "
+            "Only keywords of actckpt.checkpoint are taken; functions get one argument."
+        )
+    steps = list(functions.children()) if isinstance(functions, torch.nn.Sequential) else list(functions)
+    if not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"checkpoint_sequential: segments={segments} does not fit {len(steps)} functions. "
+            f"Pass a number from 1 to {max(len(steps), 1)}."
+        )
+    size = len(steps) // segments
+    for start in range(0, size * (segments - 1), size):
+        piece = steps[start : start + size]
+        input = checkpoint(_run_in_turn, piece, input, use_reentrant=use_reentrant, **kwargs)  # noqa: A001
+    return _run_in_turn(steps[size * (segments - 1) :], input)
+
+
+def _run_in_turn(functions: Sequence[Callable[..., Any]], value: Any) -> Any:
+    for function in functions:
+        value = function(value)
+    return value
+
+
+def _check_keywords(
+    use_reentrant: bool | None, policy: str | None, determinism_check: str, kwargs: dict[str, Any]
+) -> None:
+    if use_reentrant:
+        raise ValueError(
+            "checkpoint: use_reentrant=True is not supported; actckpt has the non-reentrant variant only, which "
+            "does all that the reentrant one does. Drop the keyword or pass use_reentrant=False, or keep "
+            "torch.utils.checkpoint.checkpoint for this call."
+        )
+    check_policy(policy)
+    if determinism_check not in ("default", "none"):
+        raise ValueError(
+            f"checkpoint: determinism_check should be one of ['default', 'none'], but got {determinism_check!r}."
+        )
+    for name in _UNKNOWN_TORCH_KEYWORDS.keys() & kwargs.keys():
+        if kwargs.pop(name) != _UNKNOWN_TORCH_KEYWORDS[name]:
+            raise ValueError(
+                f"checkpoint: the keyword {name!r} of torch {torch.__version__} is newer than this version of "
+                f"actckpt, which honours its default {_UNKNOWN_TORCH_KEYWORDS[name]!r} only. Leave it out."
+            )
+
+
+def check_policy(policy: object) -> None:
+    """Raise unless `policy` is one that regions have.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if policy is not None and policy != "recompute":
+        raise ValueError(
+            f"policy={policy!r} is not known. Pass 'recompute' (or None, the same): the function is run again in "
+            "backward."
+        )
+
+
+def _trace(region: Region, context_fn: ContextFn) -> None:
+    if context_fn is not noop_context_fn:
+        raise ValueError(
+            "checkpoint: debug=True is incompatible with non-default context_fn. Drop one of the two keywords."
+        )
+    region.trace = messages.Trace()
+    region.forward_context, region.rerun_context = region.trace.forward_mode, region.trace.rerun_mode
+
+
+def _delegate(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    use_reentrant: bool | None,
+    context_fn: ContextFn,
+    determinism_check: str,
+    debug: bool,
+    preserve_rng_state: bool,
+    early_stop: bool,
+    policy: str | None,
+    rng_trackers: Sequence[rng.GetTracker],
+) -> Any:
+    """Under torch.compile: torch's own checkpoint, which the compiler knows as one operator.
+
+    The compiler ignores determinism_check, preserve_rng_state (always on) and early_stop (always off):
+    none of them changes a result there. What would change it raises.
+    """
+    if use_reentrant:
+        raise ValueError("checkpoint: use_reentrant=True is not supported. Drop the keyword.")
+    if policy is not None and policy != "recompute":
+        raise ValueError("checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute'.")
+    if rng_trackers:
+        raise ValueError(
+            "checkpoint: rng_trackers cannot be honoured under torch.compile, where torch's own checkpoint "
+            "restores random state. Leave them out, or keep this call out of the compiled function."
+        )
+    options: dict[str, Any] = {}
+    if context_fn is not noop_context_fn:
+        options["context_fn"] = context_fn
+    if debug:
+        options["debug"] = debug
+    return torch_checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        determinism_check=determinism_check,
+        preserve_rng_state=preserve_rng_state,
+        early_stop=early_stop,
+        **options,
+        **kwargs,
+    )

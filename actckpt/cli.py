@@ -1,0 +1,124 @@
+"""The command line: `actckpt COMMAND` and `python -m actckpt COMMAND`.
+
+A command is one function in `_COMMANDS` that adds its parser and sets `run`. Whatever a command needs is
+imported when it runs, so that `--help` and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from actckpt._version import __version__
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction["_Parser"]
+
+__all__ = ["main"]
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a mistake with one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        one_line = " ".join(message.split())
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {one_line.rstrip('.')}. See {self.prog} --help.\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: words after the program's name; None takes them from the process.
+
+    Returns:
+        The exit status. Usage errors leave through `SystemExit` with status 2.
+    """
+    parser = _Parser(prog="actckpt", description="Activation checkpointing and offloading for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add_command in _COMMANDS:
+        add_command(commands)
+    args = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print("actckpt: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _add_demo(commands: _Commands) -> None:
+    from actckpt.demo.methods import METHODS
+    from actckpt.demo.settings import DemoSettings
+
+    parser = commands.add_parser(
+        "demo",
+        help="train a small language model with every method; compare time, memory and bits",
+        description="Train a small byte-level language model on the source of Python's standard library with "
+        "each method, check that all losses are equal bit for bit, and compare step time and peak activation "
+        "memory. Exit status: 0 equal, 1 different, 2 bad arguments.",
+        epilog="methods: " + "; ".join(f"{method.name} ({method.description})" for method in METHODS),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    default = DemoSettings()
+    for name, meaning in (
+        ("steps", "optimizer steps per method"),
+        ("layers", "transformer blocks"),
+        ("dim", "width of the model, a multiple of twice the heads"),
+        ("heads", "query heads"),
+        ("seq", "bytes of text per sequence"),
+        ("batch", "sequences per step"),
+        ("seed", "of initialisation, batches and dropout"),
+    ):
+        value = getattr(default, name)
+        parser.add_argument(f"--{name}", type=_whole_number, default=value, metavar="N", help=meaning)
+    option = parser.add_argument
+    option("--dropout", type=_number, default=default.dropout, metavar="P", help="probability, below 1")
+    option("--device", default=default.device, help="auto (the GPU where there is one), cpu, cuda or cuda:N")
+    option("--methods", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="see below (default: all)")
+    option("--out", type=Path, default=default.out, metavar="DIR", help="folder for demo.json and memory.png")
+    option("--no-plot", dest="plot", action="store_false", default=argparse.SUPPRESS, help="draw no picture")
+    parser.set_defaults(run=_run_demo, fail=parser.error)
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from actckpt.demo.settings import DemoSettings
+
+    fail: Callable[[str], NoReturn] = args.fail
+    given = {field.name: getattr(args, field.name) for field in fields(DemoSettings) if hasattr(args, field.name)}
+    try:
+        settings = DemoSettings(**{**given, "methods": tuple(given.get("methods", ()))})
+        from actckpt.demo.run import prepare_demo, run_demo  # loads torch: only once the numbers make sense
+
+        demo = prepare_demo(settings)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    try:
+        return run_demo(demo)
+    except MemoryError as error:
+        fail(str(error))
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
+
+
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo,)

@@ -1,0 +1,1 @@
+"""The main job: train one small language model with every method and compare time, memory and bits."""

@@ -1,0 +1,79 @@
+"""The methods that the demo compares. A new one is an entry in `METHODS` and a function applied to a model.
+
+What a method needs is imported in its function, so that `--help` can list the methods without loading torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from actckpt.demo.model import LanguageModel
+
+__all__ = ["METHODS", "REFERENCE", "Method", "choose_methods"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of holding activations.
+
+    Attributes:
+        name: what the user types and the table shows.
+        description: one line.
+        apply: changes a model that nobody else uses, before its first step.
+    """
+
+    name: str
+    description: str
+    apply: Callable[[LanguageModel], None]
+
+
+def _keep_everything(model: LanguageModel) -> None:
+    """Leave the model as it is."""
+
+
+def _torch_checkpoint(model: LanguageModel) -> None:
+    from torch.utils import checkpoint as torch_checkpoint
+
+    for block in model.blocks:
+        block.forward = functools.partial(torch_checkpoint.checkpoint, block.forward, use_reentrant=False)
+
+
+def _actckpt_checkpoint(model: LanguageModel) -> None:
+    import actckpt
+    from actckpt.demo.model import Block
+
+    actckpt.apply(model, policy="recompute", blocks=Block)
+
+
+REFERENCE = Method("none", "keep every activation", _keep_everything)
+METHODS: tuple[Method, ...] = (
+    REFERENCE,
+    Method("torch-checkpoint", "recompute each block with torch.utils.checkpoint", _torch_checkpoint),
+    Method("actckpt-checkpoint", "recompute each block with actckpt.apply", _actckpt_checkpoint),
+)
+
+
+def choose_methods(names: Iterable[str]) -> tuple[Method, ...]:
+    """Look methods up by name.
+
+    Args:
+        names: as typed, repetitions ignored; none means all methods.
+
+    Returns:
+        The methods in the registry's order, with "none" first: the others are compared with it.
+
+    Raises:
+        ValueError: a name is not in the registry.
+    """
+    known = {method.name: method for method in METHODS}
+    wanted = set(names)
+    for name in sorted(wanted - known.keys()):
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
+        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        raise ValueError(f"--methods has unknown {name!r}.{hint} Known are {', '.join(known)}.")
+    return tuple(m for m in METHODS if not wanted or m.name in wanted or m is REFERENCE)

@@ -1,0 +1,185 @@
+"""Run the demo: check the settings, train with every method, compare, report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from actckpt.demo.compare import find_differences
+from actckpt.demo.data import batches, read_text
+from actckpt.demo.methods import Method, choose_methods
+from actckpt.demo.output import describe_run, draw_picture, make_table, write_json
+from actckpt.demo.settings import DemoSettings
+from actckpt.demo.train import MethodResult, train
+
+__all__ = ["Demo", "prepare_demo", "run_demo"]
+
+EXIT_EQUAL = 0
+EXIT_DIFFERENT = 1
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Settings that were checked, with what they refer to on this machine.
+
+    Attributes:
+        settings: as given.
+        methods: the reference first.
+        text: uint8 (N,).
+        device: where to train.
+    """
+
+    settings: DemoSettings
+    methods: tuple[Method, ...]
+    text: torch.Tensor
+    device: torch.device
+
+
+def prepare_demo(settings: DemoSettings) -> Demo:
+    """Check against this machine what `DemoSettings` alone cannot; makes the output folder.
+
+    Args:
+        settings: what to run.
+
+    Returns:
+        What `run_demo` takes.
+
+    Raises:
+        ValueError: an unknown method, a device that is not usable here, too little text, an output folder
+            that cannot be written.
+        OSError: the standard library's source is not there or cannot be read.
+    """
+    methods = choose_methods(settings.methods)
+    device = _find_device(settings.device)
+    text = read_text()
+    next(batches(text, batch=1, seq=settings.seq, seed=settings.seed))
+    _make_writable(settings.out)
+    return Demo(settings, methods, text, device)
+
+
+def run_demo(demo: Demo) -> int:
+    """Train with every method and report: progress on stderr, the table on stdout, files in the folder.
+
+    Args:
+        demo: from `prepare_demo`.
+
+    Returns:
+        The exit status: 0 if all methods are equal bit for bit, else 1.
+
+    Raises:
+        MemoryError: the model or its activations do not fit.
+    """
+    console, errors = Console(), Console(stderr=True, soft_wrap=True)
+    settings, folder = demo.settings, demo.settings.out
+    with _repeatable(demo.device):
+        results = _train_all(demo, errors)
+    differences = find_differences(results)
+    title = describe_run(settings, demo.device)
+    console.print(make_table(results, title=title))
+    files = [folder / "demo.json"]
+    write_json(files[0], results, settings=settings, device=demo.device, differences=differences)
+    if settings.plot:
+        try:
+            draw_picture(folder / "memory.png", results, title=title)
+            files.append(folder / "memory.png")
+        except ImportError:
+            errors.print("No picture: matplotlib is not installed; pip install 'actckpt[plot]' brings it.")
+    console.print(f"Wrote {' and '.join(str(file) for file in files)}.", soft_wrap=True, highlight=False)
+    for message in differences:
+        errors.print(f"FAILED: {message}", style="bold red", highlight=False, markup=False)
+    if differences:
+        return EXIT_DIFFERENT
+    console.print(
+        f"Equal bit for bit: the losses of all {settings.steps} steps and every parameter after them, "
+        f"with {len(results)} methods.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    return EXIT_EQUAL
+
+
+def _train_all(demo: Demo, console: Console) -> list[MethodResult]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    results = []
+    with Progress(*columns, console=console) as progress:
+        tasks = [
+            progress.add_task(method.name, total=demo.settings.steps, start=False, loss="waiting")
+            for method in demo.methods
+        ]
+        for method, task in zip(demo.methods, tasks, strict=True):
+            progress.start_task(task)
+
+            def show(loss: float, task: object = task) -> None:
+                progress.update(task, advance=1, loss=f"loss {loss:.3f}")  # type: ignore[arg-type]
+
+            with _explained_out_of_memory(method, demo):
+                result = train(method, demo.settings, text=demo.text, device=demo.device, on_step=show)
+            results.append(result)
+    return results
+
+
+def _find_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    usable = ["cpu", *(f"cuda:{index}" for index in range(count))]
+    if name not in (*usable, "cuda" if count else "cpu"):
+        raise ValueError(f"--device is {name!r}, which cannot be used here; usable are auto, {', '.join(usable)}.")
+    return torch.device(name)
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--out is {str(folder)!r}, which cannot be written ({error.strerror}); "
+            "name a folder that you may write to."
+        ) from error
+
+
+@contextlib.contextmanager
+def _explained_out_of_memory(method: Method, demo: Demo) -> Iterator[None]:
+    """Turn the allocators' RuntimeErrors into one MemoryError that says which settings to make smaller."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        what, reason = describe_run(demo.settings, demo.device), str(error).splitlines()[0].rstrip(".")
+        raise MemoryError(
+            f"method {method.name} does not fit in memory with {what}: {reason}. "
+            "Try a smaller --batch, --seq, --layers or --dim."
+        ) from error
+
+
+@contextlib.contextmanager
+def _repeatable(device: torch.device) -> Iterator[None]:
+    """Make CUDA choose kernels that give the same bits every time; those used on the CPU do anyway."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the comparison of bits is the judge
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)

@@ -1,0 +1,42 @@
+"""Errors of actckpt.
+
+    ActckptError
+    |-- RerunMismatchError      also torch.utils.checkpoint.CheckpointError
+    |-- InputChangedError       also torch.utils.checkpoint.CheckpointError
+    |-- SavedTensorChangedError also torch.utils.checkpoint.CheckpointError
+    `-- BlocksError             also ValueError
+
+Mismatch errors derive from torch's CheckpointError (a RuntimeError), so that handlers written for
+torch's function keep working. Every message says what and where, both numbers, and the next step.
+"""
+
+from torch.utils.checkpoint import CheckpointError
+
+__all__ = [
+    "ActckptError",
+    "BlocksError",
+    "CheckpointError",
+    "InputChangedError",
+    "RerunMismatchError",
+    "SavedTensorChangedError",
+]
+
+
+class ActckptError(Exception):
+    """Base of every error that actckpt raises on its own account."""
+
+
+class RerunMismatchError(ActckptError, CheckpointError):
+    """A rerun saved other tensors than the forward did."""
+
+
+class InputChangedError(ActckptError, CheckpointError):
+    """A tensor that a rerun needs was changed in place after the forward."""
+
+
+class SavedTensorChangedError(ActckptError, CheckpointError):
+    """A tensor was changed in place after an operator had saved it for backward."""
+
+
+class BlocksError(ActckptError, ValueError):
+    """`apply` or `remove` cannot do what was asked with these blocks."""

@@ -1,0 +1,365 @@
+"""Peak activation bytes, counted exactly instead of read from the operating system.
+
+Resident memory says what malloc keeps, not what a training step needs. Here every storage that an operator
+allocates is counted once, from the operator's return until the storage dies. `LiveStorages` is the counter,
+`measure_step` the one call that compares methods on any device.
+
+NOTE [What is counted]
+
+1. A storage counts when it first leaves an operator and was not among that operator's arguments. What existed
+   before (parameters, buffers, the input batch) is therefore never counted, whatever it grows to. Neither is
+   memory made without an operator (NumPy arrays, files mapped by hand, raw kernels), nor an operator's own
+   workspace, which is gone before it returns.
+2. Bytes are those of the storage, not of the tensor: a view keeps all of it alive and costs nothing more.
+3. A storage stops counting when its last owner lets go. torch keeps the Python object of a storage as long as
+   the C++ storage lives, so a weak reference to it dies exactly then.
+4. The gradient of a parameter counts as an activation from its computation until it has been accumulated, as
+   long as backward needs room for it. What `param.grad` then keeps is reported apart, or was there before.
+5. Tensors on the meta device, and fake tensors, have no bytes. Sparse tensors count their parts; layouts that
+   show no storage at all (mkldnn) cannot be counted.
+6. Dispatch modes belong to a thread. Autograd gives its device threads the modes of the thread that called
+   backward, so they are seen and the counter takes a lock; threads that the program starts itself are not.
+7. Compiled code runs compiled: what inductor allocates bypasses the dispatcher and is not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["LiveStorages", "StepMemory", "measure_step"]
+
+_COMPRESSED_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_coo: ("_indices", "_values"),
+}
+
+
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to one counted storage, with what was counted for it."""
+
+    __slots__ = ("is_gradient", "key", "nbytes")
+
+    def __init__(self, storage: torch.UntypedStorage, on_death: Callable[[_Entry], None]) -> None:
+        super().__init__(storage, on_death)  # type: ignore[call-arg]  # typeshed knows __new__ only
+        self.key = id(storage)
+        self.nbytes = storage.nbytes()
+        self.is_gradient = False
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the bytes of the storages that operators allocate inside the `with` block and that still live.
+
+    Counters nest, may be entered again (they go on counting) and keep nothing alive. After the block nothing
+    new is counted, but deaths still are, so that `live_bytes` says how much of what the block made is held.
+
+    Args:
+        parameters: leaf tensors whose gradients are taken out of `live_bytes` into `gradient_bytes` once
+            accumulated; see NOTE [What is counted], 4.
+        device: count only storages on devices of this type ("cpu", "cuda"); None counts all.
+        timeline: also record every change of `live_bytes` for `timeline`.
+
+    Raises:
+        ValueError: one of `parameters` is not a leaf, so no gradient is ever accumulated in it.
+
+    Example::
+
+        with LiveStorages(parameters=model.parameters()) as live:
+            loss = model(x).sum()
+            held_bytes = live.live_bytes
+            loss.backward()
+        print(held_bytes, live.peak_bytes)
+
+    Cost: some microseconds per operator; do not time a step under it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        *,
+        parameters: Iterable[torch.Tensor] = (),
+        device: torch.device | str | None = None,
+        timeline: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = tuple(p for p in parameters if p.requires_grad)
+        if inner := [tuple(p.shape) for p in self._parameters if not p.is_leaf]:
+            raise ValueError(
+                f"LiveStorages: {len(inner)} of {len(self._parameters)} parameters are not leaves, the first "
+                f"has shape {inner[0]}. Pass model.parameters(), or tensors made with requires_grad=True."
+            )
+        self._device_type = None if device is None else torch.device(device).type
+        self._timeline: list[tuple[float, int]] | None = [] if timeline else None
+        self._start_s = time.perf_counter()
+        self._entries: dict[int, _Entry] = {}
+        self._deaths: deque[tuple[float, _Entry]] = deque()
+        self._lock = threading.RLock()  # reentrant: a collection inside it may run finalizers that come back
+        self._live_bytes = self._gradient_bytes = self._peak_bytes = 0
+        self._hooks: list[Any] = []  # one per parameter and entry, newest last
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled under this mode; the default makes torch run them eagerly."""
+        return True
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes alive now, without accumulated gradients of `parameters`."""
+        with self._lock:
+            self._settle_deaths()
+            return self._live_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes alive now in gradients of `parameters` that were accumulated inside the block."""
+        with self._lock:
+            self._settle_deaths()
+            return self._gradient_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest `live_bytes` since the start or the last `reset_peak`."""
+        return self._peak_bytes
+
+    @property
+    def timeline(self) -> tuple[tuple[float, int], ...]:
+        """`(seconds since the counter was made, live bytes)` after every change; empty unless asked for."""
+        with self._lock:
+            self._settle_deaths()
+            return tuple(self._timeline or ())
+
+    def reset_peak(self) -> None:
+        """Start the peak again from what is alive now."""
+        with self._lock:
+            self._settle_deaths()
+            self._peak_bytes = self._live_bytes
+
+    def __enter__(self) -> LiveStorages:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _resize_watch.add(self._note_resize)
+        for parameter in self._parameters:
+            hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _resize_watch.remove(self._note_resize)
+        for _ in self._parameters:
+            self._hooks.pop().remove()
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the subclass takes itself apart; we see its inner operators
+        kwargs = kwargs or {}
+        before = {id(storage): storage for storage in _storages((args, kwargs))}
+        result = func(*args, **kwargs)
+        # `torch.tensor` makes its storage without an operator and passes it through this one first.
+        known = {} if func is torch.ops.aten.lift_fresh.default else before
+        with self._lock:
+            self._settle_deaths()
+            for storage in before.values():
+                self._note_resize(storage)  # an argument may have been resized in place
+            for storage in _storages(result):
+                self._note_output(storage, is_new=id(storage) not in known)
+        return result
+
+    def _entry(self, storage: torch.UntypedStorage) -> _Entry | None:
+        """The entry of a counted storage. An unsettled death may have left another one at its address."""
+        entry = self._entries.get(id(storage))
+        return entry if entry is not None and entry() is storage else None
+
+    def _note_output(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
+        if self._entry(storage) is not None:
+            self._note_resize(storage)
+        elif is_new and self._device_type in (None, storage.device.type):
+            deaths = self._deaths  # not self: a callback must not keep the counter alive
+
+            def note_death(entry: _Entry) -> None:
+                # Runs wherever the storage dies, perhaps inside our lock or another thread: only append.
+                deaths.append((time.perf_counter(), entry))
+
+            entry = _Entry(storage, note_death)
+            self._entries[entry.key] = entry
+            self._change(entry, entry.nbytes)
+
+    def _note_resize(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            entry = self._entry(storage)
+            if entry is not None and (change := storage.nbytes() - entry.nbytes) != 0:
+                entry.nbytes += change
+                self._change(entry, change)
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            self._settle_deaths()
+            for storage in _storages(parameter.grad):
+                entry = self._entry(storage)
+                if entry is not None and not entry.is_gradient:
+                    self._change(entry, -entry.nbytes)
+                    entry.is_gradient = True
+                    self._change(entry, entry.nbytes)
+
+    def _settle_deaths(self) -> None:
+        while self._deaths:
+            died_s, entry = self._deaths.popleft()
+            if self._entries.get(entry.key) is entry:  # the address may already belong to a younger storage
+                del self._entries[entry.key]
+            self._change(entry, -entry.nbytes, now_s=died_s)
+
+    def _change(self, entry: _Entry, change: int, *, now_s: float | None = None) -> None:
+        if entry.is_gradient:
+            self._gradient_bytes += change
+            return
+        self._live_bytes += change
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        if self._timeline is not None and change != 0:
+            elapsed_s = (time.perf_counter() if now_s is None else now_s) - self._start_s
+            self._timeline.append((elapsed_s, self._live_bytes))
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What one step needed beyond the memory that was in use before it.
+
+    Attributes:
+        peak_bytes: largest number of activation bytes alive at once.
+        timeline: `(seconds since the start, live storage bytes)` after every change; the seconds include what
+            counting costs.
+    """
+
+    peak_bytes: int
+    timeline: tuple[tuple[float, int], ...]
+
+
+def measure_step(
+    step: Callable[[], object], *, device: torch.device | str, parameters: Iterable[torch.Tensor]
+) -> StepMemory:
+    """Run `step` once and measure its peak activation bytes.
+
+    Room for every parameter's gradient is made before the step (zeros where there was None), so that
+    gradients are in no figure and plain, checkpointed and offloaded models can be compared. On CUDA the peak
+    is the caching allocator's, which includes rounding and operators' workspaces; elsewhere it is that of
+    `LiveStorages`.
+
+    Args:
+        step: runs forward and backward, adding into the gradients that are there.
+        device: where the model is.
+        parameters: the model's parameters.
+
+    Returns:
+        Peak and timeline of the step.
+
+    Raises:
+        ValueError: `step` replaced gradients, as `zero_grad(set_to_none=True)` makes backward do.
+    """
+    device = torch.device(device)
+    trained = [p for p in parameters if p.requires_grad]
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in trained]
+    gc.collect()  # garbage from before must not be freed inside the step, where it would lower the peak
+    before_bytes = _reset_allocator_peak(device)
+    with LiveStorages(device=device, timeline=True) as live:
+        step()
+    on_cuda = device.type == "cuda"
+    peak_bytes = torch.cuda.max_memory_allocated(device) - before_bytes if on_cuda else live.peak_bytes
+    if replaced := sum(p.grad is not grad for p, grad in zip(trained, gradients, strict=True)):
+        raise ValueError(
+            f"measure_step: the step replaced {replaced} of {len(trained)} parameter gradients, which would "
+            "count as activations. Leave zero_grad(set_to_none=True) and the optimizer out of the step."
+        )
+    return StepMemory(peak_bytes=peak_bytes, timeline=live.timeline)
+
+
+def _reset_allocator_peak(device: torch.device) -> int:
+    """Start the CUDA allocator's peak again; returns the bytes allocated now, 0 on other devices."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _storages(value: object) -> Iterator[torch.UntypedStorage]:
+    """Every storage with bytes that is reachable from an operator's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        yield from _tensor_storages(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _storages(item)
+    elif isinstance(value, dict):
+        yield from _storages(tuple(value.values()))
+    elif isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
+        yield value
+
+
+def _tensor_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        yield from _storages([getattr(tensor, name) for name in names])
+    elif tensor.layout in _COMPRESSED_PARTS:
+        yield from _storages([getattr(tensor, part)() for part in _COMPRESSED_PARTS[tensor.layout]])
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+        storage = tensor.untyped_storage()
+        if storage.device.type != "meta":  # a fake tensor names the device that it stands for
+            yield storage
+
+
+class _ResizeWatch:
+    """Tells its watchers of `UntypedStorage.resize_`, which no dispatch mode sees (FSDP frees memory so)."""
+
+    def __init__(self) -> None:
+        self._watchers: list[Callable[[torch.UntypedStorage], None]] = []
+        self._lock = threading.Lock()
+        self._restore: Callable[[], None] = lambda: None
+
+    def add(self, watcher: Callable[[torch.UntypedStorage], None]) -> None:
+        """Call `watcher` with every storage that was resized; the first watcher patches the method."""
+        with self._lock:
+            if not self._watchers:
+                self._patch(torch.UntypedStorage)
+            self._watchers.append(watcher)
+
+    def remove(self, watcher: Callable[[torch.UntypedStorage], None]) -> None:
+        """Forget `watcher` once; the last one puts the method back."""
+        with self._lock:
+            self._watchers.remove(watcher)
+            if not self._watchers:
+                self._restore()
+
+    def _patch(self, cls: Any) -> None:
+        original = cls.resize_
+        inherited = "resize_" not in cls.__dict__
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            for watcher in tuple(self._watchers):
+                watcher(storage)
+            return result
+
+        cls.resize_ = resize_
+        self._restore = lambda: delattr(cls, "resize_") if inherited else setattr(cls, "resize_", original)
+
+
+_resize_watch = _ResizeWatch()

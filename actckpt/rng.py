@@ -1,0 +1,17 @@
+"""Random state that reruns restore, beyond torch's own generators.
+
+The default generators of the CPU and of every device among a region's inputs, and every
+`torch.Generator` among them, are restored without asking. Trackers of random states
+(TransformerEngine's, Megatron's and DeepSpeed's `CudaRNGStatesTracker`), Python's `random` and NumPy's
+global state are restored once they are registered here, or passed as `rng_trackers=`.
+"""
+
+from actckpt.runtime.rng import (
+    Tracker,
+    numpy_random,
+    python_random,
+    register_tracker,
+    unregister_tracker,
+)
+
+__all__ = ["Tracker", "numpy_random", "python_random", "register_tracker", "unregister_tracker"]

@@ -1,0 +1,1 @@
+"""What happens inside a region: hooks, inputs, state, reruns. Nothing here is public."""

@@ -1,0 +1,162 @@
+"""The words of a region's errors: what differs, where, both sides, and what to do.
+
+Everything here runs only once something is wrong, so it may be slow.
+"""
+
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actckpt.errors import RerunMismatchError, SavedTensorChangedError
+
+if TYPE_CHECKING:
+    from actckpt import _frames
+
+_ADVICE = (
+    "The function must do the same in both runs: no counters, flags or Python randomness that differ "
+    "between them. Pass debug=True to see the operators of both runs."
+)
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+class Trace:
+    """Operators of both runs of a region with the user's lines, for `debug=True`."""
+
+    def __init__(self) -> None:
+        self.forward: list[str] = []
+        self.rerun: list[str] = []
+        self.forward_mode = _OperatorLog(self.forward)
+        self.rerun_mode = _OperatorLog(self.rerun)
+
+
+class _OperatorLog(TorchDispatchMode):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def __enter__(self) -> Any:
+        self._lines.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:  # the bookkeeping detaches in reruns only
+            self._lines.append(f"{func}  at {user_line()}")
+        return func(*args, **(kwargs or {}))
+
+
+def name_of(function: Any) -> str:
+    """Return a name for the function of a region: a module's type or a qualified name."""
+    if isinstance(function, torch.nn.Module):
+        return type(function).__name__
+    return str(getattr(function, "__qualname__", None) or getattr(function, "name", type(function).__name__))
+
+
+def mismatch(refill: "_frames.Refill", index: int, tensor: Tensor, problem: str) -> RerunMismatchError:
+    """Word a tensor that the rerun saved and the forward did not save like that."""
+    frame = refill.frame
+    name = _name(frame)
+    where = f"saved at {user_line()}{_in_module()}"
+    if problem == "more":
+        return RerunMismatchError(
+            f"The rerun of {name} saves more tensors than its forward did.\n"
+            f"Forward: {frame.num_saved}; rerun: at least {index + 1}, the additional one of shape "
+            f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {where}.\n{_ADVICE}"
+        )
+    if problem == "version":
+        return RerunMismatchError(
+            f"A parameter of shape {tuple(tensor.shape)} was changed in place between the forward and the "
+            f"rerun of {name} ({where}).\nSaved tensor {index} of {frame.num_saved}: other version "
+            f"in forward than now ({tensor._version}); one of the variables needed for gradient computation "
+            "has been modified by an inplace operation.\nRun backward before the optimizer step that "
+            'changes the parameter, or pass determinism_check="none" if the change does no harm.'
+        )
+    shape, dtype, device = frame.metadata(index) or (None, None, None)
+    return RerunMismatchError(
+        f"The rerun of {name} saved a tensor that is different from its forward's: "
+        f"saved tensor {index} of {frame.num_saved}.\n"
+        f"Forward: shape {tuple(shape or ())}, {dtype}, {device}. Rerun: shape {tuple(tensor.shape)}, "
+        f"{tensor.dtype}, {tensor.device}, {where}.\n{_ADVICE}"
+    )
+
+
+def fewer_saved(refill: "_frames.Refill") -> RerunMismatchError:
+    """Word a rerun that returned before it saved everything needed."""
+    frame = refill.frame
+    return RerunMismatchError(
+        f"The rerun of {_name(frame)} saved a different number of tensors than its forward: it returned early.\n"
+        f"Forward: {frame.num_saved}; rerun: {refill.num_packed}, of which backward needs {refill.num_needed}."
+        f"\n{_ADVICE}"
+    )
+
+
+def not_saved(frame: "_frames.Frame") -> RerunMismatchError:
+    """Word a rerun that ended without the tensor that backward asked for."""
+    return RerunMismatchError(
+        f"A rerun of {_name(frame)} did not bring back a saved tensor that backward asked for; its forward "
+        f"saved {frame.num_saved}, autograd still holds {frame.num_live}.\n"
+        "Does the function run a backward of its own? Pass early_stop=False, or take that backward out of it."
+    )
+
+
+def saved_tensor_changed(frame: "_frames.Frame", index: int, tensor: Tensor, expected: int) -> SavedTensorChangedError:
+    """Word a tensor that was changed in place after an operator saved it."""
+    return SavedTensorChangedError(
+        f"One of the variables needed for gradient computation has been modified by an inplace operation "
+        f"inside {_name(frame)}: saved tensor {index} of {frame.num_saved}, shape {tuple(tensor.shape)}, "
+        f"{tensor.dtype}.\nIt is at version {tensor._version}; expected version {expected}.\n"
+        "Use the out-of-place operator, or clone the tensor before changing it."
+    )
+
+
+def traced(error: BaseException, trace: Trace) -> BaseException:
+    """Add the operators of both runs to an error, for `debug=True`."""
+    first = next(
+        (i for i, (a, b) in enumerate(zip(trace.forward, trace.rerun, strict=False)) if _op(a) != _op(b)),
+        min(len(trace.forward), len(trace.rerun)),
+    )
+    lines = [str(error), "", f"First difference: operator {first}."]
+    for title, operators in (("forward", trace.forward), ("rerun", trace.rerun)):
+        lines.append(f"Operators of the {title} ({len(operators)}):")
+        lines += [f"{'->' if i == first else '  '} {i}: {line}" for i, line in enumerate(operators)]
+    return type(error)("\n".join(lines))
+
+
+def _name(frame: "_frames.Frame") -> str:
+    return name_of(frame.region.inputs.function if frame.region is not None else frame.function)
+
+
+def _op(line: str) -> str:
+    return line.split("  at ", 1)[0]
+
+
+def user_line() -> str:
+    """Return `file:line in function: source` of the innermost frame outside torch and actckpt."""
+    for frame in _frames_outward():
+        path = frame.f_code.co_filename
+        if not path.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and not path.startswith("<"):
+            source = linecache.getline(path, frame.f_lineno).strip()
+            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}: {source}"
+    return "an unknown line"
+
+
+def _in_module() -> str:
+    for frame in _frames_outward():
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            return f" (module {type(owner).__name__})"
+    return ""
+
+
+def _frames_outward() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,125 @@
+"""Private names of torch that the runtime uses, each with what happens where it is missing.
+
+`tests/unit/runtime/test_torch_private.py` fails when torch drops one of them, and says which entry
+here can go when torch makes it public.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._device
+import torch.utils.checkpoint
+from torch.autograd import Variable
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+def _optional(owner: object, name: str) -> Any:
+    return getattr(owner, name, None)
+
+
+#: Id of the backward under way in this thread, -1 outside of one. torch's own checkpoint tells
+#: backwards apart with it and there is no public equivalent: required.
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+#: The active `torch.utils.checkpoint.GraphExecGroup`. Missing: torch has no such groups.
+current_graph_exec_group: Callable[[], Any] | None = _optional(torch._C, "_get_graph_exec_group")
+
+#: Runs a callable at the end of the backward under way. Missing: values that a partial backward
+#: did not use stay until the graph is freed, as in torch's own checkpoint.
+queue_callback: Callable[[Callable[[], None]], None] | None = _optional(
+    _optional(Variable, "_execution_engine"), "queue_callback"
+)
+
+#: The hooks that a saved tensor would go through now. Missing: inputs of regions always go through
+#: an autograd.Function, which is slower.
+top_hooks: Callable[[bool], Hooks | None] | None = _optional(torch._C._autograd, "_top_saved_tensors_default_hooks")
+
+#: What `torch.autograd.graph.saved_tensors_hooks` calls on entry and exit, without its Python frames;
+#: and the setter behind `torch.set_grad_enabled`. Required.
+push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+#: Whether autocast is on for any device. Missing: assume that it is and look closer.
+any_autocast_enabled: Callable[[], bool] = _optional(torch._C, "_is_any_autocast_enabled") or (lambda: True)
+
+#: Getters and setters of the SDPA backend flags and their priority. A missing one is left alone.
+_SDPA_FLAGS = [
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+]
+_sdpa = [
+    (getattr(torch._C, getter), getattr(torch._C, setter))
+    for getter, setter in _SDPA_FLAGS
+    if hasattr(torch._C, getter) and hasattr(torch._C, setter)
+]
+sdpa_getters: tuple[Callable[[], Any], ...] = tuple(getter for getter, _ in _sdpa)
+sdpa_setters: tuple[Callable[[Any], None], ...] = tuple(setter for _, setter in _sdpa)
+
+#: The stack of function modes of this thread. Missing: function modes are not restored.
+num_function_modes: Callable[[], int] = _optional(torch._C, "_len_torch_function_stack") or (lambda: 0)
+_function_mode_at: Callable[[int], Any] = _optional(torch._C, "_get_function_stack_at")
+_push_function_mode: Callable[[Any], None] = _optional(torch._C, "_push_on_torch_function_stack")
+_pop_function_mode: Callable[[], Any] = _optional(torch._C, "_pop_torch_function_stack")
+
+
+def outer_hooks() -> Hooks | None:
+    """Return the (pack, unpack) that a tensor saved now would go through, or None."""
+    return None if top_hooks is None else top_hooks(False)
+
+
+def knows_outer_hooks() -> bool:
+    """Whether `outer_hooks` can tell; if not, inputs are saved through an autograd.Function."""
+    return top_hooks is not None
+
+
+def forced_by_context() -> tuple[bool | None, bool | None]:
+    """Return what torch's `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` ask for.
+
+    None outside of such a context. torch has no public getters; missing: the contexts do nothing here.
+    """
+    module: Any = torch.utils.checkpoint
+    return (
+        getattr(module, "_enable_checkpoint_early_stop", None),
+        getattr(module, "_checkpoint_debug_enabled", None),
+    )
+
+
+def function_modes() -> tuple[Any, ...]:
+    """Return this thread's function modes, outermost first."""
+    return tuple(_function_mode_at(i) for i in range(num_function_modes()))
+
+
+@contextmanager
+def replaced_function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
+    """Run the body under exactly these function modes; `DeviceContext` included.
+
+    The modes are not entered again: they are put on the stack as they were.
+    """
+    outside = _swap_function_modes(modes)
+    device_module: Any = torch.utils._device
+    device = _optional(device_module, "CURRENT_DEVICE")
+    device_module.CURRENT_DEVICE = next((m.device for m in modes if _is_device_context(m)), None)
+    try:
+        yield
+    finally:
+        device_module.CURRENT_DEVICE = device
+        _swap_function_modes(outside)
+
+
+def _is_device_context(mode: Any) -> bool:
+    return isinstance(mode, torch.utils._device.DeviceContext)
+
+
+def _swap_function_modes(modes: tuple[Any, ...]) -> tuple[Any, ...]:
+    removed = [_pop_function_mode() for _ in range(num_function_modes())]
+    for mode in modes:
+        _push_function_mode(mode)
+    return tuple(reversed(removed))

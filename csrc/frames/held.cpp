@@ -1,0 +1,180 @@
+#include "frames/held.h"
+
+#include <new>
+#include <utility>
+
+#include "frames/python.h"
+
+namespace actckpt {
+namespace {
+
+struct HeldObject {
+  PyObject_HEAD
+  py::object held;    // tensor, or what the hooks outside packed it into
+  py::object unpack;  // null: no hooks outside
+  long long version;
+  bool is_tensor;
+  bool is_leaf;
+  bool requires_grad;
+};
+
+PyTypeObject* held_type = nullptr;
+
+HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self); }
+
+bool is_tensor(PyObject* object) {
+  const int result = PyObject_IsInstance(object, python().tensor_type);
+  if (result < 0) throw py::error_already_set();
+  return result != 0;
+}
+
+long long version_or_zero(PyObject* tensor) {
+  if (call_method(tensor, python().is_inference).ptr() == Py_True) return 0;
+  return version_of(tensor);
+}
+
+py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
+  HeldObject* self = PyObject_New(HeldObject, held_type);
+  if (self == nullptr) throw py::error_already_set();
+  new (&self->held) py::object();
+  new (&self->unpack) py::object();
+  auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
+  self->requires_grad = is_true(tensor, python().requires_grad);
+  self->is_leaf = is_true(tensor, python().is_leaf);
+  if (pack != Py_None) {
+    self->held = call(pack, tensor);
+    self->unpack = py::reinterpret_borrow<py::object>(unpack);
+    self->is_tensor = is_tensor(self->held.ptr());
+  } else {
+    self->held = self->is_leaf ? py::reinterpret_borrow<py::object>(tensor)
+                               : call_method(tensor, python().detach);
+    self->is_tensor = true;
+  }
+  self->version = self->is_tensor ? version_or_zero(self->held.ptr()) : 0;
+  return owner;
+}
+
+py::object thaw(PyObject* object) {
+  HeldObject* self = held_of(object);
+  if (self->is_tensor && version_or_zero(self->held.ptr()) != self->version) {
+    raise(call(python().changed_error, object));
+  }
+  py::object tensor = self->held;
+  if (self->unpack) {
+    tensor = call(self->unpack.ptr(), tensor.ptr());
+  } else if (self->is_leaf) {
+    return tensor;
+  }
+  tensor = call_method(tensor.ptr(), python().detach);
+  return self->requires_grad ? call_method(tensor.ptr(), python().requires_grad_) : tensor;
+}
+
+bool is_plain(PyObject* value) {
+  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) ||
+         PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
+}
+
+// Index of an earlier, identical entry, or `end`: one tensor is held, and given back, once.
+Py_ssize_t first_same(PyObject* tuple, Py_ssize_t end) {
+  Py_ssize_t i = 0;
+  while (i < end && PyTuple_GET_ITEM(tuple, i) != PyTuple_GET_ITEM(tuple, end)) ++i;
+  return i;
+}
+
+PyObject* held_thaw(PyObject* self, PyObject*) {
+  return guarded([&] { return thaw(self).release().ptr(); });
+}
+
+PyObject* held_get_held(PyObject* self, void*) { return Py_NewRef(held_of(self)->held.ptr()); }
+
+PyObject* held_get_version(PyObject* self, void*) {
+  return PyLong_FromLongLong(held_of(self)->version);
+}
+
+void held_dealloc(PyObject* self) {
+  HeldObject* held = held_of(self);
+  held->unpack.~object();
+  held->held.~object();
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PyObject* hold_one(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&]() -> PyObject* {
+    if (nargs != 3) throw py::type_error("hold(tensor, pack, unpack) takes three arguments");
+    return hold(args[0], args[1], args[2]).release().ptr();
+  });
+}
+
+PyMethodDef held_methods[] = {
+    {"thaw", held_thaw, METH_NOARGS, "The tensor for one rerun; raises if it was changed."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef held_getset[] = {
+    {"held", held_get_held, nullptr, "Tensor, or what the hooks outside packed it into.", nullptr},
+    {"version", held_get_version, nullptr, "Version of the tensor when it was held.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyType_Slot held_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(held_dealloc)},
+                            {Py_tp_methods, held_methods},
+                            {Py_tp_getset, held_getset},
+                            {Py_tp_doc, const_cast<char*>("A tensor held for reruns.")},
+                            {0, nullptr}};
+PyType_Spec held_spec = {"actckpt._frames.HeldTensor", sizeof(HeldObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, held_slots};
+
+}  // namespace
+
+py::object hold_arguments(PyObject* args, bool* on_device) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(args);
+  py::tuple held(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* value = PyTuple_GET_ITEM(args, i);
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+    py::object item;
+    if (type == python().tensor_type || type == python().parameter_type) {
+      const Py_ssize_t same = first_same(args, i);
+      item = same < i ? py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(held.ptr(), same))
+                      : hold(value, Py_None, Py_None);
+      *on_device = *on_device || !is_true(value, python().is_cpu);
+    } else if (is_plain(value)) {
+      item = py::reinterpret_borrow<py::object>(value);
+    } else {
+      return {};
+    }
+    PyTuple_SET_ITEM(held.ptr(), i, item.release().ptr());
+  }
+  return std::move(held);
+}
+
+py::object thaw_arguments(PyObject* held) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(held);
+  py::tuple thawed(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* value = PyTuple_GET_ITEM(held, i);
+    const Py_ssize_t same = first_same(held, i);
+    py::object item;
+    if (Py_TYPE(value) != held_type) {
+      item = py::reinterpret_borrow<py::object>(value);
+    } else if (same < i) {
+      item = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(thawed.ptr(), same));
+    } else {
+      item = thaw(value);
+    }
+    PyTuple_SET_ITEM(thawed.ptr(), i, item.release().ptr());
+  }
+  return std::move(thawed);
+}
+
+void add_held_types(py::module_& module) {
+  held_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&held_spec));
+  if (held_type == nullptr) throw py::error_already_set();
+  module.add_object("HeldTensor", reinterpret_cast<PyObject*>(held_type));
+  static PyMethodDef functions[] = {
+      {"hold", fast(hold_one), METH_FASTCALL, "hold(tensor, pack, unpack) -> HeldTensor"},
+      {nullptr, nullptr, 0, nullptr}};
+  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+}
+
+}  // namespace actckpt

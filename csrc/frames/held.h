@@ -1,0 +1,21 @@
+// Tensors that a region holds for its reruns.
+//
+// See NOTE [ Inputs of a region ] in actckpt/runtime/inputs.py for the rules. Tensors and plain
+// values as positional arguments, the common case, are held and given back here without running
+// Python code.
+#pragma once
+
+#include "frames/frame.h"
+
+namespace actckpt {
+
+// Holds positional arguments as a tuple; null if one of them is neither a tensor nor plain. Sets
+// `on_device` where a tensor is not on the CPU.
+py::object hold_arguments(PyObject* args, bool* on_device);
+
+// The arguments of one rerun. Throws where a tensor was changed in place since it was held.
+py::object thaw_arguments(PyObject* held);
+
+void add_held_types(py::module_& module);
+
+}  // namespace actckpt

@@ -1,0 +1,25 @@
+// The extension module actckpt._frames: checkpointed regions and their saved tensors.
+//
+// No function here releases the GIL, since all of them handle Python objects; what blocks (a lock,
+// the user's function) is called through Python, which releases it.
+#include "frames/frame.h"
+#include "frames/generators.h"
+#include "frames/held.h"
+#include "frames/python.h"
+#include "frames/refill.h"
+#include "frames/region.h"
+#include "frames/swap_lock.h"
+#include "frames/task_end.h"
+
+PYBIND11_MODULE(_frames, module) {
+  module.doc() = "Checkpointed regions and the tensors that they save.";
+  actckpt::add_frame_types(module);
+  actckpt::add_refill_type(module);
+  actckpt::add_task_end_type();
+  actckpt::add_held_types(module);
+  actckpt::add_generator_types(module);
+  actckpt::add_swap_functions(module);
+  actckpt::add_region_functions(module);
+  module.def("connect", actckpt::connect, pybind11::arg("names"),
+             "Tell the extension what it needs of Python and torch. Called once.");
+}

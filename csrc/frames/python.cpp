@@ -1,0 +1,107 @@
+#include "frames/python.h"
+
+namespace actckpt {
+namespace {
+
+Python interned() {
+  Python names{};
+  names.shape = PyUnicode_InternFromString("shape");
+  names.dtype = PyUnicode_InternFromString("dtype");
+  names.device = PyUnicode_InternFromString("device");
+  names.version = PyUnicode_InternFromString("_version");
+  names.requires_grad = PyUnicode_InternFromString("requires_grad");
+  names.detach = PyUnicode_InternFromString("detach");
+  names.is_leaf = PyUnicode_InternFromString("is_leaf");
+  names.is_cpu = PyUnicode_InternFromString("is_cpu");
+  names.is_inference = PyUnicode_InternFromString("is_inference");
+  names.requires_grad_ = PyUnicode_InternFromString("requires_grad_");
+  names.get_state = PyUnicode_InternFromString("get_state");
+  names.set_state = PyUnicode_InternFromString("set_state");
+  names.acquire = PyUnicode_InternFromString("acquire");
+  names.release = PyUnicode_InternFromString("release");
+  names.pack = PyUnicode_InternFromString("pack");
+  return names;
+}
+
+py::object owned(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+}  // namespace
+
+Python& python() {
+  static Python names = interned();
+  return names;
+}
+
+void connect(const py::dict& names) {
+  Python& p = python();
+  const auto keep = [&](const char* name) -> PyObject* {
+    py::object value = names[name];
+    return value.is_none() ? nullptr : value.release().ptr();
+  };
+  p.tensor_type = keep("tensor_type");
+  p.parameter_type = keep("parameter_type");
+  p.lock_type = keep("lock_type");
+  p.state_getters = keep("state_getters");
+  p.cpu_generators = keep("cpu_generators");
+  p.top_hooks = keep("top_hooks");
+  p.push_hooks = keep("push_hooks");
+  p.pop_hooks = keep("pop_hooks");
+  p.is_grad_enabled = keep("is_grad_enabled");
+  p.set_grad_enabled = keep("set_grad_enabled");
+  p.graph_task_id = keep("graph_task_id");
+  p.graph_exec_group = keep("graph_exec_group");
+  p.queue_callback = keep("queue_callback");
+  p.is_capturing = keep("is_capturing");
+  p.generators_of = keep("generators_of");
+  p.refill = keep("refill");
+  p.swap_timeout_error = keep("swap_timeout_error");
+  p.mismatch_error = keep("mismatch_error");
+  p.modified_error = keep("modified_error");
+  p.changed_error = keep("changed_error");
+  p.failure = keep("failure");
+}
+
+py::object attribute(PyObject* object, PyObject* name) {
+  return owned(PyObject_GetAttr(object, name));
+}
+
+py::object call(PyObject* function) { return owned(PyObject_CallNoArgs(function)); }
+
+py::object call(PyObject* function, PyObject* argument) {
+  return owned(PyObject_CallOneArg(function, argument));
+}
+
+py::object call_method(PyObject* object, PyObject* name) {
+  return owned(PyObject_CallMethodNoArgs(object, name));
+}
+
+py::object call_method(PyObject* object, PyObject* name, PyObject* argument) {
+  return owned(PyObject_CallMethodOneArg(object, name, argument));
+}
+
+void raise(const py::object& exception) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+  throw py::error_already_set();
+}
+
+void call_quietly(PyObject* function, PyObject* argument) {
+  py::error_scope pending;
+  PyObject* result =
+      argument == nullptr ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument);
+  if (result == nullptr) PyErr_WriteUnraisable(function);
+  Py_XDECREF(result);
+}
+
+bool is_true(PyObject* object, PyObject* name) { return attribute(object, name).ptr() == Py_True; }
+
+long long version_of(PyObject* tensor) {
+  const py::object version = attribute(tensor, python().version);
+  const long long number = PyLong_AsLongLong(version.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return number;
+}
+
+}  // namespace actckpt

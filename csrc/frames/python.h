@@ -1,0 +1,95 @@
+// What the extension needs of Python and torch: names, types and callables, looked up once and held
+// for the life of the process; and calls that turn a failure into a C++ exception.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <exception>
+
+namespace actckpt {
+
+namespace py = pybind11;
+
+struct Python {
+  // Interned attribute names.
+  PyObject* shape;
+  PyObject* dtype;
+  PyObject* device;
+  PyObject* version;
+  PyObject* requires_grad;
+  PyObject* detach;
+  PyObject* is_leaf;
+  PyObject* is_cpu;
+  PyObject* is_inference;
+  PyObject* requires_grad_;
+  PyObject* get_state;
+  PyObject* set_state;
+  PyObject* acquire;
+  PyObject* release;
+  PyObject* pack;
+
+  // Set by `connect`; see actckpt/runtime/connect.py for what each is.
+  PyObject* tensor_type;
+  PyObject* parameter_type;
+  PyObject* lock_type;
+  PyObject* state_getters;
+  PyObject* cpu_generators;
+  PyObject* top_hooks;        // null where torch does not tell
+  PyObject* push_hooks;
+  PyObject* pop_hooks;
+  PyObject* is_grad_enabled;
+  PyObject* set_grad_enabled;
+  PyObject* graph_task_id;
+  PyObject* graph_exec_group;  // null where torch has none
+  PyObject* queue_callback;    // null where torch has none
+  PyObject* is_capturing;      // null where there is no CUDA
+  PyObject* generators_of;
+  PyObject* refill;
+  PyObject* swap_timeout_error;
+  PyObject* mismatch_error;
+  PyObject* modified_error;
+  PyObject* changed_error;
+  PyObject* failure;
+};
+
+Python& python();
+
+// Takes over the names that a dict gives for the fields above.
+void connect(const py::dict& names);
+
+py::object attribute(PyObject* object, PyObject* name);
+py::object call(PyObject* function);
+py::object call(PyObject* function, PyObject* argument);
+py::object call_method(PyObject* object, PyObject* name);
+py::object call_method(PyObject* object, PyObject* name, PyObject* argument);
+
+// Makes `exception` the pending error and throws it.
+[[noreturn]] void raise(const py::object& exception);
+
+// Calls for their effect while another error may be pending, which stays the one that counts.
+void call_quietly(PyObject* function, PyObject* argument = nullptr);
+
+bool is_true(PyObject* object, PyObject* name);
+long long version_of(PyObject* tensor);
+
+// The border to Python: runs `body` and turns a C++ exception into a pending Python error.
+template <typename Body>
+PyObject* guarded(Body body) noexcept {
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+inline PyCFunction fast(FastFunction function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+}  // namespace actckpt

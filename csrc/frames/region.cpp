@@ -1,0 +1,289 @@
+#include "frames/region.h"
+
+#include <utility>
+
+#include "frames/generators.h"
+#include "frames/held.h"
+#include "frames/python.h"
+#include "frames/refill.h"
+#include "frames/swap_lock.h"
+
+namespace actckpt {
+namespace {
+
+// ------------------------------------------------------------------------------------- state
+
+py::object capture_state() {
+  PyObject* getters = python().state_getters;
+  const Py_ssize_t count = PyTuple_GET_SIZE(getters);
+  py::tuple state(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyTuple_SET_ITEM(state.ptr(), i, call(PyTuple_GET_ITEM(getters, i)).release().ptr());
+  }
+  return std::move(state);
+}
+
+// The first two getters tell whether autocast or function modes are on: then Python captures more.
+bool is_complete(const py::object& state) {
+  for (Py_ssize_t i = 0; i < 2; ++i) {
+    const int set = PyObject_IsTrue(PyTuple_GET_ITEM(state.ptr(), i));
+    if (set < 0) throw py::error_already_set();
+    if (set != 0) return false;
+  }
+  return true;
+}
+
+// ------------------------------------------------------------------------------------- calls
+
+// Calls function(*args, **kwargs) with saved tensors going through pack and unpack. Returns null
+// with a Python error pending where that failed.
+PyObject* call_hooked(PyObject* pack, PyObject* unpack, PyObject* function, PyObject* args,
+                      PyObject* kwargs) {
+  PyObject* hooks[] = {pack, unpack};
+  PyObject* pushed = PyObject_Vectorcall(python().push_hooks, hooks, 2, nullptr);
+  if (pushed == nullptr) return nullptr;
+  Py_DECREF(pushed);
+  PyObject* result = PyObject_Call(function, args, kwargs);
+  call_quietly(python().pop_hooks);
+  return result;
+}
+
+PyObject* unpack_function = nullptr;
+PyObject* same_function = nullptr;
+
+// Runs the forward of `frame`; null with a Python error pending where it failed.
+PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* args,
+                      PyObject* kwargs) {
+  PyObject* result =
+      call_hooked(pack_of(frame).ptr(), unpack_function, function, args, kwargs);
+  reinterpret_cast<FrameObject*>(frame.ptr())->forward_completed = result != nullptr;
+  return result;
+}
+
+// Runs function(*args, **kwargs) with grad mode on until the refill stops it.
+void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args,
+                       PyObject* kwargs) {
+  const bool turn_on = call(python().is_grad_enabled).ptr() != Py_True;
+  if (turn_on) call(python().set_grad_enabled, Py_True);
+  PyObject* result =
+      call_hooked(refill_pack_of(refill).ptr(), same_function, function, args, kwargs);
+  if (turn_on) call_quietly(python().set_grad_enabled, Py_False);
+  if (result != nullptr) {
+    Py_DECREF(result);
+  } else if (is_stop_of(refill.ptr())) {
+    PyErr_Clear();
+  } else {
+    throw py::error_already_set();
+  }
+}
+
+// ------------------------------------------------------------------------------------- rerun
+
+// Runs `function` until stopped with the random state of the forward, then puts back what was there.
+void run_with_random_state(const py::object& random, const py::object& refill, PyObject* function,
+                           PyObject* args) {
+  const Swap swap(0);
+  const py::object outside = generators_now(random);
+  const auto put_back = [&] {
+    py::error_scope pending;
+    restore_generators(outside);
+  };
+  restore_generators(random);
+  try {
+    run_until_stopped(refill, function, args, nullptr);
+  } catch (...) {
+    put_back();
+    throw;
+  }
+  put_back();
+}
+
+// Reruns a region of the common kind. Returns false, having done nothing, where it is not one now.
+bool rerun_common(const py::object& refill) {
+  const Recipe& recipe = reinterpret_cast<FrameObject*>(refill_frame(refill))->recipe;
+  if (recipe.region) return false;
+  const py::object state = capture_state();
+  const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
+  if (same < 0) throw py::error_already_set();
+  if (same == 0) return false;
+  const py::object args = thaw_arguments(recipe.args.ptr());
+  if (recipe.random) {
+    run_with_random_state(recipe.random, refill, recipe.function.ptr(), args.ptr());
+  } else {
+    run_until_stopped(refill, recipe.function.ptr(), args.ptr(), nullptr);
+  }
+  return true;
+}
+
+void rerun(FrameObject* frame, const py::object& key) {
+  const py::object refill = new_refill(frame, key);
+  try {
+    if (!rerun_common(refill)) call(python().refill, refill.ptr());
+  } catch (py::error_already_set&) {
+    // What the pack hook found explains more than what came of it.
+    if (refill_found_mismatch(refill)) raise(call(python().failure, refill.ptr()));
+    throw;
+  }
+  if (refill_has_failed(refill)) raise(call(python().failure, refill.ptr()));
+  store_refill(refill);
+}
+
+class Locked {
+ public:
+  explicit Locked(const py::object& lock) : lock_(lock) {
+    call_method(lock_.ptr(), python().acquire);
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+  ~Locked() noexcept {
+    py::error_scope pending;
+    PyObject* done = PyObject_CallMethodNoArgs(lock_.ptr(), python().release);
+    if (done == nullptr) PyErr_WriteUnraisable(lock_.ptr());
+    Py_XDECREF(done);
+  }
+
+ private:
+  py::object lock_;
+};
+
+// Rules 2 and 4. `key` null: unpacked outside of any backward, so nothing is kept for later.
+py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
+  const Locked locked(frame->recipe.lock);
+  const bool keep = static_cast<bool>(key);
+  if (!keep) key = py::reinterpret_steal<py::object>(PyList_New(0));  // equal to no other key
+  py::object value = take(frame, index, key.ptr());
+  if (!value) {
+    rerun(frame, key);
+    value = take(frame, index, key.ptr());
+  }
+  if (!keep) frame->drop(key.ptr());
+  if (value) return value;
+  raise(call(python().failure, reinterpret_cast<PyObject*>(frame)));
+}
+
+// The key of the values that the current unpack may use: the GraphExecGroup that is active, else
+// the id of the running graph task; null outside of both.
+py::object current_key() {
+  if (python().graph_exec_group != nullptr) {
+    py::object group = call(python().graph_exec_group);
+    if (!group.is_none()) return group;
+  }
+  py::object id = call(python().graph_task_id);
+  return PyLong_AsLongLong(id.ptr()) == -1 ? py::object() : id;
+}
+
+PyObject* unpack(PyObject*, PyObject* handle) {
+  return guarded([&]() -> PyObject* {
+    if (Py_TYPE(handle) != slot_type) throw py::type_error("unpack: not a slot of a region");
+    auto* slot = reinterpret_cast<SlotObject*>(handle);
+    FrameObject* frame = slot->frame;
+    // The slot may be released by another thread while Python runs below.
+    const auto owner = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame));
+    const std::size_t index = slot->index;
+    py::object key = current_key();
+    py::object value = key ? take(frame, index, key.ptr()) : py::object();
+    if (!value) value = bring_back(frame, index, std::move(key));
+    return value.release().ptr();
+  });
+}
+
+PyObject* same(PyObject*, PyObject* tensor) { return Py_NewRef(tensor); }
+
+// ----------------------------------------------------------------------------------- forward
+
+bool truth(PyObject* object) {
+  const int result = PyObject_IsTrue(object);
+  if (result < 0) throw py::error_already_set();
+  return result != 0;
+}
+
+Recipe new_recipe(PyObject* function, PyObject* early_stop) {
+  Recipe recipe;
+  recipe.function = py::reinterpret_borrow<py::object>(function);
+  recipe.lock = call(python().lock_type);
+  recipe.early_stop = truth(early_stop);
+  return recipe;
+}
+
+// run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result, or
+// NotImplemented, with nothing done, where the region is not of the common kind.
+PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&]() -> PyObject* {
+    if (nargs != 5) throw py::type_error("run_common takes five arguments");
+    if (python().top_hooks == nullptr || !call(python().top_hooks, Py_False).is_none()) {
+      return Py_NewRef(Py_NotImplemented);
+    }
+    Recipe recipe = new_recipe(args[0], args[2]);
+    recipe.state = capture_state();
+    bool on_device = false;
+    if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
+    if (!recipe.args) return Py_NewRef(Py_NotImplemented);
+    const bool is_capturing =
+        python().is_capturing != nullptr && call(python().is_capturing).ptr() == Py_True;
+    if (truth(args[3]) && !is_capturing) {
+      const py::object generators =
+          on_device ? call(python().generators_of, args[1])
+                    : py::reinterpret_borrow<py::object>(python().cpu_generators);
+      recipe.random = capture_generators(generators.ptr());
+    }
+    const py::object frame = new_frame(std::move(recipe), truth(args[4]));
+    return run_forward(frame, args[0], args[1], nullptr);
+  });
+}
+
+// run(region, function, args, kwargs, early_stop, check_metadata) -> result
+PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&]() -> PyObject* {
+    if (nargs != 6) throw py::type_error("run takes six arguments");
+    Recipe recipe = new_recipe(Py_None, args[4]);  // the region holds the function as inputs
+    recipe.region = py::reinterpret_borrow<py::object>(args[0]);
+    const py::object frame = new_frame(std::move(recipe), truth(args[5]));
+    return run_forward(frame, args[1], args[2], args[3]);
+  });
+}
+
+// rerun(refill, function, args, kwargs): for Python's `refill`.
+PyObject* rerun_function(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&]() -> PyObject* {
+    if (nargs != 4) throw py::type_error("rerun takes four arguments");
+    run_until_stopped(py::reinterpret_borrow<py::object>(args[0]), args[1], args[2], args[3]);
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* capture_state_function(PyObject*, PyObject*) {
+  return guarded([&] { return capture_state().release().ptr(); });
+}
+
+PyObject* thaw_arguments_function(PyObject*, PyObject* held) {
+  return guarded([&] { return thaw_arguments(held).release().ptr(); });
+}
+
+PyObject* none(PyObject*, PyObject*) { return Py_NewRef(Py_None); }
+
+PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
+                                 "Unpack hook: the tensor of a slot, brought back by a rerun."};
+PyMethodDef same_definition = {"same", same, METH_O, "Unpack hook of reruns."};
+
+PyMethodDef functions[] = {
+    {"run_common", fast(run_common), METH_FASTCALL,
+     "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
+    {"run", fast(run), METH_FASTCALL,
+     "run(region, function, args, kwargs, early_stop, check_metadata) -> result"},
+    {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
+    {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
+    {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
+    {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+void add_region_functions(py::module_& module) {
+  unpack_function = PyCFunction_New(&unpack_definition, nullptr);
+  same_function = PyCFunction_New(&same_definition, nullptr);
+  if (unpack_function == nullptr || same_function == nullptr) throw py::error_already_set();
+  module.add_object("unpack", py::reinterpret_borrow<py::object>(unpack_function));
+  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+}
+
+}  // namespace actckpt

@@ -1,0 +1,26 @@
+"""Build of the C++ extensions; everything else about the package stands in pyproject.toml.
+
+Neither torch nor a CUDA toolkit is needed to build: the sources include no header of either.
+"""
+
+from glob import glob
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from setuptools import setup
+
+ParallelCompile("ACTCKPT_BUILD_JOBS", default=2).install()
+
+_WARNINGS = ["-Wall", "-Wextra", "-Wpedantic"]
+
+setup(
+    ext_modules=[
+        Pybind11Extension(
+            "actckpt._frames",
+            sorted(glob("csrc/frames/*.cpp")),
+            depends=sorted(glob("csrc/frames/*.h")),
+            include_dirs=["csrc"],
+            cxx_std=17,
+            extra_compile_args=["-O2", "-fvisibility=hidden", *_WARNINGS],
+        ),
+    ],
+)

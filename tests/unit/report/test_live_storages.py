@@ -1,0 +1,364 @@
+"""The storage counter against bytes computed by hand."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from actckpt.report.memory import LiveStorages, measure_step
+
+FLOAT_BYTES = 4
+BATCH, WIDTH, HIDDEN = 8, 16, 32
+SCALAR_BYTES = FLOAT_BYTES
+WIDE_BYTES = BATCH * HIDDEN * FLOAT_BYTES
+NARROW_BYTES = BATCH * WIDTH * FLOAT_BYTES
+
+
+def _mlp() -> torch.nn.Sequential:
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, HIDDEN), torch.nn.GELU(), torch.nn.Linear(HIDDEN, WIDTH), torch.nn.ReLU()
+    )
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH)
+
+
+def test_bytes_held_after_forward_are_the_saved_tensors_of_an_mlp(x: torch.Tensor) -> None:
+    model = _mlp()
+    with LiveStorages() as live:
+        loss = model(x).sum()
+        # GELU saves its input, the second linear GELU's output, ReLU its own output; x was there before.
+        assert live.live_bytes == 2 * WIDE_BYTES + NARROW_BYTES + SCALAR_BYTES
+        # The second linear's output dies when ReLU has returned.
+        assert live.peak_bytes == 2 * WIDE_BYTES + 2 * NARROW_BYTES
+    del loss
+    assert live.live_bytes == 0
+
+
+def test_parameters_and_inputs_are_never_counted(x: torch.Tensor) -> None:
+    model = _mlp()
+    with LiveStorages() as live, torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        x.add_(1)
+        x.view(-1)[3:]
+        x.resize_(2 * BATCH, WIDTH)
+    assert live.peak_bytes == 0
+
+
+def test_gradients_of_parameters_are_reported_apart(x: torch.Tensor) -> None:
+    model = _mlp()
+    model_bytes = sum(p.numel() * FLOAT_BYTES for p in model.parameters())
+    with LiveStorages(parameters=model.parameters()) as live:
+        model(x).sum().backward()
+        assert (live.live_bytes, live.gradient_bytes) == (0, model_bytes)
+        model.zero_grad(set_to_none=True)
+        assert (live.live_bytes, live.gradient_bytes) == (0, 0)
+    with LiveStorages() as everything:
+        model(x).sum().backward()
+        assert (everything.live_bytes, everything.gradient_bytes) == (model_bytes, 0)
+    model(x).sum().backward()  # no hook is left: nothing is counted any more
+    assert live.gradient_bytes == 0
+
+
+def test_gradients_kept_from_before_give_the_same_peak_as_gradients_counted_apart(x: torch.Tensor) -> None:
+    model = _mlp()
+    with LiveStorages(parameters=model.parameters()) as apart:
+        model(x).sum().backward()
+    step = measure_step(lambda: model(x).sum().backward(), device="cpu", parameters=model.parameters())
+    assert step.peak_bytes == apart.peak_bytes
+
+
+def test_recompute_inside_backward_is_counted(x: torch.Tensor) -> None:
+    model = _mlp()
+    with LiveStorages(parameters=model.parameters()) as live:
+        loss = checkpoint(model, x, use_reentrant=False, preserve_rng_state=False).sum()
+        assert live.live_bytes == SCALAR_BYTES
+        live.reset_peak()
+        loss.backward()
+    plain = measure_step(lambda: model(x).sum().backward(), device="cpu", parameters=model.parameters())
+    assert 2 * WIDE_BYTES < live.peak_bytes <= plain.peak_bytes
+    del loss
+    assert live.live_bytes == 0
+
+
+def test_views_and_in_place_operators_cost_nothing_and_a_view_keeps_its_storage() -> None:
+    with LiveStorages() as live:
+        base = torch.zeros(100)
+        base.add_(1).mul_(2)
+        view = base.view(10, 10).t()[3]
+        expanded = view.expand(1000, 10)
+        assert live.live_bytes == live.peak_bytes == 100 * FLOAT_BYTES
+        del base, view
+        assert live.live_bytes == 100 * FLOAT_BYTES
+        del expanded
+        assert live.live_bytes == 0
+
+
+def test_several_outputs_count_each_storage_once() -> None:
+    with LiveStorages() as live:
+        parts = torch.zeros(64).chunk(4)
+        values, indices = torch.zeros(10, 4).max(dim=1)
+        assert live.live_bytes == 64 * FLOAT_BYTES + 10 * (4 + 8)
+    del parts, values, indices
+
+
+def test_foreach_operators_are_counted() -> None:
+    xs = [torch.ones(10), torch.ones(20)]
+    with LiveStorages() as live:
+        ys = torch._foreach_add(xs, 1)
+        torch._foreach_mul_(ys, 2)
+        assert live.live_bytes == 30 * FLOAT_BYTES
+    del ys
+
+
+def test_tensors_made_from_python_numbers_are_counted() -> None:
+    with LiveStorages() as live:
+        t = torch.tensor([1.0, 2.0])
+        assert live.live_bytes == 2 * FLOAT_BYTES
+    del t
+
+
+def test_zero_size_tensors_count_zero_bytes_and_can_grow() -> None:
+    with LiveStorages() as live:
+        t = torch.empty(0)
+        assert live.live_bytes == 0
+        t.resize_(50)
+        assert live.live_bytes == 50 * FLOAT_BYTES
+        torch.add(torch.ones(70), 1, out=t.resize_(0))
+        assert live.live_bytes == 70 * FLOAT_BYTES
+    del t
+
+
+def test_a_resized_storage_counts_its_new_size_at_once() -> None:
+    original = torch.UntypedStorage.resize_
+    with LiveStorages() as live:
+        t = torch.ones(100)
+        t.untyped_storage().resize_(0)
+        assert live.live_bytes == 0
+        t.untyped_storage().resize_(400)
+        assert live.live_bytes == live.peak_bytes == 400
+    assert torch.UntypedStorage.resize_ is original
+    t.untyped_storage().resize_(800)  # nobody watches any more
+    assert live.live_bytes == 400
+    del t
+    assert live.live_bytes == 0
+
+
+def test_storage_swapped_under_a_tensor_is_followed() -> None:
+    with LiveStorages() as live:
+        t = torch.ones(100)
+        t.set_(torch.ones(7))
+        assert live.live_bytes == 7 * FLOAT_BYTES
+        t.data = torch.ones(9)
+        assert live.live_bytes == 9 * FLOAT_BYTES
+    del t
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_sparse_tensors_count_their_indices_and_values() -> None:
+    eye = torch.eye(5)
+    with LiveStorages() as live:
+        coo = eye.to_sparse()
+        assert live.live_bytes == 2 * 5 * 8 + 5 * FLOAT_BYTES
+        del coo
+        assert live.live_bytes == 0
+        csr = eye.to_sparse_csr()
+        # Row starts, values, and the COO indices that the column indices are a view of.
+        assert live.live_bytes == 6 * 8 + 2 * 5 * 8 + 5 * FLOAT_BYTES
+        del csr
+        assert live.live_bytes == 0
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no mkldnn")
+def test_layouts_without_storage_are_passed_over() -> None:
+    x = torch.ones(3, 3)
+    with LiveStorages() as live:
+        x.to_mkldnn()
+    assert live.peak_bytes == 0
+
+
+def test_meta_and_fake_tensors_have_no_bytes() -> None:
+    with LiveStorages() as outside:
+        meta = torch.ones(100, device="meta") * 2
+        with FakeTensorMode(), LiveStorages() as inside:
+            fake = torch.ones(100) * 2
+        assert (outside.peak_bytes, inside.peak_bytes) == (0, 0)
+    del meta, fake
+
+
+def test_subclasses_count_their_inner_tensors() -> None:
+    with LiveStorages() as live:
+        two = TwoTensor(torch.ones(10), torch.ones(10))
+        assert live.live_bytes == 2 * 10 * FLOAT_BYTES
+        other = torch.relu(two * 2)
+        assert live.live_bytes == 4 * 10 * FLOAT_BYTES
+        assert live.peak_bytes == 5 * 10 * FLOAT_BYTES + 10 * FLOAT_BYTES
+    del two, other
+    assert live.live_bytes == 0
+
+
+def test_other_devices_are_left_out_when_one_is_asked_for() -> None:
+    with LiveStorages(device="cuda") as cuda, LiveStorages(device="cpu") as cpu:
+        t = torch.ones(10)
+        assert (cuda.live_bytes, cpu.live_bytes) == (0, 10 * FLOAT_BYTES)
+    del t
+
+
+def test_peak_is_the_most_that_lived_at_once_and_can_be_reset() -> None:
+    with LiveStorages() as live:
+        kept = torch.ones(100)
+        torch.ones(1000)
+        torch.ones(500)
+        assert live.peak_bytes == 1100 * FLOAT_BYTES
+        live.reset_peak()
+        assert live.peak_bytes == 100 * FLOAT_BYTES
+    del kept
+
+
+def test_counters_nest_and_the_inner_one_sees_only_its_own_block() -> None:
+    with LiveStorages() as outer:
+        a = torch.ones(10)
+        with LiveStorages() as inner:
+            b = a + 1
+            a.add_(1)
+            b.untyped_storage().resize_(80)
+            assert (outer.live_bytes, inner.live_bytes) == (120, 80)
+        c = torch.ones(1)
+        assert (outer.live_bytes, inner.live_bytes) == (124, 80)
+        del a, b
+        assert (outer.live_bytes, inner.live_bytes) == (4, 0)
+    del c
+
+
+def test_a_counter_entered_again_goes_on_counting() -> None:
+    live = LiveStorages()
+    with live:
+        a = torch.ones(10)
+        with live:
+            b = torch.ones(10)
+    with live:
+        c = torch.ones(10)
+    assert live.live_bytes == 30 * FLOAT_BYTES
+    del a, b, c
+
+
+def test_an_exception_inside_leaves_no_trace(x: torch.Tensor) -> None:
+    model, original = _mlp(), torch.UntypedStorage.resize_
+    live = LiveStorages(parameters=model.parameters())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), live:
+        model(x) @ torch.ones(3, 3)
+    gc.collect()
+    assert live.live_bytes == 0
+    assert torch.UntypedStorage.resize_ is original
+    assert not model[0].weight._post_accumulate_grad_hooks
+
+
+def test_neither_storages_nor_the_counter_are_kept_alive() -> None:
+    live = LiveStorages(timeline=True)
+    with live:
+        t = torch.ones(10)
+        storage = weakref.ref(t.untyped_storage())
+    del t
+    assert storage() is None
+    counter = weakref.ref(live)
+    del live
+    gc.collect()
+    assert counter() is None
+
+
+def test_memory_in_a_reference_cycle_counts_until_it_is_collected() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveStorages() as live:
+            cycle = [torch.ones(10)]
+            cycle.append(cycle)  # type: ignore[arg-type]
+            del cycle
+            assert live.live_bytes == 10 * FLOAT_BYTES
+            gc.collect()
+            assert live.live_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_many_steps_leave_nothing_behind(x: torch.Tensor) -> None:
+    model = _mlp()
+    with LiveStorages() as live:
+        for _ in range(50):
+            checkpoint(model, x, use_reentrant=False).sum().backward()
+            model.zero_grad(set_to_none=True)
+            assert live.live_bytes == 0
+        assert not live._entries
+        assert not live._deaths
+
+
+def test_storages_that_die_in_another_thread_are_noticed() -> None:
+    with LiveStorages() as live:
+        held = [torch.ones(10)]
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        assert live.live_bytes == 0
+
+
+def test_threads_with_their_own_counters_do_not_disturb_each_other() -> None:
+    original = torch.UntypedStorage.resize_
+    sizes: list[int] = []
+
+    def work() -> None:
+        with LiveStorages() as live:
+            for _ in range(100):
+                t = torch.ones(10)
+                t.untyped_storage().resize_(80)
+                u = torch.relu(t)
+            sizes.append(live.live_bytes)
+            del u
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sizes == [80 + 40] * 8
+    assert torch.UntypedStorage.resize_ is original
+
+
+def test_backward_in_an_autograd_thread_is_counted() -> None:
+    class Deep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor, depth: int) -> torch.Tensor:
+            ctx.depth = depth  # type: ignore[attr-defined]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+            threads.add(threading.get_ident())
+            if ctx.depth > 0:  # type: ignore[attr-defined]
+                with torch.enable_grad():
+                    Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()  # type: ignore
+            else:
+                held.append(torch.ones(1000))
+            return grad, None
+
+    threads: set[int] = set()
+    held: list[torch.Tensor] = []
+    with LiveStorages() as live:
+        Deep.apply(torch.ones(1, requires_grad=True), 100).sum().backward()  # type: ignore[no-untyped-call]
+        gc.collect()
+        assert len(threads) > 1  # autograd hands backwards nested this deep to threads of its own
+        assert live.live_bytes == 1000 * FLOAT_BYTES
+
+
+def test_parameters_that_are_no_leaves_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"1 of 1 parameters are not leaves.*\(3,\).*model.parameters"):
+        LiveStorages(parameters=[torch.ones(3, requires_grad=True) * 2])
