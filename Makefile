@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: demo test lint types bench clean
 
 demo: $(STAMP)

@@ -117,7 +117,7 @@ def _forward_backward(model: LanguageModel, inputs: torch.Tensor, targets: torch
     with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=on_cuda):
         logits = model(inputs)
     loss = functional.cross_entropy(logits.float().view(-1, BYTE_VALUES), targets.reshape(-1))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.item()
 
 

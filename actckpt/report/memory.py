@@ -59,7 +59,7 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
         self.is_gradient = False
 
 
-class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveStorages(TorchDispatchMode):
     """Count the bytes of the storages that operators allocate inside the `with` block and that still live.
 
     Counters nest, may be entered again (they go on counting) and keep nothing alive. After the block nothing
@@ -151,7 +151,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         _resize_watch.add(self._note_resize)
         for parameter in self._parameters:
-            hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)
             self._hooks.append(hook)
         return self
 

@@ -39,7 +39,7 @@ class Trace:
 
 class _OperatorLog(TorchDispatchMode):
     def __init__(self, lines: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._lines = lines
 
     def __enter__(self) -> Any:
