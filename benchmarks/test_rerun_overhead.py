@@ -12,19 +12,60 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 
 import actckpt
 
 _LAYERS = 32
 _STEPS = 5  # per sample
-_SAMPLES = 60
+_SAMPLES = 40
 
 Run = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class _Stop(BaseException):
+    pass
+
+
+def _bare_rerun(function: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Hooks and a rerun in Python, with no check, no random state, no other backward: a yardstick."""
+    values: list[Any] = []
+    num_saved = 0
+
+    def pack(tensor: torch.Tensor) -> int:
+        nonlocal num_saved
+        num_saved += 1
+        return num_saved - 1
+
+    def pack_again(tensor: torch.Tensor) -> torch.Tensor:
+        values.append(tensor.detach())
+        if len(values) == num_saved:
+            raise _Stop
+        return tensor
+
+    def unpack(index: int) -> Any:
+        if not values:
+            again = hidden.detach().requires_grad_()
+            try:
+                with torch.enable_grad(), saved_tensors_hooks(pack_again, lambda value: value):
+                    function(again)
+            except _Stop:
+                pass
+        value, values[index] = values[index], None
+        return value
+
+    with saved_tensors_hooks(pack, unpack):
+        result: torch.Tensor = function(hidden)
+    return result
+
 
 _METHODS: dict[str, Run] = {
     "plain": lambda segment, hidden: segment(hidden),
     "torch": lambda segment, hidden: torch_checkpoint.checkpoint(segment, hidden, use_reentrant=False),
+    "bare rerun": _bare_rerun,
     "actckpt": actckpt.checkpoint,
+    "actckpt, no random state": lambda segment, hidden: actckpt.checkpoint(segment, hidden, preserve_rng_state=False),
+    "actckpt, no early stop": lambda segment, hidden: actckpt.checkpoint(segment, hidden, early_stop=False),
 }
 
 
