@@ -22,5 +22,14 @@ setup(
             cxx_std=17,
             extra_compile_args=["-O2", "-fvisibility=hidden", *_WARNINGS],
         ),
+        Pybind11Extension(
+            "actckpt._engine",
+            sorted(glob("csrc/engine/**/*.cpp", recursive=True)),
+            depends=sorted(glob("csrc/engine/**/*.h", recursive=True)),
+            include_dirs=["csrc"],
+            libraries=["dl"],
+            cxx_std=17,
+            extra_compile_args=["-O2", "-fvisibility=hidden", "-pthread", *_WARNINGS],
+        ),
     ],
 )

@@ -11,7 +11,8 @@ _PACKAGE = Path(__file__).parents[1] / "actckpt"
 
 #: Lower rooms first: a module may import from rooms that stand before its own, and from its own.
 _ROOMS = [
-    ["_version", "errors", "_frames"],
+    ["_version", "errors", "_frames", "_engine"],
+    ["engine"],
     ["runtime"],
     ["rng", "api"],
     ["blocks"],

@@ -1,0 +1,1 @@
+"""The offload engine: where offloaded bytes live and how they travel."""

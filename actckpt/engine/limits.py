@@ -1,0 +1,61 @@
+"""How much host memory this process may pin: pages are charged to the cgroup, and overrun is a kill."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def default_host_limit(root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
+    """Return half of what the machine and this process's cgroups leave, per local rank, in bytes.
+
+    Args:
+        root: where `proc` and `sys` are found; tests pass their own.
+        environ: where LOCAL_WORLD_SIZE is looked up; the process's environment by default.
+    """
+    available = min([_available_bytes(root), *_cgroup_headrooms(root)])
+    ranks = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1")
+    num_ranks = int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1
+    return max(available, 0) // 2 // num_ranks
+
+
+def _available_bytes(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cgroup_headrooms(root: Path) -> Iterator[int]:
+    """Yield limit minus use of this process's cgroup and of each of its parents, v1 and v2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            mount, limit, used = (
+                root / "sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
+        else:
+            continue
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(mount):
+                break
+            headroom = _headroom(folder / limit, folder / used)
+            if headroom is not None:
+                yield headroom
+
+
+def _headroom(limit: Path, used: Path) -> int | None:
+    try:
+        return int(limit.read_text()) - int(used.read_text())
+    except (OSError, ValueError):  # no such group here, or "max"
+        return None

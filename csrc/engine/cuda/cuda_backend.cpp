@@ -1,0 +1,211 @@
+#include "engine/cuda/cuda_backend.h"
+
+#include <algorithm>
+#include <string>
+
+#include "engine/cuda/numa.h"
+#include "engine/errors.h"
+
+namespace actckpt::cuda {
+namespace {
+
+// An urgent reload waits behind at most one such piece on each copy engine (trap 18).
+constexpr std::size_t kPieceBytes = std::size_t{32} << 20;
+
+StreamHandle native(Stream stream) { return reinterpret_cast<StreamHandle>(stream.handle); }
+
+// Calls that are illegal or would break a capture of another thread are fine in this mode.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver* driver) : driver_(driver) {
+    swapped_ = driver_->exchange_capture_mode(&mode_) == kSuccess;
+  }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() noexcept {
+    if (swapped_) {
+      driver_->exchange_capture_mode(&mode_);
+    }
+  }
+
+ private:
+  const Driver* const driver_;
+  int mode_ = kCaptureModeRelaxed;
+  bool swapped_;
+};
+
+}  // namespace
+
+struct CudaBackend::CudaEvent : Event {
+  CudaEvent(std::shared_ptr<EventStore> s, EventHandle h, int d)
+      : store(std::move(s)), handle(h), device(d) {}
+  ~CudaEvent() override {  // no driver call: may run in the garbage collector
+    const std::lock_guard<std::mutex> lock(store->mutex);
+    store->free[device].push_back(handle);
+  }
+  const std::shared_ptr<EventStore> store;
+  const EventHandle handle;
+  const int device;
+};
+
+CudaBackend::CudaBackend(const Driver* driver)
+    : driver_(driver), events_(std::make_shared<EventStore>()) {
+  check(driver_->init(0), "cuInit");
+}
+
+void CudaBackend::check(Result code, const char* call) const {
+  if (code == kSuccess) {
+    return;
+  }
+  const char* name = nullptr;
+  if (driver_->error_name != nullptr) {
+    driver_->error_name(code, &name);
+  }
+  throw DeviceError(std::string(call) + " returned " + (name != nullptr ? name : "error") + " (" +
+                    std::to_string(code) + ").");
+}
+
+Context CudaBackend::context_of(int device) {
+  {
+    const std::lock_guard<std::mutex> lock(contexts_mutex_);
+    const auto found = contexts_.find(device);
+    if (found != contexts_.end()) {
+      return found->second;
+    }
+  }
+  Device handle = 0;
+  Context context = nullptr;
+  check(driver_->device_get(&handle, device), "cuDeviceGet");
+  check(driver_->primary_ctx_retain(&context, handle), "cuDevicePrimaryCtxRetain");
+  const std::lock_guard<std::mutex> lock(contexts_mutex_);
+  contexts_.emplace(device, context);
+  int none = -1;
+  first_device_.compare_exchange_strong(none, device);
+  return context;
+}
+
+void CudaBackend::enter(int device) {
+  if (closed_) {
+    throw DeviceError("the process is ending; no device call is made any more.");
+  }
+  check(driver_->ctx_push(context_of(device)), "cuCtxPushCurrent_v2");
+}
+
+void CudaBackend::leave(int) noexcept {
+  Context previous = nullptr;
+  if (!closed_) {
+    driver_->ctx_pop(&previous);
+  }
+}
+
+Stream CudaBackend::side(int device, Side side) {
+  const auto found = sides_.find({device, side});
+  if (found != sides_.end()) {
+    return found->second;
+  }
+  const RelaxedCapture relaxed(driver_);
+  StreamHandle handle = nullptr;
+  check(driver_->stream_create(&handle, kStreamNonBlocking), "cuStreamCreate");
+  const Stream stream{device, reinterpret_cast<std::uintptr_t>(handle)};
+  sides_.emplace(std::make_pair(device, side), stream);
+  return stream;
+}
+
+bool CudaBackend::capturing(Stream stream) {
+  int status = kCaptureNone;
+  const Result code = driver_->stream_is_capturing(native(stream), &status);
+  if (code == kErrorCaptureImplicit) {
+    return true;
+  }
+  check(code, "cuStreamIsCapturing");
+  return status != kCaptureNone;
+}
+
+EventHandle CudaBackend::take_event(int device) {
+  {
+    const std::lock_guard<std::mutex> lock(events_->mutex);
+    auto& free = events_->free[device];
+    if (!free.empty()) {
+      const EventHandle handle = free.back();
+      free.pop_back();
+      return handle;
+    }
+  }
+  const RelaxedCapture relaxed(driver_);
+  EventHandle handle = nullptr;
+  check(driver_->event_create(&handle, kEventDisableTiming), "cuEventCreate");
+  return handle;
+}
+
+EventPtr CudaBackend::record(Stream stream) {
+  auto event = std::make_shared<CudaEvent>(events_, take_event(stream.device), stream.device);
+  check(driver_->event_record(event->handle, native(stream)), "cuEventRecord");
+  return event;
+}
+
+void CudaBackend::wait(Stream stream, const EventPtr& event) {
+  check(driver_->stream_wait_event(native(stream), static_cast<CudaEvent&>(*event).handle, 0),
+        "cuStreamWaitEvent");
+}
+
+bool CudaBackend::passed(const EventPtr& event) {
+  const auto& own = static_cast<const CudaEvent&>(*event);
+  const DeviceScope scope(this, own.device);
+  const RelaxedCapture relaxed(driver_);
+  const Result code = driver_->event_query(own.handle);
+  if (code == kErrorNotReady) {
+    return false;
+  }
+  check(code, "cuEventQuery");
+  return true;
+}
+
+void CudaBackend::copy_out(Stream stream, const Block& slot, std::uintptr_t src) {
+  for (const Segment& segment : slot.segments()) {
+    for (std::size_t done = 0; done < segment.bytes; done += kPieceBytes) {
+      const std::size_t piece = std::min(kPieceBytes, segment.bytes - done);
+      check(driver_->copy_to_host(segment.ptr + done, src, piece, native(stream)),
+            "cuMemcpyDtoHAsync_v2");
+      src += piece;
+    }
+  }
+}
+
+void CudaBackend::copy_in(Stream stream, std::uintptr_t dst, const Block& slot) {
+  for (const Segment& segment : slot.segments()) {
+    for (std::size_t done = 0; done < segment.bytes; done += kPieceBytes) {
+      const std::size_t piece = std::min(kPieceBytes, segment.bytes - done);
+      check(driver_->copy_to_device(dst, segment.ptr + done, piece, native(stream)),
+            "cuMemcpyHtoDAsync_v2");
+      dst += piece;
+    }
+  }
+}
+
+void CudaBackend::place(void* ptr, std::size_t bytes) noexcept {
+  if (!closed_ && first_device_ >= 0) {
+    prefer_node(ptr, bytes, host_node_of(*driver_, first_device_));
+    populate(ptr, bytes);
+  }
+}
+
+bool CudaBackend::pin(void* ptr, std::size_t bytes) noexcept {
+  try {
+    const DeviceScope scope(this, std::max(0, first_device_.load()));
+    const RelaxedCapture relaxed(driver_);
+    return driver_->host_register(ptr, bytes, kHostRegisterPortable) == kSuccess;
+  } catch (const DeviceError&) {
+    return false;
+  }
+}
+
+void CudaBackend::unpin(void* ptr, std::size_t) noexcept {
+  try {
+    const DeviceScope scope(this, std::max(0, first_device_.load()));
+    const RelaxedCapture relaxed(driver_);
+    driver_->host_unregister(ptr);
+  } catch (const DeviceError&) {  // the process is ending; the driver lets go of it
+  }
+}
+
+}  // namespace actckpt::cuda

@@ -1,0 +1,70 @@
+// The event protocol's backend over the CUDA driver.
+//
+// Contract: as Backend. Every call names itself and its code when it fails. Side streams are
+// non-blocking, events carry no timing and are used again. A stream handle belongs to the primary
+// context of its device, which `enter` pushes, since handle 0 is per context (trap 5). Queries and
+// creations run in RELAXED capture mode. A legacy stream that reports IMPLICIT counts as capturing.
+// After `close` (process exit) every call throws and destructors make no driver call.
+// Thread rule: the engine serialises; `passed`, `close` and the destruction of events from any
+// thread.
+// Ownership: streams, events and retained contexts live until the process ends.
+
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "engine/cuda/driver.h"
+#include "engine/memory/slab.h"
+#include "engine/protocol/backend.h"
+
+namespace actckpt::cuda {
+
+class CudaBackend : public Backend, public SlabRegistrar {
+ public:
+  // Throws DeviceError if the driver cannot start. `driver` must live for good.
+  explicit CudaBackend(const Driver* driver);
+
+  void enter(int device) override;
+  void leave(int device) noexcept override;
+  Stream side(int device, Side side) override;
+  bool capturing(Stream stream) override;
+  EventPtr record(Stream stream) override;
+  void wait(Stream stream, const EventPtr& event) override;
+  bool passed(const EventPtr& event) override;
+  void copy_out(Stream stream, const Block& slot, std::uintptr_t src) override;
+  void copy_in(Stream stream, std::uintptr_t dst, const Block& slot) override;
+
+  // Slabs are pinned for all devices, near the device entered first.
+  void place(void* ptr, std::size_t bytes) noexcept override;
+  bool pin(void* ptr, std::size_t bytes) noexcept override;
+  void unpin(void* ptr, std::size_t bytes) noexcept override;
+
+  // No driver call from now on.
+  void close() noexcept { closed_ = true; }
+
+ private:
+  struct EventStore {
+    std::mutex mutex;  // leaf
+    std::map<int, std::vector<EventHandle>> free;
+  };
+  struct CudaEvent;
+
+  void check(Result code, const char* call) const;
+  Context context_of(int device);
+  EventHandle take_event(int device);
+
+  const Driver* const driver_;
+  std::atomic<bool> closed_{false};
+  std::mutex contexts_mutex_;  // leaf
+  std::map<int, Context> contexts_;
+  std::atomic<int> first_device_{-1};
+  std::map<std::pair<int, Side>, Stream> sides_;
+  const std::shared_ptr<EventStore> events_;
+};
+
+}  // namespace actckpt::cuda

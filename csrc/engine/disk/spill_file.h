@@ -1,0 +1,115 @@
+// The spill store: one unlinked file for the bytes that neither device nor host memory shall hold.
+//
+// Contract:
+//  - The file has no name once opened; its space returns to the system when the process ends,
+//    however.
+//  - Direct I/O where the file system takes it, buffered elsewhere; always through aligned bounce
+//    buffers, so callers' pointers need no alignment. Short writes and reads are continued.
+//  - `write` returns only when every byte was accepted. On failure it throws SpillWriteError, gives
+//    the space back and leaves the caller's bytes alone.
+//  - `read` returns only bytes whose checksum equals the one taken while writing, else it throws
+//    SpillReadError with folder, offset and both numbers; `dst` then holds garbage.
+//  - Space freed is used before the file grows; space in use never exceeds the limit.
+// Thread rule: any thread; write and read block on the disk. Giving a block back takes a leaf lock
+// and makes no system call. Ownership: owns descriptor and buffers; a SpillBlock must not outlive
+// its file.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/disk/bounce.h"
+#include "engine/disk/file_io.h"
+#include "engine/fork_guard.h"
+#include "engine/memory/extents.h"
+
+namespace actckpt {
+
+struct SpillConfig {
+  std::string folder;
+  std::uint64_t limit_bytes = UINT64_MAX;
+  bool direct = true;                            // false: never ask for direct I/O
+  std::size_t buffer_bytes = std::size_t{4} << 20;  // a multiple of 2 MiB
+  int num_buffers = 4;
+};
+
+struct SpillStats {
+  std::uint64_t limit_bytes = 0;
+  std::uint64_t disk_bytes = 0;         // held by live blocks, tails rounded up to 4 KiB
+  std::uint64_t peak_disk_bytes = 0;
+  std::uint64_t file_bytes = 0;         // the file's length: the most that was ever in use
+  std::uint64_t written_bytes = 0;
+  std::uint64_t read_bytes = 0;
+  std::uint64_t num_blocks = 0;
+  std::uint64_t num_failed_writes = 0;
+  std::uint64_t num_failed_reads = 0;
+};
+
+class SpillFile;
+
+class SpillBlock {
+ public:
+  SpillBlock() = default;
+  SpillBlock(SpillBlock&& other) noexcept;
+  SpillBlock& operator=(SpillBlock&& other) noexcept;
+  ~SpillBlock() noexcept;
+
+  std::size_t bytes() const { return bytes_; }
+  std::uint64_t checksum() const { return checksum_; }
+  const std::vector<Extent>& extents() const { return extents_; }
+
+ private:
+  friend class SpillFile;
+  void reset() noexcept;
+
+  SpillFile* file_ = nullptr;
+  std::vector<Extent> extents_;
+  std::size_t bytes_ = 0;
+  std::uint64_t checksum_ = 0;
+};
+
+class SpillFile {
+ public:
+  // Opens the file in `config.folder`; throws SpillWriteError naming folder and reason.
+  // `io` null: the system's.
+  explicit SpillFile(const SpillConfig& config, std::shared_ptr<FileIo> io = nullptr);
+  ~SpillFile() noexcept;
+  SpillFile(const SpillFile&) = delete;
+  SpillFile& operator=(const SpillFile&) = delete;
+
+  SpillBlock write(const std::byte* src, std::size_t bytes);
+  void read(const SpillBlock& block, std::byte* dst);
+
+  SpillStats stats() const;
+  bool direct() const { return direct_; }
+  const std::string& folder() const { return config_.folder; }
+
+ private:
+  friend class SpillBlock;
+  SpillBlock take(std::size_t bytes);
+  void give(const std::vector<Extent>& extents) noexcept;
+  void write_fully(const std::byte* data, std::size_t bytes, std::uint64_t offset);
+  void read_fully(std::byte* data, std::size_t bytes, std::uint64_t offset);
+  bool probe_direct();
+  [[noreturn]] void fail_read(std::uint64_t offset, std::size_t bytes, const std::string& why);
+
+  const SpillConfig config_;
+  const std::shared_ptr<FileIo> io_;
+  const ForkGuard fork_guard_;
+  int fd_ = -1;
+  bool direct_ = false;
+  BounceRing ring_;
+  mutable std::mutex mutex_;  // leaf; guards what follows
+  Extents extents_;
+  SpillStats stats_;
+};
+
+// True if `folder` lies on tmpfs or ramfs: spilling there saves no memory.
+bool is_memory_folder(const std::string& folder);
+
+}  // namespace actckpt

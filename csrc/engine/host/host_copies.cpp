@@ -1,0 +1,142 @@
+// The half of HostEngine that runs copies: claiming them, running them unlocked, settling what they
+// leave. See NOTE [Ticket states] in ticket.h.
+
+#include <utility>
+
+#include "engine/host/host_engine.h"
+
+namespace actckpt {
+
+TicketPtr HostEngine::claim_write() {
+  while (!writes_.empty()) {
+    TicketPtr ticket = std::move(writes_.front());
+    writes_.pop_front();
+    if (ticket->out == OutState::kQueued) {
+      ticket->out = OutState::kWriting;
+      return ticket;
+    }
+  }
+  return nullptr;
+}
+
+std::pair<TicketPtr, LoadPtr> HostEngine::claim_load() {
+  while (!loads_.empty()) {
+    auto job = std::move(loads_.front());
+    loads_.pop_front();
+    if (job.second->state == LoadState::kQueued && job.first->load == job.second) {
+      job.second->state = LoadState::kReading;
+      ++job.first->num_readers;
+      return job;
+    }
+  }
+  return {};
+}
+
+void HostEngine::work() {
+  Lock lock(mutex_);
+  while (!closed_) {
+    auto job = claim_load();  // someone will wait for it sooner than for a write
+    if (job.first != nullptr) {
+      run_load(lock, job.first, job.second);
+    } else if (const TicketPtr ticket = claim_write()) {
+      run_write(lock, ticket);
+    } else {
+      ++num_idle_;
+      work_.wait(lock);
+      --num_idle_;
+    }
+  }
+}
+
+void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
+  lock.unlock();
+  std::unique_ptr<StoredBytes> stored;
+  std::string error;
+  try {
+    stored = ticket->store->write(ticket->src, ticket->bytes);
+  } catch (const std::exception& failed) {
+    error = failed.what();
+  }
+  lock.lock();
+  stats_.inflight_bytes -= ticket->bytes;
+  --num_pending_;
+  if (stored != nullptr) {
+    ticket->out = OutState::kStored;
+    stats_.written_bytes += ticket->bytes;
+    stats_.stored_bytes += ticket->bytes;
+    stats_.peak_stored_bytes = std::max(stats_.peak_stored_bytes, stats_.stored_bytes);
+    ticket->stored = std::move(stored);
+  } else {
+    ticket->out = OutState::kKept;
+    ++stats_.num_failed_writes;
+    stats_.last_error = error;
+    stats_.kept_bytes += ticket->dropped ? 0 : ticket->bytes;
+  }
+  if (ticket->dropped) {
+    stats_.graveyard_bytes -= ticket->bytes;
+    stored = take_stored(ticket.get());
+  }
+  if (ticket->dropped || (ticket->out == OutState::kStored && !ticket->wanted)) {
+    release(&ticket->source);
+  }
+  if (num_waiting_ > 0) {
+    done_.notify_all();
+  }
+  if (stored != nullptr) {
+    lock.unlock();
+    stored.reset();
+    lock.lock();
+  }
+}
+
+void HostEngine::run_load(Lock& lock, const TicketPtr& ticket, const LoadPtr& load) {
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    ticket->store->read(*ticket->stored, load->dst);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  --ticket->num_readers;
+  load->state = error == nullptr ? LoadState::kReady : LoadState::kFailed;
+  load->error = error;
+  stats_.loaded_bytes += error == nullptr ? ticket->bytes : 0;
+  if (ticket->load != load) {  // abandoned meanwhile
+    stats_.graveyard_bytes -= ticket->bytes;
+    release(&load->keep);
+  }
+  std::unique_ptr<StoredBytes> stored;
+  if (ticket->dropped) {
+    stored = take_stored(ticket.get());
+  }
+  if (num_waiting_ > 0) {
+    done_.notify_all();
+  }
+  if (stored != nullptr) {
+    lock.unlock();
+    stored.reset();
+    lock.lock();
+  }
+}
+
+std::unique_ptr<StoredBytes> HostEngine::take_stored(Ticket* ticket) {
+  if (ticket->num_readers > 0 || ticket->stored == nullptr) {
+    return nullptr;
+  }
+  stats_.stored_bytes -= ticket->bytes;
+  return std::move(ticket->stored);
+}
+
+void HostEngine::release(KeepAlive* keep) {
+  if (*keep != nullptr) {
+    released_.push_back(std::exchange(*keep, nullptr));
+  }
+}
+
+void HostEngine::hand_over(Released* released) {
+  released->insert(released->end(), released_.begin(), released_.end());
+  released_.clear();
+}
+
+}  // namespace actckpt

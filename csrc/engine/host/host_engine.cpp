@@ -1,0 +1,303 @@
+#include "engine/host/host_engine.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "engine/errors.h"
+
+namespace actckpt {
+namespace {
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(double* seconds) : seconds_(seconds) {}
+  ~Stopwatch() noexcept {
+    *seconds_ += std::chrono::duration<double>(Clock::now() - start_).count();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double* const seconds_;
+  const Clock::time_point start_ = Clock::now();
+};
+
+void count_once(Load* load, std::uint64_t* counter) {
+  if (!load->counted) {
+    load->counted = true;
+    ++*counter;
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<HostEngine> HostEngine::make(const HostConfig& config) {
+  return std::shared_ptr<HostEngine>(new HostEngine(config), [](HostEngine* engine) {
+    if (!engine->fork_guard_.forked()) {
+      delete engine;
+    }
+  });
+}
+
+HostEngine::HostEngine(const HostConfig& config) : config_(config) {
+  try {
+    for (int i = 0; i < config.num_workers; ++i) {
+      workers_.emplace_back(&HostEngine::work, this);
+    }
+  } catch (...) {
+    shutdown();
+    throw;
+  }
+}
+
+HostEngine::~HostEngine() noexcept { shutdown(); }
+
+void HostEngine::check_usable(const char* what) const {
+  if (closed_) {
+    throw ClosedError(std::string(what) + ": the offload engine was shut down.");
+  }
+}
+
+bool HostEngine::fits(std::size_t bytes) const {
+  return stats_.inflight_bytes == 0 || stats_.inflight_bytes + bytes <= config_.window_bytes;
+}
+
+TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes,
+                              std::shared_ptr<ByteStore> store, KeepAlive source,
+                              Released* released) {
+  fork_guard_.check("put");
+  auto ticket = std::make_shared<Ticket>(src, bytes, store.get(), source);
+  const Lock lock(mutex_);
+  check_usable("put");
+  hand_over(released);
+  if (!fits(bytes)) {
+    return nullptr;
+  }
+  if (std::find(stores_.begin(), stores_.end(), store) == stores_.end()) {
+    stores_.push_back(std::move(store));
+  }
+  writes_.push_back(ticket);
+  ++num_pending_;
+  stats_.inflight_bytes += bytes;
+  stats_.peak_inflight_bytes = std::max(stats_.peak_inflight_bytes, stats_.inflight_bytes);
+  ++stats_.num_puts;
+  ++stats_.num_live;
+  stats_.put_bytes += bytes;
+  if (num_idle_ > 0) {
+    work_.notify_one();
+  }
+  return ticket;
+}
+
+void HostEngine::make_room(std::size_t bytes) {
+  fork_guard_.check("put");
+  Lock lock(mutex_);
+  const Stopwatch watch(&stats_.stall_seconds);
+  while (!fits(bytes)) {
+    check_usable("put");
+    if (const TicketPtr ticket = claim_write()) {
+      run_write(lock, ticket);
+    } else {
+      ++num_waiting_;
+      done_.wait(lock);
+      --num_waiting_;
+    }
+  }
+}
+
+Lookup HostEngine::look(const TicketPtr& ticket, Released* released) {
+  fork_guard_.check("get");
+  const Lock lock(mutex_);
+  check_usable("get");
+  hand_over(released);
+  if (ticket->dropped) {
+    throw ClosedError("get: this ticket was dropped.");
+  }
+  if (ticket->source != nullptr) {
+    ticket->wanted = true;
+    ++stats_.num_revived;
+    return {Found::kSource, ticket->source};
+  }
+  if (ticket->load == nullptr) {
+    return {Found::kNothing, nullptr};
+  }
+  if (ticket->load->state == LoadState::kReady) {
+    count_once(ticket->load.get(), &stats_.num_prefetched);
+    return {Found::kDestination, ticket->load->keep};
+  }
+  if (ticket->load->state == LoadState::kFailed) {
+    const std::exception_ptr error = ticket->load->error;
+    abandon_load(ticket);
+    std::rethrow_exception(error);
+  }
+  return {Found::kBusy, nullptr};
+}
+
+LoadPtr HostEngine::add_load(const TicketPtr& ticket, std::byte* dst, KeepAlive keep) {
+  check_usable("load");
+  if (ticket->dropped) {
+    throw ClosedError("load: this ticket was dropped.");
+  }
+  if (ticket->source != nullptr) {
+    ticket->wanted = true;
+    return nullptr;
+  }
+  if (ticket->load != nullptr) {
+    return nullptr;
+  }
+  ticket->load = std::make_shared<Load>(dst, keep);
+  return ticket->load;
+}
+
+bool HostEngine::start_load(const TicketPtr& ticket, std::byte* dst, KeepAlive keep,
+                            Released* released) {
+  fork_guard_.check("prefetch");
+  const Lock lock(mutex_);
+  hand_over(released);
+  LoadPtr load = add_load(ticket, dst, keep);
+  if (load == nullptr) {
+    return false;
+  }
+  loads_.emplace_back(ticket, std::move(load));
+  if (num_idle_ > 0) {
+    work_.notify_one();
+  }
+  return true;
+}
+
+bool HostEngine::load_here(const TicketPtr& ticket, std::byte* dst, KeepAlive keep,
+                           Released* released) {
+  fork_guard_.check("load");
+  Lock lock(mutex_);
+  hand_over(released);
+  const LoadPtr load = add_load(ticket, dst, keep);
+  if (load == nullptr) {
+    return false;
+  }
+  const Stopwatch watch(&stats_.stall_seconds);
+  count_once(load.get(), &stats_.num_late);
+  load->state = LoadState::kReading;
+  ++ticket->num_readers;
+  run_load(lock, ticket, load);
+  return true;
+}
+
+void HostEngine::wait(const TicketPtr& ticket) {
+  fork_guard_.check("get");
+  Lock lock(mutex_);
+  const LoadPtr load = ticket->load;
+  if (load == nullptr) {
+    return;
+  }
+  const Stopwatch watch(&stats_.stall_seconds);
+  count_once(load.get(), &stats_.num_late);
+  if (load->state == LoadState::kQueued) {
+    load->state = LoadState::kReading;
+    ++ticket->num_readers;
+    run_load(lock, ticket, load);
+    return;
+  }
+  ++num_waiting_;
+  done_.wait(lock, [&] { return load->state != LoadState::kReading; });
+  --num_waiting_;
+}
+
+void HostEngine::abandon_load(const TicketPtr& ticket) {
+  const LoadPtr load = std::move(ticket->load);
+  ticket->load = nullptr;
+  if (load == nullptr) {
+    return;
+  }
+  if (load->state == LoadState::kReading) {
+    stats_.graveyard_bytes += ticket->bytes;  // run_load gives `keep` back
+  } else {
+    release(&load->keep);
+  }
+}
+
+void HostEngine::unload(const TicketPtr& ticket, Released* released) {
+  fork_guard_.check("unload");
+  const Lock lock(mutex_);
+  if (!ticket->dropped) {
+    ticket->wanted = false;
+    if (ticket->out == OutState::kStored) {
+      release(&ticket->source);
+    }
+    abandon_load(ticket);
+  }
+  hand_over(released);
+}
+
+void HostEngine::drop(const TicketPtr& ticket, Released* released) noexcept {
+  if (fork_guard_.forked()) {
+    return;
+  }
+  std::unique_ptr<StoredBytes> stored;
+  const Lock lock(mutex_);
+  if (!ticket->dropped) {
+    ticket->dropped = true;
+    --stats_.num_live;
+    if (ticket->out == OutState::kQueued) {
+      ticket->out = OutState::kCancelled;
+      stats_.inflight_bytes -= ticket->bytes;
+      --num_pending_;
+      if (num_waiting_ > 0) {
+        done_.notify_all();
+      }
+    }
+    stats_.kept_bytes -= ticket->out == OutState::kKept ? ticket->bytes : 0;
+    if (ticket->out == OutState::kWriting) {
+      stats_.graveyard_bytes += ticket->bytes;  // run_write gives the source back
+    } else {
+      release(&ticket->source);
+    }
+    abandon_load(ticket);
+    stored = take_stored(ticket.get());
+  }
+  hand_over(released);
+}
+
+void HostEngine::collect(Released* released) {
+  fork_guard_.check("poll");
+  const Lock lock(mutex_);
+  hand_over(released);
+}
+
+void HostEngine::flush() {
+  fork_guard_.check("flush");
+  Lock lock(mutex_);
+  while (num_pending_ > 0) {
+    check_usable("flush");
+    if (const TicketPtr ticket = claim_write()) {
+      run_write(lock, ticket);
+    } else {
+      ++num_waiting_;
+      done_.wait(lock);
+      --num_waiting_;
+    }
+  }
+}
+
+void HostEngine::shutdown() noexcept {
+  if (fork_guard_.forked()) {
+    return;
+  }
+  std::vector<std::thread> workers;
+  {
+    const Lock lock(mutex_);
+    closed_ = true;
+    workers.swap(workers_);
+    work_.notify_all();
+    done_.notify_all();
+  }
+  for (std::thread& worker : workers) {
+    worker.join();
+  }
+}
+
+HostStats HostEngine::stats() const {
+  fork_guard_.check("stats");
+  const Lock lock(mutex_);
+  return stats_;
+}
+
+}  // namespace actckpt

@@ -1,0 +1,61 @@
+// One tensor's bytes on their way to a store and back.
+//
+// Contract: NOTE [Ticket states]
+//
+//   out:  Queued -> Writing -> Stored            the store has the bytes
+//            |         `-----> Kept              the write failed; the source stays
+//            `---------------> Cancelled         dropped before a thread began
+//   load: Queued -> Reading -> Ready | Failed    one destination; a ticket has at most one load
+//
+// Whoever moves Queued on (a worker or a caller) runs the copy, without the lock. A dropped ticket,
+// or an abandoned load, whose copy is running is the graveyard: source, destination and stored
+// bytes stay until that copy has ended.
+// Thread rule: every field but the const ones is guarded by the engine's mutex, except that the
+// thread which runs a copy reads `stored` and `dst` without it. Ownership: shared by handle and
+// jobs.
+
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <memory>
+
+#include "engine/byte_store.h"
+#include "engine/keep_alive.h"
+
+namespace actckpt {
+
+enum class OutState { kQueued, kWriting, kStored, kKept, kCancelled };
+enum class LoadState { kQueued, kReading, kReady, kFailed };
+
+struct Load {
+  Load(std::byte* dst_, KeepAlive keep_) : dst(dst_), keep(keep_) {}
+
+  std::byte* const dst;
+  KeepAlive keep;
+  LoadState state = LoadState::kQueued;
+  std::exception_ptr error;
+  bool counted = false;  // in time or late: told once
+};
+
+struct Ticket {
+  Ticket(const std::byte* src_, std::size_t bytes_, ByteStore* store_, KeepAlive source_)
+      : src(src_), bytes(bytes_), store(store_), source(source_) {}
+
+  const std::byte* const src;
+  const std::size_t bytes;
+  ByteStore* const store;
+
+  OutState out = OutState::kQueued;
+  KeepAlive source;  // null once released
+  bool wanted = false;   // source shall outlive its write: it was handed back or prefetched
+  bool dropped = false;
+  int num_readers = 0;
+  std::unique_ptr<StoredBytes> stored;
+  std::shared_ptr<Load> load;
+};
+
+using TicketPtr = std::shared_ptr<Ticket>;
+using LoadPtr = std::shared_ptr<Load>;
+
+}  // namespace actckpt

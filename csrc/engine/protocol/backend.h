@@ -1,0 +1,72 @@
+// What the event protocol asks of a device: streams, events, copies. Nothing else.
+//
+// Contract: streams and events mean what CUDA's mean: a stream runs its work in order; `wait` makes
+// the stream's later work wait for what the event had captured when it was recorded. No call blocks
+// until device work is done. A call that fails throws DeviceError naming the call and its code;
+// what it had begun is then unknown. Destroying an Event makes no device call.
+// Thread rule: the engine serialises its calls. Ownership: events are shared; streams live as long
+// as the backend.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "engine/memory/pool.h"
+
+namespace actckpt {
+
+// Handle 0 is each device's default stream, so a stream is a pair (trap 5).
+struct Stream {
+  int device;
+  std::uintptr_t handle;
+
+  friend bool operator==(const Stream& a, const Stream& b) {
+    return a.device == b.device && a.handle == b.handle;
+  }
+};
+
+class Event {
+ public:
+  virtual ~Event() = default;
+};
+using EventPtr = std::shared_ptr<Event>;
+
+// The engine's own streams of each device.
+enum class Side { kOut, kIn, kUrgent };
+inline constexpr int kNumSides = 3;
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  // Makes the device's context current in this thread until `leave`.
+  virtual void enter(int device) = 0;
+  virtual void leave(int device) noexcept = 0;
+
+  virtual Stream side(int device, Side side) = 0;
+  virtual bool capturing(Stream stream) = 0;
+  virtual EventPtr record(Stream stream) = 0;
+  virtual void wait(Stream stream, const EventPtr& event) = 0;
+  virtual bool passed(const EventPtr& event) = 0;
+  virtual void copy_out(Stream stream, const Block& slot, std::uintptr_t src) = 0;
+  virtual void copy_in(Stream stream, std::uintptr_t dst, const Block& slot) = 0;
+};
+
+// The device's context is current while this lives.
+class DeviceScope {
+ public:
+  DeviceScope(Backend* backend, int device) : backend_(backend), device_(device) {
+    backend_->enter(device_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+  ~DeviceScope() noexcept { backend_->leave(device_); }
+
+ private:
+  Backend* const backend_;
+  const int device_;
+};
+
+}  // namespace actckpt

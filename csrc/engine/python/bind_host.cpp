@@ -1,0 +1,213 @@
+// Host engine and its tickets. Each function says what it does with the GIL.
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "engine/errors.h"
+#include "engine/host/host_engine.h"
+#include "engine/python/bindings.h"
+
+namespace actckpt::python {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using EnginePtr = std::shared_ptr<HostEngine>;
+
+// Engines to shut down at exit. Guarded by the GIL; leaked, since modules may outlive statics.
+std::vector<std::weak_ptr<HostEngine>>& engines() {
+  static auto* const all = new std::vector<std::weak_ptr<HostEngine>>();
+  return *all;
+}
+
+// Lives in a Python object; its end is the ticket's drop.
+class TicketHandle {
+ public:
+  TicketHandle(EnginePtr engine, TicketPtr ticket)
+      : engine_(std::move(engine)), ticket_(std::move(ticket)) {}
+  TicketHandle(const TicketHandle&) = delete;
+  TicketHandle& operator=(const TicketHandle&) = delete;
+  ~TicketHandle() { drop(); }
+
+  std::size_t nbytes() const { return ticket_->bytes; }
+
+  // Keeps the GIL: a leaf lock. So nobody can drop the reference before it is counted here.
+  py::object look(bool* busy) {
+    Released released;
+    const Lookup lookup = engine_->look(ticket_, &released);
+    *busy = lookup.found == Found::kBusy;
+    py::object kept = py::none();
+    if (lookup.keep != nullptr) {
+      kept = py::reinterpret_borrow<py::object>(static_cast<PyObject*>(lookup.keep));
+    }
+    drop_references(released);
+    return kept;
+  }
+
+  // Keeps the GIL where the answer is at hand, else releases it and waits.
+  py::object get() {
+    for (;;) {
+      bool busy = false;
+      py::object kept = look(&busy);
+      if (!busy) {
+        return kept;
+      }
+      const py::gil_scoped_release no_gil;
+      engine_->wait(ticket_);
+    }
+  }
+
+  // Keeps the GIL: queues.
+  bool prefetch(std::uintptr_t ptr, const py::object& keep) {
+    Reference reference(keep);
+    Released released;
+    const bool taken = engine_->start_load(ticket_, to_pointer(ptr), reference.get(), &released);
+    if (taken) {
+      reference.commit();
+    }
+    drop_references(released);
+    return taken;
+  }
+
+  // Releases the GIL: reads.
+  py::object load(std::uintptr_t ptr, const py::object& keep) {
+    Reference reference(keep);
+    Released released;
+    bool taken = false;
+    {
+      const py::gil_scoped_release no_gil;
+      taken = engine_->load_here(ticket_, to_pointer(ptr), reference.get(), &released);
+    }
+    if (taken) {
+      reference.commit();
+    }
+    drop_references(released);
+    return get();
+  }
+
+  void unload() {
+    Released released;
+    engine_->unload(ticket_, &released);
+    drop_references(released);
+  }
+
+  // Keeps the GIL: a leaf lock.
+  void drop() {
+    Released released;
+    engine_->drop(ticket_, &released);
+    drop_references(released);
+  }
+
+ private:
+  const EnginePtr engine_;
+  const TicketPtr ticket_;
+};
+
+std::unique_ptr<TicketHandle> put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes,
+                                  const std::shared_ptr<ByteStore>& store, const py::object& keep) {
+  Reference reference(keep);
+  for (;;) {
+    Released released;
+    TicketPtr ticket = engine->try_put(to_pointer(ptr), nbytes, store, reference.get(), &released);
+    if (ticket != nullptr) {
+      reference.commit();
+      auto handle = std::make_unique<TicketHandle>(engine, std::move(ticket));
+      drop_references(released);
+      return handle;
+    }
+    drop_references(released);
+    const py::gil_scoped_release no_gil;
+    engine->make_room(nbytes);
+  }
+}
+
+void shut_down_all() {
+  std::vector<EnginePtr> alive;
+  for (const auto& engine : engines()) {
+    if (EnginePtr locked = engine.lock()) {
+      alive.push_back(std::move(locked));
+    }
+  }
+  engines().clear();
+  const py::gil_scoped_release no_gil;
+  for (const EnginePtr& engine : alive) {
+    engine->shutdown();
+  }
+}
+
+EnginePtr make_engine(int num_workers, std::uint64_t window_bytes) {
+  if (num_workers < 0) {
+    throw py::value_error("num_workers must not be negative, got " + std::to_string(num_workers));
+  }
+  EnginePtr engine = HostEngine::make(HostConfig{num_workers, window_bytes});
+  auto& all = engines();
+  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& old) { return old.expired(); }),
+            all.end());
+  all.push_back(engine);
+  return engine;
+}
+
+void bind_stats(py::module_& module) {
+  py::class_<HostStats>(module, "HostStats")
+      .def_readonly("num_puts", &HostStats::num_puts)
+      .def_readonly("put_bytes", &HostStats::put_bytes)
+      .def_readonly("written_bytes", &HostStats::written_bytes)
+      .def_readonly("loaded_bytes", &HostStats::loaded_bytes)
+      .def_readonly("stored_bytes", &HostStats::stored_bytes)
+      .def_readonly("peak_stored_bytes", &HostStats::peak_stored_bytes)
+      .def_readonly("inflight_bytes", &HostStats::inflight_bytes)
+      .def_readonly("peak_inflight_bytes", &HostStats::peak_inflight_bytes)
+      .def_readonly("graveyard_bytes", &HostStats::graveyard_bytes)
+      .def_readonly("num_live", &HostStats::num_live)
+      .def_readonly("num_revived", &HostStats::num_revived)
+      .def_readonly("num_prefetched", &HostStats::num_prefetched)
+      .def_readonly("num_late", &HostStats::num_late)
+      .def_readonly("num_failed_writes", &HostStats::num_failed_writes)
+      .def_readonly("kept_bytes", &HostStats::kept_bytes)
+      .def_readonly("stall_seconds", &HostStats::stall_seconds)
+      .def_readonly("last_error", &HostStats::last_error);
+}
+
+}  // namespace
+
+void bind_host(py::module_& module) {
+  bind_stats(module);
+  py::class_<ByteStore, std::shared_ptr<ByteStore>>(module, "ByteStore")
+      .def_static("in_pool", [](std::shared_ptr<Pool> pool) -> std::shared_ptr<ByteStore> {
+        return std::make_shared<PoolStore>(std::move(pool));
+      })
+      .def_static("on_disk", [](std::shared_ptr<SpillFile> file) -> std::shared_ptr<ByteStore> {
+        return std::make_shared<DiskStore>(std::move(file));
+      });
+
+  py::class_<TicketHandle>(module, "Ticket")
+      .def("get", &TicketHandle::get)
+      .def("prefetch", &TicketHandle::prefetch, py::arg("ptr"), py::arg("keep"))
+      .def("load", &TicketHandle::load, py::arg("ptr"), py::arg("keep"))
+      .def("unload", &TicketHandle::unload)
+      .def("drop", &TicketHandle::drop)
+      .def_property_readonly("nbytes", &TicketHandle::nbytes);
+
+  py::class_<HostEngine, EnginePtr>(module, "HostEngine")
+      .def(py::init(&make_engine), py::kw_only(), py::arg("num_workers") = HostConfig().num_workers,
+           py::arg("window_bytes") = HostConfig().window_bytes)
+      // Keeps the GIL; releases it while the window is full.
+      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("store"), py::arg("keep"))
+      // Keeps the GIL: a leaf lock.
+      .def("poll",
+           [](HostEngine& self) {
+             Released released;
+             self.collect(&released);
+             drop_references(released);
+           })
+      // Release the GIL: wait.
+      .def("flush", &HostEngine::flush, NoGil())
+      .def("shutdown", &HostEngine::shutdown, NoGil())
+      .def("stats", &HostEngine::stats, NoGil());
+
+  py::module_::import("atexit").attr("register")(py::cpp_function(&shut_down_all));
+}
+
+}  // namespace actckpt::python

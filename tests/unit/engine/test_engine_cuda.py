@@ -1,0 +1,253 @@
+"""The CUDA backend and its Python face, over a mock of the driver: no GPU is needed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from actckpt.engine import native
+from actckpt.engine.native import sim
+
+PAGE = 4096
+DEFAULT = 0  # the handle of queue 0, the mock's default stream
+OTHER = 2  # the handle of queue 1
+
+
+class Tensor:
+    """An address on the mock's device."""
+
+    count = 0
+
+    def __init__(self, pages: int = 1) -> None:
+        Tensor.count += 100
+        self.ptr, self.nbytes = (1 << 60) + Tensor.count * PAGE, pages * PAGE
+
+
+class Rig:
+    def __init__(self, *, limit_bytes: int = 1 << 26, window_bytes: int = 1 << 20) -> None:
+        self.cuda = sim.MockCuda()
+        self.released: list[tuple[object, list[tuple[int, int]]]] = []
+        released = self.released  # `release` must not refer to the engine
+        self.engine = self.cuda.engine(
+            limit_bytes=limit_bytes,
+            window_bytes=window_bytes,
+            release=lambda keep, uses: released.append((keep, uses)),
+        )
+
+    def put(self, tensor: Tensor, stream: int = DEFAULT) -> native.DeviceTicket:
+        ticket = self.engine.put(tensor.ptr, tensor.nbytes, 0, stream, tensor)
+        assert isinstance(ticket, native.DeviceTicket)
+        return ticket
+
+    def settle(self) -> None:
+        self.cuda.drain()
+        self.engine.poll()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    assert rig.cuda.faults == []
+    rig.released.clear()
+    gc.collect()
+
+
+def test_a_source_in_flight_is_revived_and_its_user_recorded(rig: Rig) -> None:
+    tensor = Tensor()
+    ticket = rig.put(tensor)
+    assert ticket.get(0, OTHER) == (tensor, False)
+    rig.settle()
+    assert rig.released == [(tensor, [(0, DEFAULT), (0, OTHER)])]
+    assert ticket.get(0, DEFAULT) is None
+
+
+def test_a_reload_waits_once_per_stream_and_wants_record_stream(rig: Rig) -> None:
+    ticket = rig.put(Tensor())
+    rig.settle()
+    buffer = Tensor()
+    assert ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
+    assert not ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
+    assert ticket.get(0, DEFAULT) == (buffer, True)
+    calls = rig.cuda.num_calls
+    assert ticket.get(0, DEFAULT) == (buffer, True)
+    again = rig.cuda.num_calls - calls
+    assert ticket.get(0, OTHER) == (buffer, True)
+    assert rig.cuda.num_calls - calls - again > again  # the other stream asks, and waits
+
+
+def test_the_window_releases_the_oldest_sources_at_once() -> None:
+    rig = Rig(window_bytes=2 * PAGE)
+    tensors = [Tensor() for _ in range(5)]
+    tickets = [rig.put(tensor) for tensor in tensors]
+    assert [keep for keep, _ in rig.released] == tensors[:3]
+    assert rig.engine.stats().peak_inflight_bytes <= 3 * PAGE
+    assert len(tickets) == 5 and rig.cuda.faults == []
+
+
+def test_drop_makes_no_driver_call_and_nothing_in_flight_is_freed(rig: Rig) -> None:
+    tensor = Tensor()
+    alive = weakref.ref(tensor)
+    ticket = rig.put(tensor)
+    del tensor
+    calls = rig.cuda.num_calls
+    ticket.drop()
+    del ticket
+    assert rig.cuda.num_calls == calls
+    assert alive() is not None and rig.released == []
+    rig.settle()
+    rig.released.clear()
+    assert alive() is None
+    assert rig.engine.stats().num_live == 0
+
+
+def test_an_unread_prefetch_outlives_its_copy(rig: Rig) -> None:
+    ticket = rig.put(Tensor())
+    rig.settle()
+    buffer = Tensor()
+    alive = weakref.ref(buffer)
+    assert ticket.load(*ticket.put_stream, buffer.ptr, buffer, urgent=False)
+    del buffer
+    ticket.unload()
+    assert alive() is not None and rig.engine.stats().graveyard_bytes == PAGE
+    rig.settle()
+    assert alive() is None and rig.engine.stats().graveyard_bytes == 0
+
+
+def test_a_read_destination_is_dropped_at_once(rig: Rig) -> None:
+    ticket = rig.put(Tensor())
+    rig.settle()
+    buffer = Tensor()
+    alive = weakref.ref(buffer)
+    ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
+    ticket.get(0, DEFAULT)
+    del buffer
+    ticket.drop()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("stream", [DEFAULT, OTHER])
+def test_a_capturing_stream_keeps(rig: Rig, stream: int) -> None:
+    tensor = Tensor()
+    rig.cuda.set_capturing(1, True)  # queue 1 captures; then the legacy stream answers IMPLICIT
+    count = sys.getrefcount(tensor)
+    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, stream, tensor) == native.Kept.CAPTURING
+    assert sys.getrefcount(tensor) == count and rig.engine.stats().num_kept_capturing == 1
+
+
+def test_a_reload_on_a_capturing_stream_raises_and_polls_go_on(rig: Rig) -> None:
+    ticket = rig.put(Tensor())
+    rig.settle()
+    rig.cuda.set_capturing(1, True)
+    rig.engine.poll()  # queries run in RELAXED mode
+    with pytest.raises(native.DeviceError, match="reload before capture"):
+        ticket.get(0, OTHER)
+    assert rig.engine.stats().last_error == ""
+
+
+def test_a_full_pool_keeps_and_takes_no_reference() -> None:
+    small = Rig(limit_bytes=2 * PAGE)
+    tensor = Tensor(3)
+    count = sys.getrefcount(tensor)
+    assert small.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == native.Kept.FULL
+    assert sys.getrefcount(tensor) == count and small.engine.stats().num_kept_full == 1
+
+
+def test_slots_are_used_again_in_stream_order_before_the_pool_grows() -> None:
+    rig = Rig(limit_bytes=2 * PAGE)
+    for _ in range(50):  # the device never gets a chance: the host is 50 steps ahead
+        rig.put(Tensor(2)).drop()
+    assert rig.engine.stats().num_kept_full == 0
+    assert rig.engine.pool_stats().peak_pool_bytes <= 2 * PAGE
+    rig.settle()
+    assert rig.cuda.faults == []
+
+
+def test_a_refused_pin_keeps_and_fixes_the_limit() -> None:
+    rig = Rig()
+    rig.cuda.refuse_pins(True)
+    tensor = Tensor()
+    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == native.Kept.FULL
+    stats = rig.engine.pool_stats()
+    assert (stats.limit_bytes, stats.num_refused_pins, stats.pool_bytes) == (0, 1, 0)
+
+
+def test_slabs_are_pinned_and_unpinned() -> None:
+    rig = Rig()
+    ticket = rig.put(Tensor())
+    assert rig.cuda.num_pinned_bytes == rig.engine.pool_stats().pool_bytes > 0
+    ticket.drop()
+    rig.settle()
+    assert rig.engine.trim() > 0
+    assert rig.cuda.num_pinned_bytes == 0
+
+
+def test_an_error_names_call_and_code_and_nothing_is_recycled(rig: Rig) -> None:
+    ticket = rig.put(Tensor())
+    rig.settle()
+    rig.released.clear()
+    buffer = Tensor()
+    alive = weakref.ref(buffer)
+    rig.cuda.fail_at(7, 700)  # in the middle of the load
+    assert ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
+    del buffer
+    with pytest.raises(native.DeviceError, match=r"cu\w+ returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+        ticket.get(0, DEFAULT)
+    ticket.drop()
+    assert alive() is not None  # a copy into it may be running
+    tensor = Tensor()
+    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == native.Kept.FAILED
+    assert rig.engine.pool_stats().num_blocks == 1
+
+
+def test_no_driver_call_after_close() -> None:
+    rig = Rig()
+    ticket = rig.put(Tensor())
+    rig.cuda.close()
+    calls = rig.cuda.num_calls
+    ticket.drop()
+    rig.engine.poll()
+    del ticket
+    cuda = rig.cuda
+    del rig
+    gc.collect()
+    assert cuda.num_calls == calls
+
+
+def test_a_dropped_ticket_says_so(rig: Rig) -> None:
+    ticket = rig.put(Tensor())
+    ticket.drop()
+    ticket.drop()
+    with pytest.raises(native.ClosedError, match="dropped"):
+        ticket.get(0, DEFAULT)
+
+
+def test_an_exception_of_release_is_reported_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda info: seen.append(info.exc_type))
+    cuda = sim.MockCuda()
+
+    def release(keep: object, uses: list[tuple[int, int]]) -> None:
+        raise LookupError
+
+    engine = cuda.engine(limit_bytes=1 << 20, window_bytes=1 << 20, release=release)
+    tensor = Tensor()
+    alive = weakref.ref(tensor)
+    ticket = engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor)
+    del tensor
+    cuda.drain()
+    engine.poll()
+    assert seen == [LookupError] and alive() is None
+    assert isinstance(ticket, native.DeviceTicket)
+
+
+def test_a_missing_driver_or_symbol_is_named() -> None:
+    assert "no CUDA driver" in native._missing_in_driver("libno-such-driver.so.1")
+    assert native._missing_in_driver("libm.so.6").startswith("libm.so.6 lacks cuInit")
+    if native.why_no_cuda():
+        with pytest.raises(native.DeviceError, match="CUDA backend is unusable"):
+            native.DeviceEngine.cuda(limit_bytes=1, window_bytes=1, release=lambda keep, uses: None)

@@ -1,0 +1,249 @@
+"""What the header of the spill file promises; the disk misbehaves through FaultyFileIo."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actckpt.engine import native
+
+MIB = 1 << 20
+Make = Callable[..., np.ndarray]
+
+
+def read(file: native.SpillFile, block: native.SpillBlock) -> np.ndarray:
+    out = np.zeros(block.nbytes, np.uint8)
+    file.read(block, out.ctypes.data)
+    return out
+
+
+def write(file: native.SpillFile, data: np.ndarray) -> native.SpillBlock:
+    return file.write(data.ctypes.data, data.nbytes)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("nbytes", [0, 1, 511, 4095, 4096, 4097, 4 * MIB, 9 * MIB + 13])
+def test_bytes_come_back_whatever_size_and_alignment(folder: str, make_bytes: Make, nbytes: int, direct: bool) -> None:
+    file = native.SpillFile(folder, direct=direct)
+    data = make_bytes(nbytes + 3)[3:]
+    assert np.array_equal(read(file, write(file, data)), data)
+
+
+def test_the_file_has_no_name(folder: str, make_bytes: Make) -> None:
+    file = native.SpillFile(folder)
+    write(file, make_bytes(MIB))
+    assert os.listdir(folder) == []
+
+
+def test_many_blocks_freed_and_rewritten_in_any_order(folder: str, make_bytes: Make) -> None:
+    rng = random.Random(4)
+    file = native.SpillFile(folder)
+    blocks: list[tuple[native.SpillBlock, np.ndarray]] = []
+    for _ in range(200):
+        if blocks and rng.random() < 0.5:
+            block, data = blocks.pop(rng.randrange(len(blocks)))
+            assert np.array_equal(read(file, block), data)
+            block.free()
+        else:
+            data = make_bytes(rng.randrange(1, 300_000))
+            blocks.append((write(file, data), data))
+    for block, data in blocks:
+        assert np.array_equal(read(file, block), data)
+    assert file.stats().file_bytes == file.stats().peak_disk_bytes
+
+
+def test_freed_space_is_used_before_the_file_grows(folder: str, make_bytes: Make) -> None:
+    file = native.SpillFile(folder)
+    for _ in range(3):
+        blocks = [write(file, make_bytes(MIB)) for _ in range(4)]
+        while blocks:
+            blocks.pop().free()
+    assert file.stats().file_bytes == 4 * MIB and file.stats().disk_bytes == 0
+
+
+def test_limit_holds_and_the_error_names_both_numbers(folder: str, make_bytes: Make) -> None:
+    file = native.SpillFile(folder, limit_bytes=2 * MIB)
+    block = write(file, make_bytes(MIB + 1))
+    with pytest.raises(native.SpillWriteError, match=r"1\.0 MiB.*limit 2\.0 MiB, in use 1\.0 MiB"):
+        write(file, make_bytes(MIB))
+    block.free()
+    write(file, make_bytes(2 * MIB))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("position", [0, 5000, 4 * MIB + 1])
+def test_a_failing_write_reports_and_gives_its_space_back(
+    folder: str, make_bytes: Make, code: int, position: int
+) -> None:
+    io = native.FaultyFileIo()
+    file = native.SpillFile(folder, faults=io)
+    faults = native.Faults()
+    faults.fail_write_at, faults.write_errno = position, code
+    io.set(faults)
+    data = make_bytes(5 * MIB)
+    with pytest.raises(native.SpillWriteError, match=f"offset {position // 4096 * 4096} .*errno {code}"):
+        write(file, data)
+    assert file.stats().disk_bytes == 0 and file.stats().num_failed_writes == 1
+    io.set(native.Faults())
+    assert np.array_equal(read(file, write(file, data)), data)
+
+
+@pytest.mark.parametrize("step", [4096, 4097, 70_000])
+def test_short_writes_and_reads_are_continued(folder: str, make_bytes: Make, step: int) -> None:
+    io = native.FaultyFileIo()
+    file = native.SpillFile(folder, faults=io)
+    faults = native.Faults()
+    faults.max_write_bytes = faults.max_read_bytes = step
+    io.set(faults)
+    data = make_bytes(MIB + 77)
+    assert np.array_equal(read(file, write(file, data)), data)
+
+
+def test_a_disk_that_accepts_nothing_is_an_error_and_no_hang(folder: str, make_bytes: Make) -> None:
+    io = native.FaultyFileIo()
+    file = native.SpillFile(folder, faults=io)
+    faults = native.Faults()
+    faults.max_write_bytes = 100
+    io.set(faults)
+    with pytest.raises(native.SpillWriteError, match="no byte is accepted"):
+        write(file, make_bytes(MIB))
+
+
+@pytest.mark.parametrize("position", [0, 4095, 123_456, MIB - 1])
+def test_one_altered_bit_raises_with_folder_offset_and_both_checksums(
+    folder: str, make_bytes: Make, position: int
+) -> None:
+    io = native.FaultyFileIo()
+    file = native.SpillFile(folder, faults=io)
+    data = make_bytes(MIB)
+    block = write(file, data)
+    faults = native.Faults()
+    faults.alter_read_at = position
+    io.set(faults)
+    with pytest.raises(native.SpillReadError) as caught:
+        read(file, block)
+    assert folder in str(caught.value) and "offset 0" in str(caught.value)
+    assert f"{block.checksum:#018x}" in str(caught.value)
+    io.set(native.Faults())
+    assert np.array_equal(read(file, block), data)
+
+
+def test_a_failing_read_raises_with_offset_and_reason(folder: str, make_bytes: Make) -> None:
+    io = native.FaultyFileIo()
+    file = native.SpillFile(folder, faults=io)
+    block = write(file, make_bytes(9 * MIB))
+    faults = native.Faults()
+    faults.fail_read_at = 5 * MIB
+    io.set(faults)
+    with pytest.raises(native.SpillReadError, match=rf"offset {4 * MIB} .*errno {errno.EIO}"):
+        read(file, block)
+    assert file.stats().num_failed_reads == 1
+
+
+def test_a_file_that_ends_early_raises(folder: str, make_bytes: Make) -> None:
+    io = native.FaultyFileIo()
+    file = native.SpillFile(folder, faults=io)
+    block = write(file, make_bytes(MIB))
+    faults = native.Faults()
+    faults.end_of_file_at = 10_000
+    io.set(faults)
+    with pytest.raises(native.SpillReadError, match="end of the file"):
+        read(file, block)
+
+
+def test_a_full_file_system_is_an_error_not_a_loss(folder: str, make_bytes: Make) -> None:
+    """The real thing: the kernel's file size limit makes a write short, then refuses the rest."""
+    script = (
+        "import resource, signal, sys, numpy as np\n"
+        "from actckpt.engine import native\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "file = native.SpillFile(sys.argv[1])\n"
+        "data = np.ones(3 << 20, np.uint8)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "try:\n"
+        "    file.write(data.ctypes.data, data.nbytes)\n"
+        "except native.SpillWriteError as error:\n"
+        "    print(error)\n"
+    )
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True)
+    assert f"errno {errno.EFBIG}" in done.stdout and str(1 << 20) in done.stdout
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_a_missing_or_unwritable_folder_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(native.SpillWriteError, match=r"'.*nowhere': No such file.*spill_dir"):
+        native.SpillFile(str(tmp_path / "nowhere"))
+    with pytest.raises(native.SpillWriteError):
+        native.SpillFile("/proc")
+
+
+def test_memory_file_systems_are_recognised(folder: str) -> None:
+    if os.path.ismount("/dev/shm"):
+        assert native.is_memory_folder("/dev/shm")
+    assert not native.is_memory_folder("/proc")
+    assert not native.is_memory_folder("/nowhere")
+
+
+def test_memory_file_systems_work_too(make_bytes: Make) -> None:
+    if not native.is_memory_folder("/dev/shm"):
+        pytest.skip("no tmpfs at /dev/shm")
+    file = native.SpillFile("/dev/shm")
+    data = make_bytes(MIB + 1)
+    assert np.array_equal(read(file, write(file, data)), data)
+
+
+def test_blocks_of_another_file_are_refused(folder: str, make_bytes: Make) -> None:
+    one, other = native.SpillFile(folder), native.SpillFile(folder)
+    with pytest.raises(native.EngineError, match="another spill file"):
+        read(other, write(one, make_bytes(10)))
+
+
+def test_threads_share_a_file_with_fewer_buffers_than_threads(folder: str) -> None:
+    file = native.SpillFile(folder)
+    failures: list[int] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(20):
+            data = rng.integers(0, 256, int(rng.integers(1, 400_000)), dtype=np.uint8)
+            block = write(file, data)
+            if not np.array_equal(read(file, block), data):
+                failures.append(seed)
+            block.free()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and file.stats().disk_bytes == 0
+
+
+def test_descriptors_are_closed(folder: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        native.SpillFile(folder)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_hash_is_xxh64() -> None:
+    """Published values of the empty string, 'a', 'abc' and the 39-byte sentence."""
+    for text, value in {
+        b"": 0xEF46DB3751D8E999,
+        b"a": 0xD24EC4F1A98C6E5B,
+        b"abc": 0x44BC2CF5AD770999,
+        b"Nobody inspects the spammish repetition": 0xFBCEA83C8A378BF1,
+    }.items():
+        data = np.frombuffer(text + b"\0", np.uint8)
+        assert native.hash64(data.ctypes.data, len(text)) == value

@@ -1,0 +1,39 @@
+"""CpuStore fulfils the Store protocol, with tensors of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from actckpt.engine.native import CpuStore, SpillWriteError
+from actckpt.engine.store import Store, Ticket
+
+
+def make(kind: str, folder: Path) -> CpuStore:
+    return CpuStore.on_disk(str(folder)) if kind == "disk" else CpuStore.in_memory()
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_tensor_makes_the_round_trip_through_the_protocol(kind: str, tmp_path: Path) -> None:
+    store: Store = make(kind, tmp_path)
+    tensor = torch.randn(300, 300)
+    expected = tensor.clone()
+    ticket: Ticket = store.put(tensor.data_ptr(), tensor.nbytes, tensor)
+    assert ticket.nbytes == tensor.nbytes
+    store.flush()
+    store.poll()
+    assert ticket.get() is None
+    buffer = torch.empty(300, 300)
+    assert ticket.load(buffer.data_ptr(), buffer) is buffer
+    assert torch.equal(buffer, expected)
+    ticket.unload()
+    assert ticket.get() is None
+    ticket.drop()
+    store.close()
+
+
+def test_an_unwritable_folder_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(SpillWriteError, match="spill_dir"):
+        CpuStore.on_disk(str(tmp_path / "missing"))
