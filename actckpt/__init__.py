@@ -24,8 +24,9 @@ from torch.utils.checkpoint import (
 
 from actckpt import rng
 from actckpt._version import __version__
-from actckpt.api import checkpoint, checkpoint_sequential
+from actckpt.api import checkpoint, checkpoint_sequential, offload
 from actckpt.blocks import apply, remove
+from actckpt.config import Settings, configure
 from actckpt.errors import (
     ActckptError,
     BlocksError,
@@ -34,6 +35,7 @@ from actckpt.errors import (
     SavedTensorChangedError,
 )
 from actckpt.runtime import connect as _connect  # noqa: F401 - imported for its effect
+from actckpt.statistics import Stats, reset_stats, stats
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -47,20 +49,26 @@ __all__ = [
     "RerunMismatchError",
     "SavedTensorChangedError",
     "SelectiveCheckpointContext",
+    "Settings",
+    "Stats",
     "__version__",
     "apply",
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
+    "configure",
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
     "noop_context_fn",
+    "offload",
     "remove",
+    "reset_stats",
     "rng",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "stats",
 ]
 
 if hasattr(_torch_checkpoint, "GraphExecGroup"):  # from torch 2.10 on

@@ -1,7 +1,8 @@
-"""The public functions: `checkpoint` and `checkpoint_sequential`."""
+"""The public functions: `checkpoint`, `checkpoint_sequential` and `offload`."""
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from actckpt import _frames
+from actckpt import _frames, config
 from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import Inputs, is_of_module
+from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Session, offloading
 from actckpt.runtime.rerun import Region
 
-__all__ = ["checkpoint", "checkpoint_sequential"]
+__all__ = ["checkpoint", "checkpoint_sequential", "offload"]
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -47,6 +49,7 @@ def checkpoint(
     preserve_rng_state: bool = True,
     early_stop: bool = True,
     policy: str | None = None,
+    offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
     **kwargs: Any,
 ) -> Any:
@@ -67,6 +70,8 @@ def checkpoint(
         early_stop: end a rerun as soon as everything needed is back. The context
             `torch.utils.checkpoint.set_checkpoint_early_stop` wins over it.
         policy: `"recompute"` or None; they mean the same here.
+        offload_inputs: move the tensors that the region holds for its reruns to a store, as `offload` does.
+            Inside another region it does nothing: that one frees them.
         rng_trackers: callables that return random state trackers, in addition to those registered
             with `actckpt.rng.register_tracker`.
     Returns:
@@ -98,6 +103,7 @@ def checkpoint(
             preserve_rng_state,
             early_stop,
             policy,
+            offload_inputs,
             rng_trackers,
         )
     if use_reentrant or policy is not None or determinism_check != "default" or _UNKNOWN_TORCH_KEYWORDS:
@@ -112,13 +118,13 @@ def checkpoint(
         debug = forced_debug
     check_metadata = determinism_check == "default"
     # The common kind runs without Python code around the function; the extension says if it is one.
-    is_uncommon = kwargs or debug or rng_trackers or context_fn is not noop_context_fn
+    is_uncommon = kwargs or debug or offload_inputs or rng_trackers or context_fn is not noop_context_fn
     if not (is_uncommon or rng.registered or state.registered) and is_of_module(function):
         result = _frames.run_common(function, args, early_stop, preserve_rng_state, check_metadata)
         if result is not NotImplemented:
             return result
 
-    inputs = Inputs(function, args, kwargs)
+    inputs = Inputs(function, args, kwargs, Session("auto", DEFAULT_MIN_BYTES).hooks if offload_inputs else None)
     region = Region(inputs)
     if preserve_rng_state and not rng.is_capturing():
         region.random = rng.RandomState(inputs.devices, inputs.generators, rng_trackers)
@@ -176,6 +182,42 @@ def checkpoint_sequential(
     return _run_in_turn(steps[size * (segments - 1) :], input)
 
 
+@contextlib.contextmanager
+def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Iterator[None]:
+    """Move what operators save inside the block to a store, and bring it back in time for backward.
+
+    Works around any code. Parameters, buffers and their views stay; each storage is copied once, however
+    many tensors share it. Also a decorator: `@actckpt.offload()`.
+
+    Args:
+        to: `"host"`: pinned host memory, for tensors on a GPU; `"disk"`: a spill file, for tensors of the
+            CPU; `"auto"`: each where it belongs.
+        min_bytes: smaller tensors stay. A number, or a text like `"4MiB"`.
+    Raises:
+        ValueError: a bad argument, or `"host"` where there is no accelerator.
+        EngineError: at the first tensor, if the store cannot be had (an unwritable folder, no driver).
+        SavedTensorChangedError: in backward, when a tensor was changed in place after it was saved.
+    Cost: copies overlap with compute where there is any to overlap with; see docs/offload.md.
+
+    Example::
+
+        >>> import torch, actckpt
+        >>> layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+        >>> with actckpt.offload(min_bytes="1KiB"):
+        ...     y = layer(torch.randn(256, 64))
+        >>> y.sum().backward()
+    """
+    if to not in ("auto", "host", "disk"):
+        raise ValueError(f"offload: to={to!r} is not a store. Pass 'auto', 'host' or 'disk'.")
+    if to == "host" and not torch.cuda.is_available():
+        raise ValueError(
+            "offload: to='host' moves tensors off a GPU, and there is none here (torch.cuda.is_available() is False). "
+            "CPU tensors are in host memory already: pass 'disk' or 'auto'."
+        )
+    with offloading(Session(to, config.parse_bytes(min_bytes, what="min_bytes"))):
+        yield
+
+
 def _run_in_turn(functions: Sequence[Callable[..., Any]], value: Any) -> Any:
     for function in functions:
         value = function(value)
@@ -205,15 +247,16 @@ def _check_keywords(
 
 
 def check_policy(policy: object) -> None:
-    """Raise unless `policy` is one that regions have.
+    """Raise unless `policy` is one that `checkpoint` has.
 
     Raises:
         ValueError: it is not.
     """
     if policy is not None and policy != "recompute":
+        hint = " For offloading use `with actckpt.offload():` or offload_inputs=True." if policy == "offload" else ""
         raise ValueError(
             f"policy={policy!r} is not known. Pass 'recompute' (or None, the same): the function is run again in "
-            "backward."
+            f"backward.{hint}"
         )
 
 
@@ -237,6 +280,7 @@ def _delegate(
     preserve_rng_state: bool,
     early_stop: bool,
     policy: str | None,
+    offload_inputs: bool,
     rng_trackers: Sequence[rng.GetTracker],
 ) -> Any:
     """Under torch.compile: torch's own checkpoint, which the compiler knows as one operator.
@@ -248,6 +292,11 @@ def _delegate(
         raise ValueError("checkpoint: use_reentrant=True is not supported. Drop the keyword.")
     if policy is not None and policy != "recompute":
         raise ValueError("checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute'.")
+    if offload_inputs:
+        raise ValueError(
+            "checkpoint: offload_inputs cannot be honoured under torch.compile. Leave it out, or keep this call out of "
+            "the compiled function."
+        )
     if rng_trackers:
         raise ValueError(
             "checkpoint: rng_trackers cannot be honoured under torch.compile, where torch's own checkpoint "

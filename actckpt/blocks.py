@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from actckpt.api import check_policy, checkpoint
+from actckpt.api import check_policy, checkpoint, offload
 from actckpt.errors import BlocksError
 
 __all__ = ["apply", "remove"]
@@ -26,11 +26,11 @@ def apply(
 
     Args:
         model: changed in place.
-        policy: as in `checkpoint`.
+        policy: `"recompute"` or None: as in `checkpoint`. `"offload"`: each call runs under `offload`.
         blocks: which of its modules: a type or several, qualified names (`"layers.0"`, also with
             wildcards: `"layers.*"`), or a predicate on modules. None: the repeated blocks, which are
             the outermost modules of one type that stand together in a ModuleList, Sequential or ModuleDict.
-        **options: keywords of `checkpoint` for every block.
+        **options: keywords of `checkpoint`, or of `offload`, for every block.
     Returns:
         The qualified names of the blocks that are checkpointed now.
     Raises:
@@ -47,7 +47,8 @@ def apply(
         >>> actckpt.remove(model)
         ('0', '1', '2')
     """
-    check_policy(policy)
+    if policy != "offload":
+        check_policy(policy)
     chosen = _find(model, blocks)
     if not chosen:
         raise BlocksError(_nothing_found(model, blocks))
@@ -98,6 +99,9 @@ class _CheckpointedForward:
         forward = self.replaced
         if forward is None:
             forward = type(self.block).forward.__get__(self.block)
+        if self.policy == "offload":
+            with offload(**self.options):
+                return forward(*args, **kwargs)
         return checkpoint(forward, *args, policy=self.policy, **self.options, **kwargs)
 
 

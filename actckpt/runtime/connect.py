@@ -6,7 +6,7 @@ import torch
 
 from actckpt import _frames
 from actckpt.runtime import messages, rerun, rng, state, torch_private
-from actckpt.runtime.inputs import HeldTensorChanged
+from actckpt.runtime.inputs import HeldTensorChanged, parameter_error
 
 _frames.connect(
     {
@@ -37,6 +37,7 @@ _frames.connect(
         "modified_error": messages.saved_tensor_changed,
         "changed_error": HeldTensorChanged,
         "failure": rerun.failure,
+        "parameter_error": parameter_error,
         "swap_timeout_error": rng.swap_timeout_error,
     }
 )

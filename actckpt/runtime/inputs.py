@@ -6,20 +6,19 @@ Rule 1. Every tensor in args, kwargs, their containers, and in the closure cells
         `partial` arguments of the function is held with its version. A rerun whose input was
         changed in place raises; torch's checkpoint checks positional tensors only and computes
         wrong gradients with the others.
-Rule 2. A non-leaf is held as a detached alias and enters the rerun as a leaf of its own, so a
-        rerun never touches the graph outside: no hook is registered twice, and an in-place
-        operator on the tensor after the region cannot make a reference cycle through the frame.
+Rule 2. A non-leaf enters the rerun as a view of its own. It is connected with the graph outside, so
+        that a gradient taken inside can reach upstream, but a hook registered on it in a rerun is not
+        registered on the graph outside a second time.
 Rule 3. Where saved-tensor hooks were active when the region was opened (an outer checkpoint,
         `save_on_cpu`), tensors go through them and the region holds the packed objects only. So an
         outer checkpoint frees the inner one's inputs, also those in kwargs, containers and closures.
-Rule 4. A closure variable that the function does not assign itself is held by value: one that is
-        bound anew after the forward (the variable of a loop) does not change the rerun. One that
-        the function assigns (`nonlocal`) stays live.
-        A global variable that the function names and that is a tensor must not change at all.
+Rule 4. A closure variable is held by value: one that is bound anew after the forward (the variable of a
+        loop) does not change the rerun. One that the forward itself binds anew, here or in a function
+        that it calls, stays live. A global variable that is a tensor or a module must not be bound
+        anew, nor the tensor changed, unless the forward itself does so.
 Rule 5. Containers without tensors, and objects we do not know, are passed as they are.
-Rule 6. Modules and their methods are held as they are, without their parameters and buffers.
-        Parameters that changed are noticed when
-        the rerun saves them (rerun.py); buffers may move (BatchNorm's statistics do).
+Rule 6. Modules and their methods are held as they are. A change of a parameter of a module that stands
+        among the inputs is noticed by the sum of all versions; buffers may move (BatchNorm's do).
 """
 
 import dataclasses
@@ -34,8 +33,8 @@ import torch
 from torch import Tensor
 
 from actckpt import _frames
-from actckpt.errors import InputChangedError
-from actckpt.runtime import torch_private
+from actckpt.errors import InputChangedError, RerunMismatchError
+from actckpt.runtime import messages, torch_private
 
 __all__ = ["Inputs"]
 
@@ -52,10 +51,16 @@ def is_of_module(function: object) -> bool:
 class Inputs:
     """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
 
-    __slots__ = ("args", "devices", "function", "generators", "kwargs")
+    __slots__ = ("_functions", "_modules", "_parameter_versions", "args", "devices", "function", "generators", "kwargs")
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        holding = _Holding()
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hooks: torch_private.Hooks | None = None,
+    ) -> None:
+        holding = _Holding(hooks)
         self.args = tuple([holding.hold(value) for value in args])
         self.kwargs = {name: holding.hold(value) for name, value in kwargs.items()}
         self.function = holding.hold(function)
@@ -64,6 +69,25 @@ class Inputs:
         self.generators = holding.generators
         #: Devices other than the CPU of the tensors found.
         self.devices = holding.devices
+        self._functions = holding.functions
+        self._modules = tuple(holding.modules)
+        self._parameter_versions: int | None = None
+
+    def forward_done(self) -> None:
+        """Note what the forward itself bound anew (Rule 4), and the parameters as it left them."""
+        for function in self._functions:
+            function.forward_done()
+        self._functions = []
+        self._parameter_versions = _frames.sum_parameter_versions(self._modules)
+
+    def check_parameters(self) -> None:
+        """Raise if a parameter was changed in place since the forward.
+
+        Raises:
+            RerunMismatchError: one was.
+        """
+        if self._parameter_versions not in (None, _frames.sum_parameter_versions(self._modules)):
+            raise parameter_error(self.function)
 
     def thaw(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """Return function, args and kwargs for one rerun, and the tensors among them.
@@ -77,15 +101,16 @@ class Inputs:
             kwargs = {name: thawing.thaw(value) for name, value in self.kwargs.items()}
             return thawing.thaw(self.function), args, kwargs, list(thawing.tensors.values())
         except HeldTensorChanged as changed:
-            raise changed_error(changed.held, self.args, self.kwargs, self.function) from None
+            raise changed_error(changed, self.args, self.kwargs, self.function) from None
 
 
 class HeldTensorChanged(Exception):  # noqa: N818 - never leaves the runtime
     """What `HeldTensor.thaw` raises; `changed_error` words it."""
 
-    def __init__(self, held: "_frames.HeldTensor") -> None:
+    def __init__(self, held: object, how: str = "was changed in place") -> None:
         super().__init__()
         self.held = held
+        self.how = how
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,36 +125,59 @@ class _HeldContainer:
 class _HeldFunction:
     """A Python function with its defaults and closure variables held by value (Rule 4)."""
 
-    __slots__ = ("defaults", "function", "kwdefaults", "original", "tensor_globals", "variables")
+    __slots__ = ("_contents", "defaults", "function", "globals", "kwdefaults", "original", "variables")
 
     def __init__(self, function: types.FunctionType, holding: "_Holding") -> None:
         cells = function.__closure__ or ()
-        assigned = _assigned_variables(function.__code__)
-        live = [name in assigned or not _is_filled(cell) for name, cell in zip(_names(function), cells, strict=True)]
-        contents = [_LiveCell(c) if is_live else c.cell_contents for c, is_live in zip(cells, live, strict=True)]
+        #: Cells with what they contained; let go of after the forward.
+        self._contents = [(cell, cell.cell_contents if _is_filled(cell) else _EMPTY_CELL) for cell in cells]
         self.defaults = holding.hold(function.__defaults__)
         self.kwdefaults = holding.hold(function.__kwdefaults__)
-        self.variables = [holding.hold(value) for value in contents]
-        self.tensor_globals = {
-            name: (value, holding.hold(value))
+        self.variables = [
+            _LiveCell(cell) if value is _EMPTY_CELL else holding.hold(value) for cell, value in self._contents
+        ]
+        self.globals = {
+            name: _HeldGlobal(value, holding.hold(value))
             for name in _global_names(function.__code__)
-            if isinstance(value := function.__globals__.get(name), Tensor)
+            if isinstance(value := function.__globals__.get(name), Tensor | torch.nn.Module)
         }
         # Nothing held: reruns call the function itself as long as no variable is bound anew. With
         # tensors held they must not: its cells keep tensors alive that outer hooks want to free.
-        same = all(new is old for new, old in zip(self.variables, contents, strict=True))
+        same = all(
+            new is old or old is _EMPTY_CELL for new, (_, old) in zip(self.variables, self._contents, strict=True)
+        )
         same = same and self.defaults is function.__defaults__ and self.kwdefaults is function.__kwdefaults__
         self.original = function if same else None
         self.function = (function.__code__, function.__globals__, function.__name__, function.__dict__)
 
+    @property
+    def holds_anything(self) -> bool:
+        """Whether reruns need more than the function itself."""
+        return bool(self.original is None or self.variables or self.globals)
+
+    @property
+    def name(self) -> str:
+        """Name and place of the function, for error messages."""
+        code = self.function[0]
+        return f"{self.function[2]} ({code.co_filename}:{code.co_firstlineno})"
+
+    def forward_done(self) -> None:
+        """What the forward bound anew stays live."""
+        for i, (cell, value) in enumerate(self._contents):
+            if not _is_filled(cell) or cell.cell_contents is not value:
+                self.variables[i] = _LiveCell(cell)
+        self._contents = []
+        namespace = self.function[1]
+        self.globals = {name: held for name, held in self.globals.items() if held.is_unchanged_in(namespace, name)}
+
     def thaw(self, thawing: "_Thawing") -> types.FunctionType:
-        for name, (value, held) in self.tensor_globals.items():
-            if self.function[1].get(name) is not value:
-                raise HeldTensorChanged(held)
-            thawing.thaw(held)
+        code, namespace, name, attributes = self.function
+        for global_name, held in self.globals.items():
+            if namespace.get(global_name) is not held.value:
+                raise HeldTensorChanged(held, "was bound to something else")
+            thawing.thaw(held.held)
         if self.original is not None and self._is_unchanged(self.original):
             return self.original
-        code, namespace, name, attributes = self.function
         cells = tuple(
             value.cell if isinstance(value, _LiveCell) else types.CellType(thawing.thaw(value))
             for value in self.variables
@@ -138,17 +186,6 @@ class _HeldFunction:
         function.__kwdefaults__ = thawing.thaw(self.kwdefaults)
         function.__dict__.update(attributes)
         return function
-
-    @property
-    def holds_anything(self) -> bool:
-        """Whether reruns need more than the function itself."""
-        return bool(self.original is None or self.variables or self.tensor_globals)
-
-    @property
-    def name(self) -> str:
-        """Name and place of the function, for error messages."""
-        code = self.function[0]
-        return f"{self.function[2]} ({code.co_filename}:{code.co_firstlineno})"
 
     def _is_unchanged(self, original: types.FunctionType) -> bool:
         return (
@@ -161,23 +198,47 @@ class _HeldFunction:
         )
 
 
+class _HeldGlobal:
+    """A global variable that a function names: a tensor or a module."""
+
+    __slots__ = ("_version", "held", "value")
+
+    def __init__(self, value: "Tensor | torch.nn.Module", held: Any) -> None:
+        self.value = value
+        self.held = held
+        self._version = _version(value)
+
+    def is_unchanged_in(self, namespace: dict[str, Any], name: str) -> bool:
+        """Whether the forward left the variable alone."""
+        return namespace.get(name) is self.value and _version(self.value) == self._version
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LiveCell:
     cell: types.CellType
 
 
+_EMPTY_CELL = object()
+
+
+def _version(value: object) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
 class _Holding:
     """One pass over the inputs of a region."""
 
-    __slots__ = ("_hooks", "_open", "_outer", "_tensors", "devices", "generators")
+    __slots__ = ("_hooks", "_open", "_outer", "_tensors", "devices", "functions", "generators", "modules")
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: torch_private.Hooks | None) -> None:
+        self.functions: list[_HeldFunction] = []
+        self.modules: list[torch.nn.Module] = []
         self.generators: list[torch.Generator] = []
         self.devices: list[torch.device] = []
         self._tensors: dict[int, _frames.HeldTensor] = {}
         self._open: set[int] = set()
         self._outer: _SavedThroughFunction | None = None
-        self._hooks: tuple[Any, Any] = torch_private.outer_hooks() or (None, None)
+        self._hooks: tuple[Any, Any] = torch_private.outer_hooks() or hooks or (None, None)
         if not torch_private.knows_outer_hooks():
             self._outer = _SavedThroughFunction()
             self._hooks = self._outer.hooks()
@@ -189,7 +250,10 @@ class _Holding:
     def hold(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._hold_tensor(value)
-        if isinstance(value, _PLAIN) or is_of_module(value):
+        if isinstance(value, _PLAIN):
+            return value
+        if is_of_module(value):
+            self.modules.append(value)
             return value
         if isinstance(value, torch.Generator):
             if not any(value is known for known in self.generators):
@@ -219,7 +283,10 @@ class _Holding:
     def _take_apart(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
             held = _HeldFunction(value, self)
-            return held if held.holds_anything else value
+            if not held.holds_anything:
+                return value
+            self.functions.append(held)
+            return held
         if isinstance(value, types.MethodType):
             return self._container(value, [value.__func__], ["function"], partial(_method, value.__self__))
         if isinstance(value, partial):
@@ -328,20 +395,6 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _names(function: types.FunctionType) -> tuple[str, ...]:
-    return function.__code__.co_freevars
-
-
-@lru_cache(maxsize=4096)
-def _assigned_variables(code: types.CodeType) -> frozenset[str]:
-    """Return the free variables of `code` that it, or a function inside it, assigns or deletes."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _assigned_variables(constant)
-    return frozenset(names.intersection(code.co_freevars))
-
-
 def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _frames.HeldTensor):
         yield place, value
@@ -349,31 +402,50 @@ def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         for name, part in zip(value.places, value.values, strict=True):
             yield from _walk(part, f"{place}[{name}]")
     elif isinstance(value, _HeldFunction):
-        for name, variable in zip(value.function[0].co_freevars, value.variables, strict=True):
-            yield from _walk(variable, f"variable {name!r} in the closure of {value.function[2]}")
-        for name, (_, held) in value.tensor_globals.items():
-            yield from _walk(held, f"Global variable {name!r} that {value.function[2]} reads")
-        yield from _walk(value.defaults, f"defaults of {value.function[2]}")
-        yield from _walk(value.kwdefaults, f"defaults of {value.function[2]}")
+        name = value.function[2]
+        for variable, part in zip(value.function[0].co_freevars, value.variables, strict=True):
+            yield from _walk(part, f"Variable {variable!r} in the closure of {name}")
+        for variable, held in value.globals.items():
+            yield f"Global variable {variable!r} that {name} reads", held
+            yield from _walk(held.held, f"Global variable {variable!r} that {name} reads")
+        yield from _walk(value.defaults, f"A default of {name}")
+        yield from _walk(value.kwdefaults, f"A default of {name}")
 
 
 def changed_error(
-    held: "_frames.HeldTensor", args: Sequence[Any], kwargs: dict[str, Any], function: Any
+    changed: HeldTensorChanged, args: Sequence[Any], kwargs: dict[str, Any], function: Any
 ) -> InputChangedError:
-    """Word a held tensor that was changed in place, with its place among the inputs."""
-    tensor = held.held
-    how = "was bound to another tensor" if tensor._version == held.version else "was changed in place"
+    """Word an input that is not as it was, with its place among the inputs."""
+    place = _place_of(changed.held, args, kwargs, function)
+    message = (
+        f"{place}, an input of a checkpointed region, {changed.how} after its forward, and backward has to run the "
+        "region again"
+    )
+    held = changed.held
+    if isinstance(held, _frames.HeldTensor) and isinstance(held.held, Tensor):
+        tensor = held.held
+        message += (
+            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {held.version} in forward, "
+            f"{tensor._version} now (one of the variables needed for gradient computation has been modified by an "
+            "inplace operation)"
+        )
     return InputChangedError(
-        f"{_place_of(held, args, kwargs, function)}, an input of a checkpointed region, {how} after its "
-        f"forward, and backward has to run the region again: tensor of shape {tuple(tensor.shape)}, "
-        f"{tensor.dtype}.\nVersion {held.version} in forward, {tensor._version} now (one of the variables "
-        "needed for gradient computation has been modified by an inplace operation).\nChange a clone instead, "
-        "or run backward before changing it. A statistic that the region itself updates belongs into a "
-        "module's buffer."
+        f"{message}.\nChange a clone instead, or run backward before changing it. A statistic that the region itself "
+        "updates belongs into a module's buffer."
     )
 
 
-def _place_of(held: "_frames.HeldTensor", args: Sequence[Any], kwargs: dict[str, Any], function: Any) -> str:
+def parameter_error(function: Any) -> RerunMismatchError:
+    """Word a parameter that was changed in place between forward and rerun."""
+    return RerunMismatchError(
+        f"A parameter of {messages.name_of(function)} was changed in place after its forward, and backward has to run "
+        "it again (one of the variables needed for gradient computation has been modified by an inplace operation).\n"
+        'Run backward before the optimizer step that changes the parameter, or pass determinism_check="none" if the '
+        "change does no harm."
+    )
+
+
+def _place_of(held: object, args: Sequence[Any], kwargs: dict[str, Any], function: Any) -> str:
     named = [(f"Argument {i}", value) for i, value in enumerate(args)]
     named += [(f"Keyword argument {name!r}", value) for name, value in kwargs.items()]
     for place, value in [*named, ("The function", function)]:

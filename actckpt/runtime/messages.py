@@ -70,6 +70,13 @@ def mismatch(refill: "_frames.Refill", index: int, tensor: Tensor, problem: str)
             f"Forward: {frame.num_saved}; rerun: at least {index + 1}, the additional one of shape "
             f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {where}.\n{_ADVICE}"
         )
+    if problem == "outsider":
+        return RerunMismatchError(
+            f"A tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that {name} reads was changed in place between "
+            f"its forward and its rerun: saved tensor {index} of {frame.num_saved}, at version {tensor._version} now, "
+            f"{where}; one of the variables needed for gradient computation has been modified by an inplace operation."
+            "\nChange a clone instead, or run backward before changing it."
+        )
     if problem == "version":
         return RerunMismatchError(
             f"A parameter of shape {tuple(tensor.shape)} was changed in place between the forward and the "

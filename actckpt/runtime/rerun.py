@@ -74,7 +74,9 @@ class Region:
         """Run the forward: saved tensors become slots, nothing else is kept of them."""
         if self.forward_context is not None or self.provided is not None:
             function = partial(self._run_in_contexts, function)
-        return _frames.run(self, function, args, kwargs, early_stop, check_metadata)
+        result = _frames.run(self, function, args, kwargs, early_stop, check_metadata)
+        self.inputs.forward_done()
+        return result
 
     def _run_in_contexts(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with (
@@ -92,13 +94,15 @@ class Region:
         """Call the function under the state of its forward, until everything needed is back."""
         if self.provided is not None and not self.provided.allows_early_stop():
             refill.run_to_the_end()
+        if refill.frame.metadata_is_checked:
+            self.inputs.check_parameters()
         function, args, kwargs, self.thawed = self.inputs.thaw()
         try:
             with (
+                self.random.swapped_in() if self.random is not None else nullcontext(),
                 state.restored(self.state, state.capture()),
                 self.provided.rerun() if self.provided is not None else nullcontext(),
                 self.rerun_context or nullcontext(),
-                self.random.swapped_in() if self.random is not None else nullcontext(),
             ):
                 _frames.rerun(refill, function, args, kwargs)
                 if refill.has_failed:
@@ -122,8 +126,8 @@ def refill(refill: "_frames.Refill") -> None:
     # Of the common kind, but it draws random numbers, or global state is different now.
     args = thaw_common(frame)
     with (
-        state.restored(frame.state, state.capture()),
         rng.swapped_in(frame.random) if frame.random is not None else nullcontext(),
+        state.restored(frame.state, state.capture()),
     ):
         _frames.rerun(refill, frame.function, args, {})
 
@@ -133,7 +137,7 @@ def thaw_common(frame: "_frames.Frame") -> tuple[Any, ...]:
     try:
         return _frames.thaw_arguments(frame.args)
     except HeldTensorChanged as changed:
-        raise changed_error(changed.held, frame.args or (), {}, frame.function) from None
+        raise changed_error(changed, frame.args or (), {}, frame.function) from None
 
 
 def mismatch_error(refill: "_frames.Refill", index: int, tensor: Tensor, problem: str) -> ActckptError | None:

@@ -82,6 +82,11 @@ PyObject* frame_pack(PyObject* self, PyObject* tensor) {
       saved.dtype = attribute(tensor, python().dtype);
       saved.device = attribute(tensor, python().device);
     }
+    if (frame->check_metadata && !is_true(tensor, python().requires_grad)) {
+      PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
+      if (reference == nullptr) throw py::error_already_set();
+      saved.outsider = py::reinterpret_steal<py::object>(reference);
+    }
     SlotObject* slot = new_slot(frame, frame->saved.size());
     saved.slot = slot;
     frame->saved.push_back(std::move(saved));
@@ -127,6 +132,10 @@ PyObject* frame_region(PyObject* self, void*) { return or_none(frame_of(self)->r
 PyObject* frame_state(PyObject* self, void*) { return or_none(frame_of(self)->recipe.state); }
 PyObject* frame_random(PyObject* self, void*) { return or_none(frame_of(self)->recipe.random); }
 
+PyObject* frame_metadata_is_checked(PyObject* self, void*) {
+  return PyBool_FromLong(frame_of(self)->check_metadata ? 1 : 0);
+}
+
 PyMethodDef frame_methods[] = {
     {"pack", frame_pack, METH_O, "Pack hook of the forward: note the tensor, return its slot."},
     {"metadata", frame_metadata, METH_O, "metadata(index): (shape, dtype, device) or None."},
@@ -136,6 +145,7 @@ PyGetSetDef frame_getset[] = {
     {"num_saved", frame_num_saved, nullptr, "Tensors that the forward saved.", nullptr},
     {"num_live", frame_num_live, nullptr, "Of these, how many autograd still holds.", nullptr},
     {"num_held", frame_num_held, nullptr, "Values of reruns held at the moment.", nullptr},
+    {"metadata_is_checked", frame_metadata_is_checked, nullptr, "determinism_check.", nullptr},
     {"function", frame_function, nullptr, "The region's function.", nullptr},
     {"args", frame_args, nullptr, "Held positional arguments, or None.", nullptr},
     {"region", frame_region, nullptr, "Python's Region, or None.", nullptr},
@@ -192,6 +202,46 @@ py::object new_frame(Recipe recipe, bool check_metadata) {
   frame->check_metadata = check_metadata;
   frame->forward_completed = false;
   return py::reinterpret_steal<py::object>(self);
+}
+
+namespace {
+
+// The tensor of a weak reference, null if it is gone.
+py::object alive(const py::object& reference) {
+  py::object tensor = call(reference.ptr());
+  return tensor.is_none() ? py::object() : tensor;
+}
+
+}  // namespace
+
+void complete_forward(FrameObject* frame) {
+  frame->forward_completed = true;
+  for (Saved& saved : frame->saved) {
+    if (!saved.outsider) continue;
+    const py::object tensor = alive(saved.outsider);
+    if (tensor) {
+      saved.outsider_version = version_of(tensor.ptr());
+    } else {
+      saved.outsider = py::object();
+    }
+  }
+}
+
+std::vector<long long> outsider_versions(const FrameObject* frame) {
+  std::vector<long long> versions;
+  for (std::size_t i = 0; i < frame->saved.size(); ++i) {
+    if (!frame->saved[i].outsider) continue;
+    const py::object tensor = alive(frame->saved[i].outsider);
+    if (!tensor) continue;
+    versions.resize(frame->saved.size(), -1);
+    versions[i] = version_of(tensor.ptr());
+  }
+  return versions;
+}
+
+bool is_changed_outsider(const Saved& saved, PyObject* tensor, long long version_at_start) {
+  return version_at_start != -1 && version_at_start != saved.outsider_version &&
+         alive(saved.outsider).ptr() == tensor;
 }
 
 py::object pack_of(const py::object& frame) {

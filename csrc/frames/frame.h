@@ -45,6 +45,10 @@ struct Saved {
   py::object shape, dtype, device;  // null where the determinism check is off
   long long version = 0;
   SlotObject* slot = nullptr;  // borrowed; null once autograd released it
+  // Weak reference to a tensor that outlives the forward and has no gradient (a mask that a module
+  // holds, say), and its version then. Null for all others.
+  py::object outsider;
+  long long outsider_version = 0;
 };
 
 // What a rerun of a region needs.
@@ -55,6 +59,7 @@ struct Recipe {
   py::object random;  // GeneratorStates of the forward; null: random state is left alone
   py::object region;  // Python's Region, for all that the fields above cannot say; else null
   py::object lock;    // threading.RLock: one rerun at a time
+  long long parameter_versions = 0;  // of the function, where `region` is null
   bool early_stop = true;
 };
 
@@ -82,6 +87,15 @@ extern PyTypeObject* frame_type;
 extern PyTypeObject* slot_type;
 
 py::object new_frame(Recipe recipe, bool check_metadata);
+
+// Ends the forward: from now on, outsiders must not change.
+void complete_forward(FrameObject* frame);
+
+// Whether `tensor`, saved again at `index`, is an outsider that was changed in place meanwhile.
+bool is_changed_outsider(const Saved& saved, PyObject* tensor, long long version_at_start);
+
+// Versions of the outsiders as a rerun finds them, by index; -1 where there is none.
+std::vector<long long> outsider_versions(const FrameObject* frame);
 
 // Pack hook of the forward, as a bound method.
 py::object pack_of(const py::object& frame);

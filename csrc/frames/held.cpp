@@ -3,6 +3,7 @@
 #include <new>
 #include <utility>
 
+#include "frames/grad_mode.h"
 #include "frames/python.h"
 
 namespace actckpt {
@@ -46,8 +47,7 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
     self->unpack = py::reinterpret_borrow<py::object>(unpack);
     self->is_tensor = is_tensor(self->held.ptr());
   } else {
-    self->held = self->is_leaf ? py::reinterpret_borrow<py::object>(tensor)
-                               : call_method(tensor, python().detach);
+    self->held = py::reinterpret_borrow<py::object>(tensor);
     self->is_tensor = true;
   }
   self->version = self->is_tensor ? version_or_zero(self->held.ptr()) : 0;
@@ -59,14 +59,14 @@ py::object thaw(PyObject* object) {
   if (self->is_tensor && version_or_zero(self->held.ptr()) != self->version) {
     raise(call(python().changed_error, object));
   }
-  py::object tensor = self->held;
   if (self->unpack) {
-    tensor = call(self->unpack.ptr(), tensor.ptr());
-  } else if (self->is_leaf) {
-    return tensor;
+    const py::object tensor = call_method(
+        call(self->unpack.ptr(), self->held.ptr()).ptr(), python().detach);
+    return self->requires_grad ? call_method(tensor.ptr(), python().requires_grad_) : tensor;
   }
-  tensor = call_method(tensor.ptr(), python().detach);
-  return self->requires_grad ? call_method(tensor.ptr(), python().requires_grad_) : tensor;
+  if (self->is_leaf) return self->held;
+  const GradMode on(true);
+  return call_method(self->held.ptr(), python().view_as, self->held.ptr());
 }
 
 bool is_plain(PyObject* value) {

@@ -5,6 +5,7 @@
 #include "frames/frame.h"
 #include "frames/generators.h"
 #include "frames/held.h"
+#include "frames/parameters.h"
 #include "frames/python.h"
 #include "frames/refill.h"
 #include "frames/region.h"
@@ -18,6 +19,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_task_end_type();
   actckpt::add_held_types(module);
   actckpt::add_generator_types(module);
+  actckpt::add_parameter_functions(module);
   actckpt::add_swap_functions(module);
   actckpt::add_region_functions(module);
   module.def("connect", actckpt::connect, pybind11::arg("names"),

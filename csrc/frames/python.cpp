@@ -15,6 +15,10 @@ Python interned() {
   names.is_cpu = PyUnicode_InternFromString("is_cpu");
   names.is_inference = PyUnicode_InternFromString("is_inference");
   names.requires_grad_ = PyUnicode_InternFromString("requires_grad_");
+  names.view_as = PyUnicode_InternFromString("view_as");
+  names.dict = PyUnicode_InternFromString("__dict__");
+  names.parameters = PyUnicode_InternFromString("_parameters");
+  names.modules = PyUnicode_InternFromString("_modules");
   names.get_state = PyUnicode_InternFromString("get_state");
   names.set_state = PyUnicode_InternFromString("set_state");
   names.acquire = PyUnicode_InternFromString("acquire");
@@ -62,6 +66,7 @@ void connect(const py::dict& names) {
   p.modified_error = keep("modified_error");
   p.changed_error = keep("changed_error");
   p.failure = keep("failure");
+  p.parameter_error = keep("parameter_error");
 }
 
 py::object attribute(PyObject* object, PyObject* name) {

@@ -22,6 +22,10 @@ struct Python {
   PyObject* is_cpu;
   PyObject* is_inference;
   PyObject* requires_grad_;
+  PyObject* view_as;
+  PyObject* dict;
+  PyObject* parameters;
+  PyObject* modules;
   PyObject* get_state;
   PyObject* set_state;
   PyObject* acquire;
@@ -50,6 +54,7 @@ struct Python {
   PyObject* modified_error;
   PyObject* changed_error;
   PyObject* failure;
+  PyObject* parameter_error;
 };
 
 Python& python();

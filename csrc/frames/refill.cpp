@@ -2,6 +2,7 @@
 
 #include <new>
 #include <utility>
+#include <vector>
 
 #include "frames/python.h"
 
@@ -13,6 +14,7 @@ struct RefillObject {
   py::object frame;  // FrameObject
   py::object error;  // the first mismatch
   std::unique_ptr<Values> values;
+  std::vector<long long> outsiders;  // their versions at the start of the rerun
   std::size_t num_packed;
   std::size_t num_needed;  // one past the last slot that autograd still holds
   bool early_stop;
@@ -91,6 +93,11 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
       } else if (version != frame->saved[index].version) {
         if (is_mismatch(refill, index, tensor, "version")) return stop(refill);
       }
+      if (index < refill->outsiders.size() &&
+          is_changed_outsider(frame->saved[index], tensor, refill->outsiders[index]) &&
+          is_mismatch(refill, index, tensor, "outsider")) {
+        return stop(refill);
+      }
     }
     Value& entry = refill->values->slots[index];
     entry.tensor = value;
@@ -134,6 +141,8 @@ PyObject* refill_run_to_the_end(PyObject* self, PyObject*) {
 void refill_dealloc(PyObject* self) {
   RefillObject* refill = refill_of(self);
   using OwnedValues = std::unique_ptr<Values>;
+  using Versions = std::vector<long long>;
+  refill->outsiders.~Versions();
   refill->values.~OwnedValues();
   refill->error.~object();
   refill->frame.~object();
@@ -178,6 +187,7 @@ py::object new_refill(FrameObject* frame, const py::object& key) {
       py::object(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
   new (&refill->error) py::object();
   new (&refill->values) std::unique_ptr<Values>(std::make_unique<Values>());
+  new (&refill->outsiders) std::vector<long long>();
   refill->values->key = key;
   // Values already brought back for this key: something reads them a second time.
   refill->values->keep = frame->find(key.ptr()) != nullptr;
@@ -186,7 +196,9 @@ py::object new_refill(FrameObject* frame, const py::object& key) {
   refill->num_needed = count_needed(frame);
   refill->early_stop = frame->recipe.early_stop;
   refill->stopped = false;
-  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(refill));
+  auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(refill));
+  if (frame->forward_completed) refill->outsiders = outsider_versions(frame);
+  return owner;
 }
 
 py::object refill_pack_of(const py::object& refill) {

@@ -3,7 +3,9 @@
 #include <utility>
 
 #include "frames/generators.h"
+#include "frames/grad_mode.h"
 #include "frames/held.h"
+#include "frames/parameters.h"
 #include "frames/python.h"
 #include "frames/refill.h"
 #include "frames/swap_lock.h"
@@ -56,18 +58,24 @@ PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* arg
                       PyObject* kwargs) {
   PyObject* result =
       call_hooked(pack_of(frame).ptr(), unpack_function, function, args, kwargs);
-  reinterpret_cast<FrameObject*>(frame.ptr())->forward_completed = result != nullptr;
-  return result;
+  if (result == nullptr) return nullptr;
+  const auto owner = py::reinterpret_steal<py::object>(result);
+  complete_forward(reinterpret_cast<FrameObject*>(frame.ptr()));
+  return Py_NewRef(owner.ptr());
 }
+
+thread_local int num_open_reruns = 0;  // of this thread
+long long num_reruns = 0;              // of the process so far
 
 // Runs function(*args, **kwargs) with grad mode on until the refill stops it.
 void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args,
                        PyObject* kwargs) {
-  const bool turn_on = call(python().is_grad_enabled).ptr() != Py_True;
-  if (turn_on) call(python().set_grad_enabled, Py_True);
+  const GradMode on(true);
+  num_open_reruns += 1;
+  num_reruns += 1;
   PyObject* result =
       call_hooked(refill_pack_of(refill).ptr(), same_function, function, args, kwargs);
-  if (turn_on) call_quietly(python().set_grad_enabled, Py_False);
+  num_open_reruns -= 1;
   if (result != nullptr) {
     Py_DECREF(result);
   } else if (is_stop_of(refill.ptr())) {
@@ -100,8 +108,13 @@ void run_with_random_state(const py::object& random, const py::object& refill, P
 
 // Reruns a region of the common kind. Returns false, having done nothing, where it is not one now.
 bool rerun_common(const py::object& refill) {
-  const Recipe& recipe = reinterpret_cast<FrameObject*>(refill_frame(refill))->recipe;
+  const auto* frame = reinterpret_cast<FrameObject*>(refill_frame(refill));
+  const Recipe& recipe = frame->recipe;
   if (recipe.region) return false;
+  if (frame->check_metadata && frame->forward_completed &&
+      sum_parameter_versions(recipe.function.ptr()) != recipe.parameter_versions) {
+    raise(call(python().parameter_error, recipe.function.ptr()));
+  }
   const py::object state = capture_state();
   const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
   if (same < 0) throw py::error_already_set();
@@ -227,7 +240,12 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
       recipe.random = capture_generators(generators.ptr());
     }
     const py::object frame = new_frame(std::move(recipe), truth(args[4]));
-    return run_forward(frame, args[0], args[1], nullptr);
+    PyObject* result = run_forward(frame, args[0], args[1], nullptr);
+    if (result == nullptr) return nullptr;
+    const auto owner = py::reinterpret_steal<py::object>(result);
+    reinterpret_cast<FrameObject*>(frame.ptr())->recipe.parameter_versions =
+        sum_parameter_versions(args[0]);
+    return Py_NewRef(owner.ptr());
   });
 }
 
@@ -259,6 +277,10 @@ PyObject* thaw_arguments_function(PyObject*, PyObject* held) {
   return guarded([&] { return thaw_arguments(held).release().ptr(); });
 }
 
+PyObject* is_rerunning(PyObject*, PyObject*) { return PyBool_FromLong(num_open_reruns > 0 ? 1 : 0); }
+
+PyObject* count_reruns(PyObject*, PyObject*) { return PyLong_FromLongLong(num_reruns); }
+
 PyObject* none(PyObject*, PyObject*) { return Py_NewRef(Py_None); }
 
 PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
@@ -272,6 +294,8 @@ PyMethodDef functions[] = {
      "run(region, function, args, kwargs, early_stop, check_metadata) -> result"},
     {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
+    {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
+    {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
     {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
     {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
     {nullptr, nullptr, 0, nullptr}};

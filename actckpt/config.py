@@ -1,0 +1,112 @@
+"""Settings of the process: limits, folders, windows."""
+
+import dataclasses
+import os
+import re
+import tempfile
+from typing import Any
+
+__all__ = ["Settings", "configure", "parse_bytes"]
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `configure` sets. Sizes are in bytes; None means that the engine finds a value."""
+
+    #: Most bytes of pinned host memory. None: half of what the machine, its cgroup and the ranks of
+    #: this node leave.
+    host_limit: int | None = None
+    #: Most bytes in the spill file. None: what the file system has.
+    disk_limit: int | None = None
+    #: Folder of the spill file. None: TMPDIR.
+    spill_dir: str | None = None
+    #: Most bytes on their way to a store, and most bytes read ahead of backward.
+    max_inflight: int = 256 * 2**20
+    #: Threads that copy CPU tensors.
+    num_workers: int = 2
+    #: Whether offloading CPU tensors sets malloc's mmap threshold once, so that freed tensors return
+    #: their memory to the system. glibc only.
+    fix_malloc: bool = True
+
+    @property
+    def spill_folder(self) -> str:
+        """The folder of the spill file."""
+        return self.spill_dir if self.spill_dir is not None else tempfile.gettempdir()
+
+
+_settings = Settings()
+#: Counts calls of `configure`, so that stores notice a change.
+generation = 0
+
+
+def settings() -> Settings:
+    """Return the settings in force."""
+    return _settings
+
+
+def configure(**changes: Any) -> Settings:
+    """Change settings; those not named stay. Stores made afterwards follow them.
+
+    Args:
+        host_limit: most bytes of pinned host memory, a number or a text like `"64GiB"`; None: automatic.
+        disk_limit: most bytes in the spill file; None: no limit of ours.
+        spill_dir: folder of the spill file; None: `TMPDIR`.
+        max_inflight: most bytes on their way to a store, and most bytes read ahead of backward.
+        num_workers: threads that copy CPU tensors, at least 0.
+        fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
+    Returns:
+        The settings in force now.
+    Raises:
+        ValueError: an unknown setting, a size that is none, or a folder that cannot be written to.
+
+    Example::
+
+        >>> import actckpt
+        >>> actckpt.configure(max_inflight="256MiB").max_inflight
+        268435456
+    """
+    global _settings, generation
+    known = {field.name for field in dataclasses.fields(Settings)}
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise ValueError(f"configure: unknown setting {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
+    for name in ("host_limit", "disk_limit", "max_inflight"):
+        if name in changes and (changes[name] is not None or name == "max_inflight"):
+            changes[name] = parse_bytes(changes[name], what=name)
+    if changes.get("spill_dir") is not None:
+        changes["spill_dir"] = _checked_folder(changes["spill_dir"])
+    workers = changes.get("num_workers", 0)
+    if not isinstance(workers, int) or isinstance(workers, bool) or not 0 <= workers <= 64:
+        raise ValueError(f"configure: num_workers={workers!r}. Pass a whole number from 0 to 64.")
+    _settings = dataclasses.replace(_settings, **changes)
+    generation += 1
+    return _settings
+
+
+def parse_bytes(size: object, *, what: str) -> int:
+    """Return a size in bytes.
+
+    Args:
+        size: a whole number of bytes, or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`.
+        what: its name, for the error.
+    Raises:
+        ValueError: it is not a size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if match and match[2].upper() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    raise ValueError(f"{what}={size!r} is not a size. Pass bytes as a whole number, or a text like '64GiB' or '500MB'.")
+
+
+def _checked_folder(folder: object) -> str:
+    path = os.fspath(folder)  # type: ignore[call-overload]
+    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"configure: spill_dir={str(path)!r} is not a folder that can be written to. Pass another one."
+        )
+    return str(path)

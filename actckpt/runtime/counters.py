@@ -1,0 +1,31 @@
+"""Counts of what the runtime has done since the last reset."""
+
+import threading
+from collections import Counter
+
+__all__ = ["counters"]
+
+
+class Counters:
+    """Named sums; several threads may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int) -> None:
+        """Add `amount` to the sum `name`."""
+        with self._lock:
+            self._sums[name] += amount
+
+    def value(self, name: str) -> int:
+        """Return the sum `name` since the last reset."""
+        return self._sums[name]
+
+    def reset(self) -> None:
+        """Set every sum to zero."""
+        with self._lock:
+            self._sums.clear()
+
+
+counters = Counters()
