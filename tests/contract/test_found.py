@@ -17,9 +17,9 @@ GLOBAL_LAYER: Any = None
 
 
 def test_variable_that_a_called_sibling_function_assigns_is_seen_by_the_rerun() -> None:
-    # SILENTLY WRONG, where torch's function is right: the second call's rerun reads the first call's `hidden`.
+    # SILENTLY WRONG, where torch's function is right: the rerun reads `hidden` as it was before the call of `step`.
     def run(method: Any) -> list[torch.Tensor]:
-        hidden: Any = None
+        hidden = torch.ones(3, requires_grad=True)
 
         def step(x: torch.Tensor) -> None:
             nonlocal hidden
