@@ -1,0 +1,96 @@
+"""What the contract tests compare: plain autograd, torch's checkpoint, and ours, on the same program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import actckpt
+
+Checkpoint = Callable[..., Any]
+
+
+def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call without checkpointing."""
+    return function(*args, **kwargs)
+
+
+def theirs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call through torch's non-reentrant checkpoint."""
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+ours = actckpt.checkpoint
+BOTH = {"torch": theirs, "actckpt": ours}
+
+
+class CountOperators(TorchDispatchMode):
+    """Count the operators that run inside the `with` block, without the bookkeeping's `detach`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        """All operators seen."""
+        return sum(self.counts.values())
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    """Raise unless two nested results are bit-equal."""
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype and left.shape == right.shape
+        assert torch.equal(left, right), f"largest difference {(left - right).abs().max()}"
+    elif isinstance(left, (tuple, list)):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_equal(one, other)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for name in left:
+            assert_equal(left[name], right[name])
+    else:
+        assert left == right
+
+
+def assert_as_plain(program: Callable[[Checkpoint], Any]) -> Any:
+    """Run `program` plainly, with torch's checkpoint and with ours from one seed: all results are bit-equal."""
+    results = {}
+    for name, method in {"plain": plain, **BOTH}.items():
+        torch.manual_seed(7)
+        results[name] = (program(method), torch.get_rng_state())
+    assert_equal(results["actckpt"], results["plain"])
+    assert_equal(results["actckpt"], results["torch"])
+    return results["actckpt"][0]
+
+
+def leaf(*shape: int, **options: Any) -> torch.Tensor:
+    """Return a random tensor that requires grad."""
+    return torch.randn(*shape, requires_grad=True, **options)
+
+
+def mlp(width: int = 8, depth: int = 2, dropout: float = 0.0) -> torch.nn.Sequential:
+    """Return a small stack of Linear, GELU and Dropout."""
+    layers: list[torch.nn.Module] = []
+    for _ in range(depth):
+        layers += [torch.nn.Linear(width, width), torch.nn.GELU()]
+        if dropout:
+            layers.append(torch.nn.Dropout(dropout))
+    return torch.nn.Sequential(*layers)
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    """Return the gradient of each parameter."""
+    return [parameter.grad for parameter in model.parameters()]

@@ -1,0 +1,263 @@
+"""Every way of running backward: bit-equal to plain autograd and to torch's checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import BOTH, Checkpoint, assert_as_plain, assert_equal, gradients, leaf, mlp, ours
+
+import actckpt
+
+
+def test_three_backwards_over_a_retained_graph() -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        model, x = mlp(dropout=0.5), leaf(3, 8)
+        y = checkpoint(model, x)
+        results = []
+        for keep in (True, True, False):
+            x.grad = None
+            y.sum().backward(retain_graph=keep)
+            results.append(x.grad)
+        assert_equal(results[1], results[0])
+        assert_equal(results[2], results[0])
+        return y, results, gradients(model)
+
+    assert_as_plain(program)
+
+
+@pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
+def test_a_second_backward_over_a_freed_graph_raises_autograds_error(method: Checkpoint) -> None:
+    y = method(mlp(), leaf(3, 8)).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+def test_grad_outside_of_the_region_by_autograd_grad() -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        model, x = mlp(dropout=0.5), leaf(3, 8)
+        y = checkpoint(model, x.exp())
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        second = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+        return y, first, second
+
+    assert_as_plain(program)
+
+
+def test_second_and_third_derivatives() -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        x, w = leaf(3), leaf(3)
+        y = checkpoint(lambda x, *, w: (x.sin() * w).exp().tanh(), x.cos(), w=w.cos())
+        first = torch.autograd.grad(y.sum(), (x, w), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, w), create_graph=True)
+        third = torch.autograd.grad(sum(g.sin().sum() for g in second), (x, w))
+        return y, first, second, third
+
+    assert_as_plain(program)
+
+
+def test_double_backward_through_nested_regions_with_dropout() -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        inner, x = mlp(dropout=0.3), leaf(2, 8)
+        y = checkpoint(lambda x: checkpoint(inner, x.sin()).tanh(), x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return y, grad, x.grad, gradients(inner)
+
+    assert_as_plain(program)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_gradient_penalty_inside_the_region(early_stop: bool) -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            y = model(x)
+            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return (grad.square() * y.tanh()).exp()
+
+        keywords = {} if checkpoint.__name__ == "plain" else {"early_stop": early_stop}
+        model, x = mlp(dropout=0.3), leaf(2, 8)
+        y = checkpoint(function, x.sin(), **keywords)
+        y.sum().backward()
+        return y, x.grad, gradients(model)
+
+    assert_as_plain(program)
+
+
+def test_a_backward_inside_that_keeps_nothing() -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            detached = x.detach().requires_grad_()
+            (step,) = torch.autograd.grad(model(detached).sum(), detached)
+            return model(x - step).tanh()
+
+        model, x = mlp(), leaf(2, 8)
+        y = checkpoint(function, x)
+        y.sum().backward()
+        return y, x.grad, gradients(model)
+
+    assert_as_plain(program)
+
+
+@pytest.mark.parametrize("first", ["x", "w"])
+def test_partial_backwards_one_input_at_a_time(first: str) -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        x, w = leaf(3), leaf(3)
+        y = checkpoint(lambda x, w: (x.exp() * w.sin()).exp(), x, w)
+        order = [x, w] if first == "x" else [w, x]
+        y.sum().backward(inputs=order[:1], retain_graph=True)
+        y.sum().backward(inputs=order[1:])
+        return y, x.grad, w.grad
+
+    assert_as_plain(program)
+
+
+def test_results_backwarded_one_after_the_other() -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        model, x = mlp(dropout=0.5), leaf(3, 8)
+        a, b = checkpoint(lambda x: (model(x), model(x.sin())), x)
+        b.sum().backward()
+        first = x.grad
+        x.grad = None
+        a.sum().backward()
+        return a, b, first, x.grad, gradients(model)
+
+    assert_as_plain(program)
+
+
+def test_a_vector_jacobian_product_in_batches() -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        x = leaf(4)
+        y = checkpoint(lambda x: (x.sin() * x.flip(0)).exp(), x)
+        return torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
+
+    assert_as_plain(program)
+
+
+def test_hooks_on_inputs_results_and_inside_run_as_often_as_with_torch() -> None:
+    counts = {}
+    for name, method in BOTH.items():
+        calls: list[str] = []
+
+        def function(x: torch.Tensor, calls: list[str] = calls) -> torch.Tensor:
+            y = x.exp()
+            y.register_hook(lambda _: calls.append("inside"))
+            return y.sin()
+
+        x = leaf(3)
+        middle = x * 2
+        middle.register_hook(lambda _, calls=calls: calls.append("input"))
+        y = method(function, middle)
+        y.register_hook(lambda _, calls=calls: calls.append("result"))
+        y.sum().backward()
+        counts[name] = calls
+    assert counts["actckpt"] == counts["torch"] == ["result", "inside", "input"]
+
+
+class Recording(torch.autograd.Function):
+    """Notes in its backward what other nodes' saved tensors are."""
+
+    seen: torch.Tensor | None = None
+    node: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Recording.seen = Recording.node._saved_result.clone()
+        return grad
+
+
+def test_saved_tensors_are_readable_through_grad_fn_outside_of_backward() -> None:
+    model, x = mlp(dropout=0.5), leaf(3, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return model(x).exp()
+
+    torch.manual_seed(3)
+    expected = function(x)
+    torch.manual_seed(3)
+    y = ours(function, x)
+    state = torch.get_rng_state()
+    assert_equal(y.grad_fn._saved_result.detach(), expected.detach())
+    assert_equal(y.grad_fn._saved_result.detach(), expected.detach())
+    assert_equal(torch.get_rng_state(), state)
+    assert y.grad_fn._raw_saved_result is not None
+    expected.sum().backward()
+    grad, x.grad = x.grad, None
+    y.sum().backward()
+    assert_equal(x.grad, grad)
+
+
+def test_saved_tensors_of_another_node_are_readable_within_backward() -> None:
+    x = leaf(3)
+    y = ours(lambda x: x.exp(), x)
+    Recording.node = y.grad_fn
+    Recording.apply(y).sum().backward()
+    assert_equal(Recording.seen, x.detach().exp())
+    assert_equal(x.grad, x.detach().exp())
+    Recording.node = Recording.seen = None
+
+
+@pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
+def test_a_graph_whose_backward_is_never_called_does_nothing(method: Checkpoint) -> None:
+    calls: list[int] = []
+    y = method(lambda x: (calls.append(1), x.sin().exp())[1], leaf(3))
+    del y
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_steps_of_an_optimizer_are_bit_equal(set_to_none: bool) -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        model, x = mlp(depth=3, dropout=0.2), torch.randn(3, 8)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = checkpoint(model[3:], checkpoint(model[:3], x)).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, list(model.state_dict().values())
+
+    assert_as_plain(program)
+
+
+def test_anomaly_mode_names_the_forward_of_a_failing_operator() -> None:
+    x = torch.zeros(2, requires_grad=True)
+    with (
+        pytest.warns(UserWarning, match="Anomaly Detection has been enabled"),
+        torch.autograd.detect_anomaly(),
+    ):
+        y = ours(lambda x: x.sqrt() * 0, x)
+        with pytest.warns(UserWarning, match="Error detected in SqrtBackward0"), pytest.raises(RuntimeError):
+            y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_passes_through() -> None:
+    x, tangent = torch.randn(3), torch.randn(3)
+    actual = torch.func.jvp(lambda x: ours(lambda x: x.sin().exp(), x), (x,), (tangent,))
+    assert_equal(actual, torch.func.jvp(lambda x: x.sin().exp(), (x,), (tangent,)))
+
+
+def test_backward_in_a_mode_without_grad_still_reruns_with_grad() -> None:
+    x = leaf(3)
+    y = ours(lambda x: x.sin().exp(), x)
+    with torch.no_grad():
+        torch.autograd.backward(y, torch.ones(3))
+        assert not torch.is_grad_enabled()
+    assert_equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_requires_grad_switched_off_before_backward_raises_or_is_right() -> None:
+    model, x = mlp(), leaf(3, 8)
+    y = ours(model, x)
+    model.requires_grad_(False)
+    with pytest.raises(actckpt.RerunMismatchError):
+        y.sum().backward()

@@ -1,0 +1,148 @@
+"""Backward in several threads, through shared and separate graphs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal, leaf, mlp, ours, plain
+
+
+def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
+    """Run `work(i)` in `count` threads that start together; return what they return or raise."""
+    results: list[Any] = [None] * count
+    barrier = threading.Barrier(count)
+
+    def run(i: int) -> None:
+        barrier.wait()
+        try:
+            results[i] = work(i)
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _nested(checkpoint: Callable[..., Any], depth: int, x: torch.Tensor, *, w: torch.Tensor) -> torch.Tensor:
+    x = torch.nn.functional.dropout((x * w).sin(), 0.3)
+    if depth:
+        x = x + checkpoint(_nested, checkpoint, depth - 1, x.cos(), w=w.sin())
+    return torch.nn.functional.dropout(x.tanh(), 0.3)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_threads_that_share_one_graph_get_the_gradients_of_one(count: int, depth: int) -> None:
+    x, w = leaf(64), leaf(64)
+    torch.manual_seed(2)
+    expected = torch.autograd.grad(_nested(plain, depth, x, w=w).sum(), (x, w))
+    torch.manual_seed(2)
+    y = ours(_nested, ours, depth, x, w=w).sum()
+    state = torch.get_rng_state()
+    for _ in range(5):
+        for result in in_threads(lambda _: torch.autograd.grad(y, (x, w), retain_graph=True), count):
+            assert_equal(result, expected)
+    assert_equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("preserve_rng_state", [True, False])
+def test_eight_threads_with_separate_graphs_get_their_own_gradients(preserve_rng_state: bool) -> None:
+    dropout = 0.3 if preserve_rng_state else 0.0
+    models = [mlp(dropout=dropout) for _ in range(8)]
+    inputs = [leaf(3, 8) for _ in models]
+    expected, losses = [], []
+    for method, keep in ((plain, expected), (ours, losses)):
+        torch.manual_seed(4)
+        for model, x in zip(models, inputs, strict=True):
+            loss = method(model, x).square().sum()
+            keep.append(torch.autograd.grad(loss, [x, *model.parameters()]) if method is plain else loss)
+    if not preserve_rng_state:
+        losses = [ours(m, x, preserve_rng_state=False).square().sum() for m, x in zip(models, inputs, strict=True)]
+    state = torch.get_rng_state()
+    for result, want in zip(
+        in_threads(lambda i: torch.autograd.grad(losses[i], [inputs[i], *models[i].parameters()]), 8),
+        expected,
+        strict=True,
+    ):
+        assert_equal(result, want)
+    assert_equal(torch.get_rng_state(), state)
+
+
+def test_eight_threads_accumulate_into_shared_parameters() -> None:
+    model, x = mlp(), torch.randn(3, 8)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    losses = [ours(model, x).sum() for _ in range(8)]
+    in_threads(lambda i: losses[i].backward(), 8)
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 8 * grad)  # the order of additions is not fixed
+
+
+def test_eight_threads_run_whole_steps_with_generators_of_their_own() -> None:
+    def step(i: int, method: Callable[..., Any]) -> Any:
+        generator = torch.Generator().manual_seed(i)
+        x = torch.linspace(-1, 1, 16).requires_grad_()
+
+        def function(x: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
+            return (x * torch.rand(16, generator=generator)).exp() * torch.rand(16, generator=generator)
+
+        grads = []
+        for _ in range(5):
+            grads += torch.autograd.grad(method(function, x, generator=generator).sum(), x)
+        return grads
+
+    expected = [step(i, plain) for i in range(8)]
+    assert_equal(in_threads(lambda i: step(i, ours), 8), expected)
+
+
+def test_a_failing_rerun_in_one_thread_leaves_the_others_alone() -> None:
+    model = mlp(dropout=0.3)
+    forward_is_over = threading.Event()
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        if forward_is_over.is_set():
+            raise KeyError("rerun")
+        return x.sin().exp()
+
+    xs = [leaf(3, 8) for _ in range(6)]
+    losses, expected = [], []
+    for method, keep in ((plain, expected), (ours, losses)):
+        torch.manual_seed(5)
+        for x in xs:
+            loss = method(model, x).sum()
+            keep.append(torch.autograd.grad(loss, x) if method is plain else loss)
+    failing = ours(fail, leaf(3)).sum()
+    forward_is_over.set()
+    state = torch.get_rng_state()
+
+    def work(i: int) -> Any:
+        if i == 6:
+            with pytest.raises(KeyError, match="rerun"):
+                failing.backward()
+            return None
+        return torch.autograd.grad(losses[i], xs[i])
+
+    assert_equal(in_threads(work, 7)[:6], expected)
+    assert_equal(torch.get_rng_state(), state)
+
+
+def test_backward_in_another_thread_than_forward_restores_thread_local_state() -> None:
+    model, x = mlp(), leaf(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ours(model, x)
+    expected = torch.autograd.grad(ours(model, x.detach().requires_grad_()).sum(), list(model.parameters()))
+    actual = in_threads(lambda _: torch.autograd.grad(y.float().sum(), list(model.parameters())), 1)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        plain_y = model(x)
+    assert_equal(actual, torch.autograd.grad(plain_y.float().sum(), list(model.parameters())))
+    assert not torch.equal(actual[0], expected[0])
