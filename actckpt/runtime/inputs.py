@@ -86,8 +86,9 @@ class Inputs:
         Raises:
             RerunMismatchError: one was.
         """
-        if self._parameter_versions not in (None, _frames.sum_parameter_versions(self._modules)):
-            raise parameter_error(self.function)
+        found = _frames.sum_parameter_versions(self._modules)
+        if self._parameter_versions is not None and self._parameter_versions != found:
+            raise parameter_error(self.function, self._parameter_versions, found)
 
     def thaw(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """Return function, args and kwargs for one rerun, and the tensors among them.
@@ -408,8 +409,8 @@ def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         for variable, held in value.globals.items():
             yield f"Global variable {variable!r} that {name} reads", held
             yield from _walk(held.held, f"Global variable {variable!r} that {name} reads")
-        yield from _walk(value.defaults, f"A default of {name}")
-        yield from _walk(value.kwdefaults, f"A default of {name}")
+        yield from _walk(value.defaults, f"The defaults of {name}")
+        yield from _walk(value.kwdefaults, f"The defaults of {name}")
 
 
 def changed_error(
@@ -435,11 +436,12 @@ def changed_error(
     )
 
 
-def parameter_error(function: Any) -> RerunMismatchError:
+def parameter_error(function: Any, expected: int, found: int) -> RerunMismatchError:
     """Word a parameter that was changed in place between forward and rerun."""
     return RerunMismatchError(
         f"A parameter of {messages.name_of(function)} was changed in place after its forward, and backward has to run "
-        "it again (one of the variables needed for gradient computation has been modified by an inplace operation).\n"
+        "it again (one of the variables needed for gradient computation has been modified by an inplace operation): "
+        f"the versions of its parameters add up to {expected} in forward, {found} now.\n"
         'Run backward before the optimizer step that changes the parameter, or pass determinism_check="none" if the '
         "change does no harm."
     )

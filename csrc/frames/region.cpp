@@ -111,9 +111,14 @@ bool rerun_common(const py::object& refill) {
   const auto* frame = reinterpret_cast<FrameObject*>(refill_frame(refill));
   const Recipe& recipe = frame->recipe;
   if (recipe.region) return false;
-  if (frame->check_metadata && frame->forward_completed &&
-      sum_parameter_versions(recipe.function.ptr()) != recipe.parameter_versions) {
-    raise(call(python().parameter_error, recipe.function.ptr()));
+  if (frame->check_metadata && frame->forward_completed) {
+    const long long found = sum_parameter_versions(recipe.function.ptr());
+    if (found != recipe.parameter_versions) {
+      PyObject* error = PyObject_CallFunction(python().parameter_error, "OLL", recipe.function.ptr(),
+                                              recipe.parameter_versions, found);
+      if (error == nullptr) throw py::error_already_set();
+      raise(py::reinterpret_steal<py::object>(error));
+    }
   }
   const py::object state = capture_state();
   const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
