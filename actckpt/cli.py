@@ -107,6 +107,32 @@ def _run_demo(args: argparse.Namespace) -> int:
         fail(str(error))
 
 
+def _add_doctor(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what runs here and why, limits, and measured bandwidths",
+        description="Say which versions and backends run here and why, the limits of the stores, and the measured "
+        "bandwidth of link and disk.",
+    )
+    parser.add_argument("--no-measure", dest="measure", action="store_false", help="measure no bandwidth")
+    parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file (default: TMPDIR)")
+    parser.set_defaults(run=_run_doctor, fail=parser.error)
+
+
+def _run_doctor(args: argparse.Namespace) -> int:
+    from actckpt.config import configure
+    from actckpt.doctor import examine
+
+    if args.spill_dir is not None:
+        try:
+            configure(spill_dir=args.spill_dir)
+        except ValueError as error:
+            args.fail(str(error))
+    for topic, finding in examine(measure=args.measure):
+        print(f"{topic:<24}{finding}", flush=True)
+    return 0
+
+
 def _whole_number(text: str) -> int:
     try:
         return int(text)
@@ -121,4 +147,4 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
 
 
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo,)
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo, _add_doctor)

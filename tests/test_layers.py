@@ -16,7 +16,7 @@ _ROOMS = [
     ["runtime"],
     ["rng", "api"],
     ["blocks", "statistics"],
-    ["report"],
+    ["report", "doctor"],
     ["demo", "cli", "__main__"],
 ]
 _RANKS = {room: rank for rank, rooms in enumerate(_ROOMS) for room in rooms}

@@ -9,7 +9,7 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actckpt.demo.model import LanguageModel
@@ -50,11 +50,42 @@ def _actckpt_checkpoint(model: LanguageModel) -> None:
     actckpt.apply(model, policy="recompute", blocks=Block)
 
 
+#: The demo's tensors are small; `offload` leaves those below 1 MiB alone by default.
+_MIN_OFFLOAD_BYTES = 1 << 16
+
+
+def _actckpt_offload(model: LanguageModel) -> None:
+    import actckpt
+    from actckpt.demo.model import Block
+
+    actckpt.apply(model, policy="offload", blocks=Block, min_bytes=_MIN_OFFLOAD_BYTES)
+
+
+def _actckpt_both(model: LanguageModel) -> None:
+    import actckpt
+    from actckpt.demo.model import Block
+
+    actckpt.apply(model, policy="recompute", blocks=Block)
+    forward = model.forward
+
+    def offloaded(*args: Any) -> Any:
+        with actckpt.offload(min_bytes=_MIN_OFFLOAD_BYTES):
+            return forward(*args)
+
+    model.forward = offloaded  # type: ignore[method-assign, assignment]
+
+
 REFERENCE = Method("none", "keep every activation", _keep_everything)
 METHODS: tuple[Method, ...] = (
     REFERENCE,
     Method("torch-checkpoint", "recompute each block with torch.utils.checkpoint", _torch_checkpoint),
     Method("actckpt-checkpoint", "recompute each block with actckpt.apply", _actckpt_checkpoint),
+    Method("actckpt-offload", "move what each block saves to a store", _actckpt_offload),
+    Method(
+        "actckpt-both",
+        "recompute each block, move its inputs and all else that is saved to a store",
+        _actckpt_both,
+    ),
 )
 
 

@@ -1,0 +1,117 @@
+"""`actckpt doctor`: what runs here and why, limits, and measured bandwidths."""
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from actckpt import config
+from actckpt._version import __version__
+from actckpt.engine import limits, native
+
+__all__ = ["examine"]
+
+_MEASURED_BYTES = 256 << 20
+_BLOCK_BYTES = 32 << 20
+
+Finding = tuple[str, str]
+
+
+def examine(*, measure: bool = True) -> Iterator[Finding]:
+    """Yield (topic, finding) one by one, as they become known.
+
+    Args:
+        measure: whether to measure bandwidths, which takes a few seconds and 256 MiB of disk.
+    """
+    yield "actckpt", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"
+    yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads"
+    yield from _device(measure)
+    yield from _disk(measure)
+
+
+def _device(measure: bool) -> Iterator[Finding]:
+    reason = native.why_no_cuda()
+    if not torch.cuda.is_available():
+        yield "offload of GPU tensors", f"off: torch finds no GPU; driver: {reason or 'present'}"
+        return
+    yield "gpu", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    if reason:
+        yield "offload of GPU tensors", f"off: {reason}"
+        return
+    limit = config.settings().host_limit
+    source = "configured" if limit is not None else "half of what is available, per local rank"
+    yield "offload of GPU tensors", "on: pinned host memory, copies on side streams"
+    yield "pinned memory limit", f"{_size(limit if limit is not None else limits.default_host_limit())} ({source})"
+    if measure:
+        yield (
+            "link",
+            f"device to host {_rate(_time_copy(to_host=True))}, host to device {_rate(_time_copy(to_host=False))}",
+        )
+
+
+def _disk(measure: bool) -> Iterator[Finding]:
+    folder = config.settings().spill_folder
+    try:
+        file = native.SpillFile(folder)
+    except native.SpillWriteError as error:
+        yield "offload of CPU tensors", f"off: {' '.join(str(error).split())}"
+        return
+    in_memory = native.is_memory_folder(folder)
+    yield "offload of CPU tensors", f"on: unlinked spill file, {'direct' if file.direct else 'buffered'} I/O"
+    warning = "; in memory (tmpfs), frees nothing: set spill_dir" if in_memory else ""
+    limit = config.settings().disk_limit
+    free = shutil.disk_usage(folder).free
+    yield "spill folder", f"{folder}, {_size(free)} free, limit {'none' if limit is None else _size(limit)}{warning}"
+    if measure and free < 2 * _MEASURED_BYTES:
+        yield "disk", f"not measured: less than {_size(2 * _MEASURED_BYTES)} free"
+    elif measure:
+        write_seconds, read_seconds = _time_disk(file)
+        yield "disk", f"write {_rate(write_seconds)}, read {_rate(read_seconds)} (one thread)"
+
+
+def _time_disk(file: native.SpillFile) -> tuple[float, float]:
+    block = torch.frombuffer(bytearray(os.urandom(_BLOCK_BYTES)), dtype=torch.uint8)
+    count = _MEASURED_BYTES // _BLOCK_BYTES
+    for stored in [file.write(block.data_ptr(), _BLOCK_BYTES) for _ in range(count)]:
+        stored.free()  # the second pass overwrites, as training does from its second step on
+    written: list[native.SpillBlock] = []
+    write_seconds = _seconds(lambda: written.extend(file.write(block.data_ptr(), _BLOCK_BYTES) for _ in range(count)))
+    read_seconds = _seconds(lambda: _read_all(file, written, block.data_ptr()))
+    for stored in written:
+        stored.free()
+    return write_seconds, read_seconds
+
+
+def _read_all(file: native.SpillFile, blocks: list[native.SpillBlock], address: int) -> None:
+    for block in blocks:
+        file.read(block, address)
+
+
+def _time_copy(*, to_host: bool) -> float:
+    host = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cuda")
+    source, destination = (device, host) if to_host else (host, device)
+
+    def copy() -> None:
+        destination.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    copy()
+    return min(_seconds(copy) for _ in range(5))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _rate(seconds: float) -> str:
+    return f"{_MEASURED_BYTES / seconds / 1e9:.1f} GB/s"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
