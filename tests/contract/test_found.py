@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -181,3 +183,30 @@ def test_loop_variable_at_module_level_that_is_a_module_is_held_by_value() -> No
     except actckpt.CheckpointError:
         return
     assert_equal(actual, run(plain))
+
+
+def test_wording_a_mismatch_keeps_no_local_variables_of_the_callers_alive() -> None:
+    # Until Python 3.13 reading `frame.f_locals` (messages._in_module) leaves a copy of all locals in the frame: a
+    # training loop that catches the error and goes on keeps its graph and activations until it returns.
+    runs: list[int] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x.sin().exp() if len(runs) == 1 else x[1:].sin().exp()
+
+    middle = leaf(3) * 2
+    storage = weakref.ref(middle.untyped_storage())
+    y = ours(function, middle).sum()
+    del middle
+    with pytest.raises(actckpt.RerunMismatchError):
+        y.backward()
+    del y
+    gc.collect()
+    assert storage() is None
+
+
+def test_unknown_options_of_apply_raise_at_apply() -> None:
+    # A misspelt keyword goes to the block's forward: TypeError in the first step, or lost in its **kwargs.
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with pytest.raises((TypeError, ValueError), match="earlystop"):
+        actckpt.apply(model, blocks=torch.nn.Linear, earlystop=False)

@@ -1,0 +1,223 @@
+"""Private names of torch: each is there, and what may be missing has a way around it that works.
+
+A failure of the first test means that torch changed: see the entry in actckpt/runtime/torch_private.py, whose
+comment says what happens without the name. Where torch made the name public, use that one and delete the entry.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.autograd import Variable
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import actckpt
+from actckpt import _frames
+from actckpt.runtime import messages, rerun, rng, state, torch_private
+from actckpt.runtime.inputs import HeldTensorChanged
+
+NAMES = [
+    (torch._C, "_current_graph_task_id", "required: how backwards are told apart"),
+    (torch._C._autograd, "_top_saved_tensors_default_hooks", "optional: inputs go through an autograd.Function"),
+    (torch._C._autograd, "_push_saved_tensors_default_hooks", "required: public is saved_tensors_hooks"),
+    (torch._C._autograd, "_pop_saved_tensors_default_hooks", "required: public is saved_tensors_hooks"),
+    (torch._C, "_set_grad_enabled", "required: public is torch.set_grad_enabled"),
+    (Variable._execution_engine, "queue_callback", "optional: unused values stay until the graph is freed"),
+    (torch._C, "_is_any_autocast_enabled", "optional: every region captures autocast in detail"),
+    (torch._C, "_len_torch_function_stack", "optional: function modes are not restored"),
+    (torch._C, "_get_function_stack_at", "goes with _len_torch_function_stack"),
+    (torch._C, "_push_on_torch_function_stack", "goes with _len_torch_function_stack"),
+    (torch._C, "_pop_torch_function_stack", "goes with _len_torch_function_stack"),
+    (torch.utils._device, "CURRENT_DEVICE", "optional: what torch.get_default_device reads"),
+    (torch.utils.checkpoint, "_enable_checkpoint_early_stop", "optional: set_checkpoint_early_stop does nothing"),
+    (torch.utils.checkpoint, "_checkpoint_debug_enabled", "optional: set_checkpoint_debug_enabled does nothing"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "without"), NAMES, ids=[name for _, name, _ in NAMES])
+def test_installed_torch_has_the_private_name(owner: Any, name: str, without: str) -> None:
+    assert hasattr(owner, name), (
+        f"torch {torch.__version__} has no {name} any more ({without}). Look for its public successor, use it in "
+        "actckpt/runtime/torch_private.py, and delete this entry."
+    )
+
+
+@pytest.mark.parametrize("flag", [getter for getter, _ in torch_private._SDPA_FLAGS])
+def test_installed_torch_has_the_sdpa_flag(flag: str) -> None:
+    assert hasattr(torch._C, flag), f"torch {torch.__version__} has no {flag}: reruns leave this flag alone now"
+
+
+def test_every_private_name_of_torch_is_checked_here() -> None:
+    public = {"Any", "Callable", "Hooks", "Iterator", "Variable", "contextmanager", "torch"}
+    functions = {
+        "forced_by_context",
+        "function_modes",
+        "knows_outer_hooks",
+        "outer_hooks",
+        "replaced_function_modes",
+    }
+    names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
+    assert names == {
+        "any_autocast_enabled",
+        "current_graph_exec_group",
+        "current_graph_task_id",
+        "num_function_modes",
+        "pop_hooks",
+        "push_hooks",
+        "queue_callback",
+        "sdpa_getters",
+        "sdpa_setters",
+        "set_grad_enabled",
+        "top_hooks",
+    }, "add the new name to NAMES above"
+
+
+def _connected() -> dict[str, Any]:
+    """What actckpt/runtime/connect.py tells the extension."""
+    return {
+        "tensor_type": torch.Tensor,
+        "parameter_type": torch.nn.Parameter,
+        "lock_type": __import__("threading").RLock,
+        "state_getters": state.GETTERS,
+        "cpu_generators": (torch.default_generator,),
+        "generators_of": rng.generators_of_tensors,
+        "is_capturing": rng.is_capturing if torch.backends.cuda.is_built() else None,
+        "top_hooks": torch_private.top_hooks,
+        "push_hooks": torch_private.push_hooks,
+        "pop_hooks": torch_private.pop_hooks,
+        "is_grad_enabled": torch.is_grad_enabled,
+        "set_grad_enabled": torch_private.set_grad_enabled,
+        "graph_task_id": torch_private.current_graph_task_id,
+        "graph_exec_group": torch_private.current_graph_exec_group,
+        "queue_callback": torch_private.queue_callback,
+        "refill": rerun.refill,
+        "mismatch_error": rerun.mismatch_error,
+        "modified_error": messages.saved_tensor_changed,
+        "changed_error": HeldTensorChanged,
+        "failure": rerun.failure,
+        "swap_timeout_error": rng.swap_timeout_error,
+    }
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Return a function that takes one optional name away until the end of the test."""
+
+    def take_away(name: str, connected: str) -> None:
+        monkeypatch.setattr(torch_private, name, None)
+        _frames.connect(_connected() | {connected: None})
+
+    yield take_away
+    monkeypatch.undo()
+    _frames.connect(_connected())
+
+
+@pytest.fixture
+def without_top_hooks(without: Callable[[str, str], None]) -> None:
+    without("top_hooks", "top_hooks")
+
+
+def _program(checkpoint: Callable[..., Any]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.GELU())
+    x, m = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+
+    def outer(x: torch.Tensor, *, m: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(lambda x, *, m: model(x * m).exp(), x.sin(), m=m.cos())
+        return checkpoint(model, x).tanh()
+
+    y = checkpoint(outer, x.sin(), m=m.sin()).sum()
+    first = torch.autograd.grad(y, [x, m, *model.parameters()], retain_graph=True)
+    return [y.detach(), *first, *torch.autograd.grad(y, [x, m, *model.parameters()])]
+
+
+def _plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _assert_program_is_bit_equal() -> None:
+    for actual, expected in zip(_program(actckpt.checkpoint), _program(_plain), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.usefixtures("without_top_hooks")
+def test_without_top_hooks_nested_regions_are_bit_equal() -> None:
+    _assert_program_is_bit_equal()
+
+
+@pytest.mark.usefixtures("without_top_hooks")
+def test_without_top_hooks_inputs_go_through_outer_hooks() -> None:
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        packed.append(tensor.shape)
+        return (tensor.clone(),)
+
+    x = torch.randn(3, requires_grad=True)
+    m = torch.randn(3, 1)
+    with saved_tensors_hooks(pack, lambda held: held[0]):
+        y = actckpt.checkpoint(lambda x, *, m: (x * m).exp(), x, m=m)
+    assert packed == [x.shape, m.shape]
+    expected = torch.autograd.grad((x * m).exp().sum(), x)[0]
+    m.add_(1)  # the outer hooks packed a copy
+    y.sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.usefixtures("without_top_hooks")
+def test_without_top_hooks_save_on_cpu_outside_is_bit_equal() -> None:
+    with save_on_cpu():
+        _assert_program_is_bit_equal()
+
+
+@pytest.mark.usefixtures("without_top_hooks")
+def test_without_top_hooks_an_outer_region_still_frees_inner_inputs() -> None:
+    storages: list[weakref.ref[Any]] = []
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        middle = x.sin()
+        storages.append(weakref.ref(middle.untyped_storage()))
+        return actckpt.checkpoint(lambda x: x.exp(), middle).sum()
+
+    y = actckpt.checkpoint(outer, torch.randn(3, requires_grad=True))
+    gc.collect()
+    assert storages[0]() is None
+    y.backward()
+
+
+@pytest.mark.usefixtures("without_top_hooks")
+def test_without_top_hooks_changed_inputs_still_raise() -> None:
+    x, m = torch.randn(3, requires_grad=True), torch.randn(3)
+    y = actckpt.checkpoint(lambda x, *, m: (x * m).exp(), x, m=m)
+    m.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_without_queue_callback_values_stay_until_the_graph_goes(without: Callable[[str, str], None]) -> None:
+    without("queue_callback", "queue_callback")
+    _assert_program_is_bit_equal()
+    storages: list[weakref.ref[Any]] = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a = w.exp()
+        storages[:] = [weakref.ref(a.untyped_storage())]
+        return x.sin() * a
+
+    x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    y = actckpt.checkpoint(function, x, w).sum()
+    torch.autograd.grad(y, w, retain_graph=True)
+    del y
+    gc.collect()
+    assert storages[0]() is None
+
+
+def test_without_graph_exec_groups_regions_are_bit_equal(without: Callable[[str, str], None]) -> None:
+    without("current_graph_exec_group", "graph_exec_group")
+    _assert_program_is_bit_equal()
