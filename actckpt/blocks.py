@@ -6,6 +6,7 @@ its `state_dict` keys and its hooks; hooks of the block itself run outside of th
 
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def apply(
         The qualified names of the blocks that are checkpointed now.
     Raises:
         BlocksError: no block matches, a name matches nothing, or a block is checkpointed already.
-        ValueError: the policy is not known.
+        ValueError: the policy, or an option, is not known.
 
     Example::
 
@@ -49,6 +50,13 @@ def apply(
     """
     if policy != "offload":
         check_policy(policy)
+    known = inspect.signature(offload if policy == "offload" else checkpoint).parameters
+    unknown = sorted(name for name in options if name in ("function", "args", "kwargs") or name not in known)
+    if unknown:
+        raise ValueError(
+            f"apply: unknown option {', '.join(unknown)} for policy={policy!r}. Known: "
+            f"{', '.join(sorted(set(known) - {'function', 'args', 'kwargs', 'policy'}))}."
+        )
     chosen = _find(model, blocks)
     if not chosen:
         raise BlocksError(_nothing_found(model, blocks))

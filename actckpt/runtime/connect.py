@@ -8,36 +8,36 @@ from actckpt import _frames
 from actckpt.runtime import messages, rerun, rng, state, torch_private
 from actckpt.runtime.inputs import HeldTensorChanged, parameter_error
 
-_frames.connect(
-    {
-        "tensor_type": torch.Tensor,
-        "parameter_type": torch.nn.Parameter,
-        # One rerun of a region at a time.
-        "lock_type": threading.RLock,
-        # Global state that a rerun must find as the forward found it.
-        "state_getters": state.GETTERS,
-        # Default generators: of the CPU alone, and of the devices of a tuple of arguments.
-        "cpu_generators": (torch.default_generator,),
-        "generators_of": rng.generators_of_tensors,
-        "is_capturing": rng.is_capturing if torch.backends.cuda.is_built() else None,
-        # Hooks and grad mode.
-        "top_hooks": torch_private.top_hooks,
-        "push_hooks": torch_private.push_hooks,
-        "pop_hooks": torch_private.pop_hooks,
-        "is_grad_enabled": torch.is_grad_enabled,
-        "set_grad_enabled": torch_private.set_grad_enabled,
-        # Which backward is under way, and what to do when it ends.
-        "graph_task_id": torch_private.current_graph_task_id,
-        "graph_exec_group": torch_private.current_graph_exec_group,
-        "queue_callback": torch_private.queue_callback,
-        # Reruns that are not of the common kind.
-        "refill": rerun.refill,
-        # Errors.
-        "mismatch_error": rerun.mismatch_error,
-        "modified_error": messages.saved_tensor_changed,
-        "changed_error": HeldTensorChanged,
-        "failure": rerun.failure,
-        "parameter_error": parameter_error,
-        "swap_timeout_error": rng.swap_timeout_error,
-    }
-)
+NAMES = {
+    "tensor_type": torch.Tensor,
+    "parameter_type": torch.nn.Parameter,
+    # One rerun of a region at a time.
+    "lock_type": threading.RLock,
+    # Global state that a rerun must find as the forward found it.
+    "state_getters": state.GETTERS,
+    # Default generators: of the CPU alone, and of the devices of a tuple of arguments.
+    "cpu_generators": (torch.default_generator,),
+    "generators_of": rng.generators_of_tensors,
+    "is_capturing": rng.is_capturing if torch.backends.cuda.is_built() else None,
+    # Hooks and grad mode.
+    "top_hooks": torch_private.top_hooks,
+    "push_hooks": torch_private.push_hooks,
+    "pop_hooks": torch_private.pop_hooks,
+    "is_grad_enabled": torch.is_grad_enabled,
+    "set_grad_enabled": torch_private.set_grad_enabled,
+    # Which backward is under way, and what to do when it ends.
+    "graph_task_id": torch_private.current_graph_task_id,
+    "graph_exec_group": torch_private.current_graph_exec_group,
+    "queue_callback": torch_private.queue_callback,
+    # Reruns that are not of the common kind.
+    "refill": rerun.refill,
+    # Errors.
+    "mismatch_error": rerun.mismatch_error,
+    "modified_error": messages.saved_tensor_changed,
+    "changed_error": HeldTensorChanged,
+    "failure": rerun.failure,
+    "parameter_error": parameter_error,
+    "swap_timeout_error": rng.swap_timeout_error,
+}
+
+_frames.connect(NAMES)

@@ -1,31 +1,27 @@
-"""What a rerun calls the function with: everything as it was when the forward was called.
+"""What a rerun calls the function with: as it was when the forward was called.
 
 NOTE [ Inputs of a region ]
 
-Rule 1. Every tensor in args, kwargs, their containers, and in the closure cells, defaults and
-        `partial` arguments of the function is held with its version. A rerun whose input was
-        changed in place raises; torch's checkpoint checks positional tensors only and computes
-        wrong gradients with the others.
-Rule 2. A non-leaf enters the rerun as a view of its own. It is connected with the graph outside, so
-        that a gradient taken inside can reach upstream, but a hook registered on it in a rerun is not
-        registered on the graph outside a second time.
-Rule 3. Where saved-tensor hooks were active when the region was opened (an outer checkpoint,
-        `save_on_cpu`), tensors go through them and the region holds the packed objects only. So an
-        outer checkpoint frees the inner one's inputs, also those in kwargs, containers and closures.
-Rule 4. A closure variable is held by value: one that is bound anew after the forward (the variable of a
-        loop) does not change the rerun. One that the forward itself binds anew, here or in a function
-        that it calls, stays live. A global variable that is a tensor or a module must not be bound
-        anew, nor the tensor changed, unless the forward itself does so.
-Rule 5. Containers without tensors, and objects we do not know, are passed as they are.
-Rule 6. Modules and their methods are held as they are. A change of a parameter of a module that stands
-        among the inputs is noticed by the sum of all versions; buffers may move (BatchNorm's do).
+Rule 1. A rerun gets the very objects that the forward got: tensors, containers, functions. Every tensor
+        among args, kwargs and their containers, and in the closure cells, defaults and `partial` arguments
+        of the function, is watched: if it was changed in place since, the rerun raises. torch's checkpoint
+        watches positional tensors only and computes wrong gradients with the others.
+Rule 2. A closure variable counts as it was after the forward: one that is bound anew later (the variable of
+        a loop) does not change the rerun. One that the forward itself binds anew stays live, since the
+        function, or one that it calls, will bind it again.
+Rule 3. A global variable that the function names, and that is a tensor or a module, must not be bound anew
+        later, nor the tensor be changed.
+Rule 4. A change of a parameter of a module among the inputs is noticed by the sum of all versions. Buffers
+        may move (BatchNorm's statistics do).
+Rule 5. Where saved-tensor hooks were active when the region was opened (an outer checkpoint, `save_on_cpu`),
+        tensors go through them, and the region holds the packed objects only, so that an outer checkpoint
+        frees the inner one's inputs. packed.py does this.
 """
 
 import dataclasses
 import dis
 import types
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from functools import lru_cache, partial
 from typing import Any
 
@@ -36,48 +32,159 @@ from actckpt import _frames
 from actckpt.errors import InputChangedError, RerunMismatchError
 from actckpt.runtime import messages, torch_private
 
-__all__ = ["Inputs"]
+__all__ = ["HeldTensorChanged", "Inputs", "changed_error", "is_of_module", "parameter_error"]
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type)
+EMPTY_CELL = object()
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def is_of_module(function: object) -> bool:
-    """Whether this is a module or a method of one, which are held as they are (Rule 6)."""
+    """Whether this is a module or a method of one, of which only parameters are watched (Rule 4)."""
     if type(function) is types.MethodType:
         function = function.__self__
     return isinstance(function, torch.nn.Module)
 
 
+class HeldTensorChanged(Exception):  # noqa: N818 - never leaves the runtime
+    """What `HeldTensor.thaw` raises; `changed_error` words it."""
+
+    def __init__(self, held: "_frames.HeldTensor") -> None:
+        super().__init__()
+        self.held = held
+
+
+class Survey:
+    """All that can be reached from a region's function and arguments, each object once."""
+
+    def __init__(self, function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        #: Tensors with where they stand.
+        self.tensors: list[tuple[str, Tensor]] = []
+        self.generators: list[torch.Generator] = []
+        self.modules: list[torch.nn.Module] = []
+        self.functions: list[types.FunctionType] = []
+        self._seen: set[int] = set()
+        for i, value in enumerate(args):
+            self._visit(value, f"Argument {i}")
+        for name, value in kwargs.items():
+            self._visit(value, f"Keyword argument {name!r}")
+        self._visit(function, "The function")
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Devices other than the CPU of the tensors found, each once."""
+        return list(dict.fromkeys(tensor.device for _, tensor in self.tensors if not tensor.is_cpu))
+
+    def _visit(self, value: Any, place: str) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.tensors.append((place, value))
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif is_of_module(value):
+            self.modules.append(value)
+        else:
+            if isinstance(value, types.FunctionType):
+                self.functions.append(value)
+            for inner_place, part in _parts(value, place):
+                self._visit(part, inner_place)
+
+
+def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a container or function is made of, with where it stands."""
+    if isinstance(value, types.FunctionType):
+        name = value.__name__
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield f"Variable {variable!r} in the closure of {name}", contents_of(cell)
+        yield f"The defaults of {name}", (value.__defaults__, value.__kwdefaults__)
+        for variable, held in _watched_globals(value):
+            yield f"Global variable {variable!r} that {name} reads", held
+    elif isinstance(value, types.MethodType):
+        yield place, value.__func__
+    elif isinstance(value, partial):
+        yield place, value.func
+        yield f"{place}, arguments of partial", value.args
+        yield f"{place}, keywords of partial", value.keywords
+    elif isinstance(value, dict):
+        yield from ((f"{place}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, tuple | list):
+        yield from ((f"{place}[{i}]", part) for i, part in enumerate(value))
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        yield from ((f"{place}.{name}", getattr(value, name, None)) for name in names)
+
+
+class Originals:
+    """The function and arguments themselves, watched for changes (Rules 1 to 3)."""
+
+    def __init__(self, call: Call, survey: Survey, *, watch_cells: bool = True) -> None:
+        self._call = call
+        self._tensors = [(place, tensor, version(tensor)) for place, tensor in survey.tensors]
+        functions = survey.functions if watch_cells else []
+        self._cells = [(cell, contents_of(cell)) for function in functions for cell in function.__closure__ or ()]
+        self._globals = [
+            (function.__globals__, name, value)
+            for function in survey.functions
+            for name, value in _watched_globals(function)
+        ]
+
+    def forward_done(self) -> None:
+        """What the forward itself bound anew, or changed in a global tensor, is its own business."""
+        self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
+        self._globals = [entry for entry in self._globals if entry[0].get(entry[1]) is entry[2]]
+        self._tensors = [
+            (place, tensor, before)
+            for place, tensor, before in self._tensors
+            if not place.startswith("Global") or version(tensor) == before
+        ]
+
+    def thaw(self) -> tuple[Call, Sequence[Tensor]]:
+        """Return the call of one rerun, and the tensors that it is given.
+
+        Raises:
+            InputChangedError: something was changed after the forward.
+        """
+        for place, tensor, before in self._tensors:
+            if version(tensor) != before:
+                raise _input_error(place, "was changed in place", tensor, before)
+        for namespace, name, value in self._globals:
+            if namespace.get(name) is not value:
+                raise _input_error(f"Global variable {name!r} that the function reads", "was bound to something else")
+        function, args, kwargs = self._call
+        rebound = {id(cell): value for cell, value in self._cells if contents_of(cell) is not value}
+        if rebound:
+            function = _with_cells(function, rebound)
+        return (function, args, kwargs), [tensor for _, tensor, _ in self._tensors]
+
+
 class Inputs:
     """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
 
-    __slots__ = ("_functions", "_modules", "_parameter_versions", "args", "devices", "function", "generators", "kwargs")
+    __slots__ = ("_held", "_modules", "_parameter_versions", "devices", "generators", "name")
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        hooks: torch_private.Hooks | None = None,
-    ) -> None:
-        holding = _Holding(hooks)
-        self.args = tuple([holding.hold(value) for value in args])
-        self.kwargs = {name: holding.hold(value) for name, value in kwargs.items()}
-        self.function = holding.hold(function)
-        holding.finish()
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Any) -> None:
+        from actckpt.runtime.packed import Packed, SavedThroughFunction  # only where hooks are active
+
+        survey = Survey(function, args, kwargs)
+        outer = torch_private.outer_hooks() or hooks
+        if not torch_private.knows_outer_hooks():
+            outer = SavedThroughFunction()
+        call = (function, args, kwargs)
+        self._held: Originals | Packed = Originals(call, survey) if outer is None else Packed(call, survey, outer)
+        #: Name of the function, for error messages.
+        self.name = messages.name_of(function)
         #: `torch.Generator`s found among the inputs.
-        self.generators = holding.generators
-        #: Devices other than the CPU of the tensors found.
-        self.devices = holding.devices
-        self._functions = holding.functions
-        self._modules = tuple(holding.modules)
+        self.generators = survey.generators
+        self.devices = survey.devices
+        self._modules = tuple(survey.modules)
         self._parameter_versions: int | None = None
 
     def forward_done(self) -> None:
-        """Note what the forward itself bound anew (Rule 4), and the parameters as it left them."""
-        for function in self._functions:
-            function.forward_done()
-        self._functions = []
+        """Note what the forward itself bound anew (Rule 2), and the parameters as it left them (Rule 4)."""
+        self._held.forward_done()
         self._parameter_versions = _frames.sum_parameter_versions(self._modules)
 
     def check_parameters(self) -> None:
@@ -88,302 +195,49 @@ class Inputs:
         """
         found = _frames.sum_parameter_versions(self._modules)
         if self._parameter_versions is not None and self._parameter_versions != found:
-            raise parameter_error(self.function, self._parameter_versions, found)
+            raise parameter_error(self.name, self._parameter_versions, found)
 
-    def thaw(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Return function, args and kwargs for one rerun, and the tensors among them.
+    def thaw(self) -> tuple[Call, Sequence[Tensor]]:
+        """Return the call of one rerun, and the tensors that it is given.
 
         Raises:
-            InputChangedError: a tensor was changed in place after the forward.
+            InputChangedError: something was changed after the forward.
         """
-        thawing = _Thawing()
-        try:
-            args = tuple([thawing.thaw(value) for value in self.args])
-            kwargs = {name: thawing.thaw(value) for name, value in self.kwargs.items()}
-            return thawing.thaw(self.function), args, kwargs, list(thawing.tensors.values())
-        except HeldTensorChanged as changed:
-            raise changed_error(changed, self.args, self.kwargs, self.function) from None
+        return self._held.thaw()
 
 
-class HeldTensorChanged(Exception):  # noqa: N818 - never leaves the runtime
-    """What `HeldTensor.thaw` raises; `changed_error` words it."""
-
-    def __init__(self, held: object, how: str = "was changed in place") -> None:
-        super().__init__()
-        self.held = held
-        self.how = how
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _HeldContainer:
-    """A list, tuple, dict or dataclass with held values, and how to build it again."""
-
-    build: Callable[[list[Any]], Any]
-    places: list[str]
-    values: list[Any]
-
-
-class _HeldFunction:
-    """A Python function with its defaults and closure variables held by value (Rule 4)."""
-
-    __slots__ = ("_contents", "defaults", "function", "globals", "kwdefaults", "original", "variables")
-
-    def __init__(self, function: types.FunctionType, holding: "_Holding") -> None:
-        cells = function.__closure__ or ()
-        #: Cells with what they contained; let go of after the forward.
-        self._contents = [(cell, cell.cell_contents if _is_filled(cell) else _EMPTY_CELL) for cell in cells]
-        self.defaults = holding.hold(function.__defaults__)
-        self.kwdefaults = holding.hold(function.__kwdefaults__)
-        self.variables = [
-            _LiveCell(cell) if value is _EMPTY_CELL else holding.hold(value) for cell, value in self._contents
-        ]
-        self.globals = {
-            name: _HeldGlobal(value, holding.hold(value))
-            for name in _global_names(function.__code__)
-            if isinstance(value := function.__globals__.get(name), Tensor | torch.nn.Module)
-        }
-        # Nothing held: reruns call the function itself as long as no variable is bound anew. With
-        # tensors held they must not: its cells keep tensors alive that outer hooks want to free.
-        same = all(
-            new is old or old is _EMPTY_CELL for new, (_, old) in zip(self.variables, self._contents, strict=True)
-        )
-        same = same and self.defaults is function.__defaults__ and self.kwdefaults is function.__kwdefaults__
-        self.original = function if same else None
-        self.function = (function.__code__, function.__globals__, function.__name__, function.__dict__)
-
-    @property
-    def holds_anything(self) -> bool:
-        """Whether reruns need more than the function itself."""
-        return bool(self.original is None or self.variables or self.globals)
-
-    @property
-    def name(self) -> str:
-        """Name and place of the function, for error messages."""
-        code = self.function[0]
-        return f"{self.function[2]} ({code.co_filename}:{code.co_firstlineno})"
-
-    def forward_done(self) -> None:
-        """What the forward bound anew stays live."""
-        for i, (cell, value) in enumerate(self._contents):
-            if not _is_filled(cell) or cell.cell_contents is not value:
-                self.variables[i] = _LiveCell(cell)
-        self._contents = []
-        namespace = self.function[1]
-        self.globals = {name: held for name, held in self.globals.items() if held.is_unchanged_in(namespace, name)}
-
-    def thaw(self, thawing: "_Thawing") -> types.FunctionType:
-        code, namespace, name, attributes = self.function
-        for global_name, held in self.globals.items():
-            if namespace.get(global_name) is not held.value:
-                raise HeldTensorChanged(held, "was bound to something else")
-            thawing.thaw(held.held)
-        if self.original is not None and self._is_unchanged(self.original):
-            return self.original
-        cells = tuple(
-            value.cell if isinstance(value, _LiveCell) else types.CellType(thawing.thaw(value))
-            for value in self.variables
-        )
-        function = types.FunctionType(code, namespace, name, thawing.thaw(self.defaults), cells)
-        function.__kwdefaults__ = thawing.thaw(self.kwdefaults)
-        function.__dict__.update(attributes)
-        return function
-
-    def _is_unchanged(self, original: types.FunctionType) -> bool:
-        return (
-            original.__defaults__ is self.defaults
-            and original.__kwdefaults__ is self.kwdefaults
-            and all(
-                isinstance(value, _LiveCell) or (_is_filled(cell) and cell.cell_contents is value)
-                for value, cell in zip(self.variables, original.__closure__ or (), strict=True)
-            )
-        )
-
-
-class _HeldGlobal:
-    """A global variable that a function names: a tensor or a module."""
-
-    __slots__ = ("_version", "held", "value")
-
-    def __init__(self, value: "Tensor | torch.nn.Module", held: Any) -> None:
-        self.value = value
-        self.held = held
-        self._version = _version(value)
-
-    def is_unchanged_in(self, namespace: dict[str, Any], name: str) -> bool:
-        """Whether the forward left the variable alone."""
-        return namespace.get(name) is self.value and _version(self.value) == self._version
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LiveCell:
-    cell: types.CellType
-
-
-_EMPTY_CELL = object()
-
-
-def _version(value: object) -> int:
+def version(value: object) -> int:
+    """Return the version of a tensor; 0 for what has none."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-class _Holding:
-    """One pass over the inputs of a region."""
-
-    __slots__ = ("_hooks", "_open", "_outer", "_tensors", "devices", "functions", "generators", "modules")
-
-    def __init__(self, hooks: torch_private.Hooks | None) -> None:
-        self.functions: list[_HeldFunction] = []
-        self.modules: list[torch.nn.Module] = []
-        self.generators: list[torch.Generator] = []
-        self.devices: list[torch.device] = []
-        self._tensors: dict[int, _frames.HeldTensor] = {}
-        self._open: set[int] = set()
-        self._outer: _SavedThroughFunction | None = None
-        self._hooks: tuple[Any, Any] = torch_private.outer_hooks() or hooks or (None, None)
-        if not torch_private.knows_outer_hooks():
-            self._outer = _SavedThroughFunction()
-            self._hooks = self._outer.hooks()
-
-    def finish(self) -> None:
-        if self._outer is not None:
-            self._outer.save()
-
-    def hold(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._hold_tensor(value)
-        if isinstance(value, _PLAIN):
-            return value
-        if is_of_module(value):
-            self.modules.append(value)
-            return value
-        if isinstance(value, torch.Generator):
-            if not any(value is known for known in self.generators):
-                self.generators.append(value)
-            return value
-        return self._hold_compound(value)
-
-    def _hold_tensor(self, tensor: Tensor) -> "_frames.HeldTensor":
-        held = self._tensors.get(id(tensor))
-        if held is None:
-            pack, unpack = self._hooks
-            with torch.no_grad():
-                held = self._tensors[id(tensor)] = _frames.hold(tensor, pack, unpack)
-            if not tensor.is_cpu and tensor.device not in self.devices:
-                self.devices.append(tensor.device)
-        return held
-
-    def _hold_compound(self, value: Any) -> Any:
-        if id(value) in self._open:
-            return value  # a container or closure that contains itself stays as it is
-        self._open.add(id(value))
-        try:
-            return self._take_apart(value)
-        finally:
-            self._open.discard(id(value))
-
-    def _take_apart(self, value: Any) -> Any:
-        if isinstance(value, types.FunctionType):
-            held = _HeldFunction(value, self)
-            if not held.holds_anything:
-                return value
-            self.functions.append(held)
-            return held
-        if isinstance(value, types.MethodType):
-            return self._container(value, [value.__func__], ["function"], partial(_method, value.__self__))
-        if isinstance(value, partial):
-            parts = [value.func, value.args, value.keywords]
-            return self._container(value, parts, ["function", "arguments", "keywords"], _partial)
-        if isinstance(value, tuple):
-            build = type(value)._make if hasattr(value, "_make") else type(value)
-            return self._container(value, list(value), [str(i) for i in range(len(value))], build)
-        if isinstance(value, list):
-            return self._container(value, value, [str(i) for i in range(len(value))], partial(_list, type(value)))
-        if isinstance(value, dict):
-            return self._container(value, list(value.values()), [repr(k) for k in value], _rebuild_dict(value))
-        if dataclasses.is_dataclass(value):
-            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-            return self._container(value, [getattr(value, n) for n in names], names, _rebuild_dataclass(value, names))
-        return value
-
-    def _container(self, value: Any, parts: list[Any], places: list[str], build: Callable[..., Any]) -> Any:
-        held = [self.hold(part) for part in parts]
-        if all(new is old for new, old in zip(held, parts, strict=True)):
-            return value  # Rule 5
-        return _HeldContainer(build, places, held)
-
-
-class _Thawing:
-    """One rerun's inputs; a tensor that stands in several places is the same object in each."""
-
-    __slots__ = ("tensors",)
-
-    def __init__(self) -> None:
-        self.tensors: dict[_frames.HeldTensor, Tensor] = {}
-
-    def thaw(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is _frames.HeldTensor:
-            tensor = self.tensors.get(value)
-            if tensor is None:
-                with torch.no_grad():
-                    tensor = self.tensors[value] = value.thaw()
-            return tensor
-        if kind is _HeldContainer:
-            return value.build([self.thaw(part) for part in value.values])
-        if kind is _HeldFunction:
-            return value.thaw(self)
-        return value
-
-
-def _method(owner: Any, parts: list[Any]) -> types.MethodType:
-    return types.MethodType(parts[0], owner)
-
-
-def _partial(parts: list[Any]) -> Any:
-    return partial(parts[0], *parts[1], **parts[2])
-
-
-def _list(kind: type, parts: list[Any]) -> Any:
-    return parts if kind is list else kind(parts)
-
-
-def _rebuild_dict(original: dict[Any, Any]) -> Callable[[list[Any]], Any]:
-    keys = list(original)
-    if type(original) is dict:
-        return lambda values: dict(zip(keys, values, strict=True))
-    empty = copy(original)  # keeps a defaultdict's factory, an OrderedDict's order
-    for key in keys:
-        dict.__setitem__(empty, key, None)
-
-    def build(values: list[Any]) -> Any:
-        result = copy(empty)
-        for key, value in zip(keys, values, strict=True):
-            result[key] = value
-        return result
-
-    return build
-
-
-def _rebuild_dataclass(original: Any, names: list[str]) -> Callable[[list[Any]], Any]:
-    empty = copy(original)
-    for name in names:
-        object.__setattr__(empty, name, None)
-
-    def build(values: list[Any]) -> Any:
-        result = copy(empty)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(result, name, value)
-        return result
-
-    return build
-
-
-def _is_filled(cell: types.CellType) -> bool:
+def contents_of(cell: types.CellType) -> Any:
     try:
-        _ = cell.cell_contents
+        return cell.cell_contents
     except ValueError:
-        return False
-    return True
+        return EMPTY_CELL
+
+
+def _with_cells(value: Any, contents: dict[int, Any]) -> Any:
+    """Return `value` with cells replaced by new ones of these contents, by id; itself if it has none of them."""
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        cells = []
+        for cell in value.__closure__:
+            held = contents[id(cell)] if id(cell) in contents else contents_of(cell)
+            inner = held if held is EMPTY_CELL else _with_cells(held, contents)
+            cells.append(cell if inner is contents_of(cell) else types.CellType(inner))
+        if all(new is old for new, old in zip(cells, value.__closure__, strict=True)):
+            return value
+        function = types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+        )
+        function.__kwdefaults__ = value.__kwdefaults__
+        function.__dict__.update(value.__dict__)
+        return function
+    if isinstance(value, partial):
+        function = _with_cells(value.func, contents)
+        return value if function is value.func else partial(function, *value.args, **value.keywords)
+    return value
 
 
 @lru_cache(maxsize=4096)
@@ -396,39 +250,29 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, _frames.HeldTensor):
-        yield place, value
-    elif isinstance(value, _HeldContainer):
-        for name, part in zip(value.places, value.values, strict=True):
-            yield from _walk(part, f"{place}[{name}]")
-    elif isinstance(value, _HeldFunction):
-        name = value.function[2]
-        for variable, part in zip(value.function[0].co_freevars, value.variables, strict=True):
-            yield from _walk(part, f"Variable {variable!r} in the closure of {name}")
-        for variable, held in value.globals.items():
-            yield f"Global variable {variable!r} that {name} reads", held
-            yield from _walk(held.held, f"Global variable {variable!r} that {name} reads")
-        yield from _walk(value.defaults, f"The defaults of {name}")
-        yield from _walk(value.kwdefaults, f"The defaults of {name}")
+def _watched_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    namespace = function.__globals__
+    for name in _global_names(function.__code__):
+        value = namespace.get(name)
+        if isinstance(value, Tensor | torch.nn.Module):
+            yield name, value
 
 
-def changed_error(
-    changed: HeldTensorChanged, args: Sequence[Any], kwargs: dict[str, Any], function: Any
-) -> InputChangedError:
-    """Word an input that is not as it was, with its place among the inputs."""
-    place = _place_of(changed.held, args, kwargs, function)
-    message = (
-        f"{place}, an input of a checkpointed region, {changed.how} after its forward, and backward has to run the "
-        "region again"
-    )
+def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChangedError:
+    """Word a held tensor that was changed in place."""
     held = changed.held
-    if isinstance(held, _frames.HeldTensor) and isinstance(held.held, Tensor):
-        tensor = held.held
+    index = next((i for i, value in enumerate(args) if value is held), None)
+    place = "A tensor in a container or closure" if index is None else f"Argument {index}"
+    return _input_error(place, "was changed in place", held.held, held.version)
+
+
+def _input_error(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
+    """Word an input that is not as it was after the forward."""
+    message = f"{place}, an input of a checkpointed region, {how} after its forward, and backward has to run it again"
+    if tensor is not None:
         message += (
-            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {held.version} in forward, "
-            f"{tensor._version} now (one of the variables needed for gradient computation has been modified by an "
-            "inplace operation)"
+            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, {version(tensor)} "
+            "now (one of the variables needed for gradient computation has been modified by an inplace operation)"
         )
     return InputChangedError(
         f"{message}.\nChange a clone instead, or run backward before changing it. A statistic that the region itself "
@@ -436,58 +280,13 @@ def changed_error(
     )
 
 
-def parameter_error(function: Any, expected: int, found: int) -> RerunMismatchError:
+def parameter_error(function: object, expected: int, found: int) -> RerunMismatchError:
     """Word a parameter that was changed in place between forward and rerun."""
+    name = function if isinstance(function, str) else messages.name_of(function)
     return RerunMismatchError(
-        f"A parameter of {messages.name_of(function)} was changed in place after its forward, and backward has to run "
-        "it again (one of the variables needed for gradient computation has been modified by an inplace operation): "
-        f"the versions of its parameters add up to {expected} in forward, {found} now.\n"
+        f"A parameter of {name} was changed in place after its forward, and backward has to run it again (one of the "
+        "variables needed for gradient computation has been modified by an inplace operation): the versions of its "
+        f"parameters add up to {expected} in forward, {found} now.\n"
         'Run backward before the optimizer step that changes the parameter, or pass determinism_check="none" if the '
         "change does no harm."
     )
-
-
-def _place_of(held: object, args: Sequence[Any], kwargs: dict[str, Any], function: Any) -> str:
-    named = [(f"Argument {i}", value) for i, value in enumerate(args)]
-    named += [(f"Keyword argument {name!r}", value) for name, value in kwargs.items()]
-    for place, value in [*named, ("The function", function)]:
-        for inner, tensor in _walk(value, place):
-            if tensor is held:
-                return inner
-    return "An input"
-
-
-class _SavedThroughFunction:
-    """Hooks for a torch that does not tell which hooks are active: autograd itself applies them."""
-
-    def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-        self._node: Any = None
-
-    def hooks(self) -> torch_private.Hooks:
-        return self._pack, self._unpack
-
-    def save(self) -> None:
-        if self._tensors:
-            anchor = torch.empty(0, requires_grad=True)
-            self._node = _SaveForBackward.apply(anchor, *self._tensors).grad_fn  # type: ignore[no-untyped-call]
-            self._tensors.clear()
-
-    def _pack(self, tensor: Tensor) -> int:
-        self._tensors.append(tensor)
-        return len(self._tensors) - 1
-
-    def _unpack(self, index: int) -> Tensor:
-        tensor: Tensor = self._node.saved_tensors[index]
-        return tensor
-
-
-class _SaveForBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("a node that only saves tensors has no backward")

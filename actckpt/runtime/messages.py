@@ -3,11 +3,12 @@
 Everything here runs only once something is wrong, so it may be slow.
 """
 
+import inspect
 import linecache
 import os
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,10 +54,13 @@ class _OperatorLog(TorchDispatchMode):
 
 
 def name_of(function: Any) -> str:
-    """Return a name for the function of a region: a module's type or a qualified name."""
+    """Return a name for the function of a region: a module's type, or a qualified name with its place."""
     if isinstance(function, torch.nn.Module):
         return type(function).__name__
-    return str(getattr(function, "__qualname__", None) or getattr(function, "name", type(function).__name__))
+    name = str(getattr(function, "__qualname__", type(function).__name__))
+    if isinstance(function, FunctionType):
+        return f"{name} ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"
+    return name
 
 
 def mismatch(refill: "_frames.Refill", index: int, tensor: Tensor, problem: str) -> RerunMismatchError:
@@ -137,7 +141,7 @@ def traced(error: BaseException, trace: Trace) -> BaseException:
 
 
 def _name(frame: "_frames.Frame") -> str:
-    return name_of(frame.region.inputs.function if frame.region is not None else frame.function)
+    return frame.region.inputs.name if frame.region is not None else name_of(frame.function)
 
 
 def _op(line: str) -> str:
@@ -156,7 +160,12 @@ def user_line() -> str:
 
 def _in_module() -> str:
     for frame in _frames_outward():
+        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            continue  # not a function
         owner = frame.f_locals.get("self")
+        if sys.version_info < (3, 13):
+            # A snapshot that the frame would keep, and with it every local tensor of the caller.
+            frame.f_locals.clear()
         if isinstance(owner, torch.nn.Module):
             return f" (module {type(owner).__name__})"
     return ""

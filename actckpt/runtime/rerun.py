@@ -74,7 +74,8 @@ class Region:
         """Run the forward: saved tensors become slots, nothing else is kept of them."""
         if self.forward_context is not None or self.provided is not None:
             function = partial(self._run_in_contexts, function)
-        result = _frames.run(self, function, args, kwargs, early_stop, check_metadata)
+        swap = -1 if self.random is None else self.random.outer_swap
+        result = _frames.run(self, function, args, kwargs, early_stop, check_metadata, swap)
         self.inputs.forward_done()
         return result
 
@@ -86,7 +87,7 @@ class Region:
             return function(*args, **kwargs)
         raise RuntimeError(
             f"The forward context of context_fn suppressed an exception that "
-            f"{messages.name_of(self.inputs.function)} raised; there is no result to return. Let the context "
+            f"{self.inputs.name} raised; there is no result to return. Let the context "
             "pass exceptions on."
         )
 
@@ -96,7 +97,7 @@ class Region:
             refill.run_to_the_end()
         if refill.frame.metadata_is_checked:
             self.inputs.check_parameters()
-        function, args, kwargs, self.thawed = self.inputs.thaw()
+        (function, args, kwargs), self.thawed = self.inputs.thaw()
         try:
             with (
                 self.random.swapped_in() if self.random is not None else nullcontext(),
@@ -137,7 +138,7 @@ def thaw_common(frame: "_frames.Frame") -> tuple[Any, ...]:
     try:
         return _frames.thaw_arguments(frame.args)
     except HeldTensorChanged as changed:
-        raise changed_error(changed, frame.args or (), {}, frame.function) from None
+        raise changed_error(changed, frame.args or ()) from None
 
 
 def mismatch_error(refill: "_frames.Refill", index: int, tensor: Tensor, problem: str) -> ActckptError | None:

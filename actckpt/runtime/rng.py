@@ -11,7 +11,8 @@ Rule 3. A tracker is any object with `get_states() -> dict` and `set_states(dict
         It always gets a new dict, because trackers keep and change the one they are given.
 Rule 4. The state outside is unchanged after a rerun, also after one that failed.
 Rule 5. Reruns that restore random state take one lock: two threads that swap the same generator would
-        draw each other's numbers. The lock is in the extension (csrc/frames/swap_lock.h).
+        draw each other's numbers. The extension takes it (csrc/frames/swap_lock.h), before the lock of
+        the region, so that two threads which differentiate each other's regions do not block.
 Rule 6. A region made within a rerun (a backward inside the function, which autograd may run in
         another thread) belongs to the owner of the lock, who is waiting for it.
 Rule 7. While a stream is capturing, states are not read.
@@ -91,7 +92,7 @@ def unregister_tracker(get_tracker: GetTracker) -> None:
 class RandomState:
     """Random state at the start of one region's forward. See NOTE [ Random state ]."""
 
-    __slots__ = ("_generators", "_swap", "_trackers")
+    __slots__ = ("_generators", "_trackers", "outer_swap")
 
     def __init__(
         self,
@@ -101,35 +102,30 @@ class RandomState:
     ) -> None:
         self._generators = _frames.capture_generators((*generators_of_devices(devices), *generators))
         self._trackers = [_TrackerState(get()) for get in dict.fromkeys([*registered, *trackers])]
-        self._swap = _frames.current_swap()
+        #: The swap within whose rerun the region is made (Rule 6).
+        self.outer_swap = _frames.current_swap()
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Run the body with the state of the forward, then put back what was there."""
-        with swapped_in(self._generators, self._trackers, self._swap):
+        with swapped_in(self._generators, self._trackers):
             yield
 
 
 @contextmanager
-def swapped_in(
-    states: "_frames.GeneratorStates", trackers: "Sequence[_TrackerState]" = (), outer_swap: int = 0
-) -> Iterator[None]:
-    """Run the body with these states, then put back what was there (Rules 4 to 6)."""
-    _frames.open_swap(outer_swap)
+def swapped_in(states: "_frames.GeneratorStates", trackers: "Sequence[_TrackerState]" = ()) -> Iterator[None]:
+    """Run the body with these states, then put back what was there. The caller owns the swap (Rule 5)."""
+    outside = states.now()
+    outside_trackers = [tracker.now() for tracker in trackers]
     try:
-        outside = states.now()
-        outside_trackers = [tracker.now() for tracker in trackers]
-        try:
-            states.restore()
-            for tracker in trackers:
-                tracker.restore()
-            yield
-        finally:
-            outside.restore()
-            for tracker in outside_trackers:
-                tracker.restore()
+        states.restore()
+        for tracker in trackers:
+            tracker.restore()
+        yield
     finally:
-        _frames.close_swap()
+        outside.restore()
+        for tracker in outside_trackers:
+            tracker.restore()
 
 
 def swap_timeout_error() -> ActckptError:

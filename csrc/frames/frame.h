@@ -60,6 +60,9 @@ struct Recipe {
   py::object region;  // Python's Region, for all that the fields above cannot say; else null
   py::object lock;    // threading.RLock: one rerun at a time
   long long parameter_versions = 0;  // of the function, where `region` is null
+  // Reruns restore random state, under the swap lock. The swap within whose rerun the region was
+  // made, 0 for none; -1: random state is left alone.
+  long long outer_swap = -1;
   bool early_stop = true;
 };
 

@@ -3,7 +3,6 @@
 #include <new>
 #include <utility>
 
-#include "frames/grad_mode.h"
 #include "frames/python.h"
 
 namespace actckpt {
@@ -15,7 +14,6 @@ struct HeldObject {
   py::object unpack;  // null: no hooks outside
   long long version;
   bool is_tensor;
-  bool is_leaf;
   bool requires_grad;
 };
 
@@ -41,7 +39,6 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   new (&self->unpack) py::object();
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
   self->requires_grad = is_true(tensor, python().requires_grad);
-  self->is_leaf = is_true(tensor, python().is_leaf);
   if (pack != Py_None) {
     self->held = call(pack, tensor);
     self->unpack = py::reinterpret_borrow<py::object>(unpack);
@@ -64,9 +61,7 @@ py::object thaw(PyObject* object) {
         call(self->unpack.ptr(), self->held.ptr()).ptr(), python().detach);
     return self->requires_grad ? call_method(tensor.ptr(), python().requires_grad_) : tensor;
   }
-  if (self->is_leaf) return self->held;
-  const GradMode on(true);
-  return call_method(self->held.ptr(), python().view_as, self->held.ptr());
+  return self->held;
 }
 
 bool is_plain(PyObject* value) {

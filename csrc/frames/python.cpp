@@ -11,11 +11,9 @@ Python interned() {
   names.version = PyUnicode_InternFromString("_version");
   names.requires_grad = PyUnicode_InternFromString("requires_grad");
   names.detach = PyUnicode_InternFromString("detach");
-  names.is_leaf = PyUnicode_InternFromString("is_leaf");
   names.is_cpu = PyUnicode_InternFromString("is_cpu");
   names.is_inference = PyUnicode_InternFromString("is_inference");
   names.requires_grad_ = PyUnicode_InternFromString("requires_grad_");
-  names.view_as = PyUnicode_InternFromString("view_as");
   names.dict = PyUnicode_InternFromString("__dict__");
   names.parameters = PyUnicode_InternFromString("_parameters");
   names.modules = PyUnicode_InternFromString("_modules");

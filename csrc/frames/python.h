@@ -18,11 +18,9 @@ struct Python {
   PyObject* version;
   PyObject* requires_grad;
   PyObject* detach;
-  PyObject* is_leaf;
   PyObject* is_cpu;
   PyObject* is_inference;
   PyObject* requires_grad_;
-  PyObject* view_as;
   PyObject* dict;
   PyObject* parameters;
   PyObject* modules;

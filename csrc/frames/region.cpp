@@ -1,5 +1,6 @@
 #include "frames/region.h"
 
+#include <optional>
 #include <utility>
 
 #include "frames/generators.h"
@@ -90,7 +91,6 @@ void run_until_stopped(const py::object& refill, PyObject* function, PyObject* a
 // Runs `function` until stopped with the random state of the forward, then puts back what was there.
 void run_with_random_state(const py::object& random, const py::object& refill, PyObject* function,
                            PyObject* args) {
-  const Swap swap(0);
   const py::object outside = generators_now(random);
   const auto put_back = [&] {
     py::error_scope pending;
@@ -166,6 +166,8 @@ class Locked {
 
 // Rules 2 and 4. `key` null: unpacked outside of any backward, so nothing is kept for later.
 py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
+  std::optional<Swap> swap;  // before the lock: see Rule 5 of NOTE [ Random state ]
+  if (frame->recipe.outer_swap >= 0) swap.emplace(frame->recipe.outer_swap);
   const Locked locked(frame->recipe.lock);
   const bool keep = static_cast<bool>(key);
   if (!keep) key = py::reinterpret_steal<py::object>(PyList_New(0));  // equal to no other key
@@ -243,6 +245,7 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
           on_device ? call(python().generators_of, args[1])
                     : py::reinterpret_borrow<py::object>(python().cpu_generators);
       recipe.random = capture_generators(generators.ptr());
+      recipe.outer_swap = 0;
     }
     const py::object frame = new_frame(std::move(recipe), truth(args[4]));
     PyObject* result = run_forward(frame, args[0], args[1], nullptr);
@@ -254,11 +257,12 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   });
 }
 
-// run(region, function, args, kwargs, early_stop, check_metadata) -> result
+// run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
-    if (nargs != 6) throw py::type_error("run takes six arguments");
+    if (nargs != 7) throw py::type_error("run takes seven arguments");
     Recipe recipe = new_recipe(Py_None, args[4]);  // the region holds the function as inputs
+    recipe.outer_swap = PyLong_AsLongLong(args[6]);
     recipe.region = py::reinterpret_borrow<py::object>(args[0]);
     const py::object frame = new_frame(std::move(recipe), truth(args[5]));
     return run_forward(frame, args[1], args[2], args[3]);
@@ -296,7 +300,7 @@ PyMethodDef functions[] = {
     {"run_common", fast(run_common), METH_FASTCALL,
      "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
     {"run", fast(run), METH_FASTCALL,
-     "run(region, function, args, kwargs, early_stop, check_metadata) -> result"},
+     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
     {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},

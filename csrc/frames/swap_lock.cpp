@@ -2,8 +2,7 @@
 
 #include <pythread.h>
 
-#include <memory>
-#include <vector>
+#include <new>
 
 #include "frames/python.h"
 
@@ -45,12 +44,6 @@ void release() noexcept {
   PyThread_release_lock(state.lock);
 }
 
-// Swaps that Python opened, innermost last. Only the owner of the lock is in here.
-std::vector<std::unique_ptr<Swap>>& open_swaps() {
-  static auto* swaps = new std::vector<std::unique_ptr<Swap>>();
-  return *swaps;
-}
-
 }  // namespace
 
 Swap::Swap(long long outer) : locked_(outer == 0 || outer != state.id) {
@@ -75,11 +68,6 @@ void add_swap_functions(py::module_& module) {
   state.lock = PyThread_allocate_lock();
   if (state.lock == nullptr) throw std::bad_alloc();
   module.def("current_swap", current_swap, "The swap of random state this thread owns, or 0.");
-  module.def(
-      "open_swap", [](long long outer) { open_swaps().push_back(std::make_unique<Swap>(outer)); },
-      py::arg("outer"), "Own the right to swap random state until close_swap.");
-  module.def(
-      "close_swap", [] { open_swaps().pop_back(); }, "Undo the last open_swap.");
 }
 
 }  // namespace actckpt

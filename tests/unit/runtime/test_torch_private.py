@@ -19,8 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
 from actckpt import _frames
-from actckpt.runtime import messages, rerun, rng, state, torch_private
-from actckpt.runtime.inputs import HeldTensorChanged
+from actckpt.runtime import connect, torch_private
 
 NAMES = [
     (torch._C, "_current_graph_task_id", "required: how backwards are told apart"),
@@ -78,44 +77,17 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
     }, "add the new name to NAMES above"
 
 
-def _connected() -> dict[str, Any]:
-    """What actckpt/runtime/connect.py tells the extension."""
-    return {
-        "tensor_type": torch.Tensor,
-        "parameter_type": torch.nn.Parameter,
-        "lock_type": __import__("threading").RLock,
-        "state_getters": state.GETTERS,
-        "cpu_generators": (torch.default_generator,),
-        "generators_of": rng.generators_of_tensors,
-        "is_capturing": rng.is_capturing if torch.backends.cuda.is_built() else None,
-        "top_hooks": torch_private.top_hooks,
-        "push_hooks": torch_private.push_hooks,
-        "pop_hooks": torch_private.pop_hooks,
-        "is_grad_enabled": torch.is_grad_enabled,
-        "set_grad_enabled": torch_private.set_grad_enabled,
-        "graph_task_id": torch_private.current_graph_task_id,
-        "graph_exec_group": torch_private.current_graph_exec_group,
-        "queue_callback": torch_private.queue_callback,
-        "refill": rerun.refill,
-        "mismatch_error": rerun.mismatch_error,
-        "modified_error": messages.saved_tensor_changed,
-        "changed_error": HeldTensorChanged,
-        "failure": rerun.failure,
-        "swap_timeout_error": rng.swap_timeout_error,
-    }
-
-
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     """Return a function that takes one optional name away until the end of the test."""
 
     def take_away(name: str, connected: str) -> None:
         monkeypatch.setattr(torch_private, name, None)
-        _frames.connect(_connected() | {connected: None})
+        _frames.connect(connect.NAMES | {connected: None})
 
     yield take_away
     monkeypatch.undo()
-    _frames.connect(_connected())
+    _frames.connect(connect.NAMES)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Bugs found by trying to break the code, one test each. A test moves to its topic once it passes."""
+"""What once was wrong, one test each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ GLOBAL_LAYER: Any = None
 
 
 def test_variable_that_a_called_sibling_function_assigns_is_seen_by_the_rerun() -> None:
-    # SILENTLY WRONG, where torch's function is right: the rerun reads `hidden` as it was before the call of `step`.
     def run(method: Any) -> list[torch.Tensor]:
         hidden = torch.ones(3, requires_grad=True)
 
@@ -61,7 +60,6 @@ def test_global_tensor_that_the_function_itself_binds_anew_works_as_in_torch() -
 
 @pytest.mark.parametrize("kind", ["first linear", "bias", "autocast"])
 def test_parameter_that_no_operator_saves_changed_before_backward_raises_or_is_right(kind: str) -> None:
-    # Silently wrong, as in torch: only parameters that the rerun saves are checked.
     class Shift(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -90,7 +88,6 @@ def test_parameter_that_no_operator_saves_changed_before_backward_raises_or_is_r
 
 
 def test_keyword_tensor_of_a_nested_region_changed_in_place_raises_or_is_right() -> None:
-    # Silently wrong, as in torch: the inner region holds a slot of the outer one, the outer does not know `mask`.
     class Config:
         mask = torch.tensor([1.0, 2.0, 3.0])
 
@@ -167,7 +164,6 @@ def test_global_tensor_bound_anew_under_outer_hooks_raises_the_error_for_it() ->
 
 
 def test_loop_variable_at_module_level_that_is_a_module_is_held_by_value() -> None:
-    # Silently wrong, as in torch: at the top level of a script a loop variable is a global, not a closure cell.
     def run(method: Any) -> torch.Tensor | None:
         global GLOBAL_LAYER
         torch.manual_seed(0)
