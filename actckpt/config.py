@@ -104,9 +104,10 @@ def parse_bytes(size: object, *, what: str) -> int:
 
 
 def _checked_folder(folder: object) -> str:
-    path = os.fspath(folder)  # type: ignore[call-overload]
+    try:
+        path = os.fsdecode(folder)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"configure: spill_dir={folder!r} is a {type(folder).__name__}. Pass a folder.") from None
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"configure: spill_dir={str(path)!r} is not a folder that can be written to. Pass another one."
-        )
-    return str(path)
+        raise ValueError(f"configure: spill_dir={path!r} is not a folder that can be written to. Pass another one.")
+    return path

@@ -3,12 +3,7 @@
 Everything here runs only once something is wrong, so it may be slow.
 """
 
-import inspect
-import linecache
-import os
-import sys
-from collections.abc import Iterator
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt.errors import RerunMismatchError, SavedTensorChangedError
+from actckpt.runtime.stack import modules_on_stack, user_line
 
 if TYPE_CHECKING:
     from actckpt import _frames
@@ -24,8 +20,6 @@ _ADVICE = (
     "The function must do the same in both runs: no counters, flags or Python randomness that differ "
     "between them. Pass debug=True to see the operators of both runs."
 )
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Trace:
@@ -67,7 +61,8 @@ def mismatch(refill: "_frames.Refill", index: int, tensor: Tensor, problem: str)
     """Word a tensor that the rerun saved and the forward did not save like that."""
     frame = refill.frame
     name = _name(frame)
-    where = f"saved at {user_line()}{_in_module()}"
+    module = next(modules_on_stack(), None)
+    where = f"saved at {user_line()}" + (f" (module {type(module).__name__})" if module is not None else "")
     if problem == "more":
         return RerunMismatchError(
             f"The rerun of {name} saves more tensors than its forward did.\n"
@@ -146,33 +141,3 @@ def _name(frame: "_frames.Frame") -> str:
 
 def _op(line: str) -> str:
     return line.split("  at ", 1)[0]
-
-
-def user_line() -> str:
-    """Return `file:line in function: source` of the innermost frame outside torch and actckpt."""
-    for frame in _frames_outward():
-        path = frame.f_code.co_filename
-        if not path.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and not path.startswith("<"):
-            source = linecache.getline(path, frame.f_lineno).strip()
-            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}: {source}"
-    return "an unknown line"
-
-
-def _in_module() -> str:
-    for frame in _frames_outward():
-        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            continue  # not a function
-        owner = frame.f_locals.get("self")
-        if sys.version_info < (3, 13):
-            # A snapshot that the frame would keep, and with it every local tensor of the caller.
-            frame.f_locals.clear()
-        if isinstance(owner, torch.nn.Module):
-            return f" (module {type(owner).__name__})"
-    return ""
-
-
-def _frames_outward() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

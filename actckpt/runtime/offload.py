@@ -2,42 +2,40 @@
 
 NOTE [ Offload ]
 
-Rule 1. Parameters, buffers and their views stay: somebody else keeps them anyway. A parameter is a
-        leaf that requires grad; what modules own is learnt as they run inside.
-Rule 2. What stays is held as a detached alias, not as the tensor: an output held as such would keep
-        its own graph alive.
-Rule 3. Hooks switch autograd's version check off, so every handle has one of its own. For a moved
-        tensor a canary does it: an alias that shares the version counter but not the storage.
-Rule 4. Every unpack gives a fresh alias. Users (TransformerEngine) clear what they were given.
-Rule 5. Reading ahead follows the order of the last backward of a session that saved the same sizes,
-        else the reverse order of saving, within a window of bytes.
-Rule 6. Bytes that were brought back are let go of after their unpack, since with `retain_graph` the
-        handle lives on. Those saved several times, and those read ahead in vain, when backward ends.
-Rule 7. Nothing is moved during a rerun: what it saves is needed at once.
+Rule 1. Parameters, buffers and their views stay: somebody else keeps them anyway. A parameter is a leaf
+        that requires grad, or of type Parameter. Buffers are looked up in the modules whose forward runs.
+Rule 2. What stays is held as a detached alias, not as the tensor: an output held as such would keep its own
+        graph alive.
+Rule 3. Hooks switch autograd's version check off, so every handle has one of its own. For a moved tensor a
+        canary does it: an alias that shares the version counter but not the storage. Of a subclass, whose
+        inner tensors do not count what is done to it, the tensor itself is asked as long as it lives.
+Rule 4. Every unpack gives a fresh alias: users (TransformerEngine) clear what they were given. It shares the
+        canary's version counter, so a backward that changes what it saved is noticed by the next unpack.
+Rule 5. Bytes that were brought back are let go of after their unpack, since with `retain_graph` the handle
+        lives on; those saved several times, when backward ends. See also NOTE [ Reading ahead ].
+Rule 6. Nothing is moved during a rerun: what it saves is needed at once.
 """
 
-import contextlib
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from actckpt import _frames, config
+from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError
 from actckpt.runtime import stores, torch_private
 from actckpt.runtime.counters import counters
-from actckpt.runtime.spans import Span, span_for
+from actckpt.runtime.reading import learnt_order, note_order, window
+from actckpt.runtime.spans import Span, root_of, span_for
+from actckpt.runtime.stack import modules_on_stack
 
 __all__ = ["DEFAULT_MIN_BYTES", "Session", "offloading"]
 
 #: Below it the bookkeeping costs more than the memory is worth.
 DEFAULT_MIN_BYTES = 1 << 20
-_MAX_LEARNT_ORDERS = 64
 
 
 class _Stays:
@@ -81,22 +79,30 @@ class _Moved:
         with torch.no_grad():
             tensor = torch.empty(0, dtype=self.dtype, device=self.span.device)
             tensor.set_(found.storage, offset, self.shape, self.stride)
-            return tensor.conj() if self.is_conj else tensor
+            alias = self.canary.detach()
+            alias.data = tensor.conj() if self.is_conj else tensor
+            return alias
 
 
 class _TakenApart:
     """A tensor subclass whose inner tensors were packed one by one."""
 
-    __slots__ = ("context", "inner", "kind", "shape", "stride")
+    __slots__ = ("context", "inner", "kind", "shape", "stride", "tensor", "version")
 
     def __init__(self, tensor: Any, session: "Session") -> None:
         names, self.context = tensor.__tensor_flatten__()
-        self.inner = {name: session.pack(getattr(tensor, name)) for name in names}
+        # Shared with nobody: their versions do not tell what was done to the outer tensor.
+        self.inner = {name: session.pack(getattr(tensor, name), may_share=False) for name in names}
+        self.tensor = weakref.ref(tensor)
+        self.version = _version(tensor)
         self.kind = type(tensor)
         self.shape = tensor.shape
         self.stride = tensor.stride()
 
     def unpack(self) -> Tensor:
+        outer = self.tensor()
+        if outer is not None and _version(outer) != self.version:
+            raise _changed_error(self.shape, outer.dtype, _version(outer), self.version)
         inner = {name: handle.unpack() for name, handle in self.inner.items()}
         tensor: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
         return tensor
@@ -108,35 +114,46 @@ _Handle = _Stays | _Moved | _TakenApart
 class Session:
     """One `offload` block: what it moved, in which order, and what backward has asked for."""
 
+    _last = threading.local()
+
     def __init__(self, to: str, min_bytes: int) -> None:
         self._to = to
         self._min_bytes = min_bytes
-        self._owned: dict[int, torch.UntypedStorage] = {}
         self._spans: list[weakref.ref[Span]] = []
         self._sizes: list[int] = []
-        self._reading = _ReadingOrder()
-        self._lock = threading.Lock()
+        self._num_alive = 0
+        self._task = -1
+        self._order: list[int] = []
+        self._rank: dict[int, int] = {}
+        self._seen: dict[int, None] = {}
+        #: The session before this one, which backward reaches after it.
+        previous: weakref.ref[Session] | None = getattr(self._last, "session", None)
+        self._previous = previous
+        self._last.session = weakref.ref(self)
 
     @property
     def hooks(self) -> torch_private.Hooks:
         """The pack and unpack hooks."""
         return self.pack, self.unpack
 
-    def pack(self, tensor: Tensor) -> _Handle:
+    def pack(self, tensor: Tensor, *, may_share: bool = True) -> _Handle:
         """Pack hook."""
         kind = type(tensor)
-        if kind is not Tensor and hasattr(kind, "__tensor_flatten__") and not _frames.is_rerunning():
-            return _TakenApart(tensor, self)
-        if kind is not Tensor or not self._is_worth_it(tensor):
+        if _frames.is_rerunning() or not self._may_move(tensor):
             return _Stays(tensor)
-        span, is_new = span_for(tensor, stores.backend(self._kind_of(tensor)))
+        if kind is not Tensor:
+            return _TakenApart(tensor, self)
+        if not self._is_worth_it(tensor):
+            return _Stays(tensor)
+        span, is_new = span_for(tensor, stores.backend("host" if tensor.is_cuda else "disk"), may_share=may_share)
         if span is None:
             counters.add("kept_full", 1)
             return _Stays(tensor)
         if is_new:
             counters.add("offloaded_bytes", span.nbytes)
-            self._spans.append(weakref.ref(span))
+            self._spans.append(weakref.ref(span, self._forget))
             self._sizes.append(span.nbytes)
+            self._num_alive += 1
         else:
             counters.add("deduplicated_bytes", tensor.numel() * tensor.element_size())
         return _Moved(tensor, span, self, len(self._spans) - 1)
@@ -151,132 +168,107 @@ class Session:
         task = torch_private.current_graph_task_id()
         found = span.fetch()
         counters.add("reloaded_bytes", span.nbytes)
-        if task == -1:
-            span.unload()
-            return found
-        with self._lock:
-            if self._reading.task != task:
-                self._reading = _ReadingOrder(task, self._sizes)
-                self._at_end_of(task)
-            ahead = self._reading.next_after(place)
-            self._reading.note(place, span)
-        for following in ahead:
-            candidate = self._spans[following]()
-            if candidate is not None and not self._reading.read_ahead(candidate):
-                break
-        if span.num_saved == 1:
+        window.asked_for(span)
+        if task != -1:
+            self._begin(task)
+            self._seen.setdefault(place)
+            self._read_ahead(task, self._rank.get(place, len(self._order)) + 1)
+        if span.num_saved == 1 or task == -1:
             span.unload()
         return found
 
-    def learn_owned(self, module: torch.nn.Module, args: Any) -> None:
-        """Module forward pre-hook: what a module owns stays (Rule 1)."""
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if (
-                tensor is not None
-                and type(tensor) in (Tensor, torch.nn.Parameter)
-                and tensor.device.type in ("cpu", "cuda")
-            ):
-                storage = tensor.untyped_storage()
-                self._owned[storage.data_ptr()] = storage  # held, so the address stays taken
-
-    def forget_owned(self) -> None:
-        """The block is left: nothing is packed any more."""
-        self._owned.clear()
-
-    def _at_end_of(self, task: int) -> None:
+    def _begin(self, task: int) -> None:
+        """Prepare for a backward that reads this session for the first time."""
+        if self._task == task:
+            return
+        self._task = task
+        self._order = learnt_order(self._sizes)
+        self._rank = {place: rank for rank, place in enumerate(self._order)}
+        self._seen = {}
         if torch_private.queue_callback is not None:
-            torch_private.queue_callback(self._reading.finish)
+            torch_private.queue_callback(self._end)
 
-    def _kind_of(self, tensor: Tensor) -> str:
-        return "host" if tensor.is_cuda else "disk"
+    def _end(self) -> None:
+        """The backward is over."""
+        note_order(self._sizes, self._seen)
+        for reference in self._spans:
+            span = reference()
+            if span is not None and span.num_saved > 1:
+                span.unload()
+
+    def _read_ahead(self, task: int, rank: int) -> None:
+        """Begin to bring back what comes at `rank` and after, then what earlier sessions moved."""
+        for place in self._order[rank : rank + _MAX_AHEAD]:
+            span = self._spans[place]() if place not in self._seen else None
+            if span is not None and not window.read_ahead(span, task):
+                return
+        if rank + _MAX_AHEAD < len(self._order):
+            return
+        previous = self._previous() if self._previous is not None else None
+        if previous is not None and previous._task != task:
+            previous._read_ahead_as_next(task)
+
+    def _read_ahead_as_next(self, task: int) -> None:
+        for place in learnt_order(self._sizes)[:_MAX_AHEAD]:
+            span = self._spans[place]()
+            if span is not None and not window.read_ahead(span, task):
+                return
+        previous = self._previous() if self._previous is not None else None
+        if previous is not None and len(self._sizes) < _MAX_AHEAD and previous._task != task:
+            previous._read_ahead_as_next(task)
+
+    def _forget(self, reference: "weakref.ref[Span]") -> None:
+        """A span is gone. Once all are, the lists begin anew: a block may go around a whole training."""
+        self._num_alive -= 1
+        if self._num_alive == 0:
+            self._spans, self._sizes, self._task = [], [], -1
+
+    def _may_move(self, tensor: Tensor) -> bool:
+        """Whether tensors of this kind can be moved at all."""
+        if type(tensor) is not Tensor and not hasattr(type(tensor), "__tensor_flatten__"):
+            return False
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
+            return False
+        root = root_of(tensor)
+        return not (root.is_leaf and root.requires_grad) and not isinstance(root, torch.nn.Parameter)
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
-        if _frames.is_rerunning() or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_neg():
+        if tensor.is_neg() or tensor.numel() == 0 or not _has_storage(tensor):
             return False
         if not (tensor.is_cpu or (tensor.is_cuda and self._to != "disk")) or (tensor.is_cpu and self._to == "host"):
             return False
-        if tensor.numel() * tensor.element_size() < self._min_bytes or tensor.is_inference() or tensor.numel() == 0:
+        if tensor.numel() * tensor.element_size() < self._min_bytes:
             return False
-        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-        if base.is_leaf and base.requires_grad:
-            return False
-        return tensor.untyped_storage().data_ptr() not in self._owned
+        return not (root_of(tensor).is_leaf and _is_owned(tensor))
 
 
-class _ReadingOrder:
-    """In which order one backward reads the spans of a session, and what is read ahead (Rule 5)."""
-
-    #: Orders of earlier backwards, by the sizes that the session saved.
-    _learnt: ClassVar["OrderedDict[tuple[int, ...], list[int]]"] = OrderedDict()
-
-    def __init__(self, task: int = -1, sizes: list[int] | None = None) -> None:
-        self.task = task
-        self._key = tuple(sizes or ())
-        self._order = self._learnt.get(self._key) or list(reversed(range(len(self._key))))
-        self._rank = {place: rank for rank, place in enumerate(self._order)}
-        self._seen: dict[int, None] = {}
-        self._ahead: dict[int, Span] = {}
-        self._brought_back: list[weakref.ref[Span]] = []
-        self._budget_bytes = config.settings().max_inflight
-
-    def note(self, place: int, span: Span) -> None:
-        """The span at `place` is read now."""
-        self._seen.setdefault(place)
-        if self._ahead.pop(id(span), None) is not None:
-            self._budget_bytes += span.nbytes
-            counters.add("prefetched", 1)
-        if span.num_saved > 1:
-            self._brought_back.append(weakref.ref(span))
-
-    def next_after(self, place: int) -> list[int]:
-        """Return the places that are read after `place`, nearest first, as far as a window could reach."""
-        rank = self._rank.get(place)
-        if rank is None or self._budget_bytes <= 0:
-            return []
-        following, total = [], 0
-        for next_rank in range(rank + 1, len(self._order)):
-            next_place = self._order[next_rank]
-            if total > self._budget_bytes:
-                break
-            total += self._key[next_place]
-            if next_place not in self._seen:
-                following.append(next_place)
-        return following
-
-    def read_ahead(self, span: Span) -> bool:
-        """Begin to bring `span` back if the window has room; returns whether to go on."""
-        if id(span) in self._ahead:
-            return True
-        if span.nbytes > self._budget_bytes:
-            return False
-        if span.prefetch():
-            self._budget_bytes -= span.nbytes
-            self._ahead[id(span)] = span
-        return True
-
-    def finish(self) -> None:
-        """The backward is over: learn its order, let go of what it did not read (Rule 6)."""
-        if len(self._seen) == len(self._key):
-            self._learnt[self._key] = list(self._seen)
-            self._learnt.move_to_end(self._key)
-            while len(self._learnt) > _MAX_LEARNT_ORDERS:
-                self._learnt.popitem(last=False)
-        for span in [*self._ahead.values(), *(reference() for reference in self._brought_back)]:
-            if span is not None:
-                span.unload()
-        self._ahead.clear()
+#: Spans looked at per unpack; keeps the time of an unpack bounded.
+_MAX_AHEAD = 64
 
 
-@contextlib.contextmanager
-def offloading(session: Session) -> Iterator[None]:
-    """Run the body with the hooks of `session`."""
-    learning = torch.nn.modules.module.register_module_forward_pre_hook(session.learn_owned)
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor can be reached; those of torch.func's wrappers cannot."""
     try:
-        with saved_tensors_hooks(session.pack, session.unpack):
-            yield
-    finally:
-        learning.remove()
-        session.forget_owned()
+        return tensor.untyped_storage().data_ptr() != 0
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def _is_owned(tensor: Tensor) -> bool:
+    """Whether a leaf is a buffer or parameter of a module whose forward runs, or a view of one (Rule 1)."""
+    address = tensor.untyped_storage().data_ptr()
+    for module in modules_on_stack():
+        for owned in (*module._parameters.values(), *module._buffers.values()):
+            if owned is None or owned.layout is not torch.strided or not _has_storage(owned):
+                continue
+            if owned.untyped_storage().data_ptr() == address:
+                return True
+    return False
+
+
+def offloading(session: Session) -> saved_tensors_hooks:
+    """Return a context with the hooks of `session`."""
+    return saved_tensors_hooks(session.pack, session.unpack)
 
 
 _EMPTY: dict[torch.device, Tensor] = {}

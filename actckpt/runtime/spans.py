@@ -7,7 +7,9 @@ Rule 1. A storage is recognised by identity under a weak reference, never by its
 Rule 2. A tensor moves its whole storage where it covers half of it, else the stretch from its first
         to its last byte. So an expanded tensor moves the bytes behind it, and a small view of a
         large storage its own span.
-Rule 3. A tensor whose bytes lie within a span that was moved at the same version shares it.
+Rule 3. A tensor whose bytes lie within a span that was moved at the same version shares it, if both are
+        views of one tensor, or that tensor: only then do they share a version counter. (`x.data` does not:
+        its version says nothing of what was done to x.)
 """
 
 import threading
@@ -24,17 +26,28 @@ __all__ = ["Span", "span_for"]
 class Span:
     """A stretch of one storage at one version, moved to a store."""
 
-    __slots__ = ("__weakref__", "backend", "device", "nbytes", "num_saved", "start", "storage", "ticket", "version")
+    __slots__ = (
+        "__weakref__",
+        "backend",
+        "device",
+        "nbytes",
+        "num_saved",
+        "root",
+        "start",
+        "storage",
+        "ticket",
+        "version",
+    )
 
-    def __init__(
-        self, backend: Backend, ticket: Any, storage: torch.UntypedStorage, start: int, nbytes: int, version: int
-    ) -> None:
+    def __init__(self, backend: Backend, ticket: Any, tensor: torch.Tensor, start: int, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
         self.backend = backend
         self.ticket = ticket
         self.storage = weakref.ref(storage)
         self.start = start
         self.nbytes = nbytes
-        self.version = version
+        self.version = tensor._version
+        self.root = weakref.ref(root_of(tensor))
         self.device = storage.device
         #: How many saved tensors share it.
         self.num_saved = 1
@@ -57,15 +70,20 @@ _lock = threading.RLock()  # reentrant: a span may die, and be forgotten, while 
 _spans: dict[int, list["weakref.ref[Span]"]] = {}
 
 
-def span_for(tensor: torch.Tensor, backend: Backend) -> tuple[Span | None, bool]:
+def root_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `tensor` is a view of, or itself."""
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
+
+
+def span_for(tensor: torch.Tensor, backend: Backend, *, may_share: bool) -> tuple[Span | None, bool]:
     """Return the span that holds the bytes of `tensor`, and whether it was moved for it just now.
 
     None: the bytes must stay where they are.
     """
     storage = tensor.untyped_storage()
     start, nbytes = _extent(tensor, storage)
-    version = tensor._version
-    found = _find(storage, version, start, nbytes, tensor.element_size())
+    found = _find(tensor, storage, start, nbytes) if may_share else None
     if found is not None:
         found.num_saved += 1
         found.backend.saved_again(found.ticket, tensor.device)
@@ -73,8 +91,9 @@ def span_for(tensor: torch.Tensor, backend: Backend) -> tuple[Span | None, bool]
     ticket = backend.put(Bytes(storage, start), nbytes)
     if ticket is None:
         return None, False
-    span = Span(backend, ticket, storage, start, nbytes, version)
-    _remember(storage.data_ptr(), span)
+    span = Span(backend, ticket, tensor, start, nbytes)
+    if may_share:
+        _remember(storage.data_ptr(), span)
     return span, True
 
 
@@ -86,17 +105,19 @@ def _extent(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, i
     return (0, storage.nbytes()) if 2 * nbytes >= storage.nbytes() else (start, nbytes)
 
 
-def _find(storage: torch.UntypedStorage, version: int, start: int, nbytes: int, alignment: int) -> Span | None:
+def _find(tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Span | None:
+    root = root_of(tensor)
     with _lock:
         for reference in tuple(_spans.get(storage.data_ptr(), ())):
             span = reference()
             if (
                 span is not None
                 and span.storage() is storage
-                and span.version == version
+                and span.version == tensor._version
+                and span.root() is root
                 and span.start <= start
                 and start + nbytes <= span.start + span.nbytes
-                and (start - span.start) % alignment == 0
+                and (start - span.start) % tensor.element_size() == 0
             ):
                 return span
     return None

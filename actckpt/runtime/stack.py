@@ -1,0 +1,46 @@
+"""The Python stack of the operator that is running: the user's line, and the modules whose forward runs."""
+
+import inspect
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+
+__all__ = ["modules_on_stack", "user_line"]
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def user_line() -> str:
+    """Return `file:line in function: source` of the innermost frame outside torch and actckpt."""
+    for frame in _frames_outward():
+        path = frame.f_code.co_filename
+        if not path.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and not path.startswith("<"):
+            source = linecache.getline(path, frame.f_lineno).strip()
+            return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}: {source}"
+    return "an unknown line"
+
+
+def modules_on_stack() -> Iterator[torch.nn.Module]:
+    """Yield the modules whose methods are running, innermost first."""
+    for frame in _frames_outward():
+        code = frame.f_code
+        if not code.co_flags & inspect.CO_OPTIMIZED or "self" not in code.co_varnames[: code.co_argcount]:
+            continue  # not a method
+        owner = frame.f_locals.get("self")
+        if sys.version_info < (3, 13):
+            # A snapshot that the frame would keep, and with it every local tensor of the caller.
+            frame.f_locals.clear()
+        if isinstance(owner, torch.nn.Module):
+            yield owner
+
+
+def _frames_outward() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,204 @@
+"""What offload leaves where it is, how many bytes it copies, and changes in place after saving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's name
+from offload_oracle import KINDS, flush, store_of_kind, two_tensor, unique_saved_bytes
+from oracle import leaf, mlp
+
+import actckpt
+from actckpt.demo.model import LanguageModel
+from actckpt.errors import SavedTensorChangedError
+
+
+@pytest.fixture(params=KINDS, autouse=True)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    with store_of_kind(request.param):
+        actckpt.reset_stats()
+        yield request.param
+
+
+class _Owner(torch.nn.Module):
+    """Uses its parameters and buffers through every kind of alias."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 8), requires_grad=not is_frozen)
+        self.register_buffer("scale", torch.randn(8, 8))
+        self.register_buffer("table", torch.randn(64, 8), persistent=False)
+
+    def forward(self, x: torch.Tensor, how: Callable[[_Owner], torch.Tensor]) -> torch.Tensor:
+        return x * how(self)
+
+
+_ALIASES: dict[str, Callable[[_Owner], torch.Tensor]] = {
+    "parameter": lambda m: m.weight,
+    "transpose": lambda m: m.weight.t(),
+    "slice": lambda m: m.weight[2:3],
+    "expanded": lambda m: m.weight[0].expand(8, 8),
+    "detached": lambda m: m.weight.detach(),
+    "data": lambda m: m.weight.data,
+    "detached view": lambda m: m.weight.detach().view(64)[8:16],
+    "buffer": lambda m: m.scale,
+    "view of a buffer": lambda m: m.scale.t()[1:2],
+    "rows of a buffer": lambda m: m.table[8:16],
+    "buffer's data": lambda m: m.scale.data.view(64).view(8, 8),
+}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("alias", _ALIASES)
+def test_what_a_module_owns_is_never_moved(alias: str, is_frozen: bool) -> None:
+    model, x = _Owner(is_frozen), leaf(8, 8)
+    with actckpt.offload(min_bytes=0):
+        y = model(x, _ALIASES[alias])
+    assert actckpt.stats().offloaded_bytes == 0
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], _ALIASES[alias](model).expand(8, 8))
+
+
+def test_weights_tied_and_used_as_views_are_never_moved() -> None:
+    embedding = torch.nn.Embedding(16, 8)
+    tokens = torch.randint(16, (2, 5))
+    with actckpt.offload(min_bytes=0):
+        h = embedding(tokens)
+        y = (h @ embedding.weight.t()).logsumexp(-1).sum()
+    excluded = [embedding.weight]
+    expected = unique_saved_bytes(lambda: (embedding(tokens) @ embedding.weight.t()).logsumexp(-1).sum(), excluded)
+    assert actckpt.stats().offloaded_bytes == expected[0] == expected[1]
+    del y
+
+
+def _transformer() -> tuple[torch.nn.Module, torch.Tensor]:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True, activation=F.gelu)
+    return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(2, 16, 32)
+
+
+def _demo_model() -> tuple[torch.nn.Module, torch.Tensor]:
+    model = LanguageModel(layers=2, dim=32, heads=4, kv_heads=2, seq=16, dropout=0.1)
+    return model, torch.randint(0, 256, (2, 16))
+
+
+@pytest.mark.parametrize("build", [_transformer, _demo_model])
+def test_bytes_copied_are_exactly_the_unique_activation_bytes(build: Callable[[], Any]) -> None:
+    """Counted through identity hooks: what autograd saves and no module owns; of packed storages, what was saved."""
+    model, x = build()
+    owned = [*model.parameters(), *model.buffers()]
+    torch.manual_seed(3)
+    saved_bytes, storage_bytes = unique_saved_bytes(lambda: model(x), owned)
+    torch.manual_seed(3)
+    with actckpt.offload(min_bytes=0):
+        y = model(x)
+    assert 0 < saved_bytes <= actckpt.stats().offloaded_bytes <= storage_bytes
+    assert actckpt.stats().offloaded_bytes <= 1.005 * saved_bytes
+    del y
+
+
+def test_a_tensor_dtype_and_device_that_no_store_takes_stays() -> None:
+    sparse = torch.eye(4).to_sparse().requires_grad_()
+    with actckpt.offload(min_bytes=0):
+        y = torch.sparse.sum(sparse * sparse)
+    y.backward()
+    assert torch.equal(sparse.grad.to_dense(), 2 * torch.eye(4))
+
+
+# Changed in place after it was saved.
+
+
+def _change(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+_CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "itself": lambda h: h.add_(1),
+    "through a view": lambda h: h.view(-1)[3].zero_(),
+    "through detach": lambda h: h.detach().mul_(2),
+    "without grad": _change,
+    "as out": lambda h: torch.sin(torch.ones(8, 8), out=h.detach()),
+    "by index": lambda h: h.detach().__setitem__((0, 0), 5.0),
+}
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20], ids=["moved", "kept"])
+@pytest.mark.parametrize("is_flushed", [True, False], ids=["flushed", "in flight"])
+@pytest.mark.parametrize("how", _CHANGES)
+def test_a_change_in_place_raises(how: str, is_flushed: bool, min_bytes: int) -> None:
+    x = leaf(8, 8)
+    h = x * 1.5
+    with actckpt.offload(min_bytes=min_bytes):
+        y = h.sin()
+    if is_flushed:
+        flush()
+    _CHANGES[how](h)
+    with pytest.raises(SavedTensorChangedError, match=r"shape \(8, 8\).*\n.*version 1; expected version 0"):
+        torch.autograd.grad(y.sum(), x)
+
+
+@pytest.mark.parametrize("operator", [torch.exp, torch.sigmoid, torch.relu])
+def test_a_change_of_a_saved_output_raises(operator: Any) -> None:
+    x = leaf(8, 8)
+    with actckpt.offload(min_bytes=0):
+        y = operator(x * 1.5)
+        z = y.add_(1).sum()
+    with pytest.raises(SavedTensorChangedError):
+        torch.autograd.grad(z, x)
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_a_change_of_a_parameter_raises(is_view: bool) -> None:
+    weight, x = torch.nn.Parameter(torch.randn(8, 8)), leaf(8, 8)
+    with actckpt.offload(min_bytes=0):
+        y = x @ (weight.t() if is_view else weight)
+    _change(weight)
+    with pytest.raises(SavedTensorChangedError):
+        y.sum().backward()
+
+
+def test_an_optimizer_step_between_forward_and_backward_raises() -> None:
+    model = mlp(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with actckpt.offload(min_bytes=0):
+        one, other = model(torch.randn(4, 8)).sum(), model(torch.randn(4, 8)).sum()
+    one.backward()
+    optimizer.step()
+    with pytest.raises(SavedTensorChangedError):
+        other.backward()
+
+
+def test_a_change_after_backward_is_nobodys_business() -> None:
+    h = leaf(8, 8) * 1
+    with actckpt.offload(min_bytes=0):
+        y = h.sin()
+    value = h.detach().clone()
+    (grad,) = torch.autograd.grad(y.sum(), h)
+    _change(h)
+    assert torch.equal(grad, value.cos())
+
+
+def test_a_tensor_changed_and_saved_again_comes_back_as_it_was_then() -> None:
+    x, h = leaf(8, 8), torch.randn(8, 8)
+    before = h.clone()
+    with actckpt.offload(min_bytes=0):
+        y = x * h
+        (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        h.add_(1)
+        z = x * h
+    flush()
+    assert torch.equal(first, before)
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], before + 1)
+    with pytest.raises(SavedTensorChangedError):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_plain_autograd_raises_where_a_wrapper_subclass_is_changed() -> None:
+    """The yardstick of a test in test_offload_found.py."""
+    x, weight = two_tensor(8), two_tensor(8).requires_grad_()
+    y = weight * x
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        torch.autograd.grad(y, weight, torch.ones_like(y))
