@@ -186,8 +186,8 @@ def checkpoint_sequential(
 def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Iterator[None]:
     """Move what operators save inside the block to a store, and bring it back in time for backward.
 
-    Works around any code, compiled functions included, but not inside them. Parameters, buffers and their views stay; each storage is copied once, however
-    many tensors share it. Also a decorator: `@actckpt.offload()`.
+    Works around any code, compiled functions included, but not inside them. Parameters, buffers and their
+    views stay; each storage is copied once, however many tensors share it. Also a decorator: `@actckpt.offload()`.
 
     Args:
         to: `"host"`: pinned host memory, for tensors on a GPU; `"disk"`: a spill file, for tensors of the

@@ -191,15 +191,17 @@ class Session:
     def _end(self) -> None:
         """The backward is over."""
         note_order(self._sizes, self._seen)
-        for reference in self._spans:
+        for reference in tuple(self._spans):
             span = reference()
             if span is not None and span.num_saved > 1:
                 span.unload()
 
     def _read_ahead(self, task: int, rank: int) -> None:
         """Begin to bring back what comes at `rank` and after, then what earlier sessions moved."""
+        # Other threads may begin the lists anew (_forget): what is read ahead is a hint, never the bytes.
+        spans = self._spans
         for place in self._order[rank : rank + _MAX_AHEAD]:
-            span = self._spans[place]() if place not in self._seen else None
+            span = spans[place]() if place < len(spans) and place not in self._seen else None
             if span is not None and not window.read_ahead(span, task):
                 return
         if rank + _MAX_AHEAD < len(self._order):
@@ -209,8 +211,9 @@ class Session:
             previous._read_ahead_as_next(task)
 
     def _read_ahead_as_next(self, task: int) -> None:
+        spans = self._spans
         for place in learnt_order(self._sizes)[:_MAX_AHEAD]:
-            span = self._spans[place]()
+            span = spans[place]() if place < len(spans) else None
             if span is not None and not window.read_ahead(span, task):
                 return
         previous = self._previous() if self._previous is not None else None

@@ -77,7 +77,7 @@ class CpuBackend:
 
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes:
         found = ticket.get()
-        if found is None:
+        while found is None:  # again where another thread lets go in between
             buffer = _buffer(nbytes, device)
             found = ticket.load(buffer.storage.data_ptr(), buffer)
         assert isinstance(found, Bytes)
