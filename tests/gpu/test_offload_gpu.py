@@ -1,0 +1,238 @@
+"""Offloading CUDA tensors to pinned host memory: right gradients, no host sync in forward, lower peak."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from offload_oracle import assert_same
+from oracle import assert_equal, mlp, ours
+from test_offload_fidelity import PROGRAMS
+from torch.autograd.graph import save_on_cpu
+
+import actckpt
+from actckpt.errors import SavedTensorChangedError
+
+Context = Callable[[], Any]
+
+#: Not deterministic on CUDA, or made of CPU tensors.
+_NOT_HERE = ("sparse", "embedding", "integers", "recurrent layers", "linear algebra", "channels last")
+
+
+def _leaf(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", requires_grad=True, **options)
+
+
+def _deep(x: torch.Tensor) -> torch.Tensor:
+    return ((x * 1.5).sin().exp() @ x.cos().T).tanh().square().sum()
+
+
+@pytest.mark.parametrize("is_synchronised", [True, False], ids=["after the copies", "in flight"])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in _NOT_HERE])
+def test_gradients_are_bit_equal(name: str, is_synchronised: bool) -> None:
+    def program(context: Context) -> Any:
+        x = _leaf(8, 8)
+        with context():
+            y = PROGRAMS[name](x * 1.5)
+        if is_synchronised:
+            torch.cuda.synchronize()
+        return y.detach(), torch.autograd.grad(y, x, retain_graph=True), torch.autograd.grad(y, x)
+
+    assert_same(program)
+
+
+def test_double_backward_and_graphs_in_any_order() -> None:
+    def program(context: Context) -> Any:
+        x = _leaf(64, 64)
+        with context():
+            outputs = [_deep(x * n) for n in (0.1, 0.2, 0.3)]
+        (first,) = torch.autograd.grad(outputs[1], x, create_graph=True)
+        grads = [torch.autograd.grad(outputs[n], x) for n in (2, 0)]
+        return grads, torch.autograd.grad(first.square().sum(), x)
+
+    assert_same(program)
+
+
+@pytest.mark.parametrize("place", ["inside", "outside", "inputs"])
+def test_checkpoint_with_offload(place: str) -> None:
+    def program(context: Context) -> Any:
+        layers = [mlp(64, 2, dropout=0.2).cuda() for _ in range(4)]
+
+        def block(layer: torch.nn.Module, h: torch.Tensor) -> torch.Tensor:
+            with context() if place == "inside" else nullcontext():
+                return layer(h).tanh()
+
+        x = _leaf(4096, 64)
+        with context() if place == "outside" else nullcontext():
+            h = x * 1.5
+            for layer in layers:
+                h = ours(block, layer, h, offload_inputs=place == "inputs")
+        return torch.autograd.grad(h.square().sum(), [x, *(p for layer in layers for p in layer.parameters())])
+
+    assert_same(program)
+
+
+def test_no_host_synchronisation_in_forward() -> None:
+    model = mlp(512, 4).cuda()
+    x = _leaf(2048, 512)
+    for _ in range(2):  # the first step sets the engine up
+        with actckpt.offload(min_bytes=0):
+            y = model(x).sum()
+        y.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with actckpt.offload(min_bytes=0):
+            y = model(x).sum()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    y.backward()
+
+
+def test_forward_runs_ahead_of_the_device() -> None:
+    """A forward behind a long kernel returns before the kernel has ended."""
+    x = _leaf(1024, 1024)
+    for _ in range(2):
+        with actckpt.offload(min_bytes=0):
+            _deep(x)
+    torch.cuda.synchronize()
+    ended = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    ended.record()
+    with actckpt.offload(min_bytes=0):
+        y = _deep(x)
+    assert not ended.query(), "the host waited"
+    y.backward()
+
+
+def test_several_streams_save_and_read_the_same_tensors() -> None:
+    def program(context: Context) -> Any:
+        x = _leaf(512, 512)
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        with context():
+            h = x * 0.1
+            parts = []
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    parts.append((h.sin() @ h).exp())
+                h.record_stream(stream)
+            for stream, part in zip(streams, parts, strict=True):
+                torch.cuda.current_stream().wait_stream(stream)
+                part.record_stream(torch.cuda.current_stream())
+            y = sum(part.mean() for part in parts)
+        return torch.autograd.grad(y, x)
+
+    for _ in range(5):
+        assert_same(program)
+
+
+def test_memory_is_used_again_while_copies_are_in_flight() -> None:
+    """Wrong bytes if a source is freed, or a destination written, before its time."""
+    x = _leaf(1 << 20)
+
+    def train(context: Context) -> list[torch.Tensor]:
+        grads = []
+        for step in range(20):
+            with context():
+                h = x * (1 + step)
+                for _ in range(6):
+                    h = h.sin() * 1.01
+            grads.append(torch.autograd.grad(h.sum(), x)[0])
+            torch.empty(1 << 20, device="cuda").fill_(float("nan"))
+        return grads
+
+    assert_equal(train(lambda: actckpt.offload(min_bytes=0)), train(nullcontext))
+
+
+def test_threads_with_streams_of_their_own() -> None:
+    found: dict[int, torch.Tensor] = {}
+    inputs = [torch.randn(256, 256, device="cuda") for _ in range(4)]
+    expected = []
+    for value in inputs:
+        x = value.clone().requires_grad_()
+        expected.append(torch.autograd.grad(_deep(x), x)[0])
+    torch.cuda.synchronize()
+
+    def train(n: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(10):
+                x = inputs[n].clone().requires_grad_()
+                with actckpt.offload(min_bytes=0):
+                    y = _deep(x)
+                (found[n],) = torch.autograd.grad(y, x)
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=train, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_equal([found[n] for n in range(4)], expected)
+
+
+def test_a_change_in_place_raises() -> None:
+    x = _leaf(64)
+    h = x * 1
+    with actckpt.offload(min_bytes=0):
+        y = h.sin()
+    h.add_(1)
+    with pytest.raises(SavedTensorChangedError):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_parameters_and_buffers_are_never_moved() -> None:
+    layer = torch.nn.Linear(64, 64).cuda()
+    actckpt.reset_stats()
+    with actckpt.offload(min_bytes=0):
+        y = layer(torch.randn(8, 64, device="cuda"))
+    assert actckpt.stats().offloaded_bytes == 8 * 64 * 4
+    del y
+
+
+def _peak_bytes(context: Context) -> int:
+    model = mlp(1024, 12).cuda()
+    x = torch.randn(8192, 1024, device="cuda")  # 32 MiB per tensor, 24 saved
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with context():
+            y = model(x).sum()
+        y.backward()
+        torch.cuda.synchronize()
+        model.zero_grad()
+    return torch.cuda.max_memory_allocated()
+
+
+def test_peak_memory_falls_and_is_within_the_windows_of_the_blocking_copies() -> None:
+    plain = _peak_bytes(nullcontext)
+    before = actckpt.config.settings().max_inflight
+    try:
+        actckpt.configure(max_inflight="64MiB")
+        found = _peak_bytes(actckpt.offload)
+    finally:
+        actckpt.configure(max_inflight=before)
+    blocking = _peak_bytes(lambda: save_on_cpu(pin_memory=True))
+    assert found <= plain - 12 * (32 << 20)
+    assert found <= blocking + (2 * 64 + 2 * 32 << 20), "both windows and one storage each way"
+
+
+def test_the_store_is_empty_after_backward() -> None:
+    x = _leaf(256, 256)
+    for _ in range(50):
+        with actckpt.offload(min_bytes=0):
+            y = _deep(x)
+        y.backward()
+    with actckpt.offload(min_bytes=0):
+        y = _deep(x)
+    del y
+    torch.cuda.synchronize()
+    with actckpt.offload(min_bytes=0):  # any call lets go of what has ended
+        z = (x * 1).sin()
+    del z
+    torch.cuda.synchronize()
+    assert actckpt.stats().store_bytes <= 256 * 256 * 4
