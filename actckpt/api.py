@@ -12,8 +12,9 @@ from torch.utils.checkpoint import noop_context_fn
 
 from actckpt import _frames, config
 from actckpt.runtime import messages, rng, state, torch_private
-from actckpt.runtime.inputs import Inputs, is_of_module
+from actckpt.runtime.inputs import is_of_module
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Session, offloading
+from actckpt.runtime.packed import held_inputs
 from actckpt.runtime.rerun import Region
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
@@ -59,8 +60,8 @@ def checkpoint(
     of running backward: `backward`, `autograd.grad`, `retain_graph`, double backward, parts of a graph.
 
     Args:
-        function: called with `*args` and `**kwargs`, once now and at most once per backward. Must do
-            the same each time.
+        function: called with `*args` and `**kwargs`, once now and again in each backward. Must do the same
+            each time.
         use_reentrant: False or None. True raises.
         context_fn: returns two context managers, for the forward and for the reruns. Called once.
         determinism_check: `"default"` compares shape, dtype and device of every saved tensor, and
@@ -91,6 +92,38 @@ def checkpoint(
         >>> y = actckpt.checkpoint(layer, torch.randn(2, 4))
         >>> y.sum().backward()
     """
+    return checkpoint_call(
+        function,
+        args,
+        kwargs,
+        use_reentrant=use_reentrant,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        preserve_rng_state=preserve_rng_state,
+        early_stop=early_stop,
+        policy=policy,
+        offload_inputs=offload_inputs,
+        rng_trackers=rng_trackers,
+    )
+
+
+def checkpoint_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    use_reentrant: bool | None = False,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    policy: str | None = None,
+    offload_inputs: bool = False,
+    rng_trackers: Sequence[rng.GetTracker] = (),
+) -> Any:
+    """Do what `checkpoint` does, for a function whose own keywords may have the names of options."""
     if torch.compiler.is_compiling():
         return _delegate(
             function,
@@ -124,7 +157,7 @@ def checkpoint(
         if result is not NotImplemented:
             return result
 
-    inputs = Inputs(function, args, kwargs, Session("auto", DEFAULT_MIN_BYTES).hooks if offload_inputs else None)
+    inputs = held_inputs(function, args, kwargs, Session("auto", DEFAULT_MIN_BYTES).hooks if offload_inputs else None)
     region = Region(inputs)
     if preserve_rng_state and not rng.is_capturing():
         region.random = rng.RandomState(inputs.devices, inputs.generators, rng_trackers)

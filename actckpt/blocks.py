@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from actckpt.api import check_policy, checkpoint, offload
+from actckpt.api import check_policy, checkpoint, checkpoint_call, offload
 from actckpt.errors import BlocksError
 
 __all__ = ["apply", "remove"]
@@ -110,7 +110,7 @@ class _CheckpointedForward:
         if self.policy == "offload":
             with offload(**self.options):
                 return forward(*args, **kwargs)
-        return checkpoint(forward, *args, policy=self.policy, **self.options, **kwargs)
+        return checkpoint_call(forward, args, kwargs, policy=self.policy, **self.options)
 
 
 def _is_applied(module: torch.nn.Module) -> bool:

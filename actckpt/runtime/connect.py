@@ -11,6 +11,7 @@ from actckpt.runtime.inputs import HeldTensorChanged, parameter_error
 NAMES = {
     "tensor_type": torch.Tensor,
     "parameter_type": torch.nn.Parameter,
+    "module_type": torch.nn.Module,
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
     # Global state that a rerun must find as the forward found it.

@@ -6,13 +6,13 @@ Rule 1. A rerun gets the very objects that the forward got: tensors, containers,
         among args, kwargs and their containers, and in the closure cells, defaults and `partial` arguments
         of the function, is watched: if it was changed in place since, the rerun raises. torch's checkpoint
         watches positional tensors only and computes wrong gradients with the others.
-Rule 2. A closure variable counts as it was after the forward: one that is bound anew later (the variable of
-        a loop) does not change the rerun. One that the forward itself binds anew stays live, since the
-        function, or one that it calls, will bind it again.
+Rule 2. A closure variable that is bound anew after the forward (the variable of a loop) does not change the
+        rerun: the function, or one among the arguments, is called with the value of the forward. One that
+        the forward itself binds anew has, for the time of a rerun, the value it had before the forward.
 Rule 3. A global variable that the function names, and that is a tensor or a module, must not be bound anew
-        later, nor the tensor be changed.
-Rule 4. A change of a parameter of a module among the inputs is noticed by the sum of all versions. Buffers
-        may move (BatchNorm's statistics do).
+        later, nor the tensor be changed, unless the forward itself does so.
+Rule 4. Parameters of a module that is called, or of which `forward` is, must be the same and unchanged in a
+        rerun (csrc/frames/parameters.h). Buffers may move (BatchNorm's statistics do).
 Rule 5. Where saved-tensor hooks were active when the region was opened (an outer checkpoint, `save_on_cpu`),
         tensors go through them, and the region holds the packed objects only, so that an outer checkpoint
         frees the inner one's inputs. packed.py does this.
@@ -30,9 +30,18 @@ from torch import Tensor
 
 from actckpt import _frames
 from actckpt.errors import InputChangedError, RerunMismatchError
-from actckpt.runtime import messages, torch_private
+from actckpt.runtime import messages
 
-__all__ = ["HeldTensorChanged", "Inputs", "changed_error", "is_of_module", "parameter_error"]
+__all__ = [
+    "HeldTensorChanged",
+    "Inputs",
+    "Originals",
+    "Survey",
+    "Thawed",
+    "changed_error",
+    "is_of_module",
+    "parameter_error",
+]
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type)
 EMPTY_CELL = object()
@@ -59,10 +68,9 @@ class Survey:
     """All that can be reached from a region's function and arguments, each object once."""
 
     def __init__(self, function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        #: Tensors with where they stand.
-        self.tensors: list[tuple[str, Tensor]] = []
+        #: Tensors with where they stand, and whether that is a global variable.
+        self.tensors: list[tuple[str, Tensor, bool]] = []
         self.generators: list[torch.Generator] = []
-        self.modules: list[torch.nn.Module] = []
         self.functions: list[types.FunctionType] = []
         self._seen: set[int] = set()
         for i, value in enumerate(args):
@@ -74,21 +82,21 @@ class Survey:
     @property
     def devices(self) -> list[torch.device]:
         """Devices other than the CPU of the tensors found, each once."""
-        return list(dict.fromkeys(tensor.device for _, tensor in self.tensors if not tensor.is_cpu))
+        return list(dict.fromkeys(tensor.device for _, tensor, _ in self.tensors if not tensor.is_cpu))
 
-    def _visit(self, value: Any, place: str) -> None:
+    def _visit(self, value: Any, place: str, *, is_global: bool = False) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            self.tensors.append((place, value))
+            self.tensors.append((place, value, is_global))
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
-        elif is_of_module(value):
-            self.modules.append(value)
-        else:
+        elif not is_of_module(value):
             if isinstance(value, types.FunctionType):
                 self.functions.append(value)
+                for name, held in _watched_globals(value):
+                    self._visit(held, f"Global variable {name!r} that {value.__name__} reads", is_global=True)
             for inner_place, part in _parts(value, place):
                 self._visit(part, inner_place)
 
@@ -100,8 +108,6 @@ def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             yield f"Variable {variable!r} in the closure of {name}", contents_of(cell)
         yield f"The defaults of {name}", (value.__defaults__, value.__kwdefaults__)
-        for variable, held in _watched_globals(value):
-            yield f"Global variable {variable!r} that {name} reads", held
     elif isinstance(value, types.MethodType):
         yield place, value.__func__
     elif isinstance(value, partial):
@@ -117,14 +123,37 @@ def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{place}.{name}", getattr(value, name, None)) for name in names)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Thawed:
+    """What one rerun is called with."""
+
+    call: Call
+    #: The tensors among it.
+    tensors: Sequence[Tensor] = ()
+    #: Cells that hold these values during the rerun (Rule 2).
+    cells: Sequence[tuple[types.CellType, Any]] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class _Watched:
+    place: str
+    tensor: Tensor
+    version: int
+    is_global: bool
+
+
 class Originals:
     """The function and arguments themselves, watched for changes (Rules 1 to 3)."""
 
     def __init__(self, call: Call, survey: Survey, *, watch_cells: bool = True) -> None:
         self._call = call
-        self._tensors = [(place, tensor, version(tensor)) for place, tensor in survey.tensors]
+        self._tensors = [
+            _Watched(place, tensor, version(tensor), is_global) for place, tensor, is_global in survey.tensors
+        ]
         functions = survey.functions if watch_cells else []
-        self._cells = [(cell, contents_of(cell)) for function in functions for cell in function.__closure__ or ()]
+        cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
+        self._cells = [(cell, contents_of(cell)) for cell in cells.values()]
+        self._rebound: list[tuple[types.CellType, Any]] = []
         self._globals = [
             (function.__globals__, name, value)
             for function in survey.functions
@@ -132,78 +161,124 @@ class Originals:
         ]
 
     def forward_done(self) -> None:
-        """What the forward itself bound anew, or changed in a global tensor, is its own business."""
+        """Note what the forward itself bound anew, or changed in a global tensor."""
+        self._rebound = [(cell, value) for cell, value in self._cells if contents_of(cell) is not value]
         self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
         self._globals = [entry for entry in self._globals if entry[0].get(entry[1]) is entry[2]]
-        self._tensors = [
-            (place, tensor, before)
-            for place, tensor, before in self._tensors
-            if not place.startswith("Global") or version(tensor) == before
-        ]
+        self._tensors = [w for w in self._tensors if not w.is_global or version(w.tensor) == w.version]
 
-    def thaw(self) -> tuple[Call, Sequence[Tensor]]:
-        """Return the call of one rerun, and the tensors that it is given.
+    def thaw(self) -> Thawed:
+        """Return what one rerun is called with.
 
         Raises:
             InputChangedError: something was changed after the forward.
         """
-        for place, tensor, before in self._tensors:
-            if version(tensor) != before:
-                raise _input_error(place, "was changed in place", tensor, before)
+        for watched in self._tensors:
+            if version(watched.tensor) != watched.version:
+                raise _input_error(watched.place, "was changed in place", watched.tensor, watched.version)
         for namespace, name, value in self._globals:
             if namespace.get(name) is not value:
                 raise _input_error(f"Global variable {name!r} that the function reads", "was bound to something else")
-        function, args, kwargs = self._call
+        call = self._call
         rebound = {id(cell): value for cell, value in self._cells if contents_of(cell) is not value}
         if rebound:
-            function = _with_cells(function, rebound)
-        return (function, args, kwargs), [tensor for _, tensor, _ in self._tensors]
+            call = _Rebinding(rebound).call(call)
+        return Thawed(call, [watched.tensor for watched in self._tensors], self._rebound)
+
+
+class _Rebinding:
+    """Gives functions new cells where a closure variable was bound anew after the forward (Rule 2)."""
+
+    def __init__(self, contents: dict[int, Any]) -> None:
+        self._contents = contents  # by id of the cell
+        self._made: dict[int, Any] = {}
+        self._placed: set[int] = set()
+
+    def call(self, call: Call) -> Call:
+        function, args, kwargs = call
+        result = (
+            self._rebind(function),
+            tuple([self._rebind(value) for value in args]),
+            {name: self._rebind(value) for name, value in kwargs.items()},
+        )
+        if len(self._placed) < len(self._contents):
+            raise _input_error("A closure variable of a function in a container or default", "was bound anew")
+        return result
+
+    def _rebind(self, value: Any) -> Any:
+        if not isinstance(value, types.FunctionType | partial) or not self._reaches(value, set()):
+            return value
+        if id(value) not in self._made:
+            if isinstance(value, partial):
+                inner = [self._rebind(part) for part in value.args]
+                words = {name: self._rebind(part) for name, part in value.keywords.items()}
+                self._made[id(value)] = partial(self._rebind(value.func), *inner, **words)
+            else:
+                self._made[id(value)] = self._new_function(value)
+        return self._made[id(value)]
+
+    def _new_function(self, value: types.FunctionType) -> types.FunctionType:
+        cells = tuple([self._new_cell(cell) for cell in value.__closure__ or ()])
+        function = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        function.__kwdefaults__ = value.__kwdefaults__
+        function.__dict__.update(value.__dict__)
+        self._made[id(value)] = function  # before its cells are filled: it may call itself
+        for cell, new in zip(value.__closure__ or (), cells, strict=True):
+            if new is not cell:
+                known = id(cell) in self._contents
+                held = self._contents[id(cell)] if known else cell.cell_contents
+                new.cell_contents = self._rebind(held)
+        return function
+
+    def _new_cell(self, cell: types.CellType) -> types.CellType:
+        if id(cell) in self._contents:
+            self._placed.add(id(cell))
+        elif not self._reaches(contents_of(cell), set()):
+            return cell
+        if id(cell) not in self._made:
+            self._made[id(cell)] = types.CellType()
+        made: types.CellType = self._made[id(cell)]
+        return made
+
+    def _reaches(self, value: Any, seen: set[int]) -> bool:
+        """Whether `value` is a function from which a cell that was bound anew can be reached."""
+        if id(value) in seen or not isinstance(value, types.FunctionType | partial):
+            return False
+        seen.add(id(value))
+        if isinstance(value, partial):
+            return any(self._reaches(part, seen) for part in (value.func, *value.args, *value.keywords.values()))
+        return any(
+            id(cell) in self._contents or self._reaches(contents_of(cell), seen) for cell in value.__closure__ or ()
+        )
 
 
 class Inputs:
     """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
 
-    __slots__ = ("_held", "_modules", "_parameter_versions", "devices", "generators", "name")
+    __slots__ = ("_held", "devices", "generators", "name", "parameters")
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Any) -> None:
-        from actckpt.runtime.packed import Packed, SavedThroughFunction  # only where hooks are active
-
-        survey = Survey(function, args, kwargs)
-        outer = torch_private.outer_hooks() or hooks
-        if not torch_private.knows_outer_hooks():
-            outer = SavedThroughFunction()
-        call = (function, args, kwargs)
-        self._held: Originals | Packed = Originals(call, survey) if outer is None else Packed(call, survey, outer)
+    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any]) -> None:
+        self._held = held
         #: Name of the function, for error messages.
         self.name = messages.name_of(function)
         #: `torch.Generator`s found among the inputs.
         self.generators = survey.generators
         self.devices = survey.devices
-        self._modules = tuple(survey.modules)
-        self._parameter_versions: int | None = None
+        self.parameters = _frames.Parameters(function)
 
     def forward_done(self) -> None:
         """Note what the forward itself bound anew (Rule 2), and the parameters as it left them (Rule 4)."""
         self._held.forward_done()
-        self._parameter_versions = _frames.sum_parameter_versions(self._modules)
+        self.parameters.forward_done()
 
-    def check_parameters(self) -> None:
-        """Raise if a parameter was changed in place since the forward.
-
-        Raises:
-            RerunMismatchError: one was.
-        """
-        found = _frames.sum_parameter_versions(self._modules)
-        if self._parameter_versions is not None and self._parameter_versions != found:
-            raise parameter_error(self.name, self._parameter_versions, found)
-
-    def thaw(self) -> tuple[Call, Sequence[Tensor]]:
-        """Return the call of one rerun, and the tensors that it is given.
+    def thaw(self) -> Thawed:
+        """Return what one rerun is called with.
 
         Raises:
             InputChangedError: something was changed after the forward.
         """
-        return self._held.thaw()
+        thawed: Thawed = self._held.thaw()
+        return thawed
 
 
 def version(value: object) -> int:
@@ -216,28 +291,6 @@ def contents_of(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return EMPTY_CELL
-
-
-def _with_cells(value: Any, contents: dict[int, Any]) -> Any:
-    """Return `value` with cells replaced by new ones of these contents, by id; itself if it has none of them."""
-    if isinstance(value, types.FunctionType) and value.__closure__:
-        cells = []
-        for cell in value.__closure__:
-            held = contents[id(cell)] if id(cell) in contents else contents_of(cell)
-            inner = held if held is EMPTY_CELL else _with_cells(held, contents)
-            cells.append(cell if inner is contents_of(cell) else types.CellType(inner))
-        if all(new is old for new, old in zip(cells, value.__closure__, strict=True)):
-            return value
-        function = types.FunctionType(
-            value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
-        )
-        function.__kwdefaults__ = value.__kwdefaults__
-        function.__dict__.update(value.__dict__)
-        return function
-    if isinstance(value, partial):
-        function = _with_cells(value.func, contents)
-        return value if function is value.func else partial(function, *value.args, **value.keywords)
-    return value
 
 
 @lru_cache(maxsize=4096)
@@ -280,13 +333,14 @@ def _input_error(place: str, how: str, tensor: Tensor | None = None, before: int
     )
 
 
-def parameter_error(function: object, expected: int, found: int) -> RerunMismatchError:
-    """Word a parameter that was changed in place between forward and rerun."""
-    name = function if isinstance(function, str) else messages.name_of(function)
+def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now: int) -> RerunMismatchError:
+    """Word a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
+    name = next((name for name, found in module.named_parameters() if found is parameter), "?")
+    how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
     return RerunMismatchError(
-        f"A parameter of {name} was changed in place after its forward, and backward has to run it again (one of the "
-        "variables needed for gradient computation has been modified by an inplace operation): the versions of its "
-        f"parameters add up to {expected} in forward, {found} now.\n"
+        f"Parameter {name!r} of {messages.name_of(module)}, shape {tuple(parameter.shape)}, {how} in forward, and "
+        "backward has to run the module again (one of the variables needed for gradient computation has been "
+        "modified by an inplace operation).\n"
         'Run backward before the optimizer step that changes the parameter, or pass determinism_check="none" if the '
         "change does no harm."
     )

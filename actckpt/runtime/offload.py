@@ -121,6 +121,7 @@ class Session:
         self._min_bytes = min_bytes
         self._spans: list[weakref.ref[Span]] = []
         self._sizes: list[int] = []
+        self._places: weakref.WeakKeyDictionary[Span, int] = weakref.WeakKeyDictionary()
         self._num_alive = 0
         self._task = -1
         self._order: list[int] = []
@@ -154,9 +155,10 @@ class Session:
             self._spans.append(weakref.ref(span, self._forget))
             self._sizes.append(span.nbytes)
             self._num_alive += 1
+            self._places[span] = len(self._spans) - 1
         else:
             counters.add("deduplicated_bytes", tensor.numel() * tensor.element_size())
-        return _Moved(tensor, span, self, len(self._spans) - 1)
+        return _Moved(tensor, span, self, self._places.get(span, -1))  # -1: moved by another session
 
     @staticmethod
     def unpack(handle: _Handle) -> Tensor:

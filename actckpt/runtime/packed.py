@@ -5,15 +5,16 @@ NOTE [ Packed inputs ]
 Rule 1. Tensors in args, kwargs, tuples, lists, dicts, dataclasses, and in the closure cells and defaults of
         functions go through the hooks outside, each once. What holds one is built again for a rerun; the
         rest is passed as it is. One object is built once per rerun, so what was one object is one then.
-Rule 2. A container or a closure variable that the forward itself changed stays as it is: somebody else
-        refers to it too, and it will be changed again.
-Rule 3. Containers of other types, and objects, are passed as they are; they keep their tensors alive.
+Rule 2. A list, dict or dataclass is built again only if nothing but the call refers to it: nobody else can
+        tell the difference. Tuples cannot be changed and always are. Other containers, and objects, are passed
+        as they are; they keep their tensors alive.
+Rule 3. A closure variable counts as in Rule 2 of NOTE [ Inputs of a region ].
 """
 
 import dataclasses
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from typing import Any
@@ -22,40 +23,31 @@ import torch
 from torch import Tensor
 
 from actckpt import _frames
+from actckpt.runtime import torch_private
 from actckpt.runtime.inputs import (
     EMPTY_CELL,
     Call,
     HeldTensorChanged,
+    Inputs,
     Originals,
     Survey,
+    Thawed,
     changed_error,
     contents_of,
     is_of_module,
 )
 
-__all__ = ["Packed", "SavedThroughFunction"]
+__all__ = ["held_inputs"]
 
 
 class _HeldContainer:
-    """A tuple, list, dict or partial that holds tensors, and how to build it again."""
+    """A container that holds tensors, and how to build it again."""
 
-    __slots__ = ("_original", "_read", "build", "live", "parts")
+    __slots__ = ("build", "parts")
 
-    def __init__(
-        self, original: Any, read: Callable[[Any], list[Any]], build: Callable[[list[Any]], Any], parts: list[Any]
-    ) -> None:
-        self._original = original  # until the forward is done
-        self._read = read
+    def __init__(self, build: Callable[[list[Any]], Any], parts: list[Any]) -> None:
         self.build = build
         self.parts = parts
-        #: The container itself, where it has to stay (Rule 2).
-        self.live: Any = None
-
-    def forward_done(self, before: list[Any]) -> None:
-        now = self._read(self._original)
-        if len(now) != len(before) or any(new is not old for new, old in zip(now, before, strict=True)):
-            self.live = self._original
-        self._original = None
 
 
 class _HeldFunction:
@@ -67,7 +59,7 @@ class _HeldFunction:
         # Not the function itself: its cells keep the tensors alive.
         self.function = (function.__code__, function.__globals__, function.__name__, function.__dict__)
         self.defaults = holding.hold(function.__defaults__)
-        self.kwdefaults = holding.hold(function.__kwdefaults__)
+        self.kwdefaults = holding.hold_changeable(function.__kwdefaults__)
         self.cells = [holding.hold_cell(cell) for cell in function.__closure__ or ()]
 
 
@@ -86,30 +78,32 @@ class Packed:
 
     def __init__(self, call: Call, survey: Survey, hooks: Any) -> None:
         function, args, kwargs = call
-        self._holding = holding = _Holding(hooks)
+        self._holding = holding = _Holding(hooks, _frames.exclusive_ids(args, kwargs))
         self._function = holding.hold(function)
         self._args = [holding.hold(value) for value in args]
         self._kwargs = {name: holding.hold(value) for name, value in kwargs.items()}
+        self._rebound: list[_HeldCell] = []
         if isinstance(hooks, SavedThroughFunction):
             hooks.save()
-        # What is not packed (globals, objects) is watched as without hooks.
-        packed = holding.packed_ids()
-        survey.tensors = [(place, tensor) for place, tensor in survey.tensors if id(tensor) not in packed]
+        # What is not packed (globals, what objects hold) is watched as without hooks.
+        survey.tensors = [entry for entry in survey.tensors if id(entry[1]) not in holding.packed_ids]
         self._watched = Originals((_nothing, (), {}), survey, watch_cells=False)
 
     def forward_done(self) -> None:
-        """Decide what stays live (Rule 2) and let go of the originals."""
-        self._holding.forward_done()
+        """Decide which closure variables stay live (Rule 3), and let go of the originals."""
+        self._rebound = self._holding.forward_done()
         self._watched.forward_done()
 
-    def thaw(self) -> tuple[Call, Sequence[Tensor]]:
-        """Return the call of one rerun, and the tensors that it is given."""
+    def thaw(self) -> Thawed:
+        """Return what one rerun is called with."""
         self._watched.thaw()
         thawing = _Thawing()
         try:
             args = tuple([thawing.thaw(value) for value in self._args])
             kwargs = {name: thawing.thaw(value) for name, value in self._kwargs.items()}
-            return (thawing.thaw(self._function), args, kwargs), thawing.tensors
+            call = (thawing.thaw(self._function), args, kwargs)
+            cells = [(held.cell, thawing.thaw(held.held)) for held in self._rebound if held.cell is not None]
+            return Thawed(call, thawing.tensors, cells)
         except HeldTensorChanged as changed:
             raise changed_error(changed, self._args) from None
 
@@ -117,18 +111,18 @@ class Packed:
 class _Holding:
     """One pass over the inputs of a region."""
 
-    def __init__(self, hooks: Any) -> None:
+    def __init__(self, hooks: Any, exclusive_ids: set[int]) -> None:
         self._pack, self._unpack = hooks
+        self._exclusive_ids = exclusive_ids
         self._known: dict[int, Any] = {}
         self._originals: list[Any] = []  # keep ids taken until the forward is done
-        self._containers: list[tuple[_HeldContainer, list[Any]]] = []
         self._cells: list[tuple[_HeldCell, Any]] = []
-        self._tensor_ids: set[int] = set()
-
-    def packed_ids(self) -> set[int]:
-        return self._tensor_ids
+        #: id() of the tensors that went through the hooks.
+        self.packed_ids: set[int] = set()
 
     def hold(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._hold_tensor(value)
         if id(value) in self._known:
             return self._known[id(value)]
         self._known[id(value)] = value  # what contains itself stays as it is
@@ -147,52 +141,65 @@ class _Holding:
                 self._cells.append((found, contents))
         return found
 
-    def forward_done(self) -> None:
-        for held, before in self._containers:
-            held.forward_done(before)
-        for cell, before in self._cells:
-            if cell.cell is not None and contents_of(cell.cell) is before:
-                cell.cell = None  # by value from now on
-        self._known, self._originals, self._containers, self._cells = {}, [], [], []
+    def forward_done(self) -> list[_HeldCell]:
+        """Return the cells that the forward itself bound anew; the others are held by value from now on."""
+        rebound = []
+        for held, before in self._cells:
+            if held.cell is not None and contents_of(held.cell) is before:
+                held.cell = None
+            else:
+                rebound.append(held)
+        self._known, self._originals, self._cells = {}, [], []
+        return rebound
+
+    def _hold_tensor(self, tensor: Tensor) -> "_frames.HeldTensor":
+        # Packed anew at each place, since in a rerun of the outer region they may be different objects;
+        # but given back as one.
+        with torch.no_grad():
+            held = _frames.hold(tensor, self._pack, self._unpack)
+        self._originals.append(tensor)
+        self.packed_ids.add(id(tensor))
+        known: _frames.HeldTensor = self._known.setdefault(id(tensor), held)
+        return known
 
     def _hold_new(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self._tensor_ids.add(id(value))
-            with torch.no_grad():
-                return _frames.hold(value, self._pack, self._unpack)
         if is_of_module(value):
             return value
         if isinstance(value, types.FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
             function = _HeldFunction(value, self)
             return function if self._needs_rebuild(function, value) else value
         kind = type(value)
-        if kind is tuple or kind is list:
-            return self._hold_container(value, list, kind)
-        if kind is dict or kind is OrderedDict:
-            return self._hold_container(value, _dict_values, partial(_dict, kind, list(value)))
-        if kind is defaultdict:
-            return self._hold_container(
-                value, _dict_values, partial(_dict, partial(defaultdict, value.default_factory), list(value))
-            )
-        if isinstance(value, tuple) and hasattr(kind, "_make"):
-            return self._hold_container(value, list, kind._make)
-        if dataclasses.is_dataclass(value):
-            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-            return self._hold_container(value, partial(_fields, names), _dataclass_builder(value, names))
+        if kind is tuple:
+            return self._hold_container(value, list(value), tuple)
+        if isinstance(value, tuple) and hasattr(kind, "_make") and not getattr(value, "__dict__", None):
+            return self._hold_container(value, list(value), kind._make)
         if kind is partial:
-            parts = [self.hold(part) for part in (value.func, value.args, value.keywords)]
+            parts = [self.hold(value.func), self.hold(value.args), self.hold_changeable(value.keywords)]
             same = parts[0] is value.func and parts[1] is value.args and parts[2] is value.keywords
             return value if same else _HeldPartial(parts)
+        return self.hold_changeable(value) if id(value) in self._exclusive_ids else value
+
+    def hold_changeable(self, value: Any) -> Any:
+        """Hold a list, dict or dataclass that nobody else refers to."""
+        kind = type(value)
+        if kind is list:
+            return self._hold_container(value, value, list)
+        if kind is dict or kind is OrderedDict:
+            return self._hold_container(value, list(value.values()), partial(_dict, kind, list(value)))
+        if kind is defaultdict:
+            make: Callable[[Any], Any] = partial(defaultdict, value.default_factory)
+            return self._hold_container(value, list(value.values()), partial(_dict, make, list(value)))
+        if dataclasses.is_dataclass(value):
+            names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            parts = [getattr(value, name) for name in names]
+            return self._hold_container(value, parts, _dataclass_builder(value, names))
         return value
 
-    def _hold_container(self, value: Any, read: Callable[[Any], list[Any]], build: Callable[[list[Any]], Any]) -> Any:
-        parts = read(value)
-        held_parts = [self.hold(part) for part in parts]
-        if all(new is old for new, old in zip(held_parts, parts, strict=True)):
+    def _hold_container(self, value: Any, parts: list[Any], build: Callable[[list[Any]], Any]) -> Any:
+        held = [self.hold(part) for part in parts]
+        if all(new is old for new, old in zip(held, parts, strict=True)):
             return value
-        held = _HeldContainer(value, read, build, held_parts)
-        self._containers.append((held, parts))
-        return held
+        return _HeldContainer(build, held)
 
     @staticmethod
     def _needs_rebuild(held: _HeldFunction, function: types.FunctionType) -> bool:
@@ -231,7 +238,7 @@ class _Thawing:
             self.tensors.append(tensor)
             return tensor
         if isinstance(value, _HeldContainer):
-            return value.live if value.live is not None else value.build([self.thaw(part) for part in value.parts])
+            return value.build([self.thaw(part) for part in value.parts])
         if isinstance(value, _HeldCell):
             return value.cell if value.cell is not None else types.CellType(self.thaw(value.held))
         if isinstance(value, _HeldPartial):
@@ -285,14 +292,6 @@ def _dict(kind: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any
     return kind(zip(keys, values, strict=True))
 
 
-def _dict_values(original: dict[Any, Any]) -> list[Any]:
-    return list(original.values())
-
-
-def _fields(names: list[str], original: Any) -> list[Any]:
-    return [getattr(original, name) for name in names]
-
-
 def _dataclass_builder(original: Any, names: list[str]) -> Callable[[list[Any]], Any]:
     empty = copy(original)
     for name in names:
@@ -309,3 +308,18 @@ def _dataclass_builder(original: Any, names: list[str]) -> Callable[[list[Any]],
 
 def _nothing() -> None:
     """Stands for a function where only globals and objects are watched."""
+
+
+def held_inputs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Any) -> Inputs:
+    """Hold the inputs of a region: packed where hooks are active outside, else as they are.
+
+    Args:
+        hooks: (pack, unpack) for the tensors where none are active outside; None: hold the tensors.
+    """
+    survey = Survey(function, args, kwargs)
+    outer = torch_private.outer_hooks() or hooks
+    if not torch_private.knows_outer_hooks():
+        outer = SavedThroughFunction()
+    call = (function, args, kwargs)
+    held = Originals(call, survey) if outer is None else Packed(call, survey, outer)
+    return Inputs(held, survey, function)

@@ -18,9 +18,10 @@ Rule 6. An outer region's lock may be taken while an inner one's is held (inputs
         never the other way round.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import CellType
 from typing import Any
 
 from torch import Tensor
@@ -96,14 +97,17 @@ class Region:
         if self.provided is not None and not self.provided.allows_early_stop():
             refill.run_to_the_end()
         if refill.frame.metadata_is_checked:
-            self.inputs.check_parameters()
-        (function, args, kwargs), self.thawed = self.inputs.thaw()
+            self.inputs.parameters.check()
+        thawed = self.inputs.thaw()
+        function, args, kwargs = thawed.call
+        self.thawed = thawed.tensors
         try:
             with (
                 self.random.swapped_in() if self.random is not None else nullcontext(),
                 state.restored(self.state, state.capture()),
                 self.provided.rerun() if self.provided is not None else nullcontext(),
                 self.rerun_context or nullcontext(),
+                _filled(thawed.cells),
             ):
                 _frames.rerun(refill, function, args, kwargs)
                 if refill.has_failed:
@@ -112,6 +116,19 @@ class Region:
             pass  # the extension words it
         finally:
             self.thawed = ()
+
+
+@contextmanager
+def _filled(cells: Sequence[tuple[CellType, Any]]) -> Iterator[None]:
+    """Run the body with these contents of closure cells (Rule 2 of NOTE [ Inputs of a region ])."""
+    outside = [(cell, cell.cell_contents) for cell, _ in cells]
+    try:
+        for cell, value in cells:
+            cell.cell_contents = value
+        yield
+    finally:
+        for cell, value in outside:
+            cell.cell_contents = value
 
 
 class _Failed(BaseException):

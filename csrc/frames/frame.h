@@ -22,6 +22,7 @@ namespace actckpt {
 
 namespace py = pybind11;
 
+class Parameters;
 struct SlotObject;
 
 // A value that a rerun brought back, for one backward.
@@ -59,7 +60,7 @@ struct Recipe {
   py::object random;  // GeneratorStates of the forward; null: random state is left alone
   py::object region;  // Python's Region, for all that the fields above cannot say; else null
   py::object lock;    // threading.RLock: one rerun at a time
-  long long parameter_versions = 0;  // of the function, where `region` is null
+  std::shared_ptr<Parameters> parameters;  // of the function; null where `region` is set
   // Reruns restore random state, under the swap lock. The swap within whose rerun the region was
   // made, 0 for none; -1: random state is left alone.
   long long outer_swap = -1;

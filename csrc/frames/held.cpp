@@ -27,11 +27,6 @@ bool is_tensor(PyObject* object) {
   return result != 0;
 }
 
-long long version_or_zero(PyObject* tensor) {
-  if (call_method(tensor, python().is_inference).ptr() == Py_True) return 0;
-  return version_of(tensor);
-}
-
 py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   HeldObject* self = PyObject_New(HeldObject, held_type);
   if (self == nullptr) throw py::error_already_set();
@@ -47,13 +42,13 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
     self->held = py::reinterpret_borrow<py::object>(tensor);
     self->is_tensor = true;
   }
-  self->version = self->is_tensor ? version_or_zero(self->held.ptr()) : 0;
+  self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
   return owner;
 }
 
 py::object thaw(PyObject* object) {
   HeldObject* self = held_of(object);
-  if (self->is_tensor && version_or_zero(self->held.ptr()) != self->version) {
+  if (self->is_tensor && version_of(self->held.ptr()) != self->version) {
     raise(call(python().changed_error, object));
   }
   if (self->unpack) {

@@ -2,6 +2,7 @@
 //
 // No function here releases the GIL, since all of them handle Python objects; what blocks (a lock,
 // the user's function) is called through Python, which releases it.
+#include "frames/exclusive.h"
 #include "frames/frame.h"
 #include "frames/generators.h"
 #include "frames/held.h"
@@ -20,6 +21,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_held_types(module);
   actckpt::add_generator_types(module);
   actckpt::add_parameter_functions(module);
+  actckpt::add_exclusive_functions(module);
   actckpt::add_swap_functions(module);
   actckpt::add_region_functions(module);
   module.def("connect", actckpt::connect, pybind11::arg("names"),

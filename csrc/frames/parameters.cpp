@@ -1,5 +1,9 @@
 #include "frames/parameters.h"
 
+#include <cstring>
+#include <memory>
+#include <utility>
+
 #include "frames/python.h"
 
 namespace actckpt {
@@ -12,48 +16,96 @@ PyObject* entries(const py::object& attributes, PyObject* name) {
   return found != nullptr && PyDict_Check(found) ? found : nullptr;
 }
 
-long long sum_of_module(PyObject* module) {
+// Visits the parameters that require grad of a module and of everything in it. Only exact types:
+// sharded parameters (DTensor) stand for others that come and go.
+template <typename Visit>
+void for_each_parameter(PyObject* module, const Visit& visit) {
   const py::object attributes = attribute(module, python().dict);
-  long long sum = 0;
   PyObject *key, *value;
   Py_ssize_t position = 0;
   if (PyObject* parameters = entries(attributes, python().parameters)) {
-    while (PyDict_Next(parameters, &position, &key, &value)) {
-      if (value != Py_None) sum += version_of(value);
-    }
+    while (PyDict_Next(parameters, &position, &key, &value)) visit(value);
   }
   position = 0;
   if (PyObject* modules = entries(attributes, python().modules)) {
     while (PyDict_Next(modules, &position, &key, &value)) {
-      if (value != Py_None) sum += sum_of_module(value);
+      if (value != Py_None) for_each_parameter(value, visit);
     }
   }
+}
+
+bool is_plain(PyObject* parameter) {
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(parameter));
+  return type == python().parameter_type || type == python().tensor_type;
+}
+
+bool counts(PyObject* parameter) {
+  return is_plain(parameter) && is_true(parameter, python().requires_grad);
+}
+
+long long sum_versions(PyObject* module) {
+  long long sum = 0;
+  for_each_parameter(module, [&](PyObject* parameter) {
+    if (counts(parameter)) sum += version_of(parameter);
+  });
   return sum;
 }
 
-PyObject* sum_versions(PyObject*, PyObject* modules) {
-  return guarded([&]() -> PyObject* {
-    long long sum = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(modules); ++i) {
-      sum += sum_parameter_versions(PyTuple_GET_ITEM(modules, i));
-    }
-    return PyLong_FromLongLong(sum);
-  });
-}
-
-PyMethodDef functions[] = {
-    {"sum_parameter_versions", sum_versions, METH_O, "sum_parameter_versions(modules) -> int"},
-    {nullptr, nullptr, 0, nullptr}};
+// Owned by a Python Region.
+using Handle = std::shared_ptr<Parameters>;
 
 }  // namespace
 
-long long sum_parameter_versions(PyObject* module) {
-  if (PyMethod_Check(module)) return sum_of_module(PyMethod_GET_SELF(module));
-  return sum_of_module(module);
+Parameters::Parameters(PyObject* function) {
+  PyObject* module = function;
+  if (PyMethod_Check(function)) {
+    const py::object name = attribute(PyMethod_GET_FUNCTION(function), python().name);
+    if (PyUnicode_CompareWithASCIIString(name.ptr(), "forward") != 0) return;
+    module = PyMethod_GET_SELF(function);
+  }
+  const int is_module = PyObject_IsInstance(module, python().module_type);
+  if (is_module < 0) throw py::error_already_set();
+  if (is_module == 0) return;
+  module_ = py::reinterpret_borrow<py::object>(module);
+  sum_before_ = sum_versions(module);
+}
+
+void Parameters::forward_done() {
+  if (!module_) return;
+  long long sum = 0;
+  for_each_parameter(module_.ptr(), [&](PyObject* parameter) {
+    const long long version = counts(parameter) ? version_of(parameter) : -1;
+    sum += version > 0 ? version : 0;
+    noted_.push_back({py::reinterpret_borrow<py::object>(parameter), version});
+  });
+  if (sum != sum_before_) {
+    module_ = py::object();
+    noted_.clear();
+  }
+}
+
+void Parameters::check() const {
+  if (!module_) return;
+  std::size_t index = 0;
+  for_each_parameter(module_.ptr(), [&](PyObject* found) {
+    const Noted* noted = index < noted_.size() ? &noted_[index] : nullptr;
+    ++index;
+    if (noted == nullptr || noted->version < 0 || !is_plain(found)) return;
+    const long long version = found == noted->parameter.ptr() ? version_of(found) : -1;
+    if (version == noted->version) return;
+    PyObject* error = PyObject_CallFunction(python().parameter_error, "OOLL", module_.ptr(), found,
+                                            noted->version, version);
+    if (error == nullptr) throw py::error_already_set();
+    raise(py::reinterpret_steal<py::object>(error));
+  });
 }
 
 void add_parameter_functions(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  py::class_<Parameters, Handle>(module, "Parameters", "Parameters as a forward left them.")
+      .def(py::init([](const py::object& function) { return Handle(new Parameters(function.ptr())); }),
+           py::arg("function"))
+      .def("forward_done", &Parameters::forward_done)
+      .def("check", &Parameters::check);
 }
 
 }  // namespace actckpt

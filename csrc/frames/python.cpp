@@ -21,7 +21,7 @@ Python interned() {
   names.set_state = PyUnicode_InternFromString("set_state");
   names.acquire = PyUnicode_InternFromString("acquire");
   names.release = PyUnicode_InternFromString("release");
-  names.pack = PyUnicode_InternFromString("pack");
+  names.name = PyUnicode_InternFromString("__name__");
   return names;
 }
 
@@ -45,6 +45,7 @@ void connect(const py::dict& names) {
   };
   p.tensor_type = keep("tensor_type");
   p.parameter_type = keep("parameter_type");
+  p.module_type = keep("module_type");
   p.lock_type = keep("lock_type");
   p.state_getters = keep("state_getters");
   p.cpu_generators = keep("cpu_generators");
@@ -101,7 +102,14 @@ void call_quietly(PyObject* function, PyObject* argument) {
 bool is_true(PyObject* object, PyObject* name) { return attribute(object, name).ptr() == Py_True; }
 
 long long version_of(PyObject* tensor) {
-  const py::object version = attribute(tensor, python().version);
+  PyObject* found = PyObject_GetAttr(tensor, python().version);
+  if (found == nullptr) {
+    // Inference tensors have no version; nothing is known of what is done to them.
+    py::error_already_set error;
+    if (call_method(tensor, python().is_inference).ptr() == Py_True) return 0;
+    throw error;
+  }
+  const auto version = py::reinterpret_steal<py::object>(found);
   const long long number = PyLong_AsLongLong(version.ptr());
   if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
   return number;

@@ -28,11 +28,12 @@ struct Python {
   PyObject* set_state;
   PyObject* acquire;
   PyObject* release;
-  PyObject* pack;
+  PyObject* name;
 
   // Set by `connect`; see actckpt/runtime/connect.py for what each is.
   PyObject* tensor_type;
   PyObject* parameter_type;
+  PyObject* module_type;
   PyObject* lock_type;
   PyObject* state_getters;
   PyObject* cpu_generators;

@@ -1,5 +1,6 @@
 #include "frames/region.h"
 
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -111,15 +112,7 @@ bool rerun_common(const py::object& refill) {
   const auto* frame = reinterpret_cast<FrameObject*>(refill_frame(refill));
   const Recipe& recipe = frame->recipe;
   if (recipe.region) return false;
-  if (frame->check_metadata && frame->forward_completed) {
-    const long long found = sum_parameter_versions(recipe.function.ptr());
-    if (found != recipe.parameter_versions) {
-      PyObject* error = PyObject_CallFunction(python().parameter_error, "OLL", recipe.function.ptr(),
-                                              recipe.parameter_versions, found);
-      if (error == nullptr) throw py::error_already_set();
-      raise(py::reinterpret_steal<py::object>(error));
-    }
-  }
+  if (frame->check_metadata && frame->forward_completed) recipe.parameters->check();
   const py::object state = capture_state();
   const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
   if (same < 0) throw py::error_already_set();
@@ -247,12 +240,13 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
       recipe.random = capture_generators(generators.ptr());
       recipe.outer_swap = 0;
     }
+    const auto parameters = std::make_shared<Parameters>(args[0]);
+    recipe.parameters = parameters;
     const py::object frame = new_frame(std::move(recipe), truth(args[4]));
     PyObject* result = run_forward(frame, args[0], args[1], nullptr);
     if (result == nullptr) return nullptr;
     const auto owner = py::reinterpret_steal<py::object>(result);
-    reinterpret_cast<FrameObject*>(frame.ptr())->recipe.parameter_versions =
-        sum_parameter_versions(args[0]);
+    parameters->forward_done();
     return Py_NewRef(owner.ptr());
   });
 }
