@@ -180,7 +180,7 @@ class Session:
         return found
 
     def _begin(self, task: int) -> None:
-        """Prepare for a backward that reads this session for the first time."""
+        """Prepare for a backward that has not read anything here yet."""
         if self._task == task:
             return
         self._task = task
