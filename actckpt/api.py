@@ -286,10 +286,9 @@ def check_policy(policy: object) -> None:
         ValueError: it is not.
     """
     if policy is not None and policy != "recompute":
-        hint = " For offloading use `with actckpt.offload():` or offload_inputs=True." if policy == "offload" else ""
         raise ValueError(
             f"policy={policy!r} is not known. Pass 'recompute' (or None, the same): the function is run again in "
-            f"backward.{hint}"
+            "backward. To move what is saved instead, use `with actckpt.offload():`, or apply(policy='offload')."
         )
 
 

@@ -52,12 +52,15 @@ def _actckpt_checkpoint(model: LanguageModel) -> None:
 
 #: The demo's tensors are small; `offload` leaves those below 1 MiB alone by default.
 _MIN_OFFLOAD_BYTES = 1 << 16
+#: And all of them would fit into the window that is read ahead by default.
+_READ_AHEAD_BYTES = 8 << 20
 
 
 def _actckpt_offload(model: LanguageModel) -> None:
     import actckpt
     from actckpt.demo.model import Block
 
+    actckpt.configure(max_inflight=_READ_AHEAD_BYTES)
     actckpt.apply(model, policy="offload", blocks=Block, min_bytes=_MIN_OFFLOAD_BYTES)
 
 
@@ -65,6 +68,7 @@ def _actckpt_both(model: LanguageModel) -> None:
     import actckpt
     from actckpt.demo.model import Block
 
+    actckpt.configure(max_inflight=_READ_AHEAD_BYTES)
     actckpt.apply(model, policy="recompute", blocks=Block)
     forward = model.forward
 

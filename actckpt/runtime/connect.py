@@ -6,7 +6,7 @@ import torch
 
 from actckpt import _frames
 from actckpt.runtime import messages, rerun, rng, state, torch_private
-from actckpt.runtime.inputs import HeldTensorChanged, parameter_error
+from actckpt.runtime.inputs import HeldTensorChanged, changed_error, parameter_error
 
 NAMES = {
     "tensor_type": torch.Tensor,
@@ -36,6 +36,7 @@ NAMES = {
     "mismatch_error": rerun.mismatch_error,
     "modified_error": messages.saved_tensor_changed,
     "changed_error": HeldTensorChanged,
+    "input_error": changed_error,
     "failure": rerun.failure,
     "parameter_error": parameter_error,
     "swap_timeout_error": rng.swap_timeout_error,

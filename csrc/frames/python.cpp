@@ -64,6 +64,7 @@ void connect(const py::dict& names) {
   p.mismatch_error = keep("mismatch_error");
   p.modified_error = keep("modified_error");
   p.changed_error = keep("changed_error");
+  p.input_error = keep("input_error");
   p.failure = keep("failure");
   p.parameter_error = keep("parameter_error");
 }

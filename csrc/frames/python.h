@@ -52,6 +52,7 @@ struct Python {
   PyObject* mismatch_error;
   PyObject* modified_error;
   PyObject* changed_error;
+  PyObject* input_error;
   PyObject* failure;
   PyObject* parameter_error;
 };

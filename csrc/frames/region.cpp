@@ -107,6 +107,19 @@ void run_with_random_state(const py::object& random, const py::object& refill, P
   put_back();
 }
 
+// The arguments of one rerun. Throws an error for the user where a tensor was changed in place.
+py::object thaw_inputs(const py::object& held) {
+  try {
+    return thaw_arguments(held.ptr());
+  } catch (py::error_already_set& error) {
+    if (!error.matches(python().changed_error)) throw;
+    PyObject* worded =
+        PyObject_CallFunctionObjArgs(python().input_error, error.value().ptr(), held.ptr(), nullptr);
+    if (worded == nullptr) throw py::error_already_set();
+    raise(py::reinterpret_steal<py::object>(worded));
+  }
+}
+
 // Reruns a region of the common kind. Returns false, having done nothing, where it is not one now.
 bool rerun_common(const py::object& refill) {
   const auto* frame = reinterpret_cast<FrameObject*>(refill_frame(refill));
@@ -117,7 +130,7 @@ bool rerun_common(const py::object& refill) {
   const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
   if (same < 0) throw py::error_already_set();
   if (same == 0) return false;
-  const py::object args = thaw_arguments(recipe.args.ptr());
+  const py::object args = thaw_inputs(recipe.args);
   if (recipe.random) {
     run_with_random_state(recipe.random, refill, recipe.function.ptr(), args.ptr());
   } else {

@@ -242,3 +242,26 @@ def test_keywords_of_an_applied_block_that_are_named_like_options_reach_it() -> 
     expected = model[0](_x(), debug=True, early_stop=5, policy="ab")
     actckpt.apply(model, blocks=Block)
     assert_equal(model[0](_x(), debug=True, early_stop=5, policy="ab").detach(), expected.detach())
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("how", ["module", "forward", "dropout", "other dtype", "function", "nested"])
+def test_an_input_changed_in_place_raises_the_same_error_on_every_path(how: str, requires_grad: bool) -> None:
+    block = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5 if how == "dropout" else 0.0))
+    x = torch.ones(2, 3, requires_grad=requires_grad) * 1
+    if how == "function":
+        y = actckpt.checkpoint(lambda x: block(x), x)
+    elif how == "nested":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            y = actckpt.checkpoint(block, x)
+    else:
+        y = actckpt.checkpoint(block.forward if how == "forward" else block, x)
+    with torch.no_grad():
+        x.add_(1)
+    if how == "other dtype":
+        torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(actckpt.InputChangedError, match=r"(?s)Argument 0.*Version \d in forward, \d now"):
+            y.sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
