@@ -1,4 +1,4 @@
-"""Counts of what the runtime has done since the last reset."""
+"""Counts of what the runtime has done in this process."""
 
 import threading
 from collections import Counter
@@ -19,13 +19,8 @@ class Counters:
             self._sums[name] += amount
 
     def value(self, name: str) -> int:
-        """Return the sum `name` since the last reset."""
+        """Return the sum `name`."""
         return self._sums[name]
-
-    def reset(self) -> None:
-        """Set every sum to zero."""
-        with self._lock:
-            self._sums.clear()
 
 
 counters = Counters()

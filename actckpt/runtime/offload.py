@@ -4,7 +4,7 @@ NOTE [ Offload ]
 
 Rule 1. Parameters, buffers and their views stay: somebody else keeps them anyway. A parameter is a leaf
         that requires grad, or of type Parameter. Buffers are looked up in the modules whose forward runs.
-Rule 2. What stays is held as a detached alias, not as the tensor: an output held as such would keep its own
+Rule 2. What stays is held as a detached alias, unless it is a leaf: an output held as such would keep its own
         graph alive.
 Rule 3. Hooks switch autograd's version check off, so every handle has one of its own. For a moved tensor a
         canary does it: an alias that shares the version counter but not the storage. Of a subclass, whose
