@@ -22,8 +22,9 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from actckpt import rng
+from actckpt import policies, rng
 from actckpt._version import __version__
+from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
 from actckpt.blocks import apply, remove
 from actckpt.config import Settings, configure
@@ -34,12 +35,14 @@ from actckpt.errors import (
     RerunMismatchError,
     SavedTensorChangedError,
 )
+from actckpt.regions import region
 from actckpt.runtime import connect as _connect  # noqa: F401 - imported for its effect
 from actckpt.statistics import Stats, reset_stats, stats
 
 __all__ = [
     "SAC_IGNORED_OPS",
     "ActckptError",
+    "Action",
     "BlocksError",
     "CheckpointError",
     "CheckpointFunction",
@@ -48,6 +51,7 @@ __all__ = [
     "InputChangedError",
     "RerunMismatchError",
     "SavedTensorChangedError",
+    "SavedTensorInfo",
     "SelectiveCheckpointContext",
     "Settings",
     "Stats",
@@ -62,6 +66,8 @@ __all__ = [
     "get_device_states",
     "noop_context_fn",
     "offload",
+    "policies",
+    "region",
     "remove",
     "reset_stats",
     "rng",

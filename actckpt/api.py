@@ -1,6 +1,7 @@
 """The public functions: `checkpoint`, `checkpoint_sequential` and `offload`."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -8,13 +9,16 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from actckpt import _frames, config
+from actckpt.policies import choice_of, selective_choice
 from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import is_of_module
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Session, offloading
 from actckpt.runtime.packed import held_inputs
+from actckpt.runtime.replay.choice import Choice
+from actckpt.runtime.replay.opened import OpenRegion
 from actckpt.runtime.rerun import Region
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
@@ -49,7 +53,7 @@ def checkpoint(
     debug: bool = False,
     preserve_rng_state: bool = True,
     early_stop: bool = True,
-    policy: str | None = None,
+    policy: Any = None,
     offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
     **kwargs: Any,
@@ -70,7 +74,8 @@ def checkpoint(
         preserve_rng_state: draw the same random numbers in reruns.
         early_stop: end a rerun as soon as everything needed is back. The context
             `torch.utils.checkpoint.set_checkpoint_early_stop` wins over it.
-        policy: `"recompute"` or None; they mean the same here.
+        policy: None or `"recompute"`: `function` runs again in backward. Any other policy of `region`: nothing runs
+            again but single operators, as in `with region(policy):`.
         offload_inputs: move the tensors that the region holds for its reruns to a store, as `offload` does.
             Inside another region it does nothing: that one frees them.
         rng_trackers: callables that return random state trackers, in addition to those registered
@@ -119,7 +124,7 @@ def checkpoint_call(
     debug: bool = False,
     preserve_rng_state: bool = True,
     early_stop: bool = True,
-    policy: str | None = None,
+    policy: Any = None,
     offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
 ) -> Any:
@@ -140,9 +145,11 @@ def checkpoint_call(
             rng_trackers,
         )
     if use_reentrant or policy is not None or determinism_check != "default" or _UNKNOWN_TORCH_KEYWORDS:
-        _check_keywords(use_reentrant, policy, determinism_check, kwargs)
+        _check_keywords(use_reentrant, policy, context_fn, offload_inputs, determinism_check, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if policy is not None and policy != "recompute":
+        return _run_in_region(choice_of(policy), function, args, kwargs)
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
     if forced_early_stop is not None:
@@ -165,6 +172,9 @@ def checkpoint_call(
         _trace(region, context_fn)
     elif context_fn is not noop_context_fn:
         region.forward_context, region.rerun_context = context_fn()
+        choice = selective_choice(region.forward_context)
+        if choice is not None:
+            return _run_in_region(choice, function, args, kwargs)
     return region.run(function, args, kwargs, early_stop=early_stop, check_metadata=check_metadata)
 
 
@@ -258,7 +268,12 @@ def _run_in_turn(functions: Sequence[Callable[..., Any]], value: Any) -> Any:
 
 
 def _check_keywords(
-    use_reentrant: bool | None, policy: str | None, determinism_check: str, kwargs: dict[str, Any]
+    use_reentrant: bool | None,
+    policy: Any,
+    context_fn: ContextFn,
+    offload_inputs: bool,
+    determinism_check: str,
+    kwargs: dict[str, Any],
 ) -> None:
     if use_reentrant:
         raise ValueError(
@@ -266,7 +281,16 @@ def _check_keywords(
             "does all that the reentrant one does. Drop the keyword or pass use_reentrant=False, or keep "
             "torch.utils.checkpoint.checkpoint for this call."
         )
-    check_policy(policy)
+    if policy is not None and context_fn is not noop_context_fn:
+        raise ValueError(
+            "checkpoint: policy= and context_fn= both say what to recompute. Pass one of the two; a policy function of "
+            "torch's create_selective_checkpoint_contexts can be passed as policy= unchanged."
+        )
+    if policy is not None and policy != "recompute" and offload_inputs:
+        raise ValueError(
+            "checkpoint: offload_inputs=True goes with policy=None, whose reruns hold the inputs of the region. With "
+            f"policy={policy!r} operators are replayed: let the policy return Action.OFFLOAD where is_input is True."
+        )
     if determinism_check not in ("default", "none"):
         raise ValueError(
             f"checkpoint: determinism_check should be one of ['default', 'none'], but got {determinism_check!r}."
@@ -279,17 +303,16 @@ def _check_keywords(
             )
 
 
-def check_policy(policy: object) -> None:
-    """Raise unless `policy` is one that `checkpoint` has.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if policy is not None and policy != "recompute":
-        raise ValueError(
-            f"policy={policy!r} is not known. Pass 'recompute' (or None, the same): the function is run again in "
-            "backward. To move what is saved instead, use `with actckpt.offload():`, or apply(policy='offload')."
-        )
+def _run_in_region(choice: Choice, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward recorded, so that single operators are replayed."""
+    opened = OpenRegion(choice)
+    try:
+        result = function(*args, **kwargs)
+    except BaseException:
+        opened.close(has_failed=True)
+        raise
+    opened.close(has_failed=False)
+    return result
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:
@@ -311,7 +334,7 @@ def _delegate(
     debug: bool,
     preserve_rng_state: bool,
     early_stop: bool,
-    policy: str | None,
+    policy: Any,
     offload_inputs: bool,
     rng_trackers: Sequence[rng.GetTracker],
 ) -> Any:
@@ -322,8 +345,13 @@ def _delegate(
     """
     if use_reentrant:
         raise ValueError("checkpoint: use_reentrant=True is not supported. Drop the keyword.")
-    if policy is not None and policy != "recompute":
-        raise ValueError("checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute'.")
+    if isinstance(policy, list) or callable(policy):
+        context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    elif policy is not None and policy != "recompute":
+        raise ValueError(
+            "checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', or a list or policy "
+            "function that torch's create_selective_checkpoint_contexts takes."
+        )
     if offload_inputs:
         raise ValueError(
             "checkpoint: offload_inputs cannot be honoured under torch.compile. Leave it out, or keep this call out of "

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from actckpt.api import check_policy, checkpoint, checkpoint_call, offload
+from actckpt.api import checkpoint, checkpoint_call, offload
 from actckpt.errors import BlocksError
+from actckpt.policies import choice_of
 
 __all__ = ["apply", "remove"]
 
@@ -21,13 +22,14 @@ Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Seque
 
 
 def apply(
-    model: torch.nn.Module, policy: str | None = "recompute", blocks: Blocks | None = None, **options: Any
+    model: torch.nn.Module, policy: Any = "recompute", blocks: Blocks | None = None, **options: Any
 ) -> tuple[str, ...]:
     """Checkpoint the blocks of `model`: each call of such a block becomes a region.
 
     Args:
         model: changed in place.
-        policy: `"recompute"` or None: as in `checkpoint`. `"offload"`: each call runs under `offload`.
+        policy: `"recompute"` or None: as in `checkpoint`. `"offload"`: each call runs under `offload`. Any other policy
+            of `region`: each call is such a region.
         blocks: which of its modules: a type or several, qualified names (`"layers.0"`, also with
             wildcards: `"layers.*"`), or a predicate on modules. None: the repeated blocks, which are
             the outermost modules of one type that stand together in a ModuleList, Sequential or ModuleDict.
@@ -48,8 +50,8 @@ def apply(
         >>> actckpt.remove(model)
         ('0', '1', '2')
     """
-    if policy != "offload":
-        check_policy(policy)
+    if policy is not None:
+        choice_of(policy)  # raises if it is none
     known = inspect.signature(offload if policy == "offload" else checkpoint).parameters
     unknown = sorted(name for name in options if name in ("function", "args", "kwargs") or name not in known)
     if unknown:
@@ -95,7 +97,7 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
 class _CheckpointedForward:
     """The forward of one block, checkpointed. An object, so that deepcopy and pickle follow the block."""
 
-    def __init__(self, block: torch.nn.Module, policy: str | None, options: dict[str, Any]) -> None:
+    def __init__(self, block: torch.nn.Module, policy: Any, options: dict[str, Any]) -> None:
         self.block = block
         self.policy = policy
         self.options = options

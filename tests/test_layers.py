@@ -11,10 +11,11 @@ _PACKAGE = Path(__file__).parents[1] / "actckpt"
 
 #: Lower rooms first: a module may import from rooms that stand before its own, and from its own.
 _ROOMS = [
-    ["_version", "errors", "config", "_frames", "_engine"],
+    ["_version", "errors", "action", "config", "_frames", "_engine"],
     ["engine"],
     ["runtime"],
-    ["rng", "api"],
+    ["policies"],
+    ["rng", "regions", "api"],
     ["blocks", "statistics"],
     ["report", "doctor"],
     ["demo", "cli", "__main__"],

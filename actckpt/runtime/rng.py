@@ -112,6 +112,11 @@ class RandomState:
             yield
 
 
+def capture(generators: tuple[torch.Generator, ...]) -> "_frames.GeneratorStates":
+    """Return the states of these generators by value."""
+    return _frames.capture_generators(generators)
+
+
 @contextmanager
 def swapped_in(states: "_frames.GeneratorStates", trackers: "Sequence[_TrackerState]" = ()) -> Iterator[None]:
     """Run the body with these states, then put back what was there. The caller owns the swap (Rule 5)."""

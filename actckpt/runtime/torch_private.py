@@ -46,6 +46,10 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 #: Whether autocast is on for any device. Missing: assume that it is and look closer.
 any_autocast_enabled: Callable[[], bool] = _optional(torch._C, "_is_any_autocast_enabled") or (lambda: True)
 
+#: Skips autograd in this thread, whatever the grad mode. Missing: replay turns grad mode off for operators in
+#: place, as `no_grad` does.
+below_autograd: Callable[[], Any] | None = _optional(torch._C, "_AutoDispatchBelowAutograd")
+
 #: Getters and setters of the SDPA backend flags and their priority. A missing one is left alone.
 _SDPA_FLAGS = [
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
@@ -90,6 +94,18 @@ def forced_by_context() -> tuple[bool | None, bool | None]:
         getattr(module, "_enable_checkpoint_early_stop", None),
         getattr(module, "_checkpoint_debug_enabled", None),
     )
+
+
+def selective_policy(context: object) -> Callable[..., Any] | None:
+    """Return the policy function of torch's selective checkpointing, if `context` is its mode of the forward.
+
+    Missing: `context_fn` runs as torch runs it, with torch's limits.
+    """
+    kind = _optional(torch.utils.checkpoint, "_CachingTorchDispatchMode")
+    if kind is None or type(context) is not kind:
+        return None
+    policy: Callable[..., Any] | None = _optional(context, "policy_fn")
+    return policy
 
 
 def function_modes() -> tuple[Any, ...]:

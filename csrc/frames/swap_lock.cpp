@@ -2,6 +2,7 @@
 
 #include <pythread.h>
 
+#include <memory>
 #include <new>
 
 #include "frames/python.h"
@@ -37,6 +38,18 @@ void acquire() {
   state.depth = 1;
 }
 
+// Swap as a context manager, for replay.
+class SwapContext {
+ public:
+  explicit SwapContext(long long outer) : outer_(outer) {}
+  void enter() { swap_ = std::make_unique<Swap>(outer_); }
+  void exit(const py::args&) noexcept { swap_.reset(); }
+
+ private:
+  long long outer_;
+  std::unique_ptr<Swap> swap_;
+};
+
 void release() noexcept {
   state.depth -= 1;
   if (state.depth > 0) return;
@@ -68,6 +81,10 @@ void add_swap_functions(py::module_& module) {
   state.lock = PyThread_allocate_lock();
   if (state.lock == nullptr) throw std::bad_alloc();
   module.def("current_swap", current_swap, "The swap of random state this thread owns, or 0.");
+  py::class_<SwapContext>(module, "Swap", "Owns the right to swap random state inside of a with block.")
+      .def(py::init<long long>(), py::arg("outer"))
+      .def("__enter__", &SwapContext::enter)
+      .def("__exit__", &SwapContext::exit);
 }
 
 }  // namespace actckpt

@@ -36,6 +36,8 @@ NAMES = [
     (torch.utils._device, "CURRENT_DEVICE", "optional: what torch.get_default_device reads"),
     (torch.utils.checkpoint, "_enable_checkpoint_early_stop", "optional: set_checkpoint_early_stop does nothing"),
     (torch.utils.checkpoint, "_checkpoint_debug_enabled", "optional: set_checkpoint_debug_enabled does nothing"),
+    (torch._C, "_AutoDispatchBelowAutograd", "optional: replay turns grad mode off for operators in place"),
+    (torch.utils.checkpoint, "_CachingTorchDispatchMode", "optional: context_fn has torch's limits"),
 ]
 
 
@@ -60,10 +62,12 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "knows_outer_hooks",
         "outer_hooks",
         "replaced_function_modes",
+        "selective_policy",
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
     assert names == {
         "any_autocast_enabled",
+        "below_autograd",
         "current_graph_exec_group",
         "current_graph_task_id",
         "num_function_modes",

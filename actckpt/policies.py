@@ -1,0 +1,181 @@
+"""Policies: which saved tensors are kept, recomputed or offloaded.
+
+Every form that `region`, `checkpoint` and `apply` take becomes a `Choice`, which is what the recorder asks.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from actckpt.action import Action, SavedTensorInfo
+from actckpt.runtime import torch_private
+from actckpt.runtime.replay.choice import Choice
+
+__all__ = ["PerOp", "choice_of", "selective_choice"]
+
+_ACTION_OF_TORCH = {
+    CheckpointPolicy.MUST_SAVE: Action.KEEP,
+    CheckpointPolicy.PREFER_SAVE: Action.KEEP,
+    CheckpointPolicy.MUST_RECOMPUTE: Action.RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE: Action.RECOMPUTE,
+    **{
+        getattr(CheckpointPolicy, name): Action.OFFLOAD
+        for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+        if hasattr(CheckpointPolicy, name)
+    },
+    True: Action.KEEP,
+    False: Action.RECOMPUTE,
+}
+
+
+class PerOp:
+    """A policy by operator.
+
+    Args:
+        actions: by operator: `torch.ops.aten.mm.default`, `torch.ops.aten.mm` (all its overloads), or a
+            name (`"aten.mm"`).
+        default: for values of all other operators.
+    Raises:
+        ValueError: an operator that does not exist, with the nearest names, or a value that is no `Action`.
+
+    Example::
+
+        >>> import torch, actckpt
+        >>> policy = actckpt.policies.PerOp({torch.ops.aten.mm: actckpt.Action.OFFLOAD})
+        >>> policy.default
+        <Action.RECOMPUTE: 'recompute'>
+    """
+
+    def __init__(self, actions: Mapping[Any, Action | str], default: Action | str = Action.RECOMPUTE) -> None:
+        self.actions = {
+            overload: _action(action, f"the action of {op}")
+            for op, action in actions.items()
+            for overload in _overloads(op)
+        }
+        self.default = _action(default, "default")
+
+    def __repr__(self) -> str:
+        actions = ", ".join(f"{op}: {action.value}" for op, action in self.actions.items())
+        return f"PerOp({{{actions}}}, default={self.default.value})"
+
+
+def choice_of(policy: Any) -> Choice:
+    """Return what the recorder asks for any form of a policy.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(policy, (str, Action)):
+        return Choice(default=_action(policy, "policy"))
+    if isinstance(policy, PerOp):
+        return Choice(policy.actions, policy.default)
+    if isinstance(policy, Mapping):
+        raise ValueError("policy is a dict. Pass actckpt.policies.PerOp(...), which says what happens to the rest.")
+    if isinstance(policy, Iterable):
+        return Choice(_kept(tuple(policy)), Action.RECOMPUTE)
+    if callable(policy):
+        if _is_torch_policy(policy):
+            return Choice(after_call=lambda op, args, kwargs, result: _ask_torch(policy, op, args, kwargs, result))
+        return Choice(for_value=lambda info: _ask_value(policy, info))
+    raise ValueError(
+        f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', an Action, a list of "
+        "operators to keep, actckpt.policies.PerOp, or a function."
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(ops: tuple[Any, ...]) -> dict[Any, Action]:
+    return {overload: Action.KEEP for op in ops for overload in _overloads(op)}
+
+
+def selective_choice(context: object) -> Choice | None:
+    """Return the choice behind the first context of `create_selective_checkpoint_contexts`, None for other contexts."""
+    policy = torch_private.selective_policy(context)
+    return None if policy is None else choice_of(policy)
+
+
+def _is_torch_policy(policy: Callable[..., Any]) -> bool:
+    """Whether a function takes (ctx, op, *args, **kwargs), rather than one SavedTensorInfo."""
+    try:
+        parameters = inspect.signature(policy).parameters.values()
+    except ValueError:  # a builtin that has none
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return len(required) > 1 or takes_more
+
+
+def _ask_torch(policy: Callable[..., Any], op: Any, args: Any, kwargs: Any, result: Any) -> Action:
+    context: Any = SelectiveCheckpointContext
+    answer = policy(context(is_recompute=False, op_output=result), op, *args, **kwargs)
+    try:
+        return _ACTION_OF_TORCH[answer]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"The policy returned {answer!r}, a {type(answer).__name__}, for {op}. A function that takes (ctx, op, "
+            "*args, **kwargs) returns a torch.utils.checkpoint.CheckpointPolicy."
+        ) from None
+
+
+def _ask_value(policy: Callable[..., Any], info: SavedTensorInfo) -> Action:
+    answer = policy(info)
+    if isinstance(answer, Action):
+        return answer
+    raise ValueError(
+        f"The policy returned {answer!r}, a {type(answer).__name__}, for a saved tensor of {info.op or 'the region'} "
+        f"of shape {info.shape}. A function of a SavedTensorInfo returns an actckpt.Action."
+    )
+
+
+def _action(action: Any, what: str) -> Action:
+    if isinstance(action, Action):
+        return action
+    names = [known.value for known in Action]
+    if isinstance(action, str) and action in names:
+        return Action(action)
+    near = difflib.get_close_matches(str(action), names, n=1)
+    raise ValueError(
+        f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, names))}, or an actckpt.Action."
+        + (f" Did you mean {near[0]!r}?" if near else "")
+    )
+
+
+def _overloads(op: Any) -> list[Any]:
+    """Return the overloads that `op` stands for: an overload, a packet, or a name of either."""
+    if isinstance(op, torch._ops.OpOverload):
+        return [op]
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        raise ValueError(f"policy: {op} is a higher-order operator, which is not recorded. Name operators only.")
+    if not isinstance(op, str):
+        raise ValueError(
+            f"policy: {op!r} is a {type(op).__name__}, not an operator. Pass for example torch.ops.aten.mm.default, "
+            "torch.ops.aten.mm, or 'aten.mm'."
+        )
+    return _overloads(_named(op))
+
+
+def _named(name: str) -> Any:
+    namespace, _, rest = name.replace("::", ".").removeprefix("torch.ops.").partition(".")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
+    if packet is None:
+        known = sorted({full.partition("::")[2].partition(".")[0] for full in torch._C._dispatch_get_all_op_names()})
+        near = difflib.get_close_matches(base or namespace, known, n=3)
+        raise ValueError(
+            f"policy: there is no operator {name!r}. Nearest: {', '.join(f'aten.{n}' for n in near) or 'none'}."
+        )
+    if not overload:
+        return packet
+    if overload not in packet.overloads():
+        raise ValueError(
+            f"policy: {namespace}.{base} has no overload {overload!r}; it has {', '.join(packet.overloads())}."
+        )
+    return getattr(packet, overload)

@@ -1,0 +1,54 @@
+"""`region`: a block of code whose saved tensors a policy keeps, recomputes or offloads."""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from actckpt.policies import choice_of
+from actckpt.runtime.replay.opened import OpenRegion
+
+__all__ = ["region"]
+
+
+class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
+    """Decide per saved tensor of a block of code: keep it, recompute it, or offload it.
+
+    The operators of the block are recorded. Backward gets what was dropped back by executing again the least
+    number of them, without calling any Python code twice. Also a decorator.
+
+    Args:
+        policy: `"keep"`, `"recompute"`, `"offload"` or an `Action`, for all values; a list of operators to keep,
+            the rest is recomputed; `policies.PerOp`; a function that takes a `SavedTensorInfo` and returns an
+            `Action`; or a policy function of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+    Raises:
+        ValueError: it is not a policy, or names an operator that does not exist.
+
+    Example::
+
+        >>> import torch, actckpt
+        >>> layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+        >>> with actckpt.region([torch.ops.aten.addmm]):
+        ...     y = layer(torch.randn(2, 4))
+        >>> y.sum().backward()
+    """
+
+    def __init__(self, policy: Any = "recompute") -> None:
+        self._policy = policy
+        self._choice = choice_of(policy)
+        self._open: OpenRegion | None = None
+
+    def _recreate_cm(self) -> "region":
+        return region(self._policy)
+
+    def __enter__(self) -> "region":
+        if self._open is not None:
+            raise RuntimeError("This region is open already. Make another one with actckpt.region(...).")
+        if torch.is_grad_enabled():
+            self._open = OpenRegion(self._choice)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close(has_failed=kind is not None)

@@ -1,0 +1,211 @@
+"""Execute recorded steps again, from values at hand to the one that backward asks for."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt.errors import ActckptError, SavedTensorChangedError
+from actckpt.runtime import rng, torch_private
+from actckpt.runtime.counters import counters
+from actckpt.runtime.replay import schedule
+from actckpt.runtime.replay.lineage import Step, Value, Window
+from actckpt.runtime.replay.tape import Paused, Tape, version_of
+
+__all__ = ["bytes_of", "changed_error", "is_pending", "on", "replay"]
+
+
+def on(base: Tensor, window: Window) -> Tensor:
+    """Return the tensor that `window` describes, on the storage of `base`. Call it paused."""
+    _, dtype, shape, stride, offset, is_conj, is_neg = window
+    if base.dtype is dtype and not (is_conj or is_neg or base.is_neg() or base.is_conj()):
+        return base.as_strided(shape, stride, offset)
+    tensor = torch.empty(0, dtype=dtype, device=base.device)
+    tensor.set_(base.untyped_storage(), offset, shape, stride)
+    if is_conj:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if is_neg else tensor
+
+
+def is_pending(value: Value, task: int) -> bool:
+    """Whether a saved tensor on `value` is alive that the backward `task` has not unpacked."""
+    for reference in value.handles:
+        handle = reference()
+        if handle is not None and handle.task != task:
+            return True
+    return False
+
+
+def bytes_of(tape: Tape, value: Value) -> Tensor:
+    """Return a tensor on the storage of `value`, replayed if need be."""
+    if value.held is not None:
+        if not tape.is_open:
+            _check_unchanged(value)
+        return value.held
+    if value.cached is not None:
+        return value.cached
+    if value.stored is not None:
+        tensor: Tensor = value.stored()
+        return tensor
+    return replay(tape, value)
+
+
+def _check_unchanged(value: Value) -> None:
+    """Raise if held bytes changed after the region closed (Rule 7)."""
+    held = value.held
+    assert held is not None
+    if version_of(held) != value.version:
+        raise changed_error(held.shape, held.dtype, version_of(held), value.version)
+
+
+def replay(tape: Tape, target: Value) -> Tensor:
+    """Return a tensor on the storage of `target`, made by executing the steps that lead to it.
+
+    Values on the way that this backward will ask for stay with it (Rule 12 of NOTE [ Replay ]).
+    """
+    step = target.step
+    if step is None:
+        raise _lost(target)
+    with _neutral_state():
+        if all(value.is_at_hand() for value in step.inputs):
+            steps = [step]
+        else:
+            steps = schedule.order(tape, target)
+        return _Run(tape, target, steps).result()
+
+
+class _Run:
+    """One replay: steps in order, and what they made that is needed still."""
+
+    def __init__(self, tape: Tape, target: Value, steps: list[Step]) -> None:
+        self._tape = tape
+        self._target = target
+        self._steps = steps
+        self._task = torch_private.current_graph_task_id()
+        self._made: dict[Value, Tensor] = {}
+        self._uses = Counter(value for step in steps for value in set(step.inputs))
+
+    def result(self) -> Tensor:
+        for step in self._steps:
+            self._execute(step)
+            for value in set(step.inputs):
+                self._uses[value] -= 1
+                if not self._uses[value] and value is not self._target:
+                    self._made.pop(value, None)
+        counters.add("replayed_operators", len(self._steps))
+        return self._made[self._target]
+
+    def _execute(self, step: Step) -> None:
+        bases: dict[Value, Tensor] = {}
+        for value in step.inputs:
+            if value not in bases:
+                found = self._made.get(value)
+                bases[value] = found if found is not None else bytes_of(self._tape, value)
+        for value in step.written:
+            bases[value] = self._private(value, bases.get(value))
+        args = [_thawed(arg, bases) for arg in step.args]
+        kwargs = {name: _thawed(arg, bases) for name, arg in step.kwargs.items()} if step.kwargs else {}
+        result = _called(step, args, kwargs)
+        flat = _flat(result)
+        for reference, (kind, index) in zip(step.outputs, step.results, strict=True):
+            made = reference()
+            if made is not None:
+                self._keep(made, bases[step.written[index]] if kind else flat[index])
+
+    def _private(self, value: Value, base: Tensor | None) -> Tensor:
+        """Return memory with the bytes of `value` that a step may write to (Rule 1)."""
+        memory = torch.empty(0, dtype=torch.uint8, device=value.device)
+        if base is None:  # all of it will be overwritten
+            return memory.set_(torch.empty(value.nbytes, dtype=torch.uint8, device=value.device).untyped_storage())
+        if value in self._made and self._uses[value] == 1 and value.cached is None and value is not self._target:
+            return self._made.pop(value)
+        return memory.set_(base.untyped_storage().clone())
+
+    def _keep(self, value: Value, tensor: Tensor) -> None:
+        if tensor.untyped_storage().nbytes() != value.nbytes:
+            raise ActckptError(
+                f"Replay made other bytes than the forward: a result of {value.step.operator.name} "  # type: ignore[union-attr]
+                f"has {tensor.untyped_storage().nbytes()} bytes, and {value.nbytes} were recorded.\nDoes the "
+                "operator depend on a global setting that changed? Keep what it makes: add it to "
+                "actckpt.configure(opaque=[...])."
+            )
+        if value is self._target or self._uses[value]:
+            self._made[value] = tensor
+        if self._task != -1 and not value.is_at_hand() and is_pending(value, self._task):
+            value.cached, value.cached_task = tensor, self._task
+            self._tape.clear_after(self._task, value)
+
+
+def _thawed(arg: Any, bases: dict[Value, Tensor]) -> Any:
+    if type(arg) is Window:
+        return on(bases[arg.value], arg)
+    return [_thawed(item, bases) for item in arg] if type(arg) is list else arg
+
+
+def _flat(result: Any) -> list[Any]:
+    if not isinstance(result, (list, tuple)):
+        return [result]
+    return [tensor for item in result for tensor in (item if isinstance(item, (list, tuple)) else (item,))]
+
+
+def _called(step: Step, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call the operator of a step in the grad mode of its forward; no argument requires grad."""
+    if not step.grad_enabled or (step.written and torch_private.below_autograd is None):
+        return _called_with_random_state(step, args, kwargs)
+    torch_private.set_grad_enabled(True)
+    try:
+        return _called_with_random_state(step, args, kwargs)
+    finally:
+        torch_private.set_grad_enabled(False)
+
+
+def _called_with_random_state(step: Step, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call the operator of a step with the random state of its forward (Rule 3)."""
+    func, random = step.operator.func, step.random
+    if random is None:
+        return func(*args, **kwargs)
+    if isinstance(random, tuple):
+        device, state = random
+        generator = torch.Generator(device)
+        generator.set_state(state)
+        args = [generator if isinstance(arg, torch.Generator) else arg for arg in args]
+        return func(*args, **kwargs | {"generator": generator})
+    with rng.swapped_in(random):
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _neutral_state() -> Iterator[None]:
+    """Run the body as below autograd: no grad, no autocast, no recorder, no function modes (Rule 9)."""
+    with ExitStack() as stack:
+        stack.enter_context(Paused())
+        if torch_private.below_autograd is not None:
+            stack.enter_context(torch_private.below_autograd())
+        if torch_private.any_autocast_enabled():
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+            if torch.accelerator.is_available():
+                stack.enter_context(torch.autocast(torch.accelerator.current_accelerator().type, enabled=False))  # type: ignore[union-attr]
+        if torch_private.num_function_modes():
+            stack.enter_context(torch_private.replaced_function_modes(()))
+        yield
+
+
+def _lost(value: Value) -> ActckptError:
+    return ActckptError(
+        f"A saved tensor of {value.nbytes} bytes cannot be brought back: {value.why_opaque or 'its bytes are gone'}, "
+        "and no recorded operator makes it.\nSomething that was not recorded changed a tensor inside the region. Keep "
+        "what is changed there, or use actckpt.checkpoint, which runs the function again."
+    )
+
+
+def changed_error(shape: torch.Size, dtype: torch.dtype, version: int, expected: int) -> SavedTensorChangedError:
+    """Word a saved tensor whose bytes changed in place."""
+    return SavedTensorChangedError(
+        "One of the variables needed for gradient computation has been modified by an inplace operation after its "
+        f"region closed: tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {version}; expected version "
+        f"{expected}.\nUse the out-of-place operator, clone the tensor before changing it, or change it inside the "
+        "region."
+    )

@@ -1,0 +1,70 @@
+"""Opening and closing regions: the recorder and the hooks of a thread, and how regions nest."""
+
+import threading
+from functools import partial
+
+from actckpt.action import Action
+from actckpt.runtime import offload, torch_private
+from actckpt.runtime.replay import saved
+from actckpt.runtime.replay.choice import Choice
+from actckpt.runtime.replay.recorder import Recorder
+from actckpt.runtime.replay.tape import Tape
+
+__all__ = ["OpenRegion"]
+
+
+class _Local(threading.local):
+    tape: Tape | None = None
+
+
+_local = _Local()
+
+
+class OpenRegion:
+    """A region between its opening and its closing."""
+
+    __slots__ = ("_has_hooks", "_outer_choice", "_outer_tape", "_recorder", "tape")
+
+    def __init__(self, choice: Choice) -> None:
+        outer_hooks = torch_private.outer_hooks()
+        current = _local.tape
+        self._outer_tape = current
+        if current is not None and outer_hooks is not None and outer_hooks[0] is current.pack_hook:
+            self.tape: Tape | None = current  # Rule 11
+            self._outer_choice: Choice | None = current.choice
+            current.choice = choice
+            self._recorder: Recorder | None = None
+            self._has_hooks = False
+            return
+        self._outer_choice = None
+        self._recorder = None
+        self.tape = None
+        if choice.always is Action.KEEP:
+            self._has_hooks = False
+            return
+        self._has_hooks = True
+        if choice.always is Action.OFFLOAD:
+            session = offload.Session("auto", offload.DEFAULT_MIN_BYTES)
+            torch_private.push_hooks(*session.hooks)
+            return
+        self.tape = tape = Tape(choice, outer_hooks)
+        tape.pack_hook = partial(saved.pack, tape)
+        self._recorder = Recorder(tape)
+        torch_private.push_hooks(tape.pack_hook, saved.unpack)
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+        _local.tape = tape
+
+    def close(self, *, has_failed: bool) -> None:
+        """End the region. What it needs is held from here on."""
+        if self._outer_choice is not None and self.tape is not None:
+            self.tape.choice = self._outer_choice
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._has_hooks:
+            torch_private.pop_hooks()
+        if self._recorder is None or self.tape is None:
+            return
+        _local.tape = self._outer_tape
+        if has_failed:
+            self.tape.outer = None  # what is left of the graph, if anything, belongs to who catches the error
+        saved.settle(self.tape)

@@ -1,0 +1,148 @@
+"""What the recorder must know about an operator: looked up once in its schema, and in short tables."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Operator", "operator_of"]
+
+_aten = torch.ops.aten
+
+#: They allocate and write nothing (Rule 4).
+_UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized"}
+)
+
+#: They write every element of the tensor that they change, whatever it held.
+_OVERWRITE = frozenset(
+    {
+        *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"),
+        *("cauchy_", "log_normal_", "set_data_"),
+    }
+)
+
+#: They change what a storage is, rather than what it holds: never executed again.
+_RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "resize_output_", "_resize_output_", "swap_"})
+
+#: Namespaces whose operators talk to other processes (Rule 5).
+_COLLECTIVE = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
+
+#: Operators that write to arguments without saying so in their schema: the positions of these
+#: arguments, and of the flag that switches the writing on (Rule 5).
+_HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+    "aten::miopen_batch_norm": ((3, 4), 5),
+}
+
+#: Of these, the ones that compute the same numbers without running statistics.
+_REPLAYED_WITHOUT_STATISTICS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm"})
+
+#: Forward operators that `torch.use_deterministic_algorithms` lists as nondeterministic on CUDA (Rule 5).
+_NONDETERMINISTIC_ON_CUDA = frozenset(
+    {
+        *("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "scatter"),
+        *("scatter_", "index_put", "index_put_", "_index_put_impl_", "put", "put_", "index_copy", "index_copy_"),
+        *("histc", "bincount", "kthvalue", "median", "nanmedian", "cumsum", "cumsum_", "index_reduce"),
+        *("index_reduce_", "_embedding_bag", "_unsafe_index_put"),
+    }
+)
+
+
+class Operator:
+    """Facts about one overload of an operator."""
+
+    __slots__ = (
+        "func",
+        "generator_name",
+        "hidden_writes",
+        "is_collective",
+        "is_foreign",
+        "is_nondeterministic_on_cuda",
+        "is_plain",
+        "is_random",
+        "is_uninitialised",
+        "is_view",
+        "name",
+        "overwrites",
+        "reshapes_storage",
+        "written",
+        "written_names",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        namespace, _, base = schema.name.partition("::")
+        self.func = func
+        #: As in `torch.ops.<name>`.
+        self.name = str(func)
+        writes = [argument for argument in schema.arguments if _is_write(argument)]
+        #: Positions of arguments that it writes to, and the names of those that are keywords.
+        self.written = tuple(
+            position
+            for position, argument in enumerate(schema.arguments)
+            if _is_write(argument) and not argument.kwarg_only
+        )
+        self.written_names = tuple(argument.name for argument in writes if argument.kwarg_only)
+        returns_alias = any(result.alias_info is not None for result in schema.returns)
+        #: It makes no new bytes: what it returns are windows on its arguments.
+        self.is_view = returns_alias and not writes and namespace == "aten"
+        self.is_uninitialised = namespace == "aten" and base in _UNINITIALISED
+        self.overwrites = bool(writes) and namespace == "aten" and (base in _OVERWRITE or _is_out_variant(schema))
+        self.reshapes_storage = namespace == "aten" and base in _RESHAPE_STORAGE
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        #: Not torch's own: may draw random numbers without saying so (Rule 3).
+        self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in _COLLECTIVE
+        self.is_collective = namespace in _COLLECTIVE
+        self.hidden_writes = _HIDDEN_WRITES.get(schema.name)
+        self.is_nondeterministic_on_cuda = namespace == "aten" and base in _NONDETERMINISTIC_ON_CUDA
+        #: The keyword that takes a `torch.Generator`, None if there is none.
+        self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)
+        #: None of the above needs a look at each call.
+        self.is_plain = not (
+            writes
+            or self.is_uninitialised
+            or self.is_random
+            or self.is_foreign
+            or self.is_collective
+            or self.hidden_writes
+            or self.is_nondeterministic_on_cuda
+            or self.reshapes_storage
+        )
+
+    def writes_hidden(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the positions of arguments that this call writes to although its schema does not say so."""
+        if self.hidden_writes is None:
+            return ()
+        positions, flag = self.hidden_writes
+        return tuple(p for p in positions if args[flag] and isinstance(args[p], Tensor))
+
+    @property
+    def has_form_without_effect(self) -> bool:
+        """Whether `without_effect` can be executed again."""
+        return self.func._schema.name in _REPLAYED_WITHOUT_STATISTICS
+
+    def without_effect(self, args: list[Any]) -> list[Any]:
+        """Return arguments with which it computes the same results and writes nothing but them."""
+        assert self.hidden_writes is not None
+        return [None if position in self.hidden_writes[0] else arg for position, arg in enumerate(args)]
+
+
+def _is_write(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _is_out_variant(schema: Any) -> bool:
+    return "out" in schema.overload_name and any(_is_write(a) and a.kwarg_only for a in schema.arguments)
+
+
+_known: dict[Any, Operator] = {}
+
+
+def operator_of(func: Any) -> Operator:
+    """Return what is known about an overload."""
+    found = _known.get(func)
+    if found is None:
+        found = _known[func] = Operator(func)
+    return found

@@ -1,0 +1,317 @@
+"""The recorder: notes each operator of a region's forward once, as steps and values.
+
+NOTE [ Replay ]
+
+Each rule answers a way in which a simpler scheme gave silently wrong gradients.
+
+Rule 1.  Versions. An operator in place makes a new value of a storage; written arguments include lists of tensors.
+         A replayed one works on a private copy while an older value is still needed. Before a recorded operator
+         overwrites bytes that only the storage holds (inputs, kept, opaque) and that a saved value needs, they are
+         copied (`copied_on_write_bytes`). What is made in place from a kept value inherits its action.
+Rule 2.  Identity. Aliases are recognised by the identity of their storage under a weak reference, not by schema
+         (`_unsafe_view` returns one without saying so) and not by address (addresses are used again).
+Rule 3.  Randomness. The states of the generators are captured before a random operator and used for its replay: in a
+         private generator where the operator takes one, else swapped in under the lock of NOTE [ Random state ]. An
+         operator that is not torch's own is random if it moved a default generator.
+Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
+         nothing recorded has fully written, storages that cannot be read, what compiled code returns.
+Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back, and operators that are
+         nondeterministic on CUDA are not executed again, or only in a form without the effect.
+Rule 6.  Audit. See `audit`.
+Rule 7.  Outside changes. If replay needs bytes that changed after the region closed, unpack raises. The aliases that
+         tell are made outside of the dispatch handler: inside, `detach()` does not share the version counter.
+Rule 8.  Outside storages. Before replay reads a storage from outside, its size must be the recorded one.
+Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`). A tensor that
+         unpack returned while the region is open is known to the region as what it is.
+Rule 10. Compile. The recorder ignores compiled code and lets higher-order operators through.
+Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
+         Else what it must hold goes through the hooks outside when it closes, in the order of birth.
+Rule 12. Caching. Replayed values with handles that this backward has not unpacked stay until it has, or ends.
+Rule 13. Order. See `schedule`.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actckpt import _frames
+from actckpt.action import Action
+from actckpt.runtime import rng
+from actckpt.runtime.replay.lineage import Step, Value, window_of
+from actckpt.runtime.replay.operators import Operator, operator_of
+from actckpt.runtime.replay.tape import Tape, paused
+
+__all__ = ["Recorder"]
+
+_KNOWN: dict[Any, Operator] = {}
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode of one tape."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled (Rule 10)."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if paused and threading.get_ident() in paused:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if types and not all(kind in _PLAIN_TYPES for kind in types):
+            return NotImplemented  # the subclass calls operators on its inner tensors, and these are recorded
+        operator = _KNOWN.get(func)
+        if operator is None:
+            if not isinstance(func, torch._ops.OpOverload):
+                return func(*args, **kwargs) if kwargs else func(*args)  # Rule 10
+            operator = _KNOWN[func] = operator_of(func)
+        tape = self.tape
+        if operator.is_view:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if tape.choice.asks_calls:
+                tape.choice.after_call(func, args, kwargs, result)
+            return result
+        if operator.is_plain:
+            return _record_plain(tape, operator, args, kwargs)
+        return _record_special(tape, operator, args, kwargs)
+
+
+def _record_plain(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Record an operator that reads its arguments and returns new tensors."""
+    func = operator.func
+    choice = tape.choice
+    action = choice.of(func)
+    inputs: list[Value] = []
+    frozen = [_frozen(tape, arg, inputs) for arg in args]
+    frozen_kwargs = {k: _frozen(tape, v, inputs) for k, v in kwargs.items()} if kwargs else None
+    result = func(*args, **kwargs) if kwargs else func(*args)
+    if choice.asks_calls:
+        action = choice.after_call(func, args, kwargs, result)
+    step = Step(operator, frozen, frozen_kwargs, inputs)
+    if not inputs:
+        _pin_dtype(step, result)
+    if type(result) is Tensor:
+        tape.add_result(step, result, 0, action, "")
+    else:
+        _add_results(tape, step, result, action, "")
+    return result
+
+
+def _record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Record an operator that writes, draws, allocates or communicates."""
+    func = operator.func
+    kwargs = kwargs or {}
+    choice = tape.choice
+    inputs: list[Value] = []
+    frozen = [_frozen(tape, arg, inputs) for arg in args]
+    frozen_kwargs = {k: _frozen(tape, v, inputs) for k, v in kwargs.items()}
+    step = Step(operator, frozen, frozen_kwargs, inputs)
+    written = _written_tensors(operator, args, kwargs)
+    hidden = [args[position] for position in operator.writes_hidden(args)]
+    if operator.is_collective and not written:
+        hidden = [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
+    why_opaque = _why_opaque(operator, args, bool(hidden))
+    if hidden and operator.has_form_without_effect:
+        step.args = operator.without_effect(frozen)
+        step.inputs = _values_in(step.args)
+    generators = _begin_random(tape, step, args, kwargs)
+    old = [_begin_write(tape, step, tensor) for tensor in written]
+    for tensor in hidden:
+        _begin_write(tape, None, tensor)
+
+    result = func(*args, **kwargs)
+
+    if generators is not None and not _has_moved(generators):
+        step.random = None
+    action = choice.of(func)
+    if choice.asks_calls:
+        action = choice.after_call(func, args, kwargs, result)
+    for tensor, value in zip(written, old, strict=True):
+        _end_write(tape, step, tensor, value, action, why_opaque)
+    for tensor in hidden:
+        _end_write(tape, None, tensor, None, None, "written by an operator with effects")
+    if not step.inputs:
+        _pin_dtype(step, result)
+    _add_results(tape, step, result, action, why_opaque)
+    return result
+
+
+def _frozen(tape: Tape, arg: Any, inputs: list[Value]) -> Any:
+    """Return `arg` with windows in the place of tensors; appends their values to `inputs`."""
+    kind = type(arg)
+    if kind is Tensor or isinstance(arg, Tensor):
+        value = tape.value_of(arg)
+        if value is None:
+            return arg  # no storage that can be read: passed as it is
+        inputs.append(value)
+        return window_of(arg, value)
+    if kind is list or kind is tuple:
+        return [_frozen(tape, item, inputs) for item in arg]
+    return arg
+
+
+def _values_in(args: Any) -> list[Value]:
+    found = []
+    for arg in args:
+        if isinstance(arg, tuple) and arg and isinstance(arg[0], Value):
+            found.append(arg[0])
+        elif isinstance(arg, list):
+            found.extend(_values_in(arg))
+    return found
+
+
+def _tensors_in(args: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found.extend(_tensors_in(arg))
+    return found
+
+
+def _written_tensors(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call says it writes to."""
+    places = [args[position] for position in operator.written if position < len(args)]
+    return _tensors_in([*places, *(kwargs.get(name) for name in operator.written_names)])
+
+
+def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bool) -> str:
+    """Return why what a call makes must not be replayed, or an empty text."""
+    if operator.is_uninitialised:
+        return "uninitialised memory"
+    if operator.is_collective:
+        return "a collective"
+    if operator.reshapes_storage:
+        return "its storage was replaced or resized"
+    if has_hidden_writes and not operator.has_form_without_effect:
+        return "an operator with effects"
+    if (
+        operator.is_nondeterministic_on_cuda
+        and not torch.are_deterministic_algorithms_enabled()
+        and any(tensor.is_cuda for tensor in _tensors_in(args))
+    ):
+        return "nondeterministic on CUDA"
+    if operator.is_random and rng.is_capturing():
+        return "random numbers in a stream capture"
+    return ""
+
+
+def _begin_random(tape: Tape, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Capture the generators that a call may draw from (Rule 3); returns them if it is not known that it does."""
+    operator = step.operator
+    if not (operator.is_random or operator.is_foreign) or rng.is_capturing():
+        return None
+    devices = [tensor.device for tensor in _tensors_in(args)]
+    if kwargs.get("device") is not None:
+        devices.append(torch.device(kwargs["device"]))
+    explicit = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)]
+    if explicit:
+        step.random = explicit[0].device, explicit[0].get_state()
+        return None
+    generators = rng.generators_of_devices(device for device in devices if device.type not in ("cpu", "meta"))
+    if operator.generator_name is not None:
+        own = generators[-1] if len(generators) > 1 else generators[0]
+        step.random = own.device, own.get_state()
+        return None
+    step.random = rng.capture(generators)
+    tape.swap = _frames.current_swap()
+    return (generators, [generator.get_state() for generator in generators]) if not operator.is_random else None
+
+
+def _has_moved(generators: Any) -> bool:
+    return any(not torch.equal(generator.get_state(), state) for generator, state in zip(*generators, strict=True))
+
+
+def _begin_write(tape: Tape, step: Step | None, tensor: Tensor) -> Value | None:
+    """Prepare for an overwrite: save what it destroys where that is needed (Rule 1)."""
+    value = tape.value_of(tensor)
+    if value is None:
+        return None
+    if step is not None and value not in step.written:
+        if step.operator.overwrites and _covers_all(tensor, value.nbytes) and step.inputs.count(value) == 1:
+            value = _forget_old(step, value)
+        step.written.append(value)
+    tape.protect(tape.value_of(tensor))
+    return value
+
+
+def _forget_old(step: Step, value: Value) -> Value:
+    """Let a step that overwrites all bytes of `value` not depend on them."""
+    blank = Value(value.nbytes, value.device, value.ordinal)
+    blank.action = value.action
+    blank.why_opaque = "overwritten"
+    step.inputs.remove(value)
+
+    def replaced(arg: Any) -> Any:
+        if isinstance(arg, tuple) and arg and arg[0] is value:
+            return arg._replace(value=blank)  # type: ignore[attr-defined]
+        return [replaced(item) for item in arg] if isinstance(arg, list) else arg
+
+    step.args = [replaced(arg) for arg in step.args]
+    step.kwargs = {name: replaced(arg) for name, arg in (step.kwargs or {}).items()}
+    return blank
+
+
+def _covers_all(tensor: Tensor, nbytes: int) -> bool:
+    """Whether a tensor has every element of its storage once."""
+    if tensor.numel() * tensor.element_size() != nbytes or tensor.storage_offset() != 0:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _end_write(
+    tape: Tape, step: Step | None, tensor: Tensor, old: Value | None, action: Action | None, why_opaque: str
+) -> None:
+    """Give the storage of a tensor that was written to its new value."""
+    storage = tape.storage_of(tensor)
+    if storage is None:
+        return
+    nbytes = storage.nbytes()
+    block = tape.blocks.get(id(storage))
+    if block is None or block.storage() is not storage:
+        tape.value_of(tensor)  # `set_` gave it a storage that we do not know
+        return
+    if block.value.step is step and step is not None:
+        return  # two written arguments on one storage
+    value = tape.new_value(nbytes, tensor.device)
+    if old is not None and old.action in (Action.KEEP, Action.OFFLOAD):
+        action = old.action
+    if nbytes != block.value.nbytes:
+        why_opaque = why_opaque or "its storage was replaced or resized"
+    place = step.written.index(old) if step is not None and old is not None else 0
+    tape.add_value(value, step, (1, place), tensor, action, why_opaque)
+    value.version = -1  # counted up after this handler returns
+    block.value = value
+
+
+def _pin_dtype(step: Step, result: Any) -> None:
+    """Let a factory not depend on the default dtype of the day."""
+    if type(result) is Tensor and any(a.name == "dtype" for a in step.operator.func._schema.arguments):
+        step.kwargs = {"dtype": result.dtype} | {k: v for k, v in (step.kwargs or {}).items() if v is not None}
+
+
+def _add_results(tape: Tape, step: Step, result: Any, action: Action | None, why_opaque: str) -> None:
+    index = 0
+    for item in result if isinstance(result, (list, tuple)) else (result,):
+        for tensor in item if isinstance(item, (list, tuple)) else (item,):
+            if isinstance(tensor, Tensor):
+                tape.add_result(step, tensor, index, action, why_opaque)
+            index += 1

@@ -1,0 +1,169 @@
+"""In which order steps are executed again: a pure function of a small graph, and its adapter to a tape.
+
+NOTE [ Order ]
+
+Steps run by need: only those that lead to the target. Between subtrees that do not depend on each other, the one
+with the larger excess of peak over result goes first (Sethi and Ullman 1970), which is optimal on trees; a value
+is freed after its last use. Where steps share inputs the rule is a heuristic.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from actckpt.runtime.replay.lineage import Step, Value
+
+__all__ = ["ReplayGraph", "default_order", "order", "peak_bytes"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayGraph:
+    """What a replay must compute. Steps and values are numbers."""
+
+    #: Names of the operators of the steps, for orders that look at them. In the order of the forward.
+    operators: tuple[str, ...]
+    #: For each step, the values that it reads, each once, and the values that it makes.
+    reads: tuple[tuple[int, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    #: Bytes of each value; 0 for values at hand.
+    nbytes: tuple[int, ...]
+    #: The value that is asked for.
+    target: int
+    #: Values that stay once they are made, since backward asks for them too.
+    retained: frozenset[int]
+
+    def maker(self) -> dict[int, int]:
+        """Return the step that makes each value that is not at hand."""
+        return {value: step for step, made in enumerate(self.makes) for value in made}
+
+
+def peak_bytes(graph: ReplayGraph, order: Sequence[int]) -> int:
+    """Return the most bytes that an order holds at once: values made, until their last use."""
+    last_use = {value: position for position, step in enumerate(order) for value in graph.reads[step]}
+    live = peak = 0
+    makers = graph.maker()
+    for position, step in enumerate(order):
+        live += sum(graph.nbytes[value] for value in graph.makes[step])
+        peak = max(peak, live)
+        for value in {*graph.reads[step], *graph.makes[step]}:
+            stays = value == graph.target or value in graph.retained
+            if value in makers and not stays and last_use.get(value, position) == position:
+                live -= graph.nbytes[value]
+    return peak
+
+
+def default_order(graph: ReplayGraph) -> list[int]:
+    """Return the steps in the order of NOTE [ Order ]; that of the forward where it needs less."""
+    needed = _needed_steps(graph)
+    forward = sorted(needed)
+    chosen = _depth_first(graph, needed)
+    return chosen if peak_bytes(graph, chosen) < peak_bytes(graph, forward) else forward
+
+
+def _needed_steps(graph: ReplayGraph) -> set[int]:
+    makers = graph.maker()
+    needed: set[int] = set()
+    pending = [makers[graph.target]]
+    while pending:
+        step = pending.pop()
+        if step not in needed:
+            needed.add(step)
+            pending.extend(makers[value] for value in graph.reads[step] if value in makers)
+    return needed
+
+
+def _depth_first(graph: ReplayGraph, needed: set[int]) -> list[int]:
+    makers = graph.maker()
+    before = {step: tuple(dict.fromkeys(makers[v] for v in graph.reads[step] if v in makers)) for step in needed}
+    result = {step: sum(graph.nbytes[value] for value in graph.makes[step]) for step in needed}
+    peak: dict[int, int] = {}
+    for step in sorted(needed):  # what a step reads was made by earlier steps
+        held = most = 0
+        for child in sorted(before[step], key=lambda child: result[child] - peak[child]):
+            most = max(most, held + peak[child])
+            held += result[child]
+        peak[step] = max(most, held + result[step])
+    order: dict[int, None] = {}
+    pending = [(makers[graph.target], False)]
+    while pending:
+        step, is_ready = pending.pop()
+        if is_ready:
+            order.setdefault(step)
+        elif step not in order:
+            pending.append((step, True))
+            children = sorted(before[step], key=lambda child: result[child] - peak[child])
+            pending.extend((child, False) for child in reversed(children))
+    return list(order)
+
+
+#: What `configure(replay_order=...)` set.
+Order = Callable[[ReplayGraph], Sequence[int]]
+
+
+def order(tape: Any, target: Value) -> list[Step]:
+    """Return the steps that lead to `target`, in the order in which to execute them."""
+    steps = _steps_of(target)
+    graph = _graph_of(steps, target)
+    plugged: Order | None = tape.replay_order
+    if plugged is None:
+        return [steps[number] for number in default_order(graph)]
+    chosen = list(plugged(graph))
+    _check(graph, chosen)
+    return [steps[number] for number in chosen]
+
+
+def _steps_of(target: Value) -> list[Step]:
+    """Return the steps between the values at hand and `target`, in the order of the forward."""
+    found: dict[int, tuple[int, Step]] = {}
+    pending = [target]
+    while pending:
+        value = pending.pop()
+        step = value.step
+        if (value is not target and value.is_at_hand()) or step is None or id(step) in found:
+            continue
+        found[id(step)] = (value.ordinal, step)
+        pending.extend(step.inputs)
+    return [step for _, step in sorted(found.values(), key=lambda entry: entry[0])]
+
+
+def _graph_of(steps: list[Step], target: Value) -> ReplayGraph:
+    numbers: dict[Value, int] = {}
+    makes: list[tuple[int, ...]] = []
+    retained: set[int] = set()
+    for step in steps:
+        made = [value for value in (reference() for reference in step.outputs) if value is not None]
+        makes.append(tuple(numbers.setdefault(value, len(numbers)) for value in made))
+        retained.update(numbers[value] for value in made if any(handle() is not None for handle in value.handles))
+    made_here = set(numbers.values())
+    reads = tuple(
+        tuple(dict.fromkeys(numbers.setdefault(value, len(numbers)) for value in step.inputs)) for step in steps
+    )
+    return ReplayGraph(
+        operators=tuple(step.operator.name for step in steps),
+        reads=reads,
+        makes=tuple(makes),
+        nbytes=tuple(value.nbytes if number in made_here else 0 for value, number in numbers.items()),
+        target=numbers[target],
+        retained=frozenset(retained),
+    )
+
+
+def _check(graph: ReplayGraph, chosen: list[int]) -> None:
+    """Raise unless `chosen` is an order in which the target can be computed."""
+    makers = graph.maker()
+    done: set[int] = set()
+    for step in chosen:
+        missing = [v for v in graph.reads[step] if v in makers and makers[v] not in done]
+        if missing:
+            first = makers[missing[0]]
+            raise ValueError(
+                f"replay_order: step {step} ({graph.operators[step]}) reads what step {first} "
+                f"({graph.operators[first]}) makes, which comes later or never. Return the steps so that each comes "
+                "after those that it reads from."
+            )
+        done.add(step)
+    if makers[graph.target] not in done:
+        raise ValueError(
+            f"replay_order: step {makers[graph.target]}, which makes the target, is missing among the {len(chosen)} "
+            "steps returned."
+        )
