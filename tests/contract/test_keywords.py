@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -270,10 +269,9 @@ def test_torchs_selective_contexts_save_what_their_policy_names() -> None:
             y.sum().backward()
         counts[name] = operators.counts, x.grad
     assert_equal(counts["actckpt"][1], counts["torch"][1])
-    windows = Counter(
-        dict.fromkeys(("aten.as_strided.default", "aten.empty.memory_format", "aten.set_.source_Storage"), 99)
-    )
-    assert not counts["actckpt"][0] - counts["torch"][0] - windows, "all but what makes a tensor on given bytes"
+    more = counts["actckpt"][0] - counts["torch"][0]
+    windows = {"aten.as_strided.default", "aten.empty.memory_format", "aten.set_.source_Storage_storage_offset"}
+    assert set(more) <= windows, "nothing computes more often than in torch"
     assert counts["actckpt"][0]["aten.addmm.default"] == 0
 
 
