@@ -44,6 +44,7 @@ class Value:
     __slots__ = (
         "__weakref__",
         "action",
+        "asked",
         "cached",
         "cached_task",
         "device",
@@ -79,6 +80,8 @@ class Value:
         self.operator: Operator | None = None
         #: None until a policy that is asked per saved tensor was asked.
         self.action: Action | None = None
+        #: That policy: of the region in which the value was born, whichever one saves it.
+        self.asked: Any = None
         #: A tensor on these bytes that keeps them.
         self.held: Tensor | None = None
         #: The version of these bytes, -1 until somebody looks, and whose counter tells it: two tensors on one storage

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt import _frames
 from actckpt.action import Action
 from actckpt.runtime import rng
+from actckpt.runtime.replay import saved
 from actckpt.runtime.replay.lineage import Step, Value, window_of
 from actckpt.runtime.replay.operators import Operator, operator_of
 from actckpt.runtime.replay.tape import Tape, paused
@@ -126,6 +127,7 @@ def _record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwarg
         step.args = operator.without_effect(frozen)
         step.inputs = _values_in(step.args)
     generators = _begin_random(tape, step, args, kwargs)
+    early = _saved_too_early(tape, operator, args)
     old = [_begin_write(tape, step, tensor) for tensor in written]
     for tensor in hidden:
         _begin_write(tape, None, tensor)
@@ -141,6 +143,8 @@ def _record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwarg
         _end_write(tape, step, tensor, value, action, why_opaque)
     for tensor in hidden:
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
+    if early is not None:
+        saved.point_at(tape, early, args[operator.saved_before_written])
     if not step.inputs:
         _pin_dtype(step, result)
     _add_results(tape, step, result, action, why_opaque)
@@ -232,6 +236,15 @@ def _begin_random(tape: Tape, step: Step, args: tuple[Any, ...], kwargs: dict[st
 
 def _has_moved(generators: Any) -> bool:
     return any(not torch.equal(generator.get_state(), state) for generator, state in zip(*generators, strict=True))
+
+
+def _saved_too_early(tape: Tape, operator: Operator, args: tuple[Any, ...]) -> Any:
+    """Take from its value the handle under which autograd saved, for this call, what the call will write to."""
+    position = operator.saved_before_written
+    if position < 0 or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in _tensors_in(args)):
+        return None
+    value = tape.value_of(args[position])
+    return value.handles.pop()() if value is not None and value.handles else None
 
 
 def _begin_write(tape: Tape, step: Step | None, tensor: Tensor) -> Value | None:

@@ -104,6 +104,17 @@ def pack(tape: Tape, tensor: Tensor) -> Handle | Stays | TakenApart:
     return handle
 
 
+def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
+    """Let a handle stand for what its tensor holds now."""
+    value = tape.value_of(tensor)
+    assert value is not None
+    if not value.handles:
+        _decide(tape, value, tensor)
+    handle.window = window_of(tensor, value)
+    handle.audit = None
+    value.handles.append(weakref.ref(handle))
+
+
 def unpack(packed: Handle | Stays | TakenApart) -> Tensor:
     """Unpack hook: returns a fresh alias of the saved tensor."""
     if not isinstance(packed, Handle):
@@ -200,7 +211,8 @@ def _decide(tape: Tape, value: Value, tensor: Tensor) -> None:
         entry = value.entry = Entry(_operator_name(value), tape.site.modules.get(value.key), tensor, value.nbytes)
         tape.entries.append(entry)
     if action is None:
-        action = value.action = tape.choice.for_value(info_of(tape, value, tensor))  # type: ignore[misc]
+        asked = value.asked
+        action = value.action = Action.KEEP if asked is None else asked(info_of(tape, value, tensor))
     tape.saved.append(weakref.ref(value))
     if action is Action.RECOMPUTE and not tape.can_replay(value):
         counters.add("kept_opaque", 0 if value.is_input else 1)

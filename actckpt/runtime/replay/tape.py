@@ -123,7 +123,8 @@ class Tape:
             value.hold_bytes = 0
         value.held = root
         self._look_at(value, root)
-        value.action = Action.KEEP if self.choice.for_value is None else None
+        value.asked = self.choice.for_value
+        value.action = Action.KEEP if value.asked is None else None
         self.blocks[id(storage)] = Block(storage, value)
         self.holding.append(value)
         return value
@@ -135,7 +136,7 @@ class Tape:
             self.num_lost += 1
         old.held = None
         value = self.new_value(old.nbytes, old.device)
-        value.action = old.action
+        value.action, value.asked = old.action, old.asked
         value.why_opaque = "changed outside of the recorder"
         value.held = tensor
         self._look_at(value, tensor)
@@ -170,6 +171,8 @@ class Tape:
     ) -> None:
         """Note how a new value comes about and what the policy wants with it."""
         value.action = action
+        if action is None:
+            value.asked = self.choice.for_value
         why_opaque = why_opaque or self._why_never(value, step, tensor)
         value.why_opaque = why_opaque
         value.operator = None if step is None else step.operator
