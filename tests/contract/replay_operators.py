@@ -159,8 +159,8 @@ def _out_of_pool(pool: Pool, a: int, b: int, c: int) -> Any:
 
 def _foreach(pool: Pool, a: int, b: int, c: int) -> Any:
     tensors = [at(pool, a), at(pool, b)]
-    if tensors[0].untyped_storage() is tensors[1].untyped_storage():
-        # Torch's gradients differ with and without a dispatch mode where such lists overlap.
+    if any(t._is_view() for t in tensors) or tensors[0].untyped_storage() is tensors[1].untyped_storage():
+        # Torch's gradients differ with and without a dispatch mode where such lists change views or overlap.
         tensors = [t.detach() for t in tensors]
     if c % 3 == 0:
         torch._foreach_mul_(tensors, 0.7)
@@ -215,13 +215,6 @@ def _change_alias(alias: Callable[[Tensor], Tensor]) -> Operator:
         return before, base.cos(), base
 
     return operator
-
-
-def _replace_data(pool: Pool, a: int, b: int, c: int) -> Any:
-    tensor = _square(pool, a).clone()
-    used = tensor.sin()
-    tensor.data = _square(pool, b).detach().clone()
-    return used, tensor, tensor.cos()
 
 
 def _attention(pool: Pool, a: int, b: int, c: int) -> Any:
@@ -353,7 +346,6 @@ _IN_PLACE: dict[str, Operator] = {
     "unsafe split in place": _separate_counters(lambda t: torch.unsafe_split(t, 1)),
     "change data": _change_alias(lambda t: t.data),
     "change detached": _change_alias(lambda t: t.detach()),
-    "replace data": _replace_data,
     "detach_": lambda p, a, b, c: (at(p, a) * 2).detach_().mul_(3),
     "resize": lambda p, a, b, c: torch.zeros(2).resize_(4, 4).copy_(_square(p, a)),
 }

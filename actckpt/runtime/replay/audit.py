@@ -104,10 +104,10 @@ def checksum(tensor: Tensor) -> Tensor:
     words = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
     total = torch.zeros((), dtype=torch.int64, device=plain.device)
     for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK].to(torch.int64)
+        chunk = words[start : start + _CHUNK]
         weights = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=plain.device)
         weights.mul_(_MULTIPLIER).bitwise_or_(1)
-        total += chunk.add_(1).mul_(weights).sum()
+        total += weights.mul_(chunk.to(torch.int64) + 1).sum()
     return total
 
 
