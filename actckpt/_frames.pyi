@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt.action import Action
+from actckpt.action import Action, SavedTensorInfo
 
 class StopRerun(BaseException): ...
 class Slot: ...
@@ -110,6 +110,8 @@ class Value:
     step: Step | None
     operator: Any
     action: Action | None
+    #: The policy that is asked when it is saved: of the region in which it was born, whichever one saves it.
+    asked: Callable[[SavedTensorInfo], Action] | None
     held: Tensor | None
     root: weakref.ref[Tensor] | None
     stored: Callable[[], Tensor] | None
@@ -131,6 +133,8 @@ class Value:
     def handles(self) -> Sequence[weakref.ref[Handle]]: ...
     def __new__(cls, nbytes: int, device: torch.device, ordinal: int, /) -> Value: ...
     def is_at_hand(self) -> bool: ...
+    def add_handle(self, handle: Handle, /) -> None: ...
+    def take_last_handle(self) -> Handle | None: ...
 
 class Step:
     operator: Any

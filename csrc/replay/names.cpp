@@ -28,6 +28,7 @@ ReplayNames interned() {
   n.enter = PyUnicode_InternFromString("__enter__");
   n.exit = PyUnicode_InternFromString("__exit__");
   n.clear_after = PyUnicode_InternFromString("clear_after");
+  n.for_value = PyUnicode_InternFromString("for_value");
   n.num_replays = PyUnicode_InternFromString("num_replays");
   return n;
 }

@@ -30,6 +30,7 @@ struct ReplayNames {
   PyObject* enter;
   PyObject* exit;
   PyObject* clear_after;
+  PyObject* for_value;
   PyObject* num_replays;
 
   // Set by `connect_replay`.

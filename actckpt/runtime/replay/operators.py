@@ -36,6 +36,10 @@ _HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
     "aten::miopen_batch_norm": ((3, 4), 5),
 }
 
+#: Autograd saves the argument that they write to before they write: the name of that argument. What backward must see
+#: is what they wrote.
+_SAVED_BEFORE_WRITTEN = {"aten::rrelu_with_noise": "noise", "aten::rrelu_with_noise_": "noise"}
+
 #: Of these, the ones that compute the same numbers without running statistics.
 _REPLAYED_WITHOUT_STATISTICS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm"})
 
@@ -67,6 +71,7 @@ class Operator:
         "name",
         "overwrites",
         "reshapes_storage",
+        "saved_before_written",
         "written",
         "written_names",
     )
@@ -96,6 +101,9 @@ class Operator:
         self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in _COLLECTIVE
         self.is_collective = namespace in _COLLECTIVE
         self.hidden_writes = _HIDDEN_WRITES.get(schema.name)
+        saved_name = _SAVED_BEFORE_WRITTEN.get(schema.name)
+        #: Position of the argument that autograd saves before this operator writes to it, -1: none.
+        self.saved_before_written = [a.name for a in schema.arguments].index(saved_name) if saved_name else -1
         self.is_nondeterministic_on_cuda = namespace == "aten" and base in _NONDETERMINISTIC_ON_CUDA
         #: The keyword that takes a `torch.Generator`, None if there is none.
         self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)

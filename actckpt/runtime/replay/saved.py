@@ -15,7 +15,7 @@ from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.replay import audit, execute
 from actckpt.runtime.replay.execute import changed_error
-from actckpt.runtime.replay.lineage import Block, Handle, Value
+from actckpt.runtime.replay.lineage import Block, Handle, Value, window_of
 from actckpt.runtime.replay.tape import Paused, Tape, version_of
 
 __all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
@@ -80,6 +80,17 @@ def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> Stays | TakenApart
         if not is_plain and hasattr(type(tensor), "__tensor_flatten__"):
             return TakenApart(tape, tensor)
         return Stays(tensor)
+
+
+def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
+    """Let a handle stand for what its tensor holds now."""
+    value = tape.value_of(tensor)
+    assert value is not None
+    if not value.handles:
+        tape.decide(value, tensor)
+    handle.window = window_of(tensor, value)
+    handle.audit = None
+    value.add_handle(handle)
 
 
 def unpack(packed: Handle | Stays | TakenApart) -> Tensor:
