@@ -135,6 +135,10 @@ def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     """Leave a checksum of a dropped tensor whose place has not come back right yet."""
     if rng.is_capturing():
         return
+    value = handle.window.value
+    if value.index > 0 and value.operator.has_workspace:
+        tape.site.audited.add(place)
+        return
     with Paused():
         handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
     tape.audited.append(weakref.ref(handle))
@@ -210,9 +214,8 @@ def _warn_of_opaque(tape: Tape) -> None:
     tape.site.has_warned = True
     total = tape.recompute_bytes + tape.opaque_bytes
     warnings.warn(
-        f"{tape.opaque_bytes / 2**20:.1f} MiB of the {total / 2**20:.1f} MiB that the policy of this region wants to "
-        "recompute cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) "
-        "without a policy runs the function again instead, and gets through any kernel. r.report() names them.",
+        f"{tape.opaque_bytes / 2**20:.1f} of {total / 2**20:.1f} MiB that the policy of this region wants to recompute "
+        "cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) without a policy runs the function again instead, and gets through any kernel. r.report() names them.",
         stacklevel=4,
     )
 
