@@ -62,7 +62,20 @@ def policy_of(kind: str, seed: int) -> Any:
 
     actions = list(actckpt.Action)
     if kind == "per op":
-        names = ("mul", "sin", "cos", "mm", "add", "tanh", "clone", "relu", "sigmoid", "copy_", "mul_", "native_dropout")
+        names = (
+            "mul",
+            "sin",
+            "cos",
+            "mm",
+            "add",
+            "tanh",
+            "clone",
+            "relu",
+            "sigmoid",
+            "copy_",
+            "mul_",
+            "native_dropout",
+        )
         return actckpt.policies.PerOp(
             {getattr(torch.ops.aten, n): actions[drawn(n) % 3] for n in names if drawn(n) % 4}, actions[seed % 3]
         )
