@@ -207,14 +207,17 @@ def _separate_counters(split: Callable[[Tensor], Any]) -> Operator:
     return operator
 
 
-def _change_alias(alias: Callable[[Tensor], Tensor]) -> Operator:
-    def operator(pool: Pool, a: int, b: int, c: int) -> Any:
-        base = at(pool, a) * 1.5
-        before = base.tanh() if c % 2 else base.sin()
-        alias(base).mul_(1.25)
-        return before, base.cos(), base
+def _change_data(pool: Pool, a: int, b: int, c: int) -> Any:
+    base = at(pool, a) * 1.5
+    base.data.mul_(1.25)
+    return base.cos(), base
 
-    return operator
+
+def _change_detached(pool: Pool, a: int, b: int, c: int) -> Any:
+    base = at(pool, a) * 1.5
+    before = base.tanh() if c % 2 else base.sin()
+    base.detach().mul_(1.25)
+    return before, base.cos(), base
 
 
 def _attention(pool: Pool, a: int, b: int, c: int) -> Any:
@@ -344,8 +347,8 @@ _IN_PLACE: dict[str, Operator] = {
     "dirty fresh": _unary(lambda t: Dirty.apply(t.clone())),
     "unsafe chunk in place": _separate_counters(lambda t: torch.unsafe_chunk(t, 2)),
     "unsafe split in place": _separate_counters(lambda t: torch.unsafe_split(t, 1)),
-    "change data": _change_alias(lambda t: t.data),
-    "change detached": _change_alias(lambda t: t.detach()),
+    "change data": _change_data,
+    "change detached": _change_detached,
     "detach_": lambda p, a, b, c: (at(p, a) * 2).detach_().mul_(3),
     "resize": lambda p, a, b, c: torch.zeros(2).resize_(4, 4).copy_(_square(p, a)),
 }

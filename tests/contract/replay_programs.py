@@ -18,8 +18,6 @@ import actckpt
 
 Region = Callable[[Any], Any]
 POOL_LIMIT = 10
-#: The leaves of the program that is running.
-leaves: list[Tensor] = []
 #: Memory of tensors that do not share a version counter. Nobody can tell when it changes after its region.
 unwatched: list[Any] = []
 #: These make such tensors.
@@ -31,18 +29,11 @@ def no_region(policy: Any) -> Any:
     return nullcontext()
 
 
-def is_of_leaf(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the memory of a leaf that requires grad."""
-    return any(tensor.untyped_storage() is leaf.untyped_storage() for leaf in leaves)
-
-
 @contextmanager
 def copying_region(policy: Any) -> Iterator[None]:
     """Let backward see what each tensor was when autograd saved it, whatever became of it since."""
 
     def pack(tensor: Tensor) -> Any:
-        if is_of_leaf(tensor):
-            return tensor  # parameters are not versions, to us as to autograd
         alias = tensor.detach()
         storage = alias.untyped_storage().clone()
         copied = torch.empty(0, dtype=alias.dtype)
@@ -149,7 +140,7 @@ def _run_one(kind: str, numbers: list[int], pool: Pool, region: Region, wanted: 
         )
         return [g for g in found if g is not None]
     is_separate = any(name in kind for name in SEPARATE_COUNTERS)
-    if is_separate and (depth == 0 or is_of_leaf(at(pool, a))):
+    if is_separate:  # else what was saved of it before is one thing to autograd and another one to us
         pool[a % len(pool)] = _moved(at(pool, a))
     target = at(pool, a)
     made = OPERATORS[kind](pool, a, b, c)
@@ -165,7 +156,6 @@ def outcome(program: list[Any], flags: tuple[bool, ...], mode: int, seed: int, r
     trace: list[Any] = []
     pool = [*wanted, *(x * 1.5 for x in wanted)]
     wanted = [x for x in wanted if x.requires_grad]
-    leaves[:] = wanted
     unwatched.clear()
     run_body(program, pool, region, trace, wanted)
     values = [t.data.clone() for t in pool]
@@ -222,9 +212,9 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 def changes_after_a_region(program: list[Any]) -> bool:
-    """Whether anything runs after a region of the outermost level."""
+    """Whether anything runs after a region of the outermost level is closed."""
     kinds = [kind for kind, *_ in program]
-    return "region" in kinds and any(kind != "region" for kind in kinds[kinds.index("region") + 1 :])
+    return "region" in kinds[:-1]
 
 
 def difference(program: list[Any], flags: tuple[bool, ...], mode: int, seed: int) -> str | None:

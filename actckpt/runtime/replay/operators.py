@@ -64,6 +64,7 @@ class Operator:
     """Facts about one overload of an operator."""
 
     __slots__ = (
+        "forgets_versions",
         "func",
         "generator_name",
         "has_workspace",
@@ -108,6 +109,8 @@ class Operator:
         self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in _COLLECTIVE
         self.is_collective = namespace in _COLLECTIVE
         self.has_workspace = namespace == "aten" and base in _WITH_WORKSPACE
+        #: Below a dispatch mode torch does not count the version of what these change up.
+        self.forgets_versions = bool(writes) and base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
         self.hidden_writes = _HIDDEN_WRITES.get(schema.name)
         saved_name = _SAVED_BEFORE_WRITTEN.get(schema.name)
         #: Position of the argument that autograd saves before this operator writes to it, -1: none.

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _frames
@@ -98,6 +99,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
 
     result = func(*args, **kwargs)
 
+    if operator.forgets_versions:
+        increment_version([tensor for tensor in written if not tensor.is_inference()])
     if generators is not None and not _has_moved(generators):
         step.random = None
     action = choice.of(func)

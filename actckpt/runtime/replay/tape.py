@@ -264,9 +264,11 @@ class Tape(TapeCore):
         value.step = None
         if action is Action.OFFLOAD:
             self.offload(value, tensor)
-        elif value.held is None:
-            value.held = tensor
+            return
+        if value.held is None:
             self.holding.append(value)
+        if not value.is_parameter:
+            value.held = tensor  # tells of later changes as autograd would: aliases may count their own (`Tensor.data`)
 
     def info_of(self, value: Value, tensor: Tensor) -> SavedTensorInfo:
         """Return what a policy is told about a value."""
