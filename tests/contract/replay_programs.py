@@ -18,6 +18,8 @@ import actckpt
 
 Region = Callable[[Any], Any]
 POOL_LIMIT = 10
+#: Regions with these policies record nothing, so that regions inside stand for themselves.
+NO_TAPE = ("keep", "offload")
 #: Memory of tensors that do not share a version counter. Nobody can tell when it changes after its region.
 unwatched: list[Any] = []
 #: These make such tensors.
@@ -212,9 +214,12 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 def changes_after_a_region(program: list[Any]) -> bool:
-    """Whether anything runs after a region of the outermost level is closed."""
+    """Whether anything runs after a region is closed: one with a tape of its own."""
     kinds = [kind for kind, *_ in program]
-    return "region" in kinds[:-1]
+    if "region" in kinds[:-1]:
+        return True
+    outer = [rest for kind, *rest in program if kind in ("region", "no grad")]
+    return any(changes_after_a_region(rest[-1]) for rest in outer if len(rest) == 1 or rest[0][0] in NO_TAPE)
 
 
 def difference(program: list[Any], flags: tuple[bool, ...], mode: int, seed: int) -> str | None:
