@@ -98,7 +98,7 @@ def run_body(
         if kind == "region":
             policy, inner = rest
             with region(policy_of(*policy)):
-                run_body(inner, pool, region, trace, wanted, depth + 1)
+                run_body(inner, pool, region, trace, wanted, depth + (policy[0] not in NO_TAPE))
         elif kind == "no grad":
             with torch.no_grad():
                 run_body(rest[0], pool, region, trace, wanted, depth)
