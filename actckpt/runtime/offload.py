@@ -29,6 +29,7 @@ from actckpt.errors import SavedTensorChangedError
 from actckpt.runtime import stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.reading import learnt_order, note_order, window
+from actckpt.runtime.sources import guard
 from actckpt.runtime.spans import Span, root_of, span_for
 from actckpt.runtime.stack import modules_on_stack
 
@@ -75,6 +76,8 @@ class _Moved:
         if self.canary._version != self.version:
             raise _changed_error(self.shape, self.dtype, self.canary._version, self.version)
         found = self.session.fetch(self.span, self.place)
+        if found.storage.nbytes() < found.start + self.span.nbytes:
+            raise _freed_error(self.shape, self.dtype, found.storage.nbytes(), found.start + self.span.nbytes)
         offset = (self.offset_bytes - self.span.start + found.start) // self.dtype.itemsize
         with torch.no_grad():
             tensor = torch.empty(0, dtype=self.dtype, device=self.span.device)
@@ -127,6 +130,7 @@ class Session:
         self._order: list[int] = []
         self._rank: dict[int, int] = {}
         self._seen: dict[int, None] = {}
+        self._guarded: stores.Backend | None = None
         #: The session before this one, which backward reaches after it.
         previous: weakref.ref[Session] | None = getattr(self._last, "session", None)
         self._previous = previous
@@ -146,7 +150,11 @@ class Session:
             return _TakenApart(tensor, self)
         if not self._is_worth_it(tensor):
             return _Stays(tensor)
-        span, is_new = span_for(tensor, stores.backend("host" if tensor.is_cuda else "disk"), may_share=may_share)
+        backend = stores.backend("host" if tensor.is_cuda else "disk")
+        if backend is not self._guarded:
+            guard(backend)
+            self._guarded = backend
+        span, is_new = span_for(tensor, backend, may_share=may_share)
         if span is None:
             counters.add("kept_full", 1)
             return _Stays(tensor)
@@ -295,4 +303,12 @@ def _changed_error(shape: torch.Size, dtype: torch.dtype, version: int, expected
         "One of the variables needed for gradient computation has been modified by an inplace operation: saved "
         f"tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {version}; expected version {expected}.\n"
         "Use the out-of-place operator, or clone the tensor before changing it."
+    )
+
+
+def _freed_error(shape: torch.Size, dtype: torch.dtype, nbytes: int, expected: int) -> SavedTensorChangedError:
+    return SavedTensorChangedError(
+        f"The memory of a saved tensor of shape {tuple(shape)}, {dtype}, was freed or made smaller before backward "
+        f"(untyped_storage().resize_).\nIts storage has {nbytes} bytes; saved were {expected}.\n"
+        "It could not be moved to the store (see actckpt.stats().failed_writes): keep its memory until backward."
     )

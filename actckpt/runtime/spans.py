@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from actckpt import _frames
 from actckpt.runtime.stores import Backend, Bytes
 
 __all__ = ["Span", "span_for"]
@@ -88,7 +89,9 @@ def span_for(tensor: torch.Tensor, backend: Backend, *, may_share: bool) -> tupl
         found.num_saved += 1
         found.backend.saved_again(found.ticket, tensor.device)
         return found, False
-    ticket = backend.put(Bytes(storage, start), nbytes)
+    source = Bytes(storage, start)
+    _frames.mark_source(source)
+    ticket = backend.put(source, nbytes)
     if ticket is None:
         return None, False
     span = Span(backend, ticket, tensor, start, nbytes)

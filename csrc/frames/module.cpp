@@ -1,4 +1,5 @@
-// The extension module actckpt._frames: checkpointed regions and their saved tensors.
+// The extension module actckpt._frames: checkpointed regions and their saved tensors, and the hooks
+// of offloading (csrc/hooks).
 //
 // No function here releases the GIL, since all of them handle Python objects; what blocks (a lock,
 // the user's function) is called through Python, which releases it.
@@ -12,6 +13,7 @@
 #include "frames/region.h"
 #include "frames/swap_lock.h"
 #include "frames/task_end.h"
+#include "hooks/bytes.h"
 
 PYBIND11_MODULE(_frames, module) {
   module.doc() = "Checkpointed regions and the tensors that they save.";
@@ -24,6 +26,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_exclusive_functions(module);
   actckpt::add_swap_functions(module);
   actckpt::add_region_functions(module);
+  actckpt::add_bytes_type(module);
   module.def("connect", actckpt::connect, pybind11::arg("names"),
              "Tell the extension what it needs of Python and torch. Called once.");
 }
