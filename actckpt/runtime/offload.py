@@ -18,6 +18,7 @@ Rule 6. Nothing is moved during a rerun: what it saves is needed at once.
 
 import threading
 import weakref
+from contextlib import ContextDecorator
 from typing import Any
 
 import torch
@@ -28,12 +29,12 @@ from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError
 from actckpt.runtime import stores, torch_private
 from actckpt.runtime.counters import counters
-from actckpt.runtime.reading import learnt_order, note_order, window
+from actckpt.runtime.reading import at_end, learnt_order, note_order, window
 from actckpt.runtime.sources import guard
 from actckpt.runtime.spans import Span, root_of, span_for
 from actckpt.runtime.stack import modules_on_stack
 
-__all__ = ["DEFAULT_MIN_BYTES", "Session", "offloading"]
+__all__ = ["DEFAULT_MIN_BYTES", "Offloading", "Session"]
 
 #: Below it the bookkeeping costs more than the memory is worth.
 DEFAULT_MIN_BYTES = 1 << 20
@@ -195,8 +196,7 @@ class Session:
         self._order = learnt_order(self._sizes)
         self._rank = {place: rank for rank, place in enumerate(self._order)}
         self._seen = {}
-        if torch_private.queue_callback is not None:
-            torch_private.queue_callback(self._end)
+        at_end(self._end)
 
     def _end(self) -> None:
         """The backward is over."""
@@ -279,9 +279,24 @@ def _is_owned(tensor: Tensor) -> bool:
     return False
 
 
-def offloading(session: Session) -> saved_tensors_hooks:
-    """Return a context with the hooks of `session`."""
-    return saved_tensors_hooks(session.pack, session.unpack)
+class Offloading(ContextDecorator):
+    """A context that offloads to `to` what is saved inside, with a session of its own each time."""
+
+    def __init__(self, to: str, min_bytes: int) -> None:
+        self._to = to
+        self._min_bytes = min_bytes
+        self._entered = threading.local()
+
+    def __enter__(self) -> None:
+        session = Session(self._to, self._min_bytes)
+        hooks = saved_tensors_hooks(*session.hooks)
+        hooks.__enter__()
+        if not hasattr(self._entered, "hooks"):
+            self._entered.hooks = []
+        self._entered.hooks.append(hooks)
+
+    def __exit__(self, *exception: object) -> None:
+        self._entered.hooks.pop().__exit__(*exception)
 
 
 _EMPTY: dict[torch.device, Tensor] = {}

@@ -5,18 +5,19 @@ NOTE [ Reading ahead ]
 Rule 1. The order is that of the last backward of a session that moved the same sizes, else the reverse order
         of moving. Where a session has nothing left, the session before it follows.
 Rule 2. What is read ahead and not yet asked for stays within a window of bytes, one for the process.
-Rule 3. What a backward read ahead in vain is let go of when it ends.
+Rule 3. What a backward read ahead in vain is let go of when it ends, also when it fails: autograd then drops
+        the callbacks that it was given without calling them.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from actckpt import config
 from actckpt.runtime import torch_private
 from actckpt.runtime.spans import Span
 
-__all__ = ["Window", "learnt_order", "note_order", "window"]
+__all__ = ["Window", "at_end", "learnt_order", "note_order", "window"]
 
 _MAX_LEARNT_ORDERS = 64
 
@@ -43,6 +44,28 @@ def note_order(sizes: list[int], order: Iterable[int]) -> None:
             _learnt.popitem(last=False)
 
 
+class _AtEnd:
+    """Runs once: when autograd calls it, or drops it without a call because the backward failed."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    def __call__(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+
+    __del__ = __call__
+
+
+def at_end(run: Callable[[], None]) -> None:
+    """Call `run` when the backward under way ends, however it does."""
+    if torch_private.queue_callback is not None:
+        torch_private.queue_callback(_AtEnd(run))
+
+
 class Window:
     """What is read ahead and not yet asked for (Rules 2 and 3)."""
 
@@ -63,8 +86,8 @@ class Window:
             self._bytes += span.nbytes
             is_new_task = task not in self._open_tasks
             self._open_tasks.add(task)
-        if is_new_task and torch_private.queue_callback is not None:
-            torch_private.queue_callback(lambda: self._finish(task))
+        if is_new_task:
+            at_end(lambda: self._finish(task))
         if not span.prefetch():
             self.asked_for(span)
         return True

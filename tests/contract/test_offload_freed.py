@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from oracle import leaf
 import actckpt
 from actckpt.engine import native
 from actckpt.errors import SavedTensorChangedError
+from actckpt.runtime import stores
 
 #: More than a bounce buffer: a part of it is read only once the first write goes on.
 ROWS = 3 << 20
@@ -132,3 +135,50 @@ def test_storages_that_nobody_copies_do_not_wait(tmp_path: Path) -> None:
         other.untyped_storage().resize_(0)
         assert other.untyped_storage().nbytes() == 0
     del y
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_failed_backward_read_ahead_is_let_go_of(
+    tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the graph, which is retained, lives on. The last tensor saved is the only one that is read."""
+    buffers: list[weakref.ref[torch.UntypedStorage]] = []
+    make_buffer = stores._buffer
+
+    def buffer(nbytes: int, device: torch.device) -> stores.Bytes:
+        made = make_buffer(nbytes, device)
+        buffers.append(weakref.ref(made.storage))
+        return made
+
+    monkeypatch.setattr(stores, "_buffer", buffer)
+    x = leaf(1024)
+    with using(native.CpuStore.on_disk(str(tmp_path), num_workers=num_workers)):
+        h = x * 1
+        with actckpt.offload(min_bytes=0):
+            for n in range(8):
+                h = _Fails.apply(h.sin()) if n == 6 else h.sin()
+        flush()
+        y = h.sum()
+        with pytest.raises(ArithmeticError):
+            torch.autograd.grad(y, x, retain_graph=True)
+        flush()
+        for _ in range(50):  # a copy that is under way ends first
+            native_store = stores.existing("disk")
+            assert isinstance(native_store, stores.CpuBackend)
+            native_store.store.poll()
+            if all(reference() is None for reference in buffers):
+                break
+            time.sleep(0.02)
+        assert len(buffers) > 2, "some were read ahead"
+        assert [reference() for reference in buffers] == [None] * len(buffers)
+        del y
