@@ -12,7 +12,7 @@ from torch.utils.checkpoint import noop_context_fn
 from actckpt import _frames, config
 from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import is_of_module
-from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session
+from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
 from actckpt.runtime.packed import held_inputs
 from actckpt.runtime.rerun import Region
 
@@ -156,7 +156,11 @@ def checkpoint_call(
         if result is not NotImplemented:
             return result
 
-    inputs = held_inputs(function, args, kwargs, Session("auto", DEFAULT_MIN_BYTES).hooks if offload_inputs else None)
+    hooks = None
+    if offload_inputs:
+        keep_in_place(function)
+        hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
+    inputs = held_inputs(function, args, kwargs, hooks)
     region = Region(inputs)
     if preserve_rng_state and not rng.is_capturing():
         region.random = rng.RandomState(inputs.devices, inputs.generators, rng_trackers)

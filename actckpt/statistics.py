@@ -4,7 +4,6 @@ import dataclasses
 
 from actckpt import _frames
 from actckpt.runtime import stores
-from actckpt.runtime.counters import counters
 
 __all__ = ["Stats", "reset_stats", "stats"]
 
@@ -45,9 +44,7 @@ _baseline: dict[str, float] = {}
 
 
 def _totals() -> dict[str, float]:
-    totals: dict[str, float] = {name: counters.value(name) for name in ("offloaded_bytes", "reloaded_bytes")}
-    totals["deduplicated_bytes"] = counters.value("deduplicated_bytes")
-    totals["kept_full"] = counters.value("kept_full")
+    totals: dict[str, float] = dict(_frames.offload_sums())
     totals["rerun_regions"] = _frames.num_reruns()
     cpu = stores.existing("disk")
     if isinstance(cpu, stores.CpuBackend):

@@ -14,6 +14,10 @@
 #include "frames/swap_lock.h"
 #include "frames/task_end.h"
 #include "hooks/bytes.h"
+#include "hooks/handles.h"
+#include "hooks/reading.h"
+#include "hooks/session.h"
+#include "hooks/span.h"
 
 PYBIND11_MODULE(_frames, module) {
   module.doc() = "Checkpointed regions and the tensors that they save.";
@@ -27,6 +31,10 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_swap_functions(module);
   actckpt::add_region_functions(module);
   actckpt::add_bytes_type(module);
+  actckpt::add_span_type(module);
+  actckpt::add_reading_functions(module);
+  actckpt::add_handle_types(module);
+  actckpt::add_session_type(module);
   module.def("connect", actckpt::connect, pybind11::arg("names"),
              "Tell the extension what it needs of Python and torch. Called once.");
 }
