@@ -32,10 +32,16 @@ Owned& owned() {
   return *all;
 }
 
-// Borrowed; null where it is gone.
-PyObject* referent(PyObject* reference) {
-  PyObject* object = PyWeakref_GetObject(reference);
-  return object == Py_None ? nullptr : object;
+// Whether a weak reference is one to `object`, which lives.
+bool refers_to(const PyObject* object, PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  PyWeakref_GetRef(reference, &found);
+  Py_XDECREF(found);
+#else
+  PyObject* found = PyWeakref_GetObject(reference);
+#endif
+  return found == object;
 }
 
 PyObject* new_reference(PyObject* object) {
@@ -133,8 +139,8 @@ py::object find_span(const Extent& extent, std::vector<py::object>* overlapping)
   const auto found = registry().find(extent.storage);
   if (found == registry().end()) return {};
   for (SpanObject* span : found->second) {
-    if (referent(span->storage_reference) != extent.storage || span->version != extent.version ||
-        referent(span->root_reference) != extent.root) {
+    if (!refers_to(extent.storage, span->storage_reference) || span->version != extent.version ||
+        !refers_to(extent.root, span->root_reference)) {
       continue;
     }
     const long long end = extent.start + extent.nbytes, span_end = span->start + span->nbytes;
@@ -181,20 +187,20 @@ void share(SpanObject* span) {
 }
 
 void note_owned(PyObject* storage) {
+  if (is_known_owned(storage)) return;
   Owned& all = owned();
-  py::object& reference = all.references[storage];
-  if (reference && referent(reference.ptr()) == storage) return;
-  reference = py::reinterpret_steal<py::object>(new_reference(storage));
+  all.references[storage] = py::reinterpret_steal<py::object>(new_reference(storage));
   if (all.references.size() < all.sweep_at) return;
   for (auto entry = all.references.begin(); entry != all.references.end();) {
-    entry = referent(entry->second.ptr()) == nullptr ? all.references.erase(entry) : std::next(entry);
+    const bool lives = refers_to(entry->first, entry->second.ptr());
+    entry = lives ? std::next(entry) : all.references.erase(entry);
   }
   all.sweep_at = std::max<std::size_t>(1024, 2 * all.references.size());
 }
 
 bool is_known_owned(PyObject* storage) {
   const auto found = owned().references.find(storage);
-  return found != owned().references.end() && referent(found->second.ptr()) == storage;
+  return found != owned().references.end() && refers_to(storage, found->second.ptr());
 }
 
 void add_span_type(py::module_& module) {

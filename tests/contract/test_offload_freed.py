@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import flush, using
+from offload_oracle import flush, live_tickets, using
 from oracle import leaf
 
 import actckpt
@@ -182,3 +182,18 @@ def test_what_a_failed_backward_read_ahead_is_let_go_of(
         assert len(buffers) > 2, "some were read ahead"
         assert [reference() for reference in buffers] == [None] * len(buffers)
         del y
+
+
+def test_a_failed_backward_keeps_nothing_once_its_graph_is_gone(tmp_path: Path) -> None:
+    """autograd itself keeps the nodes that were to run next until the next backward of the thread."""
+    with using(native.CpuStore.on_disk(str(tmp_path))):
+        for _ in range(3):
+            x = leaf(1024)
+            with actckpt.offload(min_bytes=0):
+                y = _Fails.apply((x * 1.5).sin().exp()).cos().sum()
+            flush()
+            with pytest.raises(ArithmeticError):
+                y.backward()
+        del y
+        leaf(1).sin().sum().backward()
+        assert live_tickets() == 0
