@@ -75,7 +75,7 @@ py::object unpack_stays(StaysObject* self) {
 py::object fetch_bytes(MovedObject* self) {
   PyObject* span = self->span.ptr();
   py::object found = Py_TYPE(span) == span_type ? fetch(span_of(span)) : call_method(span, names().fetch);
-  if (!is_bytes(found.ptr())) throw py::type_error("a store gave something else than Bytes");
+  if (!is_bytes(found.ptr())) throw py::type_error("fetch gave something else than Bytes");
   // A storage that is too small would be enlarged by `set_`, with whatever bytes are there.
   const long long needed = start_of(found.ptr()) + self->span_bytes;
   const long long size = integer_of_call(storage_of(found.ptr()), names().nbytes);

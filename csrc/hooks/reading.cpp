@@ -5,6 +5,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "hooks/bytes.h"
+
 namespace actckpt {
 namespace {
 
@@ -186,6 +188,18 @@ void note_seen(const RecordPointer& record, std::size_t place, long long task) {
   record->cursor = std::max(record->cursor, record->rank[place] + 1);
 }
 
+py::object fetch_once(SpanObject* span) {
+  py::object found =
+      call_method_with(span->backend, names().fetch, span->ticket, span->nbytes_object, span->device);
+  if (!is_bytes(found.ptr())) throw py::type_error("a store gave something else than Bytes");
+  return found;
+}
+
+bool is_whole(const SpanObject* span, const py::object& found) {
+  const long long needed = start_of(found.ptr()) + span->nbytes;
+  return integer_of_call(storage_of(found.ptr()), names().nbytes) >= needed;
+}
+
 long long current_task() {
   const long long task = PyLong_AsLongLong(call(python().graph_task_id).ptr());
   if (task == -1 && PyErr_Occurred() != nullptr) throw_pending();
@@ -242,8 +256,11 @@ void note_moved(const RecordPointer& record, SpanObject* span) {
 py::object fetch(SpanObject* span) {
   const auto held = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span));
   const long long task = current_task();
-  py::object found =
-      call_method_with(span->backend, names().fetch, span->ticket, span->nbytes_object, span->device);
+  py::object found = fetch_once(span);
+  if (!is_whole(span, found)) {  // the source, still held, or what was brought back: its memory was freed
+    unload(span);
+    found = fetch_once(span);
+  }
   sums().reloaded_bytes += span->nbytes;
   leave_window(span);
   const RecordPointer record = span->record;

@@ -137,6 +137,36 @@ def test_storages_that_nobody_copies_do_not_wait(tmp_path: Path) -> None:
     del y
 
 
+class _Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.function()
+        return grad, None
+
+
+def test_memory_freed_while_backward_holds_it_gives_what_was_saved(tmp_path: Path) -> None:
+    """The first unpack is handed the tensor itself, whose write has not ended; then its memory goes."""
+    x = leaf(1024)
+    with _held_writes(tmp_path, 2) as let_go:
+        h = x * 1.5
+
+        def free() -> None:
+            let_go()
+            flush()
+            _free(h)
+
+        (expected,) = torch.autograd.grad((h.sin() * h.cos()).sum(), x, retain_graph=True)
+        with actckpt.offload(min_bytes=0):
+            y = (_Calls.apply(h.sin(), free) * h.cos()).sum()
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+        assert h.untyped_storage().nbytes() == 0
+
+
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
