@@ -160,25 +160,19 @@ bool CudaBackend::passed(const EventPtr& event) {
   return true;
 }
 
-void CudaBackend::copy_out(Stream stream, const Block& slot, std::uintptr_t src) {
-  for (const Segment& segment : slot.segments()) {
-    for (std::size_t done = 0; done < segment.bytes; done += kPieceBytes) {
-      const std::size_t piece = std::min(kPieceBytes, segment.bytes - done);
-      check(driver_->copy_to_host(segment.ptr + done, src, piece, native(stream)),
-            "cuMemcpyDtoHAsync_v2");
-      src += piece;
-    }
+void CudaBackend::copy_out(Stream stream, const Segment& host, std::uintptr_t src) {
+  for (std::size_t done = 0; done < host.bytes; done += kPieceBytes) {
+    const std::size_t piece = std::min(kPieceBytes, host.bytes - done);
+    check(driver_->copy_to_host(host.ptr + done, src + done, piece, native(stream)),
+          "cuMemcpyDtoHAsync_v2");
   }
 }
 
-void CudaBackend::copy_in(Stream stream, std::uintptr_t dst, const Block& slot) {
-  for (const Segment& segment : slot.segments()) {
-    for (std::size_t done = 0; done < segment.bytes; done += kPieceBytes) {
-      const std::size_t piece = std::min(kPieceBytes, segment.bytes - done);
-      check(driver_->copy_to_device(dst, segment.ptr + done, piece, native(stream)),
-            "cuMemcpyHtoDAsync_v2");
-      dst += piece;
-    }
+void CudaBackend::copy_in(Stream stream, std::uintptr_t dst, const Segment& host) {
+  for (std::size_t done = 0; done < host.bytes; done += kPieceBytes) {
+    const std::size_t piece = std::min(kPieceBytes, host.bytes - done);
+    check(driver_->copy_to_device(dst + done, host.ptr + done, piece, native(stream)),
+          "cuMemcpyHtoDAsync_v2");
   }
 }
 

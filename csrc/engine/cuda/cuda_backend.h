@@ -36,8 +36,8 @@ class CudaBackend : public Backend, public SlabRegistrar {
   EventPtr record(Stream stream) override;
   void wait(Stream stream, const EventPtr& event) override;
   bool passed(const EventPtr& event) override;
-  void copy_out(Stream stream, const Block& slot, std::uintptr_t src) override;
-  void copy_in(Stream stream, std::uintptr_t dst, const Block& slot) override;
+  void copy_out(Stream stream, const Segment& host, std::uintptr_t src) override;
+  void copy_in(Stream stream, std::uintptr_t dst, const Segment& host) override;
 
   // Slabs are pinned for all devices, near the device entered first.
   void place(void* ptr, std::size_t bytes) noexcept override;
