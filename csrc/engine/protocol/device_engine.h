@@ -36,7 +36,8 @@
 #include "engine/protocol/rules.h"
 #include "engine/protocol/slots.h"
 #include "engine/protocol/spills.h"
-#include "engine/protocol/timing.h"
+#include "engine/protocol/stream_waits.h"
+#include "engine/timing.h"
 
 namespace actckpt {
 

@@ -1,4 +1,4 @@
-#include "engine/protocol/timing.h"
+#include "engine/protocol/stream_waits.h"
 
 #include <utility>
 
