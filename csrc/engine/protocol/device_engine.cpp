@@ -163,9 +163,10 @@ bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ti
   }
   wake();
   if (has_waited) {
-    stats_.host_wait_seconds += watch.seconds();
-    stats_.stall_seconds += watch.seconds();
-    ticket->timing->add_stall(watch.seconds());
+    const double seconds = watch.seconds();
+    stats_.host_wait_seconds += seconds;
+    stats_.stall_seconds += seconds;
+    ticket->timing->add_stall(seconds);
   }
   return true;
 }
@@ -265,9 +266,10 @@ void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
   } catch (const DeviceError& error) {
     fail("get", error);
   }
-  stats_.stall_seconds += watch.seconds();
-  stats_.num_late += watch.seconds() >= kLateSeconds ? 1 : 0;
-  ticket->timing->add_stall(watch.seconds());
+  const double seconds = watch.seconds();
+  stats_.stall_seconds += seconds;
+  stats_.num_late += seconds >= kLateSeconds ? 1 : 0;
+  ticket->timing->add_stall(seconds);
 }
 
 bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst,
