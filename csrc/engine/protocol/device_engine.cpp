@@ -226,10 +226,10 @@ Got DeviceEngine::get_landing(DeviceTicket* ticket, Stream stream, Releases* rel
   if (landing == nullptr) {  // line 8
     return {GotKind::kNeedsLoad, nullptr, false};
   }
-  if (landing->error != nullptr) {
-    const std::exception_ptr error = landing->error;
+  if (landing->error) {
+    const std::string message = landing->error.message;
     bury_landing(ticket, releases);
-    std::rethrow_exception(error);
+    throw SpillReadError(message);
   }
   if (!is_there) {
     spills_.hurry(landing);
@@ -256,7 +256,7 @@ void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
   try {
     const LandingPtr landing = ticket->landing;
     while (landing != nullptr && landing == ticket->landing && landing->num_missing > 0 &&
-           landing->error == nullptr && !failed_) {
+           !landing->error && !failed_) {
       pause(lock);
       spills_.advance();
     }

@@ -3,33 +3,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/errors.h"
 
 namespace actckpt {
 namespace {
 
-std::string message_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    return known.what();
-  } catch (...) {
-    return "unknown error";
-  }
-}
-
-bool is_full(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const SpillFullError&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
 bool is_wanted(const Landing& landing) {
-  return !landing.is_abandoned && landing.error == nullptr;
+  return !landing.is_abandoned && !landing.error;
 }
 
 }  // namespace
@@ -190,12 +169,12 @@ void Spills::begin_drain(const PiecePtr& piece) {
 }
 
 void Spills::end_drain(const PiecePtr& piece) {
-  const std::exception_ptr error = piece->drain->error();
+  const HaulError error = piece->drain->error();
   piece->drain = nullptr;
-  if (error != nullptr) {
+  if (error) {
     ++counts_.num_failed_drains;
-    counts_.num_full_drains += is_full(error) ? 1 : 0;
-    counts_.last_error = message_of(error);
+    counts_.num_full_drains += error.kind == HaulError::kFull ? 1 : 0;
+    counts_.last_error = error.message;
     if (!piece->is_dropped && rules_.failed_drain_keeps_bytes) {
       piece->place = nullptr;
       piece->state = PieceState::kStuck;
@@ -227,9 +206,9 @@ void Spills::begin_fill(Fetch fetch) {
 
 void Spills::end_fill(Fetch* fetch) {
   Landing* const landing = fetch->landing.get();
-  if (const std::exception_ptr error = fetch->fill->error()) {
+  if (const HaulError& error = fetch->fill->error()) {
     ++counts_.num_failed_fills;
-    counts_.last_error = message_of(error);
+    counts_.last_error = error.message;
     landing->error = error;
   } else if (is_wanted(*landing)) {
     copy_in(fetch);

@@ -19,7 +19,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <list>
 #include <memory>
 #include <string>
@@ -43,7 +42,7 @@ struct Landing {
   EventPtr h2d;  // of the last copy begun; null before the first
   Uses waited;   // streams that wait for h2d
   std::size_t num_missing = 0;  // pieces whose copy has not begun
-  std::exception_ptr error;     // of a fetch that failed
+  HaulError error;              // of a fetch that failed
   bool is_abandoned = false;
   bool is_prefetch = false;     // not yet asked for when it was begun
 };

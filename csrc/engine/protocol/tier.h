@@ -2,7 +2,7 @@
 //
 // Contract: `reserve` gives space or null, without waiting. `drain` copies a bounce buffer into
 // reserved space, `fill` copies it back; both begin in the background and return at once. Until
-// `ended()`, buffer and space are in use; then `error()` is null or says why the destination holds
+// `ended()`, buffer and space are in use; then `error()` is none or says why the destination holds
 // nothing. `urgent` hauls are begun before others.
 // Thread rule: the engine serialises calls, and asks `ended` from any thread. Ownership: space is
 // given back when its last PlacePtr goes, without blocking.
@@ -10,8 +10,8 @@
 #pragma once
 
 #include <cstddef>
-#include <exception>
 #include <memory>
+#include <string>
 
 namespace actckpt {
 
@@ -21,12 +21,21 @@ class Place {
 };
 using PlacePtr = std::shared_ptr<Place>;
 
+// What went wrong in a worker: a value, since whoever is told throws in another thread.
+struct HaulError {
+  enum Kind { kNone, kFull, kFailed };
+  Kind kind = kNone;
+  std::string message;
+
+  explicit operator bool() const { return kind != kNone; }
+};
+
 // One copy by a worker.
 class Haul {
  public:
   virtual ~Haul() = default;
   virtual bool ended() = 0;
-  virtual std::exception_ptr error() const = 0;  // after `ended`
+  virtual const HaulError& error() const = 0;  // after `ended`
 };
 using HaulPtr = std::shared_ptr<Haul>;
 

@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "engine/errors.h"
 #include "engine/memory/extents.h"
 
 namespace actckpt::sim {
@@ -18,12 +17,12 @@ struct SimTier::SimPlace : Place {
 };
 
 struct SimTier::SimHaul : Haul {
-  SimHaul(World* w, int e, std::exception_ptr f) : world(w), event(e), failure(std::move(f)) {}
+  SimHaul(World* w, int e, HaulError f) : world(w), event(e), failure(std::move(f)) {}
   bool ended() override { return world->passed(event); }
-  std::exception_ptr error() const override { return failure; }
+  const HaulError& error() const override { return failure; }
   World* const world;
   const int event;
-  const std::exception_ptr failure;
+  const HaulError failure;
 };
 
 SimTier::SimTier(World* world, std::vector<int> workers, const TierConfig& config)
@@ -51,10 +50,10 @@ HaulPtr SimTier::drain(const PlacePtr& place, std::byte* bounce) {
   const Span to = static_cast<const SimPlace&>(*place).span;
   const int worker = pick_worker();
   world_->copy(worker, to, {reinterpret_cast<std::uintptr_t>(bounce), to.num_cells}, "drain");
-  std::exception_ptr failure;
+  HaulError failure;
   if (world_->chance(config_.drain_failures)) {
     world_->poison(worker, to);
-    failure = std::make_exception_ptr(SpillFullError("sim: no space."));
+    failure = {HaulError::kFull, "sim: no space."};
   }
   return std::make_shared<SimHaul>(world_, world_->record(worker), failure);
 }
@@ -64,10 +63,10 @@ HaulPtr SimTier::fill(const PlacePtr& place, std::byte* bounce, bool) {
   const Span to{reinterpret_cast<std::uintptr_t>(bounce), from.num_cells};
   const int worker = pick_worker();
   world_->copy(worker, to, from, "fill");
-  std::exception_ptr failure;
+  HaulError failure;
   if (world_->chance(config_.fill_failures)) {
     world_->poison(worker, to);
-    failure = std::make_exception_ptr(SpillReadError("sim: other bytes."));
+    failure = {HaulError::kFailed, "sim: other bytes."};
   }
   return std::make_shared<SimHaul>(world_, world_->record(worker), failure);
 }

@@ -5,6 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include "engine/errors.h"
+
 namespace actckpt {
 namespace {
 
@@ -18,8 +20,10 @@ class WorkerHaul : public Haul {
         [haul, copy = std::move(copy)] {
           try {
             copy();
-          } catch (...) {
-            haul->error_ = std::current_exception();
+          } catch (const SpillFullError& error) {
+            haul->error_ = {HaulError::kFull, error.what()};
+          } catch (const std::exception& error) {
+            haul->error_ = {HaulError::kFailed, error.what()};
           }
           haul->has_ended_.store(true, std::memory_order_release);
         },
@@ -27,11 +31,11 @@ class WorkerHaul : public Haul {
     return haul;
   }
   bool ended() override { return has_ended_.load(std::memory_order_acquire); }
-  std::exception_ptr error() const override { return error_; }
+  const HaulError& error() const override { return error_; }
 
  private:
   std::atomic<bool> has_ended_{false};
-  std::exception_ptr error_;  // written before has_ended_
+  HaulError error_;  // written before has_ended_
 };
 
 struct PooledPlace : Place {
