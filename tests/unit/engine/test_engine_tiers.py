@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+import actckpt
+from actckpt import config
 from actckpt.engine import native
 from actckpt.engine.native import sim
+from actckpt.runtime import stores
 
 PAGE = 4096
 DEFAULT, OTHER = 0, 2
@@ -318,3 +321,22 @@ def test_the_graveyard_counts_toward_the_window() -> None:
     assert rig.engine.stats().num_early_releases >= 2
     rig.settle()
     assert rig.engine.stats().graveyard_bytes == 0
+
+
+def test_stats_add_up_all_tiers(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_backends", {})
+    actckpt.reset_stats()
+    rig = Rig(pinned=PAGE, pageable=PAGE, spill_file=native.SpillFile(folder))
+    monkeypatch.setitem(stores._backends, "host", (config.generation, stores.CudaBackend(rig.engine)))
+    tickets = [rig.put(Tensor()) for _ in range(3)]
+    rig.settle()
+    found = actckpt.stats()
+    assert (found.host_bytes, found.pageable_bytes, found.disk_bytes) == (9 * PAGE, PAGE, PAGE)
+    assert (found.store_bytes, found.peak_store_bytes, found.inflight_bytes) == (3 * PAGE, 3 * PAGE, 0)
+    buffer = rig.load(tickets[1])
+    assert tickets[1].get(0, DEFAULT) == (buffer, True)
+    rig.settle()
+    assert actckpt.stats().stall_seconds > 0
+    tickets.clear()
+    rig.settle()
+    assert actckpt.stats().store_bytes == 0
