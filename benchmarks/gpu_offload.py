@@ -18,6 +18,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,36 @@ def _hidden(copies: dict[str, Any], row: dict[str, Any], base: dict[str, Any]) -
     return {"copy_ms": copy_ms, "hidden_share": 1 - (row["step_ms"] - base["step_ms"]) / copy_ms}
 
 
+class _Report:
+    """Figures in a file that is written again with each of them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.failed: list[str] = []
+        self._out: Path = args.out
+        self._result = {
+            "command": f"python {' '.join(sys.argv)}",
+            "machine": {"gpu": torch.cuda.get_device_name(), "system": platform.platform()},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "layers": args.layers,
+            "figures": self.figures,
+        }
+
+    def note(self, section: str, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Measure and write down, or write down what went wrong: the other figures are worth having."""
+        try:
+            found = measure()
+        except Exception as error:
+            found = {"failed": f"{type(error).__name__}: {error}"}
+            self.failed.append(f"{section}, {name}")
+        self.figures.setdefault(section, {})[name] = found
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        self._out.write_text(json.dumps(self._result, indent=1) + "\n")
+        print(f"{section}, {name}: {json.dumps(found)}", flush=True)
+        torch.cuda.empty_cache()
+        return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
@@ -266,46 +297,23 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_offload: no CUDA device, nothing measured.")
         return 0
-    result: dict[str, Any] = {
-        "command": f"python {' '.join(sys.argv)}",
-        "machine": {"gpu": torch.cuda.get_device_name(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "layers": args.layers,
-        "figures": {},
-    }
-    figures = result["figures"]
-
-    def note(section: str, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        try:
-            found = measure()
-        except Exception as error:
-            found = {"failed": f"{type(error).__name__}: {error}"}
-        figures.setdefault(section, {})[name] = found
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{section}, {name}: {json.dumps(found)}", flush=True)
-        torch.cuda.empty_cache()
-        return found
-
+    report = _Report(args)
     with tempfile.TemporaryDirectory(dir=args.spill_dir) as folder:
         for tier in ("pinned", "pageable", "disk"):
             for mib in _SIZES if tier == "pinned" else _SIZES[::3]:
-                note(f"copies, {tier}", f"{mib} MiB", lambda tier=tier, mib=mib: _copies(tier, folder, mib))
+                report.note(f"copies, {tier}", f"{mib} MiB", partial(_copies, tier, folder, mib))
         for tokens in args.tokens:
-            rows = {
-                method: note(
-                    f"training, {tokens} tokens",
-                    method,
-                    lambda method=method, tokens=tokens: _train(args.layers, tokens, method, args.steps, folder),
-                )
-                for method in _METHODS
-            }
+            rows = {}
+            for method in _METHODS:
+                measure = partial(_train, args.layers, tokens, method, args.steps, folder)
+                rows[method] = report.note(f"training, {tokens} tokens", method, measure)
             for method, base in (("offload", "plain"), ("checkpoint, offloaded inputs", "checkpoint")):
-                hidden = _hidden(figures["copies, pinned"].get("64 MiB", {}), rows[method], rows[base])
-                note(f"hidden copies, {tokens} tokens", method, lambda hidden=hidden: hidden)
-    failed = [name for section in figures.values() for name, found in section.items() if "failed" in found]
-    print(f"Wrote {args.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    return 1 if failed else 0
+                copies = report.figures["copies, pinned"]["64 MiB"]
+                report.note(
+                    f"hidden copies, {tokens} tokens", method, partial(_hidden, copies, rows[method], rows[base])
+                )
+    print(f"Wrote {args.out}" + (f"; failed: {', '.join(report.failed)}" if report.failed else ""))
+    return 1 if report.failed else 0
 
 
 if __name__ == "__main__":
