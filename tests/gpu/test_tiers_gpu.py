@@ -168,7 +168,7 @@ def test_waits_of_streams_are_measured_on_the_device(tmp_path: Path) -> None:
         settle()
         assert timing.is_settled and timing.is_late
         assert 256 * MIB / 500e9 < timing.stall_seconds < 1
-        assert engine.stats().stall_seconds >= timing.stall_seconds and engine.stats().num_late >= 1
+        assert engine.stats().stall_seconds > timing.stall_seconds - 1e-8 and engine.stats().num_late >= 1
 
 
 def test_a_reload_that_was_begun_early_is_no_stall(tmp_path: Path) -> None:
