@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from actckpt import rng
+from actckpt import rng, te
 from actckpt._version import __version__
 from actckpt.api import checkpoint, checkpoint_sequential, offload
 from actckpt.blocks import apply, remove
@@ -33,6 +33,7 @@ from actckpt.errors import (
     InputChangedError,
     RerunMismatchError,
     SavedTensorChangedError,
+    TransformerEngineError,
 )
 from actckpt.runtime import connect as _connect  # noqa: F401 - imported for its effect
 from actckpt.statistics import Stats, reset_stats, stats
@@ -51,6 +52,7 @@ __all__ = [
     "SelectiveCheckpointContext",
     "Settings",
     "Stats",
+    "TransformerEngineError",
     "__version__",
     "apply",
     "check_backward_validity",
@@ -69,6 +71,7 @@ __all__ = [
     "set_checkpoint_early_stop",
     "set_device_states",
     "stats",
+    "te",
 ]
 
 if hasattr(_torch_checkpoint, "GraphExecGroup"):  # from torch 2.10 on

@@ -4,7 +4,8 @@
     |-- RerunMismatchError      also torch.utils.checkpoint.CheckpointError
     |-- InputChangedError       also torch.utils.checkpoint.CheckpointError
     |-- SavedTensorChangedError also torch.utils.checkpoint.CheckpointError
-    `-- BlocksError             also ValueError
+    |-- BlocksError             also ValueError
+    `-- TransformerEngineError
 
 Mismatch errors derive from torch's CheckpointError (a RuntimeError), so that handlers written for
 torch's function keep working. Every message says what and where, both numbers, and the next step.
@@ -19,6 +20,7 @@ __all__ = [
     "InputChangedError",
     "RerunMismatchError",
     "SavedTensorChangedError",
+    "TransformerEngineError",
 ]
 
 
@@ -40,3 +42,7 @@ class SavedTensorChangedError(ActckptError, CheckpointError):
 
 class BlocksError(ActckptError, ValueError):
     """`apply` or `remove` cannot do what was asked with these blocks."""
+
+
+class TransformerEngineError(ActckptError):
+    """TransformerEngine is not as actckpt knows it, or is used in a way that would give wrong gradients."""

@@ -16,6 +16,7 @@ _ROOMS = [
     ["runtime"],
     ["rng", "api"],
     ["blocks", "statistics"],
+    ["te"],
     ["report", "doctor"],
     ["demo", "cli", "__main__"],
 ]

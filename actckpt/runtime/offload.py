@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError
-from actckpt.runtime import stores, torch_private
+from actckpt.runtime import stays, stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.reading import learnt_order, note_order, window
 from actckpt.runtime.spans import Span, root_of, span_for
@@ -233,6 +233,8 @@ class Session:
         if type(tensor) is not Tensor and not hasattr(type(tensor), "__tensor_flatten__"):
             return False
         if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
+            return False
+        if stays.must_stay(tensor):
             return False
         root = root_of(tensor)
         return not (root.is_leaf and root.requires_grad) and not isinstance(root, torch.nn.Parameter)

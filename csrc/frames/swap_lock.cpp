@@ -2,6 +2,7 @@
 
 #include <pythread.h>
 
+#include <memory>
 #include <new>
 
 #include "frames/python.h"
@@ -44,6 +45,12 @@ void release() noexcept {
   PyThread_release_lock(state.lock);
 }
 
+// A Swap as a context manager, for reruns that Python does by itself.
+struct Swapping {
+  long long outer;
+  std::unique_ptr<Swap> swap;
+};
+
 }  // namespace
 
 Swap::Swap(long long outer) : locked_(outer == 0 || outer != state.id) {
@@ -68,6 +75,10 @@ void add_swap_functions(py::module_& module) {
   state.lock = PyThread_allocate_lock();
   if (state.lock == nullptr) throw std::bad_alloc();
   module.def("current_swap", current_swap, "The swap of random state this thread owns, or 0.");
+  py::class_<Swapping>(module, "Swapping", "Owns the right to swap random state inside the block.")
+      .def(py::init([](long long outer) { return Swapping{outer, nullptr}; }), py::arg("outer"))
+      .def("__enter__", [](Swapping& self) { self.swap = std::make_unique<Swap>(self.outer); })
+      .def("__exit__", [](Swapping& self, const py::args&) { self.swap.reset(); });
 }
 
 }  // namespace actckpt
