@@ -139,14 +139,10 @@ class Provider:
         Args:
             is_due: whether one of them was the first in the forward.
         """
-        te = self._te
-        buffers, te.amax_buffers = te.amax_buffers, {}
-        try:
+        with self._te.no_backward_updates():
             yield
-        finally:
-            te.amax_buffers = buffers
         if is_due:
-            te.update_backward_scales()
+            self._te.update_backward_scales()
 
     def is_update_due(self, state: RegionState, /) -> bool:
         """Whether an FP8 module of the forward that just ran was the first of its autocast."""

@@ -21,6 +21,7 @@ it for that forward, and restores what was there. The flags are globals of the p
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -202,15 +203,15 @@ class Internals:
     def autocast_depth(self, depth: int) -> None:
         setattr(self._fp8, self._depth, depth)
 
-    @property
-    def amax_buffers(self) -> dict[Any, Any]:
-        """The amaxes that an update of scales reads; none of them, no update."""
-        buffers: dict[Any, Any] = self._fp8.global_amax_buffer
-        return buffers
-
-    @amax_buffers.setter
-    def amax_buffers(self, buffers: dict[Any, Any]) -> None:
-        self._fp8.global_amax_buffer = buffers
+    @contextmanager
+    def no_backward_updates(self) -> Iterator[None]:
+        """Run the body with nothing that an update of the backward's scales would find."""
+        buffers = self._fp8.global_amax_buffer  # keys begin with "forward" or "backward"
+        self._fp8.global_amax_buffer = {key: held for key, held in buffers.items() if key.startswith("forward")}
+        try:
+            yield
+        finally:
+            self._fp8.global_amax_buffer = buffers
 
     def update_backward_scales(self) -> None:
         """Do what the first FP8 module of an autocast does at the end of its backward."""

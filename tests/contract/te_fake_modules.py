@@ -58,8 +58,11 @@ def _add_manager(te: Any, *, old: bool) -> None:
 
         @classmethod
         def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
-            te.updates.append("forward" if forward else "backward")
-            for scaling in te.manager_state().global_amax_buffer.get("forward" if forward else "backward", []):
+            direction = "forward" if forward else "backward"
+            scalings = te.manager_state().global_amax_buffer.get(direction, [])
+            if scalings:  # here ranks would talk to each other
+                te.updates.append(direction)
+            for scaling in scalings:
                 amax = scaling.amax_history.max(0).values
                 scaling.scale.copy_(torch.where(amax > 0, 100 / amax, scaling.scale))
                 scaling.amax_history.copy_(scaling.amax_history.roll(-1, 0))
