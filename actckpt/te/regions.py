@@ -14,13 +14,17 @@ Rule 4. Each rerun must take exactly what the forward put aside. All else raises
         So a rerun does not stop early where there is anything to take.
 Rule 5. The FP8 state is what te.autocast sets, by value, with one level of depth more: an autocast inside the
         function does not update scales a second time when it ends.
-Rule 6. The generators of the tracker in use are restored without asking.
+Rule 6. The generators of the tracker in use are restored without asking. A tracker that holds bytes instead (only
+        before torch had graph-safe generators, or Megatron's own) must be registered or given: TransformerEngine
+        itself knows copies of them only.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from actckpt.errors import TransformerEngineError
 from actckpt.te.state import Internals
@@ -191,20 +195,18 @@ class Provider:
 
 
 class ActiveGenerators:
-    """The states of TransformerEngine's tracker in use, as a tracker of `actckpt.rng` (Rule 6)."""
+    """The generators of TransformerEngine's tracker in use, as a tracker of `actckpt.rng` (Rule 6)."""
 
     def __init__(self, te: Internals) -> None:
         self._te = te
 
     def get_states(self) -> dict[Any, Any]:
-        """Return the states by name."""
-        return dict(self._te.rng_states)
+        """Return the generators by name."""
+        states = self._te.rng_states
+        return {name: state for name, state in states.items() if isinstance(state, torch.Generator)}
 
     def set_states(self, states: dict[Any, Any], /) -> None:
-        """Write the states into the tracker's own dict, which stays the same object."""
-        live = self._te.rng_states
-        live.clear()
-        live.update(states)
+        """Do nothing: the generators have been written to, and the tracker holds the same ones."""
 
 
 def _added(before: list[tuple[_Entry, ...]], queues: list[Any]) -> dict[int, list[_Entry]]:

@@ -284,6 +284,8 @@ def _add_modules(te: Any) -> None:
         def __init__(self, get_tracker: Any = None, p: float = 0.3) -> None:
             super().__init__()
             self.get_tracker, self.p = get_tracker, p
+            if get_tracker is not None:
+                te.distributed.active_states = get_tracker().get_states()  # a copy of the dict
 
         def attend(self, x: Any) -> Any:
             scores = torch.softmax(x @ x.transpose(-1, -2), -1)

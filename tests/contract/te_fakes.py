@@ -4,7 +4,8 @@ Written after the sources of 2.9, 2.15 and 2.20.2; nothing here is theirs. What 
 
 - `FakeTracker`: its states are generators, handed out as they are and taken over by reference. Setting them back
   restores nothing (item 1), the dict that it is given is kept (item 3), cloned generators are noticed (item 2).
-- `ByteTracker`: states as byte tensors in a dict that `fork` changes (item 3).
+- `ByteTracker`: states as byte tensors in a dict that `fork` changes (item 3). What TransformerEngine holds of them
+  is a copy of the dict, which goes stale.
 - `FakeLinear`'s Function: saves quantized storages part by part (item 14), nulls the attributes of its context,
   clears `.data` of what it unpacked (item 15), and has no second backward.
 - `FakeLinear` under delayed scaling: its output depends on its scale, which moves with every update; each update

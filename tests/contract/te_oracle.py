@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from te_fakes import ByteTracker, FakeTracker, Recipe
+
+import actckpt
 
 #: (layer, x, **keywords) -> output
 Method = Callable[..., torch.Tensor]
@@ -57,8 +60,18 @@ def train(
     **kwargs: Any,
 ) -> list[Any]:
     """Train a stack of layers for some steps; return all gradients, states and outputs, bit for bit."""
-    model, _ = make_model(te, tracker=tracker)
-    prepare(model)
+    model, get_tracker = make_model(te, tracker=tracker)
+    with ExitStack() as stack:
+        if tracker is ByteTracker:  # of which TransformerEngine has stale copies
+            actckpt.rng.register_tracker(get_tracker)
+            stack.callback(actckpt.rng.unregister_tracker, get_tracker)
+        prepare(model)
+        return _steps(te, model, method, recipe, steps, backward, kwargs)
+
+
+def _steps(
+    te: Any, model: Any, method: Method, recipe: Recipe | None, steps: int, backward: Any, kwargs: dict[str, Any]
+) -> list[Any]:
     torch.manual_seed(5)
     found: list[Any] = []
     for _ in range(steps):

@@ -30,8 +30,11 @@ def _drawing(get_tracker: Callable[[], Any], drawn: list[float]) -> Callable[[to
     return function
 
 
-@pytest.mark.parametrize("kind", [FakeTracker, ByteTracker])
-@pytest.mark.parametrize("is_given", [True, False], ids=["given", "found"])
+@pytest.mark.parametrize(
+    ("kind", "is_given"),
+    [(FakeTracker, True), (FakeTracker, False), (ByteTracker, True)],
+    ids=["generators", "generators that are found", "bytes"],
+)
 def test_item_1_states_are_captured_by_value_and_restored_in_place(te: Any, kind: Any, is_given: bool) -> None:
     _, get_tracker = make_model(te, tracker=kind)
     drawn: list[float] = []
@@ -116,7 +119,7 @@ def test_states_outside_are_unchanged_also_after_a_rerun_that_failed(te: Any) ->
             raise KeyError("rerun")
         return y.exp()
 
-    y = actckpt.te.checkpoint(function, leaf(3))
+    y = actckpt.te.checkpoint(function, leaf(3), get_rng_state_tracker=get_tracker)
     before = {name: state.clone() for name, state in get_tracker().get_states().items()}
     with pytest.raises(KeyError, match="rerun"):
         y.sum().backward()
