@@ -238,5 +238,5 @@ def _wrong_entries(how: str) -> TransformerEngineError:
         f"A rerun does not use the FP8 scales that its forward put aside: {how}.\nIt would compute other gradients. "
         "Known causes: LayerNormMLP(checkpoint=True) with delayed scaling inside a region (turn it off there, the "
         "region does the same); modules that ran in another precision between forward and backward; modules in eval "
-        "mode with delayed scaling and a TransformerEngine before 2.20."
+        "mode with delayed scaling and a TransformerEngine before 2.20.2."
     )

@@ -1,14 +1,16 @@
 """Registers what carries TransformerEngine's state, once somebody loads TransformerEngine."""
 
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+from actckpt.errors import TransformerEngineError
 from actckpt.runtime import rng, state, stays
 from actckpt.te.regions import ActiveGenerators, Provider
-from actckpt.te.state import PACKAGE, Internals
+from actckpt.te.state import PACKAGE, READ_VERSIONS, Internals, installed_version, read_already
 from actckpt.te.stays import Stays
 
-__all__ = ["await_te", "ignore", "leave_fsdp_group", "provider"]
+__all__ = ["await_te", "describe", "ignore", "leave_fsdp_group", "provider"]
 
 
 class _Registered(NamedTuple):
@@ -64,3 +66,19 @@ def leave_fsdp_group(function: object) -> None:
     """Have a module of TransformerEngine no longer spread what it saves over its FSDP group."""
     if provider() is not None:
         _registered[0].te.leave_fsdp_group(function)
+
+
+def describe() -> str:
+    """Return what TransformerEngine there is and what of it is carried, for `actckpt doctor`. Loads it."""
+    version = installed_version()
+    if version is None:
+        return "not installed: pip install 'actckpt[te]' on a machine with a CUDA build of torch"
+    try:
+        importlib.import_module(PACKAGE)
+        Internals()
+    except TransformerEngineError as error:
+        return f"{version}, off: {' '.join(str(error).split())}"
+    except Exception as error:  # whatever keeps it from loading here is the finding
+        return f"{version} is installed but does not load: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    known = "read" if read_already(version) else f"newer than what was read ({READ_VERSIONS[1]}), with the same names"
+    return f"{version} ({known}): regions carry FP8 state, recompute flags and generators; offloading leaves weights"

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))  # te_fakes
 from te_fakes import VERSIONS, installed
 
 import actckpt
+from actckpt.doctor import examine
 from actckpt.errors import TransformerEngineError
 from actckpt.runtime import rng, state, stays
 from actckpt.te import registration
@@ -140,3 +141,20 @@ def test_the_old_and_the_new_layout_are_read_alike() -> None:
             assert getattr(te.manager_state(), te.depth_name) == 3
             found.queues = ["queue"]
             assert te.manager_state().fp8_tensors_recompute_buffer == ["queue"]
+
+
+def test_doctor_says_what_is_active() -> None:
+    def finding() -> str:
+        return dict(examine(measure=False))["transformer engine"]
+
+    assert finding().startswith("not installed: pip install")
+    with installed("2.20.2"):
+        assert finding().startswith("2.20.2 (read): regions carry FP8 state")
+    with installed("2.99.1"):
+        assert finding().startswith("2.99.1 (newer than what was read (2.20.2)")
+    with installed("2.20.2", without="get_all_rng_states"):
+        assert "off: TransformerEngine 2.20.2 is not as actckpt knows it" in finding()
+    with installed("2.20.2") as te:
+        del sys.modules["transformer_engine.pytorch"]
+        assert "is installed but does not load: ModuleNotFoundError" in finding()
+        sys.modules["transformer_engine.pytorch"] = te.tree["transformer_engine.pytorch"]
