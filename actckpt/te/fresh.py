@@ -26,7 +26,7 @@ from torch.utils import _pytree
 from actckpt import _frames
 from actckpt.errors import InputChangedError, RerunMismatchError, TransformerEngineError
 from actckpt.runtime import rng, state, torch_private
-from actckpt.runtime.inputs import Survey
+from actckpt.runtime.inputs import Call, Survey
 from actckpt.runtime.packed import held_inputs
 from actckpt.te.regions import Provider
 
@@ -58,7 +58,8 @@ def call_with_fresh_graphs(
     if not inputs and not parameters:
         return forward(*args, **kwargs)
     _check_no_others(forward, args, kwargs, inputs, parameters)
-    region = _FreshRegion(forward, args, kwargs, parameters, provider, rng_trackers, input_hooks)
+    call = (forward, args, kwargs)
+    region = _FreshRegion(module, call, parameters, provider, rng_trackers, input_hooks)
     with saved_tensors_hooks(lambda _: region, _unpack_region):
         flat: tuple[Any, ...] = _Node.apply(region, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return region.result(flat)
@@ -82,16 +83,17 @@ class _FreshRegion:
 
     def __init__(
         self,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        module: torch.nn.Module,
+        call: Call,
         parameters: list[Any],
         provider: Provider | None,
         rng_trackers: Sequence[rng.GetTracker],
         input_hooks: torch_private.Hooks | None,
     ) -> None:
-        self._call: Any = (forward, args, kwargs)
-        self._held = held_inputs(forward, args, kwargs, input_hooks)
+        self._call: Any = call
+        self._held = held_inputs(*call, input_hooks)
+        #: Of the module, also where its forward is another library's function.
+        self._checked = _frames.Parameters(module)
         self._random = rng.RandomState(self._held.devices, self._held.generators, rng_trackers)
         self._state = state.capture()
         #: TransformerEngine's state, where it is loaded.
@@ -117,6 +119,7 @@ class _FreshRegion:
         if self._te is not None:
             self._is_update_due = provider.is_update_due(te_state)
         self._held.forward_done()
+        self._checked.forward_done()
         if versions != [leaf._version for leaf in leaves]:
             raise InputChangedError(
                 f"{self._held.name}, wrapped with retain_graph=True, changes an argument in place. Its graph cannot be "
@@ -145,7 +148,7 @@ class _FreshRegion:
 
     def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Iterator[Tensor | None]:
         """Run the forward again and differentiate it; yield a gradient per input and parameter."""
-        self._held.parameters.check()
+        self._checked.check()
         leaves, outputs = self._rerun()
         targets = [t for t, is_needed in zip((*leaves, *self.parameters), needed, strict=True) if is_needed]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
@@ -154,7 +157,8 @@ class _FreshRegion:
             with ExitStack() as stack:
                 stack.enter_context(torch_private.without_tensor_hooks(self.parameters))
                 if self._te is not None:
-                    stack.enter_context(self._te[0].one_update(is_due=self._is_update_due))
+                    provider, te_state = self._te
+                    stack.enter_context(provider.backward(te_state, is_update_due=self._is_update_due))
                 outs, grad_outs = zip(*pairs, strict=True)
                 del pairs, outputs, leaves
                 found = iter(torch.autograd.grad(outs, targets, grad_outs, allow_unused=True))

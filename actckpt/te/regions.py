@@ -38,10 +38,12 @@ _Entry = Any
 class RegionState:
     """What a region carries from its forward into its reruns."""
 
-    __slots__ = ("autocast", "entries")
+    __slots__ = ("autocast", "entries", "first_module_flags")
 
     def __init__(self, autocast: tuple[Any, ...]) -> None:
         self.autocast = autocast
+        #: As a rerun that keeps its graph found them.
+        self.first_module_flags: list[Any] = []
         #: By place of the queue (Rule 2).
         self.entries: dict[int, list[_Entry]] = {}
 
@@ -110,7 +112,7 @@ class Provider:
         """
         te = self._te
         flags, autocast, depth, queues = te.flags, te.autocast, te.autocast_depth, te.queues
-        firsts = list(te.first_module_flags)
+        state.first_module_flags = list(te.first_module_flags)
         places = max(len(queues), *(place + 1 for place in state.entries), 0)
         te.queues = [_Queue(state.entries.get(place, ())) for place in range(places)]
         te.flags = (True, True)
@@ -130,22 +132,25 @@ class Provider:
             queues.extend(deque() for _ in range(len(te.queues) - len(queues)))
             te.queues, te.flags, te.autocast, te.autocast_depth = queues, flags, autocast, depth
             if not keeps_graph:
-                te.first_module_flags[:] = firsts
+                te.first_module_flags[:] = state.first_module_flags
 
     def allows_early_stop(self, state: RegionState, /) -> bool:
         """Whether a rerun may end before the function does (Rule 4)."""
         return not state.entries
 
     @contextmanager
-    def one_update(self, *, is_due: bool) -> Iterator[None]:
+    def backward(self, state: RegionState, /, *, is_update_due: bool) -> Iterator[None]:
         """Entered around the backward of a graph that a rerun built, whose FP8 modules all think they are the first.
 
         Args:
-            is_due: whether one of them was the first in the forward.
+            is_update_due: whether one of them was the first in the forward.
         """
-        with self._te.no_backward_updates():
-            yield
-        if is_due:
+        try:
+            with self._te.no_backward_updates():
+                yield
+        finally:  # a te.checkpoint inside of which nothing was needed has left its flag
+            self._te.first_module_flags[:] = state.first_module_flags
+        if is_update_due:
             self._te.update_backward_scales()
 
     def is_update_due(self, state: RegionState, /) -> bool:

@@ -129,6 +129,18 @@ def test_hooks_of_parameters_run_once_per_backward(te: Any) -> None:
     assert_equal(layer.weight.grad, expected)
 
 
+def test_a_te_checkpoint_inside_of_which_nothing_is_needed_leaves_no_flag(te: Any) -> None:
+    class Two(te.Linear):
+        def forward(self, x: Any, y: Any) -> Any:
+            return super().forward(x) * 2, te.checkpoint(torch.exp, y)
+
+    x, y = leaf(4, 8), leaf(4, 8)
+    first, _ = _retained(Two())(x, y)
+    for _ in range(2):
+        torch.autograd.grad(first.sum(), x, retain_graph=True)
+        assert te.distributed.activation_recompute_forward._is_first_fp8_module == []
+
+
 @pytest.mark.parametrize("frozen", ["parameters", "input", "neither"])
 def test_only_what_is_needed_gets_a_gradient(te: Any, frozen: str) -> None:
     layer, x = te.TransformerLayer(p=0.0), leaf(2, 4, 8)
@@ -183,8 +195,13 @@ def test_a_gradient_that_would_be_lost_raises(te: Any) -> None:
     layer(leaf(4, 8), Holder(torch.randn(8))).sum().backward()
 
 
-def test_changes_between_forward_and_backward_raise(te: Any) -> None:
-    layer, x = _retained(te.Linear()), leaf(4, 8)
+@pytest.mark.parametrize("is_patched", [False, True], ids=["", "forward of another library"])
+def test_changes_between_forward_and_backward_raise(te: Any, is_patched: bool) -> None:
+    layer, x = te.Linear(), leaf(4, 8)
+    if is_patched:
+        own = layer.forward
+        layer.forward = lambda x: own(x)
+    _retained(layer)
     for change, error in (("input", InputChangedError), ("parameter", RerunMismatchError)):
         h = x * 1.0
         y = layer(h).sum()
