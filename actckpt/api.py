@@ -126,8 +126,13 @@ def checkpoint_call(
     policy: Any = None,
     offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
+    input_hooks: torch_private.Hooks | None = None,
 ) -> Any:
-    """Do what `checkpoint` does, for a function whose own keywords may have the names of options."""
+    """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
+
+    Args:
+        input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
+    """
     if torch.compiler.is_compiling():
         return _delegate(
             function,
@@ -147,6 +152,8 @@ def checkpoint_call(
         _check_keywords(use_reentrant, policy, context_fn, offload_inputs, determinism_check, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if state.awaited:
+        state.register_awaited()
     if policy is not None and policy != "recompute":
         return _run_in_region(choice_of(policy), function, args, kwargs)
 
@@ -157,17 +164,16 @@ def checkpoint_call(
         debug = forced_debug
     check_metadata = determinism_check == "default"
     # The common kind runs without Python code around the function; the extension says if it is one.
-    is_uncommon = kwargs or debug or offload_inputs or rng_trackers or context_fn is not noop_context_fn
+    is_uncommon = kwargs or debug or offload_inputs or rng_trackers or input_hooks or context_fn is not noop_context_fn
     if not (is_uncommon or rng.registered or state.registered) and is_of_module(function):
         result = _frames.run_common(function, args, early_stop, preserve_rng_state, check_metadata)
         if result is not NotImplemented:
             return result
 
-    hooks = None
     if offload_inputs:
         keep_in_place(function)
-        hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
-    inputs = held_inputs(function, args, kwargs, hooks)
+        input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
+    inputs = held_inputs(function, args, kwargs, input_hooks)
     region = Region(inputs)
     if preserve_rng_state and not rng.is_capturing():
         region.random = rng.RandomState(inputs.devices, inputs.generators, rng_trackers)
@@ -262,6 +268,7 @@ def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Of
             "offload: to='host' moves tensors off a GPU, and there is none here (torch.cuda.is_available() is False). "
             "CPU tensors are in host memory already: pass 'disk' or 'auto'."
         )
+    state.register_awaited()
     return Offloading(to, config.parse_bytes(min_bytes, what="min_bytes"))
 
 

@@ -11,6 +11,7 @@ import torch
 from actckpt import config
 from actckpt._version import __version__
 from actckpt.engine import limits, native
+from actckpt.te.registration import describe
 
 __all__ = ["examine"]
 
@@ -28,6 +29,7 @@ def examine(*, measure: bool = True) -> Iterator[Finding]:
     """
     yield "actckpt", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads"
+    yield "transformer engine", describe()
     yield from _device(measure)
     yield from _disk(measure)
 

@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError
-from actckpt.runtime import reading, stores, torch_private
+from actckpt.runtime import reading, stays, stores, torch_private
 from actckpt.runtime.inputs import contents_of
 from actckpt.runtime.sources import guard
 from actckpt.runtime.spans import join
@@ -186,6 +186,8 @@ _frames.connect_hooks(
         "backend": stores.backend,
         "guard": guard,
         "is_owned": _is_owned,
+        "stay_rules": stays.rules,
+        "must_stay": stays.must_stay,
         "pack_otherwise": _pack_otherwise,
         "join": join,
         "learnt_order": reading.learnt_order,

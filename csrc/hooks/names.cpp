@@ -55,6 +55,8 @@ void connect_hooks(const py::dict& given) {
   n.backend = keep("backend");
   n.guard = keep("guard");
   n.is_owned = keep("is_owned");
+  n.stay_rules = keep("stay_rules");
+  n.must_stay = keep("must_stay");
   n.pack_otherwise = keep("pack_otherwise");
   n.join = keep("join");
   n.learnt_order = keep("learnt_order");

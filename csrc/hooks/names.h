@@ -38,6 +38,8 @@ struct HookNames {
   PyObject* backend;         // stores.backend
   PyObject* guard;           // sources.guard
   PyObject* is_owned;        // of a module whose forward runs
+  PyObject* stay_rules;      // stays.rules
+  PyObject* must_stay;       // stays.must_stay
   PyObject* pack_otherwise;  // subclasses
   PyObject* join;            // partly overlapping spans
   PyObject* learnt_order;

@@ -175,6 +175,9 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   SessionObject* session = session_of(self);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (is_in_rerun()) return new_stays(tensor);
+  if (PyList_GET_SIZE(names().stay_rules) > 0 && call(names().must_stay, tensor).ptr() == Py_True) {
+    return new_stays(tensor);
+  }
   if (type == python().parameter_type) {
     note_parameter(tensor);
     return new_stays(tensor);
