@@ -23,7 +23,7 @@ from actckpt import config
 from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
 from actckpt.runtime import rng, torch_private
-from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Session, offloading
+from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading
 from actckpt.te import registration
 from actckpt.te.fresh import call_with_fresh_graphs
 from actckpt.te.state import is_te_module
@@ -125,10 +125,10 @@ class _WrappedForward:
     def context(self) -> AbstractContextManager[Any]:
         """What a module that is not recomputed runs in."""
         if self.action == "offload":
-            return offloading(Session("auto", self.min_bytes))
+            return Offloading("auto", self.min_bytes)
         if torch_private.outer_hooks() is None:
             return nullcontext()
-        return offloading(Session("auto", _NOTHING))  # inside one that is offloaded
+        return Offloading("auto", _NOTHING)  # inside one that is offloaded
 
 
 @torch_private.disable_dynamo
