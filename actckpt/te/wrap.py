@@ -23,7 +23,7 @@ from actckpt import config
 from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
 from actckpt.runtime import rng, torch_private
-from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading
+from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session
 from actckpt.te import registration
 from actckpt.te.fresh import call_with_fresh_graphs
 from actckpt.te.state import is_te_module
