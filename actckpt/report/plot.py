@@ -61,7 +61,8 @@ def _draw(axes: Axes, timelines: Timelines) -> None:
     for index, (name, timeline) in enumerate(timelines.items()):
         times_ms = [seconds * 1e3 for seconds, _ in timeline]
         sizes_mib = [size / _MIB for _, size in timeline]
-        colour, style = _COLOURS[index % len(_COLOURS)], _STYLES[index % len(_STYLES)]
+        round_number, place = divmod(index, len(_COLOURS))
+        colour, style = _COLOURS[place], _STYLES[(place + 2 * round_number) % len(_STYLES)]
         peak = f"{name}: peak {max(sizes_mib, default=0):.1f} MiB"
         axes.step(times_ms, sizes_mib, where="post", color=colour, linestyle=style, linewidth=1.3, label=peak)
         axes.fill_between(times_ms, sizes_mib, step="post", color=colour, alpha=0.06, linewidth=0)
