@@ -30,6 +30,7 @@ from actckpt.blocks import apply, remove
 from actckpt.config import Settings, configure
 from actckpt.errors import (
     ActckptError,
+    AuditError,
     BlocksError,
     InputChangedError,
     RerunMismatchError,
@@ -43,6 +44,7 @@ __all__ = [
     "SAC_IGNORED_OPS",
     "ActckptError",
     "Action",
+    "AuditError",
     "BlocksError",
     "CheckpointError",
     "CheckpointFunction",

@@ -305,7 +305,7 @@ def _check_keywords(
 
 def _run_in_region(choice: Choice, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward recorded, so that single operators are replayed."""
-    opened = OpenRegion(choice)
+    opened = OpenRegion(choice, _code_of(function))
     try:
         result = function(*args, **kwargs)
     except BaseException:
@@ -313,6 +313,16 @@ def _run_in_region(choice: Choice, function: Callable[..., Any], args: tuple[Any
         raise
     opened.close(has_failed=False)
     return result
+
+
+def _code_of(function: Callable[..., Any]) -> Any:
+    """Return what names a function across calls: a module, or the code of anything else."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, torch.nn.Module):
+        return owner
+    return getattr(function, "__code__", type(function))
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

@@ -30,6 +30,17 @@ class Settings:
     #: their memory to the system. glibc only.
     fix_malloc: bool = True
 
+    #: When the checksum of a dropped tensor is compared with what replay makes: `"first"`: until its place in the
+    #: program came back right once; `"always"`; `"off"`.
+    audit: str = "first"
+    #: Operators (`"aten.mul.Tensor"`) and modules (`"blocks.3.attention"`), also with wildcards, whose values are never
+    #: replayed.
+    opaque: tuple[str, ...] = ()
+    #: In which order operators are replayed. None: see actckpt.runtime.replay.schedule.
+    replay_order: Any = None
+    #: Most bytes of replayed values that wait for their turn in a backward. None: no limit.
+    replay_window: int | None = None
+
     @property
     def spill_folder(self) -> str:
         """The folder of the spill file."""
@@ -56,6 +67,12 @@ def configure(**changes: Any) -> Settings:
         max_inflight: most bytes on their way to a store, and most bytes read ahead of backward.
         num_workers: threads that copy CPU tensors, at least 0.
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
+        audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what replay makes.
+        opaque: names of operators and modules, also with wildcards, whose values are never replayed.
+        replay_order: a function from a `ReplayGraph` to the numbers of its steps in the order of execution; None: the
+            order with the lowest peak that the built-in rules find.
+        replay_window: most bytes of replayed values that wait for their turn in a backward; values beyond it are
+            computed again when they are asked for. None: no limit.
     Returns:
         The settings in force now.
     Raises:
@@ -72,7 +89,7 @@ def configure(**changes: Any) -> Settings:
     unknown = sorted(set(changes) - known)
     if unknown:
         raise ValueError(f"configure: unknown setting {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
-    for name in ("host_limit", "disk_limit", "max_inflight"):
+    for name in ("host_limit", "disk_limit", "max_inflight", "replay_window"):
         if name in changes and (changes[name] is not None or name == "max_inflight"):
             changes[name] = parse_bytes(changes[name], what=name)
     if changes.get("spill_dir") is not None:
@@ -80,9 +97,24 @@ def configure(**changes: Any) -> Settings:
     workers = changes.get("num_workers", 0)
     if not isinstance(workers, int) or isinstance(workers, bool) or not 0 <= workers <= 64:
         raise ValueError(f"configure: num_workers={workers!r}. Pass a whole number from 0 to 64.")
+    _check_replay(changes)
     _settings = dataclasses.replace(_settings, **changes)
     generation += 1
     return _settings
+
+
+def _check_replay(changes: dict[str, Any]) -> None:
+    audit = changes.get("audit", "first")
+    if audit not in ("first", "always", "off"):
+        raise ValueError(f"configure: audit={audit!r}. Pass 'first', 'always' or 'off'.")
+    order = changes.get("replay_order")
+    if order is not None and not callable(order):
+        raise ValueError(f"configure: replay_order={order!r} is a {type(order).__name__}. Pass a function or None.")
+    if "opaque" in changes:
+        opaque = changes["opaque"]
+        if isinstance(opaque, str) or not all(isinstance(name, str) or hasattr(name, "_schema") for name in opaque):
+            raise ValueError(f"configure: opaque={opaque!r}. Pass a list of names of operators and modules.")
+        changes["opaque"] = tuple(str(name) for name in opaque)
 
 
 def parse_bytes(size: object, *, what: str) -> int:

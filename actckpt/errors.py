@@ -3,6 +3,7 @@
     ActckptError
     |-- RerunMismatchError      also torch.utils.checkpoint.CheckpointError
     |-- InputChangedError       also torch.utils.checkpoint.CheckpointError
+    |-- AuditError              also torch.utils.checkpoint.CheckpointError
     |-- SavedTensorChangedError also torch.utils.checkpoint.CheckpointError
     `-- BlocksError             also ValueError
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 
 __all__ = [
     "ActckptError",
+    "AuditError",
     "BlocksError",
     "CheckpointError",
     "InputChangedError",
@@ -36,6 +38,10 @@ class InputChangedError(ActckptError, CheckpointError):
 
 class SavedTensorChangedError(ActckptError, CheckpointError):
     """A tensor was changed in place after an operator had saved it for backward."""
+
+
+class AuditError(ActckptError, CheckpointError):
+    """Replay made other bytes than the forward had: something wrote to memory without an operator saying so."""
 
 
 class BlocksError(ActckptError, ValueError):

@@ -1,12 +1,14 @@
 """`region`: a block of code whose saved tensors a policy keeps, recomputes or offloads."""
 
 import contextlib
-from typing import Any
+import sys
+from typing import Any, overload
 
 import torch
 
 from actckpt.policies import choice_of
 from actckpt.runtime.replay.opened import OpenRegion
+from actckpt.runtime.replay.report import Entry, Report, explained
 
 __all__ = ["region"]
 
@@ -37,6 +39,7 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
         self._policy = policy
         self._choice = choice_of(policy)
         self._open: OpenRegion | None = None
+        self._entries: list[Entry] = []
 
     def _recreate_cm(self) -> "region":
         return region(self._policy)
@@ -45,10 +48,35 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
         if self._open is not None:
             raise RuntimeError("This region is open already. Make another one with actckpt.region(...).")
         if torch.is_grad_enabled():
-            self._open = OpenRegion(self._choice)
+            self._entries = []
+            frame = sys._getframe(1)
+            self._open = OpenRegion(self._choice, (frame.f_code, frame.f_lineno), self._entries)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         opened, self._open = self._open, None
         if opened is not None:
             opened.close(has_failed=kind is not None)
+
+    @overload
+    def report(self) -> Report: ...
+
+    @overload
+    def report(self, *, explain: torch.Tensor) -> str: ...
+
+    def report(self, *, explain: torch.Tensor | None = None) -> Report | str:
+        """Return what became of the values that autograd saved, per operator and module.
+
+        Args:
+            explain: a tensor of the region. The answer is then a text: why it got its action.
+
+        Example::
+
+            >>> import torch, actckpt
+            >>> layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+            >>> with actckpt.region() as r:
+            ...     y = layer(torch.randn(2, 4))
+            >>> r.report().recomputed_bytes
+            32
+        """
+        return Report.of(self._entries) if explain is None else explained(self._entries, explain)

@@ -39,6 +39,12 @@ class Stats:
     failed_writes: int
     #: Regions run again in backward.
     rerun_regions: int
+    #: Operators executed again for a region with a policy.
+    replayed_operators: int
+    #: Values that a policy wanted recomputed, and that were kept because nothing recorded makes them again.
+    kept_opaque: int
+    #: Bytes copied because an operator was about to overwrite them in place while backward still needs them.
+    copied_on_write_bytes: int
 
 
 _baseline: dict[str, float] = {}
@@ -49,6 +55,8 @@ def _totals() -> dict[str, float]:
     totals["deduplicated_bytes"] = counters.value("deduplicated_bytes")
     totals["kept_full"] = counters.value("kept_full")
     totals["rerun_regions"] = _frames.num_reruns()
+    for name in ("replayed_operators", "kept_opaque", "copied_on_write_bytes"):
+        totals[name] = counters.value(name)
     cpu = stores.existing("disk")
     if isinstance(cpu, stores.CpuBackend):
         engine = cpu.store.stats()
@@ -101,6 +109,9 @@ def stats() -> Stats:
         kept_full=int(sums["kept_full"]),
         failed_writes=int(sums.get("failed_writes", 0)),
         rerun_regions=int(sums["rerun_regions"]),
+        replayed_operators=int(sums["replayed_operators"]),
+        kept_opaque=int(sums["kept_opaque"]),
+        copied_on_write_bytes=int(sums["copied_on_write_bytes"]),
     )
 
 

@@ -4,12 +4,13 @@ import inspect
 import linecache
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 
 import torch
 
-__all__ = ["modules_on_stack", "user_line"]
+__all__ = ["module_name", "modules_on_stack", "user_line"]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -37,6 +38,21 @@ def modules_on_stack() -> Iterator[torch.nn.Module]:
             frame.f_locals.clear()
         if isinstance(owner, torch.nn.Module):
             yield owner
+
+
+_names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def module_name() -> str | None:
+    """Return the qualified name of the module whose forward is running, as the outermost one knows it, or None."""
+    modules = list(modules_on_stack())
+    if not modules:
+        return None
+    innermost, outermost = modules[0], modules[-1]
+    names = _names.get(outermost)
+    if names is None or id(innermost) not in names:
+        names = _names[outermost] = {id(module): name for name, module in outermost.named_modules()}
+    return names.get(id(innermost)) or type(innermost).__name__
 
 
 def _frames_outward() -> Iterator[FrameType]:

@@ -261,6 +261,7 @@ def test_torchs_selective_contexts_save_what_their_policy_names() -> None:
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     counts = {}
+    actckpt.configure(audit="off")  # audits add operators of their own to the first step
     for name, method in BOTH.items():
         torch.manual_seed(1)
         model, x = mlp(dropout=0.3), leaf(3, 8)
@@ -269,9 +270,10 @@ def test_torchs_selective_contexts_save_what_their_policy_names() -> None:
             y.sum().backward()
         counts[name] = operators.counts, x.grad
     assert_equal(counts["actckpt"][1], counts["torch"][1])
+    actckpt.configure(audit="first")
     more = counts["actckpt"][0] - counts["torch"][0]
-    windows = {"aten.as_strided.default", "aten.empty.memory_format", "aten.set_.source_Storage_storage_offset"}
-    assert set(more) <= windows, "nothing computes more often than in torch"
+    windows = {"as_strided", "empty", "set_"}
+    assert {name.split(".")[1] for name in more} <= windows, "nothing computes more often than in torch"
     assert counts["actckpt"][0]["aten.addmm.default"] == 0
 
 

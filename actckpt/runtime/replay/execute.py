@@ -71,19 +71,21 @@ def replay(tape: Tape, target: Value) -> Tensor:
         raise _lost(target)
     with _neutral_state():
         if all(value.is_at_hand() for value in step.inputs):
-            steps = [step]
-        else:
-            steps = schedule.order(tape, target)
-        return _Run(tape, target, steps).result()
+            return _Run(tape, target, [step], None).result()
+        if tape.replay_window is not None:
+            tape.drop_cached(after=target)
+        return _Run(tape, target, *schedule.order(tape, target)).result()
 
 
 class _Run:
     """One replay: steps in order, and what they made that is needed still."""
 
-    def __init__(self, tape: Tape, target: Value, steps: list[Step]) -> None:
+    def __init__(self, tape: Tape, target: Value, steps: list[Step], retained: set[Value] | None) -> None:
         self._tape = tape
         self._target = target
         self._steps = steps
+        #: What stays for later in this backward; None: all that it will ask for.
+        self._retained = retained
         self._task = torch_private.current_graph_task_id()
         self._made: dict[Value, Tensor] = {}
         self._uses = Counter(value for step in steps for value in set(step.inputs))
@@ -132,9 +134,13 @@ class _Run:
                 "operator depend on a global setting that changed? Keep what it makes: add it to "
                 "actckpt.configure(opaque=[...])."
             )
+        if value.entry is not None:
+            value.entry.num_replays += 1
         if value is self._target or self._uses[value]:
             self._made[value] = tensor
-        if self._task != -1 and not value.is_at_hand() and is_pending(value, self._task):
+        if self._task == -1 or value.is_at_hand():
+            return
+        if is_pending(value, self._task) if self._retained is None else value in self._retained:
             value.cached, value.cached_task = tensor, self._task
             self._tape.clear_after(self._task, value)
 

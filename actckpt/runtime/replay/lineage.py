@@ -57,6 +57,7 @@ class Value:
         "is_parameter",
         "key",
         "nbytes",
+        "operator",
         "ordinal",
         "root",
         "spare",
@@ -74,6 +75,8 @@ class Value:
         #: What makes it, and as which of its results; None: nothing that may be executed again.
         self.step: Step | None = None
         self.index = 0
+        #: What made it, also where it is not to be replayed.
+        self.operator: Operator | None = None
         #: None until a policy that is asked per saved tensor was asked.
         self.action: Action | None = None
         #: A tensor on these bytes that keeps them.

@@ -2,12 +2,15 @@
 
 import threading
 from functools import partial
+from typing import Any
 
 from actckpt.action import Action
 from actckpt.runtime import offload, torch_private
 from actckpt.runtime.replay import saved
+from actckpt.runtime.replay.audit import site_of
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.recorder import Recorder
+from actckpt.runtime.replay.report import Entry
 from actckpt.runtime.replay.tape import Tape
 
 __all__ = ["OpenRegion"]
@@ -25,7 +28,7 @@ class OpenRegion:
 
     __slots__ = ("_has_hooks", "_outer_choice", "_outer_tape", "_recorder", "tape")
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: Choice, caller: Any, entries: list[Entry] | None = None) -> None:
         outer_hooks = torch_private.outer_hooks()
         current = _local.tape
         self._outer_tape = current
@@ -47,7 +50,8 @@ class OpenRegion:
             session = offload.Session("auto", offload.DEFAULT_MIN_BYTES)
             torch_private.push_hooks(*session.hooks)
             return
-        self.tape = tape = Tape(choice, outer_hooks)
+        self.tape = tape = Tape(choice, outer_hooks, site_of(caller))
+        tape.entries = entries
         tape.pack_hook = partial(saved.pack, tape)
         self._recorder = Recorder(tape)
         torch_private.push_hooks(tape.pack_hook, saved.unpack)

@@ -1,37 +1,47 @@
 """The saved-tensor hooks of a region: a handle for every tensor that autograd saves, and the way back."""
 
+import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from actckpt import _frames
 from actckpt.action import Action, SavedTensorInfo
-from actckpt.runtime import torch_private
+from actckpt.errors import AuditError
+from actckpt.runtime import rng, torch_private
 from actckpt.runtime.counters import counters
-from actckpt.runtime.replay import execute
+from actckpt.runtime.replay import audit, execute
 from actckpt.runtime.replay.execute import changed_error
 from actckpt.runtime.replay.lineage import Block, Value, Window, window_of
+from actckpt.runtime.replay.report import Entry
 from actckpt.runtime.replay.tape import Paused, Tape, version_of
 
 __all__ = ["Handle", "pack", "unpack"]
 
 
 _NO_SWAP: Any = nullcontext()
+#: One warning where more than one part in so many of what should be recomputed cannot be.
+_OPAQUE_SHARE = 10
+#: And it is worth talking about.
+_OPAQUE_BYTES = 1 << 20
 
 
 class Handle:
     """A saved tensor: a window on a value."""
 
-    __slots__ = ("__weakref__", "tape", "task", "window")
+    __slots__ = ("__weakref__", "audit", "tape", "task", "window")
 
     def __init__(self, tape: Tape, window: Window) -> None:
         self.tape = tape
         self.window = window
         #: The backward that unpacked it last.
         self.task = -1
+        #: What its bytes must be when they come back, None: not compared.
+        self.audit: Audit | None = None
 
 
 class Stays:
@@ -89,6 +99,8 @@ def pack(tape: Tape, tensor: Tensor) -> Handle | Stays | TakenApart:
         _decide(tape, value, tensor)
     handle = Handle(tape, window_of(tensor, value))
     value.handles.append(weakref.ref(handle))
+    if tape.is_audited and value.held is None and value.stored is None:
+        _begin_audit(tape, handle, tensor)
     return handle
 
 
@@ -106,6 +118,8 @@ def unpack(packed: Handle | Stays | TakenApart) -> Tensor:
             value.cached = None
     with Paused():
         tensor = execute.on(base, window)
+    if packed.audit is not None and value.held is None:
+        tensor = _audited(packed, packed.audit, tensor)
     if tape.is_open:
         storage = tensor.untyped_storage()
         known = tape.blocks.get(id(storage))
@@ -114,15 +128,90 @@ def unpack(packed: Handle | Stays | TakenApart) -> Tensor:
     return tensor
 
 
+class Audit(NamedTuple):
+    """What is compared when a dropped tensor comes back (Rule 6 of NOTE [ Replay ])."""
+
+    place: int
+    checksum: Tensor
+    #: Brings the original back from the store, None: there was no room for it.
+    original: Callable[[], Tensor] | None
+
+
+def _begin_audit(tape: Tape, handle: Handle, tensor: Tensor) -> None:
+    tape.num_packed += 1
+    place = hash((tape.structure, tape.num_packed))
+    if (place in tape.site.audited and not tape.audits_always) or rng.is_capturing():
+        return
+    with Paused():
+        handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
+    tape.audited.append(weakref.ref(handle))
+
+
+def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
+    """Return `tensor` if it is what was saved, else the original; raises if there is none."""
+    tape = handle.tape
+    with Paused():
+        is_right = torch.equal(audit.checksum(tensor), expected.checksum)
+    if is_right:
+        tape.site.audited.add(expected.place)
+        if not tape.audits_always:
+            handle.audit = None
+        return tensor
+    value = handle.window.value
+    tape.site.opaque.add(value.key)
+    if expected.original is not None:
+        audit.warn_of_original(_described(handle))
+        with Paused():
+            return expected.original()
+    raise _failure(handle)
+
+
+def _failure(first: Handle) -> AuditError:
+    """Compare all dropped tensors of the region, and word those that came back wrong."""
+    tape = first.tape
+    failed = [first]
+    for reference in tape.audited:
+        handle = reference()
+        if handle is None or handle is first or handle.audit is None or handle.window.value.held is not None:
+            continue
+        with tape.lock, Paused():
+            tensor = execute.on(execute.bytes_of(tape, handle.window.value), handle.window)
+            if not torch.equal(audit.checksum(tensor), handle.audit.checksum):
+                failed.append(handle)
+                tape.site.opaque.add(handle.window.value.key)
+    operators = [handle.window.value.step.operator.name for handle in failed if handle.window.value.step is not None]
+    return audit.failed_error(list(dict.fromkeys(map(_described, failed))), operators)
+
+
+def _described(handle: Handle) -> str:
+    value = handle.window.value
+    made_by = value.step.operator.name if value.step is not None else "an unknown operator"
+    module = handle.tape.site.modules.get(value.key)
+    where = f" in {module}" if module else ""
+    return f"result {value.index} of {made_by}{where}, shape {tuple(handle.window.shape)}, {handle.window.dtype}"
+
+
 def _decide(tape: Tape, value: Value, tensor: Tensor) -> None:
     """Decide what becomes of a value that autograd saves for the first time."""
     action = value.action
+    why = ""
+    entry = None
+    if tape.entries is not None:
+        entry = value.entry = Entry(_operator_name(value), tape.site.modules.get(value.key), tensor, value.nbytes)
+        tape.entries.append(entry)
     if action is None:
         action = value.action = tape.choice.for_value(info_of(tape, value, tensor))  # type: ignore[misc]
     tape.saved.append(weakref.ref(value))
     if action is Action.RECOMPUTE and not tape.can_replay(value):
         counters.add("kept_opaque", 0 if value.is_input else 1)
         action = Action.KEEP
+        why = value.why_opaque or "what it was made from was overwritten"
+        if not value.is_input:
+            tape.opaque_bytes += value.nbytes
+    elif action is Action.RECOMPUTE:
+        tape.recompute_bytes += value.nbytes
+    if entry is not None:
+        entry.action, entry.why = action, why or ("" if not value.is_input else value.why_opaque)
     if action is Action.RECOMPUTE:
         if value.is_candidate:
             value.spare = tensor
@@ -136,10 +225,14 @@ def _decide(tape: Tape, value: Value, tensor: Tensor) -> None:
         tape.holding.append(value)
 
 
+def _operator_name(value: Value) -> str:
+    return value.operator.name if value.operator is not None else "(input)"
+
+
 def info_of(tape: Tape, value: Value, tensor: Tensor) -> SavedTensorInfo:
     """Return what a policy is told about a value."""
     return SavedTensorInfo(
-        op=value.step.operator.func if value.step is not None else None,
+        op=value.operator.func if value.operator is not None else None,
         index=value.index,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
@@ -148,15 +241,18 @@ def info_of(tape: Tape, value: Value, tensor: Tensor) -> SavedTensorInfo:
         is_input=value.is_input,
         is_parameter=value.is_parameter,
         replayable=tape.can_replay(value),
-        module=None,
+        module=tape.site.modules.get(value.key),
     )
 
 
 def settle(tape: Tape) -> None:
     """Close a tape: release what no saved tensor needs, hold the rest under watch (Rules 7 and 11)."""
     tape.is_open = False
+    tape.site.end(tape.structure)
     tape.blocks.clear()
     _settle_candidates(tape)
+    if tape.opaque_bytes > max(_OPAQUE_BYTES, (tape.recompute_bytes + tape.opaque_bytes) // _OPAQUE_SHARE):
+        _warn_of_opaque(tape)
     held = [weakref.ref(value) for value in tape.holding]
     tape.holding.clear()
     tape.saved.clear()
@@ -166,6 +262,20 @@ def settle(tape: Tape) -> None:
             continue
         with Paused():
             _settle_one(tape, value)
+
+
+def _warn_of_opaque(tape: Tape) -> None:
+    """Say once per site that replay does not help much there."""
+    if tape.site.has_warned:
+        return
+    tape.site.has_warned = True
+    total = tape.recompute_bytes + tape.opaque_bytes
+    warnings.warn(
+        f"{tape.opaque_bytes / 2**20:.1f} MiB of the {total / 2**20:.1f} MiB that the policy of this region wants to "
+        "recompute cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(function, "
+        "...) without a policy runs the function again instead, and gets through any kernel. r.report() names them.",
+        stacklevel=4,
+    )
 
 
 def _settle_one(tape: Tape, value: Value) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from actckpt.runtime.replay.lineage import Step, Value
 
-__all__ = ["ReplayGraph", "default_order", "order", "peak_bytes"]
+__all__ = ["ReplayGraph", "default_order", "order", "peak_bytes", "retained"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,20 +96,78 @@ def _depth_first(graph: ReplayGraph, needed: set[int]) -> list[int]:
     return list(order)
 
 
-#: What `configure(replay_order=...)` set.
+def retained(graph: ReplayGraph, order: Sequence[int], window_bytes: int) -> set[int]:
+    """Return the values that stay for later, at most about `window_bytes` of them.
+
+    All that backward will ask for, if they fit. Else the last of them, and before those the few values that lead on
+    from some points of the order: what comes between is computed again from there when its turn comes. The
+    stretches grow from the last to the first, as more of the window becomes free (Griewank and Walther 2000, with at
+    most one repetition of each step).
+    """
+    asked = graph.retained - {graph.target}
+    if sum(graph.nbytes[value] for value in asked) <= window_bytes:
+        return set(asked)
+    made_at = {value: position for position, step in enumerate(order) for value in graph.makes[step]}
+    last_use = {value: position for position, step in enumerate(order) for value in graph.reads[step]}
+    crossing = [0] * len(order)
+    for value, made in made_at.items():
+        for position in range(made, last_use.get(value, made)):
+            crossing[position] += graph.nbytes[value]
+    asked_bytes = [sum(graph.nbytes[v] for v in graph.makes[step] if v in asked) for step in order]
+    cuts = _cuts(crossing, asked_bytes, window_bytes)
+    found = {value for value in asked if made_at.get(value, -1) > (cuts[0] if cuts else -1)}
+    for cut in cuts:
+        found |= {value for value, made in made_at.items() if made <= cut < last_use.get(value, made)}
+    return found - {graph.target}
+
+
+def _cuts(crossing: list[int], asked_bytes: list[int], window_bytes: int) -> list[int]:
+    """Return positions after which to keep what leads on, last first; as few as reach the start."""
+    cost = min((size for size in crossing if size), default=1)
+    best: list[int] = []
+    best_start = len(crossing)
+    for number in range(max(window_bytes // cost, 0) + 1):
+        cuts: list[int] = []
+        start = end = len(crossing) - 1
+        for cut in range(number + 1):
+            room = window_bytes - (number - cut) * cost
+            while start >= 0 and room >= asked_bytes[start]:
+                room -= asked_bytes[start]
+                start -= 1
+            if start < 0 or cut == number or start >= end:
+                break
+            span = range(start, start + max(1, (end - start) // 4))
+            start = end = min(span, key=lambda position: (crossing[position], position))
+            cuts.append(start)
+        if start < best_start:
+            best, best_start = cuts, start
+        if start < 0:
+            break
+    return best
+
+
+#: What `configure(replay_order=...)` takes.
 Order = Callable[[ReplayGraph], Sequence[int]]
 
 
-def order(tape: Any, target: Value) -> list[Step]:
-    """Return the steps that lead to `target`, in the order in which to execute them."""
+def order(tape: Any, target: Value) -> tuple[list[Step], set[Value] | None]:
+    """Return the steps that lead to `target`, in the order in which to execute them, and what to retain.
+
+    None: all that backward will ask for.
+    """
     steps = _steps_of(target)
-    graph = _graph_of(steps, target)
+    graph, values = _graph_of(steps, target)
     plugged: Order | None = tape.replay_order
     if plugged is None:
-        return [steps[number] for number in default_order(graph)]
-    chosen = list(plugged(graph))
-    _check(graph, chosen)
-    return [steps[number] for number in chosen]
+        chosen = default_order(graph)
+    else:
+        chosen = list(plugged(graph))
+        _check(graph, chosen)
+    stay = None
+    if tape.replay_window is not None:
+        room = max(tape.replay_window - tape.cached_bytes(), 0)
+        stay = {values[number] for number in retained(graph, chosen, room)}
+    return [steps[number] for number in chosen], stay
 
 
 def _steps_of(target: Value) -> list[Step]:
@@ -126,26 +184,27 @@ def _steps_of(target: Value) -> list[Step]:
     return [step for _, step in sorted(found.values(), key=lambda entry: entry[0])]
 
 
-def _graph_of(steps: list[Step], target: Value) -> ReplayGraph:
+def _graph_of(steps: list[Step], target: Value) -> tuple[ReplayGraph, list[Value]]:
     numbers: dict[Value, int] = {}
     makes: list[tuple[int, ...]] = []
-    retained: set[int] = set()
+    asked: set[int] = set()
     for step in steps:
         made = [value for value in (reference() for reference in step.outputs) if value is not None]
         makes.append(tuple(numbers.setdefault(value, len(numbers)) for value in made))
-        retained.update(numbers[value] for value in made if any(handle() is not None for handle in value.handles))
+        asked.update(numbers[value] for value in made if any(handle() is not None for handle in value.handles))
     made_here = set(numbers.values())
     reads = tuple(
         tuple(dict.fromkeys(numbers.setdefault(value, len(numbers)) for value in step.inputs)) for step in steps
     )
-    return ReplayGraph(
+    graph = ReplayGraph(
         operators=tuple(step.operator.name for step in steps),
         reads=reads,
         makes=tuple(makes),
         nbytes=tuple(value.nbytes if number in made_here else 0 for value, number in numbers.items()),
         target=numbers[target],
-        retained=frozenset(retained),
+        retained=frozenset(asked),
     )
+    return graph, list(numbers)
 
 
 def _check(graph: ReplayGraph, chosen: list[int]) -> None:

@@ -1,5 +1,6 @@
 """The tape of an open region: what its storages hold, what must be held, and what autograd saves of it."""
 
+import fnmatch
 import threading
 import weakref
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt import config
 from actckpt.action import Action
-from actckpt.runtime import offload, torch_private
+from actckpt.runtime import offload, stores, torch_private
 from actckpt.runtime.counters import counters
+from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.lineage import Block, Step, Value, is_obtainable
+from actckpt.runtime.replay.report import Entry
 
 __all__ = ["Paused", "Tape", "paused", "version_of"]
 
@@ -22,7 +26,8 @@ paused: dict[int, int] = {}
 class Tape:
     """Values and steps of one region and of those nested in it (Rule 11 of NOTE [ Replay ])."""
 
-    def __init__(self, choice: Choice, outer: torch_private.Hooks | None) -> None:
+    def __init__(self, choice: Choice, outer: torch_private.Hooks | None, site: Site) -> None:
+        settings = config.settings()
         self.choice = choice
         #: The hooks that were active where the region was opened.
         self.outer = outer
@@ -39,12 +44,27 @@ class Tape:
         self.candidates: list[Value] = []
         #: Values whose bytes are gone although nothing makes them again.
         self.num_lost = 0
+        #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
+        self.recompute_bytes = 0
+        self.opaque_bytes = 0
         self.num_values = 0
         self.lock = threading.RLock()
         #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
         self.swap = -1
-        #: See `configure(replay_order=...)`.
-        self.replay_order: Any = None
+        #: Where it was opened, what it has run so far, and whether dropped tensors leave checksums (Rule 6).
+        self.site = site
+        self.structure = 0
+        self.is_audited = site.begin(settings.audit)
+        self.audits_always = settings.audit == "always"
+        self.audited: list[weakref.ref[Any]] = []
+        self.num_packed = 0
+        #: Names whose values are never replayed.
+        self._opaque = settings.opaque
+        #: Lines of the report, None where nobody will ask for one.
+        self.entries: list[Entry] | None = None
+        #: See `configure`.
+        self.replay_order: Any = settings.replay_order
+        self.replay_window: int | None = settings.replay_window
         self._session: offload.Session | None = None
         self._cached: dict[int, list[weakref.ref[Value]]] = {}
 
@@ -150,7 +170,9 @@ class Tape:
     ) -> None:
         """Note how a new value comes about and what the policy wants with it."""
         value.action = action
+        why_opaque = why_opaque or self._why_never(value, step, tensor)
         value.why_opaque = why_opaque
+        value.operator = None if step is None else step.operator
         if step is None or why_opaque or (action is not None and action is not Action.RECOMPUTE):
             value.held = tensor
             self.holding.append(value)
@@ -163,6 +185,21 @@ class Tape:
             value.is_candidate = True
         else:
             value.hold_bytes = hold_bytes
+
+    def _why_never(self, value: Value, step: Step | None, tensor: Tensor) -> str:
+        """Return why a new value must not be replayed here, or an empty text. Advances the structure."""
+        func = None if step is None else step.operator.func
+        self.structure = value.key = key = hash((self.structure, func, tensor.shape, tensor.dtype))
+        site = self.site
+        if key not in site.modules:
+            site.module(key)
+        if site.opaque and key in site.opaque:
+            return "it came back wrong before"
+        if self._opaque and step is not None:
+            names = [step.operator.name, site.modules.get(key) or ""]
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self._opaque):
+                return "configure(opaque=...) names it"
+        return ""
 
     def protect(self, value: Value | None) -> None:
         """Get ready for the storage of a value to be overwritten by a recorded operator (Rule 1)."""
@@ -219,6 +256,15 @@ class Tape:
         value.held = None
         value.version = -1
 
+    def parked(self, tensor: Tensor) -> Any:
+        """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None."""
+        if stores.existing("host" if tensor.is_cuda else "disk") is None:
+            return None
+        if self._session is None:
+            self._session = offload.Session("auto", min_bytes=0)
+        packed = self._session.pack(tensor.detach().clone())
+        return packed.unpack
+
     def clear_after(self, task: int, value: Value) -> None:
         """Let go of what is cached for `value` when the backward `task` ends, at the latest (Rule 12)."""
         values = self._cached.get(task)
@@ -227,6 +273,18 @@ class Tape:
             if torch_private.queue_callback is not None:
                 torch_private.queue_callback(lambda: self._clear(task))
         values.append(weakref.ref(value))
+
+    def drop_cached(self, *, after: Value) -> None:
+        """Let go of replayed values that nobody asked for, and that only later values than `after` come from."""
+        for values in self._cached.values():
+            for value in filter(None, (reference() for reference in values)):
+                if value.ordinal > after.ordinal and not any(handle() is not None for handle in value.handles):
+                    value.cached = None
+
+    def cached_bytes(self) -> int:
+        """Return the bytes of replayed values that wait for their turn."""
+        values = {value for values in self._cached.values() for value in (reference() for reference in values)}
+        return sum(value.nbytes for value in values if value is not None and value.cached is not None)
 
     def _clear(self, task: int) -> None:
         with self.lock:

@@ -1,0 +1,132 @@
+"""Audits: a checksum of every dropped tensor, until its place in a structure has come back right once.
+
+NOTE [ Audit ]
+
+Kernels that the dispatcher does not see can write where no recorder looks: what replay makes is then not what the
+forward had. So, the first time that a place in a structure runs, the tensor saved there leaves a checksum,
+computed on its device and not read in forward. Unpack compares. On a mismatch the original is used where the store had
+room for it, with a warning; else one error lists every tensor of the region that came back wrong. Either way these
+places are opaque from then on: kept.
+
+A *structure* is the sequence of operators, shapes and dtypes that a call site has run so far, as a hash; a *place* is
+a structure and how many tensors were saved in it. Elements are compared, not storages: memory between them that
+nothing ever wrote does not count.
+"""
+
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt.errors import AuditError
+from actckpt.runtime.stack import module_name
+
+__all__ = ["Site", "checksum", "failed_error", "site_of", "warn_of_original"]
+
+_MAX_SITES = 4096
+_MAX_STRUCTURES = 64
+#: Above `_MAX_STRUCTURES`, one call in so many is audited.
+_SAMPLE = 16
+_CHUNK = 1 << 20
+#: The golden ratio as a 64-bit fraction: neighbouring positions get unrelated odd weights.
+_MULTIPLIER = -7046029254386353131
+
+
+class Site:
+    """What is known about one place in the user's code that opens regions."""
+
+    __slots__ = ("audited", "has_warned", "modules", "num_calls", "opaque", "structures")
+
+    def __init__(self) -> None:
+        #: Places that came back right.
+        self.audited: set[int] = set()
+        #: Structures whose last result must not be replayed.
+        self.opaque: set[int] = set()
+        #: Final structures of calls.
+        self.structures: set[int] = set()
+        #: Module whose forward ran last in a structure.
+        self.modules: dict[int, str | None] = {}
+        self.num_calls = 0
+        #: Whether it was said that replay does not help here.
+        self.has_warned = False
+
+    def begin(self, mode: str) -> bool:
+        """Count a call; returns whether it is audited at all."""
+        self.num_calls += 1
+        if mode == "off":
+            return False
+        return mode == "always" or len(self.structures) <= _MAX_STRUCTURES or self.num_calls % _SAMPLE == 0
+
+    def end(self, structure: int) -> None:
+        """Note the structure of a call that is over."""
+        if len(self.structures) <= _MAX_STRUCTURES:
+            self.structures.add(structure)
+        if len(self.modules) > _MAX_STRUCTURES * 4096:  # programs whose shapes never repeat
+            self.modules.clear()
+            self.audited.clear()
+
+    def module(self, structure: int) -> str | None:
+        """Return the module whose forward is running; looks at the stack once per structure."""
+        found = self.modules.get(structure, "")
+        if found == "":
+            found = self.modules[structure] = module_name()
+        return found
+
+
+_lock = threading.Lock()
+_by_code: OrderedDict[Any, Site] = OrderedDict()
+_by_object: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
+
+
+def site_of(caller: Any) -> Site:
+    """Return the site of a module, of a function, or of a (code, line)."""
+    with _lock:
+        if isinstance(caller, torch.nn.Module):
+            return _by_object.setdefault(caller, Site())
+        site = _by_code.get(caller)
+        if site is None:
+            site = _by_code[caller] = Site()
+            if len(_by_code) > _MAX_SITES:
+                _by_code.popitem(last=False)
+        return site
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a position-sensitive checksum of the elements, on their device. Call it paused."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if plain.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=plain.device)
+    size = plain.element_size()
+    words = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
+    total = torch.zeros((), dtype=torch.int64, device=plain.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK].to(torch.int64)
+        weights = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=plain.device)
+        weights.mul_(_MULTIPLIER).bitwise_or_(1)
+        total += chunk.add_(1).mul_(weights).sum()
+    return total
+
+
+def warn_of_original(what: str) -> None:
+    """Say once that a tensor came back wrong and its original was used."""
+    warnings.warn(
+        f"{what} came back from replay with other bytes than it had: something wrote to memory that no operator said "
+        "it writes. The original was used, and it is kept from now on. Silence this with "
+        "warnings.filterwarnings or say so with actckpt.configure(opaque=[...]).",
+        stacklevel=2,
+    )
+
+
+def failed_error(failures: list[str], operators: list[str]) -> AuditError:
+    """Word the tensors of one region that came back wrong."""
+    lines = "\n  ".join(failures)
+    return AuditError(
+        f"{len(failures)} saved tensors came back from replay with other bytes than they had:\n  {lines}\nSomething "
+        "wrote to memory that no operator said it writes (a kernel called behind torch's back), so this backward has "
+        "no right gradient. From now on they are kept: run the step again. To say so from the start: "
+        f"actckpt.configure(opaque={sorted(set(operators))!r})."
+    )

@@ -1,0 +1,149 @@
+"""What a region did with every value that autograd saved, per operator and module."""
+
+import dataclasses
+import json
+import weakref
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+
+from actckpt.action import Action
+
+__all__ = ["Entry", "Report", "Row", "explained"]
+
+
+class Entry:
+    """One saved value."""
+
+    __slots__ = ("action", "dtype", "module", "nbytes", "num_replays", "operator", "shape", "storage", "why")
+
+    def __init__(self, operator: str, module: str | None, tensor: Tensor, nbytes: int) -> None:
+        self.operator = operator
+        self.module = module
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.nbytes = nbytes
+        self.action = Action.KEEP
+        #: Why it got its action, where the policy alone does not say.
+        self.why = ""
+        self.num_replays = 0
+        self.storage = weakref.ref(tensor.untyped_storage())
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Values of one operator in one module."""
+
+    operator: str
+    module: str | None
+    num_values: int
+    kept_bytes: int
+    offloaded_bytes: int
+    recomputed_bytes: int
+    #: How often a value of this row was computed again.
+    num_replays: int
+    #: Why values that the policy wanted to recompute were kept: reason -> number of values.
+    not_replayed: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What became of the saved tensors of a region. `print` it for a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of values whose storage stayed."""
+        return sum(row.kept_bytes for row in self.rows)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of values that went to a store."""
+        return sum(row.offloaded_bytes for row in self.rows)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes of values that were dropped."""
+        return sum(row.recomputed_bytes for row in self.rows)
+
+    @classmethod
+    def of(cls, entries: list[Entry]) -> "Report":
+        """Sum entries up by operator and module, in the order of their first value."""
+        groups: dict[tuple[str, str | None], list[Entry]] = {}
+        for entry in entries:
+            groups.setdefault((entry.operator, entry.module), []).append(entry)
+        return cls(tuple(_row(*key, members) for key, members in groups.items()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the rows and the sums as plain data."""
+        return {
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "kept_bytes": self.kept_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "recomputed_bytes": self.recomputed_bytes,
+        }
+
+    def as_json(self) -> str:
+        """Return `as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def table(self) -> str:
+        """Return a table for people; sizes in KiB."""
+        header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "could not be replayed")
+        lines = [header, *(_cells(row) for row in self.rows)]
+        lines.append(
+            ("all", "", "", *map(_kib, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
+        )
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def explained(entries: list[Entry], tensor: Tensor) -> str:
+    """Say why a tensor got its action."""
+    storage = tensor.untyped_storage()
+    found = [entry for entry in entries if entry.storage() is storage]
+    if not found:
+        return (
+            f"Tensor of shape {tuple(tensor.shape)}: autograd did not save it in this region, so nothing is held on "
+            "its account."
+        )
+    return "\n".join(_explained_one(entry) for entry in found)
+
+
+def _explained_one(entry: Entry) -> str:
+    where = f" in {entry.module}" if entry.module else ""
+    done = {Action.KEEP: "kept", Action.OFFLOAD: "offloaded", Action.RECOMPUTE: "dropped"}[entry.action]
+    why = entry.why or "the policy says so"
+    replays = f"; replayed {entry.num_replays} times so far" if entry.action is Action.RECOMPUTE else ""
+    return f"Made by {entry.operator}{where}, {_kib(entry.nbytes)}: {done}, because {why}{replays}."
+
+
+def _row(operator: str, module: str | None, entries: list[Entry]) -> Row:
+    sums = Counter(dict.fromkeys(Action, 0))
+    for entry in entries:
+        sums[entry.action] += entry.nbytes
+    return Row(
+        operator=operator,
+        module=module,
+        num_values=len(entries),
+        kept_bytes=sums[Action.KEEP],
+        offloaded_bytes=sums[Action.OFFLOAD],
+        recomputed_bytes=sums[Action.RECOMPUTE],
+        num_replays=sum(entry.num_replays for entry in entries),
+        not_replayed=dict(Counter(entry.why for entry in entries if entry.why)),
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    reasons = ", ".join(f"{count} x {reason}" for reason, count in row.not_replayed.items())
+    sizes = map(_kib, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
+    return (row.operator, row.module or "", str(row.num_values), *sizes, str(row.num_replays), reasons)
+
+
+def _kib(nbytes: int) -> str:
+    return f"{nbytes / 1024:.1f} KiB"
