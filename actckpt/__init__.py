@@ -38,6 +38,7 @@ from actckpt.errors import (
 )
 from actckpt.regions import region
 from actckpt.runtime import connect as _connect  # noqa: F401 - imported for its effect
+from actckpt.runtime.replay import connect as _connect_replay  # noqa: F401 - imported for its effect
 from actckpt.statistics import Stats, reset_stats, stats
 
 __all__ = [

@@ -1,10 +1,14 @@
-"""Checkpointed regions and the tensors that they save; the C++ sources are in csrc/frames."""
+"""Checkpointed regions and the tensors that they save; the C++ sources are in csrc/frames and
+csrc/replay."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from actckpt.action import Action
 
 class StopRerun(BaseException): ...
 class Slot: ...
@@ -98,3 +102,104 @@ def run(
 ) -> Any: ...
 def rerun(refill: Refill, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> None: ...
 def unpack(slot: Slot, /) -> Tensor: ...
+
+# Recording and replay (csrc/replay).
+
+class Value:
+    device: torch.device
+    step: Step | None
+    operator: Any
+    action: Action | None
+    held: Tensor | None
+    root: weakref.ref[Tensor] | None
+    stored: Callable[[], Tensor] | None
+    cached: Tensor | None
+    spare: Tensor | None
+    why_opaque: str
+    entry: Any
+    nbytes: int
+    ordinal: int
+    index: int
+    version: int
+    cached_task: int
+    hold_bytes: int
+    key: int
+    is_candidate: bool
+    is_input: bool
+    is_parameter: bool
+    @property
+    def handles(self) -> Sequence[weakref.ref[Handle]]: ...
+    def __new__(cls, nbytes: int, device: torch.device, ordinal: int, /) -> Value: ...
+    def is_at_hand(self) -> bool: ...
+
+class Step:
+    operator: Any
+    args: list[Any]
+    kwargs: dict[str, Any] | None
+    inputs: list[Value]
+    outputs: list[weakref.ref[Value]]
+    results: list[tuple[int, int]]
+    written: list[Value]
+    random: Any
+    grad_enabled: bool
+    def __new__(cls, operator: Any, args: list[Any], kwargs: dict[str, Any] | None, inputs: list[Value], /) -> Step: ...
+    def add_output(self, value: Value, place: tuple[int, int], /) -> None: ...
+
+class Block:
+    storage: weakref.ref[torch.UntypedStorage]
+    value: Value
+    def __new__(cls, storage: torch.UntypedStorage, value: Value, /) -> Block: ...
+
+class Window:
+    value: Value
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+    def on(self, value: Value, /) -> Window: ...
+
+class Handle:
+    tape: Any
+    window: Window
+    audit: Any
+    task: int
+
+class TapeCore:
+    blocks: dict[int, Block]
+    holding: list[Value]
+    saved: list[weakref.ref[Value]]
+    choice: Any
+    modules: dict[int, str | None]
+    opaque_places: set[int]
+    audited_places: set[int]
+    opaque_names: tuple[str, ...]
+    entries: list[Any] | None
+    structure: int
+    num_values: int
+    num_packed: int
+    is_open: bool
+    is_audited: bool
+    audits_always: bool
+
+def connect_replay(names: dict[str, Any]) -> None: ...
+def dispatch(tape: TapeCore, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, /) -> Any: ...
+def pack_recorded(tape: TapeCore, tensor: Tensor, /) -> Any: ...
+def unpack_recorded(packed: Any, /) -> Tensor: ...
+def value_of(tape: TapeCore, tensor: Tensor) -> Value | None: ...
+def window_of(tensor: Tensor, value: Value) -> Window: ...
+def look_at(value: Value, tensor: Tensor) -> None: ...
+def frozen(tape: TapeCore, argument: Any, inputs: list[Value]) -> Any: ...
+def add_value(
+    tape: TapeCore,
+    value: Value,
+    step: Step | None,
+    operator: Any,
+    index: int,
+    tensor: Tensor,
+    action: Action | None,
+    why_opaque: str,
+) -> None: ...
+def add_results(tape: TapeCore, step: Step, result: Any, action: Action | None, why_opaque: str) -> None: ...
+def is_pending(value: Value, task: int) -> bool: ...

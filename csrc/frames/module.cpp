@@ -12,6 +12,10 @@
 #include "frames/region.h"
 #include "frames/swap_lock.h"
 #include "frames/task_end.h"
+#include "replay/names.h"
+#include "replay/objects.h"
+#include "replay/record.h"
+#include "replay/unpack.h"
 
 PYBIND11_MODULE(_frames, module) {
   module.doc() = "Checkpointed regions and the tensors that they save.";
@@ -24,6 +28,11 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_exclusive_functions(module);
   actckpt::add_swap_functions(module);
   actckpt::add_region_functions(module);
+  actckpt::add_replay_types(module);
+  actckpt::add_record_functions(module);
+  actckpt::add_unpack_functions(module);
+  module.def("connect_replay", actckpt::connect_replay, pybind11::arg("names"),
+             "Tell recording and replay what they need of Python and torch. Called once.");
   module.def("connect", actckpt::connect, pybind11::arg("names"),
              "Tell the extension what it needs of Python and torch. Called once.");
 }

@@ -23,7 +23,7 @@ class Choice:
         for_value: asked once per value, when it is saved for the first time.
     """
 
-    __slots__ = ("_actions", "_after_call", "_default", "for_value")
+    __slots__ = ("_after_call", "_overloads", "actions_by_id", "asks_calls", "default", "for_value")
 
     def __init__(
         self,
@@ -33,19 +33,18 @@ class Choice:
         after_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Action] | None = None,
         for_value: Callable[[SavedTensorInfo], Action] | None = None,
     ) -> None:
-        self._actions = actions or {}
-        self._default = default
+        #: By id() of the overload; torch keeps each as long as it lives, and hashes them in Python.
+        self.actions_by_id = {id(overload): action for overload, action in (actions or {}).items()}
+        self._overloads = tuple(actions or ())  # their ids stay theirs
+        self.default = default
         self._after_call = after_call
+        #: Whether every operator must be reported with `after_call`.
+        self.asks_calls = after_call is not None
         self.for_value = for_value
-
-    @property
-    def asks_calls(self) -> bool:
-        """Whether every operator must be reported with `after_call`."""
-        return self._after_call is not None
 
     def of(self, func: Any) -> Action | None:
         """Return the action for what an overload makes, None if that is not known from the overload alone."""
-        return self._actions.get(func, self._default)
+        return self.actions_by_id.get(id(func), self.default)
 
     def after_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> Action:
         """Ask for one call of an operator."""
@@ -57,4 +56,4 @@ class Choice:
     @property
     def always(self) -> Action | None:
         """The action for all values, None if they may differ."""
-        return None if self._actions else self._default
+        return None if self.actions_by_id else self.default

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt._frames import is_pending
 from actckpt.errors import ActckptError, SavedTensorChangedError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.counters import counters
@@ -20,7 +21,8 @@ __all__ = ["bytes_of", "changed_error", "is_pending", "on", "replay"]
 
 def on(base: Tensor, window: Window) -> Tensor:
     """Return the tensor that `window` describes, on the storage of `base`. Call it paused."""
-    _, dtype, shape, stride, offset, is_conj, is_neg = window
+    dtype, shape, stride, offset = window.dtype, window.shape, window.stride, window.offset
+    is_conj, is_neg = window.is_conj, window.is_neg
     if base.dtype is dtype and not (is_conj or is_neg or base.is_neg() or base.is_conj()):
         return base.as_strided(shape, stride, offset)
     tensor = torch.empty(0, dtype=dtype, device=base.device)
@@ -28,15 +30,6 @@ def on(base: Tensor, window: Window) -> Tensor:
     if is_conj:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if is_neg else tensor
-
-
-def is_pending(value: Value, task: int) -> bool:
-    """Whether a saved tensor on `value` is alive that the backward `task` has not unpacked."""
-    for reference in value.handles:
-        handle = reference()
-        if handle is not None and handle.task != task:
-            return True
-    return False
 
 
 def bytes_of(tape: Tape, value: Value) -> Tensor:

@@ -1,9 +1,10 @@
 """Opening and closing regions: the recorder and the hooks of a thread, and how regions nest."""
 
+import functools
 import threading
-from functools import partial
 from typing import Any
 
+from actckpt._frames import pack_recorded, unpack_recorded
 from actckpt.action import Action
 from actckpt.runtime import offload, torch_private
 from actckpt.runtime.replay import saved
@@ -14,6 +15,10 @@ from actckpt.runtime.replay.report import Entry
 from actckpt.runtime.replay.tape import Tape
 
 __all__ = ["OpenRegion"]
+
+
+#: Recorders that are active in this process, in any thread.
+num_recorders = [0]
 
 
 class _Local(threading.local):
@@ -52,11 +57,12 @@ class OpenRegion:
             return
         self.tape = tape = Tape(choice, outer_hooks, site_of(caller))
         tape.entries = entries
-        tape.pack_hook = partial(saved.pack, tape)
+        tape.pack_hook = functools.partial(pack_recorded, tape)
         self._recorder = Recorder(tape)
-        torch_private.push_hooks(tape.pack_hook, saved.unpack)
+        torch_private.push_hooks(tape.pack_hook, unpack_recorded)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
         _local.tape = tape
+        num_recorders[0] += 1
 
     def close(self, *, has_failed: bool) -> None:
         """End the region. What it needs is held from here on."""
@@ -68,6 +74,7 @@ class OpenRegion:
             torch_private.pop_hooks()
         if self._recorder is None or self.tape is None:
             return
+        num_recorders[0] -= 1
         _local.tape = self._outer_tape
         if has_failed:
             self.tape.outer = None  # what is left of the graph, if anything, belongs to who catches the error

@@ -30,7 +30,6 @@ Rule 12. Caching. Replayed values with handles that this backward has not unpack
 Rule 13. Order. See `schedule`.
 """
 
-import threading
 from typing import Any
 
 import torch
@@ -38,16 +37,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _frames
+from actckpt._frames import add_results, add_value, dispatch, frozen
 from actckpt.action import Action
 from actckpt.runtime import rng
-from actckpt.runtime.replay.lineage import Step, Value, window_of
-from actckpt.runtime.replay.operators import Operator, operator_of
-from actckpt.runtime.replay.tape import Tape, paused
+from actckpt.runtime.replay.lineage import Step, Value, Window
+from actckpt.runtime.replay.operators import Operator
+from actckpt.runtime.replay.tape import Tape
 
-__all__ = ["Recorder"]
-
-_KNOWN: dict[Any, Operator] = {}
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+__all__ = ["Recorder", "pin_dtype", "record_special"]
 
 
 class Recorder(TorchDispatchMode):
@@ -64,66 +61,33 @@ class Recorder(TorchDispatchMode):
         """Compiled code stays compiled (Rule 10)."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch wraps Python handlers so that the compiler does not look into them. This one is native.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if paused and threading.get_ident() in paused:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if types and not all(kind in _PLAIN_TYPES for kind in types):
-            return NotImplemented  # the subclass calls operators on its inner tensors, and these are recorded
-        operator = _KNOWN.get(func)
-        if operator is None:
-            if not isinstance(func, torch._ops.OpOverload):
-                return func(*args, **kwargs) if kwargs else func(*args)  # Rule 10
-            operator = _KNOWN[func] = operator_of(func)
-        tape = self.tape
-        if operator.is_view:
-            result = func(*args, **kwargs) if kwargs else func(*args)
-            if tape.choice.asks_calls:
-                tape.choice.after_call(func, args, kwargs, result)
-            return result
-        if operator.is_plain:
-            return _record_plain(tape, operator, args, kwargs)
-        return _record_special(tape, operator, args, kwargs)
+        return dispatch(self.tape, func, types, args, kwargs)
 
 
-def _record_plain(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Record an operator that reads its arguments and returns new tensors."""
-    func = operator.func
-    choice = tape.choice
-    action = choice.of(func)
-    inputs: list[Value] = []
-    frozen = [_frozen(tape, arg, inputs) for arg in args]
-    frozen_kwargs = {k: _frozen(tape, v, inputs) for k, v in kwargs.items()} if kwargs else None
-    result = func(*args, **kwargs) if kwargs else func(*args)
-    if choice.asks_calls:
-        action = choice.after_call(func, args, kwargs, result)
-    step = Step(operator, frozen, frozen_kwargs, inputs)
-    if not inputs:
-        _pin_dtype(step, result)
-    if type(result) is Tensor:
-        tape.add_result(step, result, 0, action, "")
-    else:
-        _add_results(tape, step, result, action, "")
-    return result
-
-
-def _record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Record an operator that writes, draws, allocates or communicates."""
     func = operator.func
     kwargs = kwargs or {}
     choice = tape.choice
     inputs: list[Value] = []
-    frozen = [_frozen(tape, arg, inputs) for arg in args]
-    frozen_kwargs = {k: _frozen(tape, v, inputs) for k, v in kwargs.items()}
-    step = Step(operator, frozen, frozen_kwargs, inputs)
+    arguments = [frozen(tape, arg, inputs) for arg in args]
+    keywords = {k: frozen(tape, v, inputs) for k, v in kwargs.items()}
+    step = Step(operator, arguments, keywords, inputs)
     written = _written_tensors(operator, args, kwargs)
     hidden = [args[position] for position in operator.writes_hidden(args)]
     if operator.is_collective and not written:
         hidden = [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
     why_opaque = _why_opaque(operator, args, bool(hidden))
     if hidden and operator.has_form_without_effect:
-        step.args = operator.without_effect(frozen)
+        step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)
     generators = _begin_random(tape, step, args, kwargs)
     old = [_begin_write(tape, step, tensor) for tensor in written]
@@ -142,30 +106,16 @@ def _record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwarg
     for tensor in hidden:
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
     if not step.inputs:
-        _pin_dtype(step, result)
-    _add_results(tape, step, result, action, why_opaque)
+        pin_dtype(step, result)
+    add_results(tape, step, result, action, why_opaque)
     return result
-
-
-def _frozen(tape: Tape, arg: Any, inputs: list[Value]) -> Any:
-    """Return `arg` with windows in the place of tensors; appends their values to `inputs`."""
-    kind = type(arg)
-    if kind is Tensor or isinstance(arg, Tensor):
-        value = tape.value_of(arg)
-        if value is None:
-            return arg  # no storage that can be read: passed as it is
-        inputs.append(value)
-        return window_of(arg, value)
-    if kind is list or kind is tuple:
-        return [_frozen(tape, item, inputs) for item in arg]
-    return arg
 
 
 def _values_in(args: Any) -> list[Value]:
     found = []
     for arg in args:
-        if isinstance(arg, tuple) and arg and isinstance(arg[0], Value):
-            found.append(arg[0])
+        if isinstance(arg, Window):
+            found.append(arg.value)
         elif isinstance(arg, list):
             found.extend(_values_in(arg))
     return found
@@ -255,8 +205,8 @@ def _forget_old(step: Step, value: Value) -> Value:
     step.inputs.remove(value)
 
     def replaced(arg: Any) -> Any:
-        if isinstance(arg, tuple) and arg and arg[0] is value:
-            return arg._replace(value=blank)  # type: ignore[attr-defined]
+        if isinstance(arg, Window):
+            return arg.on(blank) if arg.value is value else arg
         return [replaced(item) for item in arg] if isinstance(arg, list) else arg
 
     step.args = [replaced(arg) for arg in step.args]
@@ -297,21 +247,13 @@ def _end_write(
     if nbytes != block.value.nbytes:
         why_opaque = why_opaque or "its storage was replaced or resized"
     place = step.written.index(old) if step is not None and old is not None else 0
-    tape.add_value(value, step, (1, place), tensor, action, why_opaque)
+    operator = None if step is None else step.operator
+    add_value(tape, value, step, operator, place, tensor, action, why_opaque)
     value.version = -1  # counted up after this handler returns
     block.value = value
 
 
-def _pin_dtype(step: Step, result: Any) -> None:
+def pin_dtype(step: Step, result: Any) -> None:
     """Let a factory not depend on the default dtype of the day."""
     if type(result) is Tensor and any(a.name == "dtype" for a in step.operator.func._schema.arguments):
         step.kwargs = {"dtype": result.dtype} | {k: v for k, v in (step.kwargs or {}).items() if v is not None}
-
-
-def _add_results(tape: Tape, step: Step, result: Any, action: Action | None, why_opaque: str) -> None:
-    index = 0
-    for item in result if isinstance(result, (list, tuple)) else (result,):
-        for tensor in item if isinstance(item, (list, tuple)) else (item,):
-            if isinstance(tensor, Tensor):
-                tape.add_result(step, tensor, index, action, why_opaque)
-            index += 1

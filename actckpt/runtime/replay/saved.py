@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from actckpt import _frames
-from actckpt.action import Action, SavedTensorInfo
+from actckpt.action import Action
 from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
-from actckpt.runtime.counters import counters
 from actckpt.runtime.replay import audit, execute
 from actckpt.runtime.replay.execute import changed_error
-from actckpt.runtime.replay.lineage import Block, Value, Window, window_of
-from actckpt.runtime.replay.report import Entry
+from actckpt.runtime.replay.lineage import Block, Handle, Value
 from actckpt.runtime.replay.tape import Paused, Tape, version_of
 
-__all__ = ["Handle", "pack", "unpack"]
+__all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
 
 
 _NO_SWAP: Any = nullcontext()
@@ -28,20 +26,6 @@ _NO_SWAP: Any = nullcontext()
 _OPAQUE_SHARE = 10
 #: And it is worth talking about.
 _OPAQUE_BYTES = 1 << 20
-
-
-class Handle:
-    """A saved tensor: a window on a value."""
-
-    __slots__ = ("__weakref__", "audit", "tape", "task", "window")
-
-    def __init__(self, tape: Tape, window: Window) -> None:
-        self.tape = tape
-        self.window = window
-        #: The backward that unpacked it last.
-        self.task = -1
-        #: What its bytes must be when they come back, None: not compared.
-        self.audit: Audit | None = None
 
 
 class Stays:
@@ -86,26 +70,25 @@ class TakenApart:
 
 def pack(tape: Tape, tensor: Tensor) -> Handle | Stays | TakenApart:
     """Pack hook: returns what autograd holds in the place of `tensor`."""
-    if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
-        if hasattr(type(tensor), "__tensor_flatten__"):
-            with Paused():
-                return TakenApart(tape, tensor)
+    packed: Handle | Stays | TakenApart = _frames.pack_recorded(tape, tensor)
+    return packed
+
+
+def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> Stays | TakenApart:
+    """Pack a parameter, a tensor without a storage that can be read, or a subclass."""
+    with Paused():
+        if not is_plain and hasattr(type(tensor), "__tensor_flatten__"):
+            return TakenApart(tape, tensor)
         return Stays(tensor)
-    value = tape.value_of(tensor)
-    if value is None or value.is_parameter:
-        with Paused():
-            return Stays(tensor)
-    if not value.handles:
-        _decide(tape, value, tensor)
-    handle = Handle(tape, window_of(tensor, value))
-    value.handles.append(weakref.ref(handle))
-    if tape.is_audited and value.held is None and value.stored is None:
-        _begin_audit(tape, handle, tensor)
-    return handle
 
 
 def unpack(packed: Handle | Stays | TakenApart) -> Tensor:
     """Unpack hook: returns a fresh alias of the saved tensor."""
+    return _frames.unpack_recorded(packed)
+
+
+def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
+    """Do what `unpack` does where more is to be done than to make an alias or to execute one plain operator."""
     if not isinstance(packed, Handle):
         return packed.unpack()
     tape, window = packed.tape, packed.window
@@ -137,10 +120,9 @@ class Audit(NamedTuple):
     original: Callable[[], Tensor] | None
 
 
-def _begin_audit(tape: Tape, handle: Handle, tensor: Tensor) -> None:
-    tape.num_packed += 1
-    place = hash((tape.structure, tape.num_packed))
-    if (place in tape.site.audited and not tape.audits_always) or rng.is_capturing():
+def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
+    """Leave a checksum of a dropped tensor whose place has not come back right yet."""
+    if rng.is_capturing():
         return
     with Paused():
         handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
@@ -185,64 +167,10 @@ def _failure(first: Handle) -> AuditError:
 
 def _described(handle: Handle) -> str:
     value = handle.window.value
-    made_by = value.step.operator.name if value.step is not None else "an unknown operator"
+    made_by = value.operator.name if value.operator is not None else "an unknown operator"
     module = handle.tape.site.modules.get(value.key)
     where = f" in {module}" if module else ""
     return f"result {value.index} of {made_by}{where}, shape {tuple(handle.window.shape)}, {handle.window.dtype}"
-
-
-def _decide(tape: Tape, value: Value, tensor: Tensor) -> None:
-    """Decide what becomes of a value that autograd saves for the first time."""
-    action = value.action
-    why = ""
-    entry = None
-    if tape.entries is not None:
-        entry = value.entry = Entry(_operator_name(value), tape.site.modules.get(value.key), tensor, value.nbytes)
-        tape.entries.append(entry)
-    if action is None:
-        action = value.action = tape.choice.for_value(info_of(tape, value, tensor))  # type: ignore[misc]
-    tape.saved.append(weakref.ref(value))
-    if action is Action.RECOMPUTE and not tape.can_replay(value):
-        counters.add("kept_opaque", 0 if value.is_input else 1)
-        action = Action.KEEP
-        why = value.why_opaque or "what it was made from was overwritten"
-        if not value.is_input:
-            tape.opaque_bytes += value.nbytes
-    elif action is Action.RECOMPUTE:
-        tape.recompute_bytes += value.nbytes
-    if entry is not None:
-        entry.action, entry.why = action, why or ("" if not value.is_input else value.why_opaque)
-    if action is Action.RECOMPUTE:
-        if value.is_candidate:
-            value.spare = tensor
-            tape.candidates.append(value)
-        return
-    value.step = None
-    if action is Action.OFFLOAD:
-        tape.offload(value, tensor)
-    elif value.held is None:
-        value.held = tensor
-        tape.holding.append(value)
-
-
-def _operator_name(value: Value) -> str:
-    return value.operator.name if value.operator is not None else "(input)"
-
-
-def info_of(tape: Tape, value: Value, tensor: Tensor) -> SavedTensorInfo:
-    """Return what a policy is told about a value."""
-    return SavedTensorInfo(
-        op=value.operator.func if value.operator is not None else None,
-        index=value.index,
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        nbytes=value.nbytes,
-        is_input=value.is_input,
-        is_parameter=value.is_parameter,
-        replayable=tape.can_replay(value),
-        module=tape.site.modules.get(value.key),
-    )
 
 
 def settle(tape: Tape) -> None:
@@ -272,8 +200,8 @@ def _warn_of_opaque(tape: Tape) -> None:
     total = tape.recompute_bytes + tape.opaque_bytes
     warnings.warn(
         f"{tape.opaque_bytes / 2**20:.1f} MiB of the {total / 2**20:.1f} MiB that the policy of this region wants to "
-        "recompute cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(function, "
-        "...) without a policy runs the function again instead, and gets through any kernel. r.report() names them.",
+        "recompute cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) "
+        "without a policy runs the function again instead, and gets through any kernel. r.report() names them.",
         stacklevel=4,
     )
 
@@ -284,6 +212,12 @@ def _settle_one(tape: Tape, value: Value) -> None:
     if value.is_parameter:
         return
     alias = held.detach()
+    base = held if held._base is None else held._base
+    if value.version < 0 or value.root is None or value.root() is not base:
+        value.version = version_of(alias)
+    elif version_of(alias) != value.version:
+        value.held = alias  # unpack raises: it changed behind the recorder's back
+        return
     if value.action is Action.OFFLOAD and not value.is_input:
         tape.offload(value, alias)
     elif tape.outer is not None:
@@ -293,7 +227,6 @@ def _settle_one(tape: Tape, value: Value) -> None:
         value.held = None
     else:
         value.held = alias
-        value.version = version_of(alias)
 
 
 def _settle_candidates(tape: Tape) -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from actckpt import config
-from actckpt.action import Action
+from actckpt._frames import look_at, value_of
+from actckpt.action import Action, SavedTensorInfo
 from actckpt.runtime import offload, stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
-from actckpt.runtime.replay.lineage import Block, Step, Value, is_obtainable
+from actckpt.runtime.replay.lineage import Block, TapeCore, Value, is_obtainable
 from actckpt.runtime.replay.report import Entry
 
 __all__ = ["Paused", "Tape", "paused", "version_of"]
@@ -23,10 +24,11 @@ __all__ = ["Paused", "Tape", "paused", "version_of"]
 paused: dict[int, int] = {}
 
 
-class Tape:
+class Tape(TapeCore):
     """Values and steps of one region and of those nested in it (Rule 11 of NOTE [ Replay ])."""
 
     def __init__(self, choice: Choice, outer: torch_private.Hooks | None, site: Site) -> None:
+        super().__init__()
         settings = config.settings()
         self.choice = choice
         #: The hooks that were active where the region was opened.
@@ -35,11 +37,11 @@ class Tape:
         self.pack_hook: Any = None
         self.is_open = True
         #: By id() of the storage, checked by identity (Rule 2).
-        self.blocks: dict[int, Block] = {}
+        self.blocks = {}
         #: Values that hold their bytes while the region is open.
-        self.holding: list[Value] = []
+        self.holding = []
         #: Values that autograd saved.
-        self.saved: list[weakref.ref[Value]] = []
+        self.saved = []
         #: Values that are dropped, but whose bytes stay until the region closes (see `settle`).
         self.candidates: list[Value] = []
         #: Values whose bytes are gone although nothing makes them again.
@@ -47,21 +49,21 @@ class Tape:
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
         self.recompute_bytes = 0
         self.opaque_bytes = 0
-        self.num_values = 0
         self.lock = threading.RLock()
         #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
         self.swap = -1
         #: Where it was opened, what it has run so far, and whether dropped tensors leave checksums (Rule 6).
         self.site = site
-        self.structure = 0
+        self.modules = site.modules
+        self.opaque_places = site.opaque
+        self.audited_places = site.audited
         self.is_audited = site.begin(settings.audit)
         self.audits_always = settings.audit == "always"
         self.audited: list[weakref.ref[Any]] = []
-        self.num_packed = 0
         #: Names whose values are never replayed.
-        self._opaque = settings.opaque
+        self.opaque_names = settings.opaque
         #: Lines of the report, None where nobody will ask for one.
-        self.entries: list[Entry] | None = None
+        self.entries = None
         #: See `configure`.
         self.replay_order: Any = settings.replay_order
         self.replay_window: int | None = settings.replay_window
@@ -85,33 +87,10 @@ class Tape:
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """Return what the storage of `tensor` holds now; takes it as an input if nothing recorded made it."""
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return None
-        block = self.blocks.get(id(storage))
-        if block is None or block.storage() is not storage:
-            return self._take_input(tensor, storage)
-        value = block.value
-        base = tensor._base
-        if base is None:
-            base = tensor
-        if value.version >= 0 and value.root is not None and value.root() is base:
-            if tensor._version > value.version:
-                return self._changed_unseen(tensor, block)
-        else:
-            self._look_at(value, tensor)
-        return value
+        return value_of(self, tensor)
 
-    @staticmethod
-    def _look_at(value: Value, tensor: Tensor) -> None:
-        """Remember the version of the bytes of `value`."""
-        if not tensor.is_inference():
-            base = tensor._base
-            value.version = tensor._version
-            value.root = weakref.ref(tensor if base is None else base)
-
-    def _take_input(self, tensor: Tensor, storage: Any) -> Value:
+    def take_input(self, tensor: Tensor, storage: Any) -> Value:
+        """Take a storage that nothing recorded made as an input of the region."""
         value = self.new_value(storage.nbytes(), storage.device)
         value.is_input = True
         value.why_opaque = "an input of the region"
@@ -122,13 +101,13 @@ class Tape:
             value.is_parameter = True
             value.hold_bytes = 0
         value.held = root
-        self._look_at(value, root)
+        look_at(value, root)
         value.action = Action.KEEP if self.choice.for_value is None else None
         self.blocks[id(storage)] = Block(storage, value)
         self.holding.append(value)
         return value
 
-    def _changed_unseen(self, tensor: Tensor, block: Block) -> Value:
+    def changed_unseen(self, tensor: Tensor, block: Block) -> Value:
         """Something that was not recorded changed a storage: what it holds now is opaque."""
         old = block.value
         if old.step is None:
@@ -138,66 +117,21 @@ class Tape:
         value.action = old.action
         value.why_opaque = "changed outside of the recorder"
         value.held = tensor
-        self._look_at(value, tensor)
+        look_at(value, tensor)
         self.holding.append(value)
         block.value = value
         return value
 
-    def add_result(self, step: Step, tensor: Tensor, index: int, action: Action | None, why_opaque: str) -> None:
-        """Note a tensor that a call returned; an alias of what is known already is nothing new (Rule 2)."""
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return
-        key = id(storage)
-        known = self.blocks.get(key)
-        if known is not None and known.storage() is storage:
-            return
-        self.num_values += 1
-        value = Value(storage.nbytes(), storage.device, self.num_values)
-        self.add_value(value, step, (0, index), tensor, action, why_opaque)
-        self._look_at(value, tensor)
-        self.blocks[key] = Block(storage, value)
-
-    def add_value(
-        self,
-        value: Value,
-        step: Step | None,
-        place: tuple[int, int],
-        tensor: Tensor,
-        action: Action | None,
-        why_opaque: str,
-    ) -> None:
-        """Note how a new value comes about and what the policy wants with it."""
-        value.action = action
-        why_opaque = why_opaque or self._why_never(value, step, tensor)
-        value.why_opaque = why_opaque
-        value.operator = None if step is None else step.operator
-        if step is None or why_opaque or (action is not None and action is not Action.RECOMPUTE):
-            value.held = tensor
-            self.holding.append(value)
-            return
-        step.add_output(value, place)
-        hold_bytes = 0
-        for read in step.inputs:
-            hold_bytes += read.hold_bytes
-        if hold_bytes > value.nbytes:
-            value.is_candidate = True
-        else:
-            value.hold_bytes = hold_bytes
-
-    def _why_never(self, value: Value, step: Step | None, tensor: Tensor) -> str:
-        """Return why a new value must not be replayed here, or an empty text. Advances the structure."""
-        func = None if step is None else step.operator.func
-        self.structure = value.key = key = hash((self.structure, func, tensor.shape, tensor.dtype))
-        site = self.site
+    def why_never(self, value: Value) -> str:
+        """Return why a new value must not be replayed where it was made, or an empty text."""
+        site, key = self.site, value.key
         if key not in site.modules:
             site.module(key)
         if site.opaque and key in site.opaque:
             return "it came back wrong before"
-        if self._opaque and step is not None:
-            names = [step.operator.name, site.modules.get(key) or ""]
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self._opaque):
+        if self.opaque_names and value.operator is not None:
+            names = [value.operator.name, site.modules.get(key) or ""]
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.opaque_names):
                 return "configure(opaque=...) names it"
         return ""
 
@@ -218,14 +152,17 @@ class Tape:
     def _copy(self, value: Value) -> None:
         counters.add("copied_on_write_bytes", value.nbytes)
         with Paused():
-            base = value.held if value.held is not None else value.stored()
+            base = value.held
+            if base is None:
+                assert value.stored is not None
+                base = value.stored()
             copied = torch.empty(0, dtype=torch.uint8, device=value.device)
             copied.set_(base.detach().untyped_storage().clone())
             if value.stored is not None:
                 self.offload(value, copied)
             else:
                 value.held = copied
-                self._look_at(value, copied)
+                look_at(value, copied)
 
     def _is_needed(self, value: Value) -> bool:
         """Whether a saved tensor is on `value`, or is replayed from it."""
@@ -292,6 +229,58 @@ class Tape:
                 value = reference()
                 if value is not None and value.cached_task == task:
                     value.cached = None
+
+    def decide(self, value: Value, tensor: Tensor) -> None:
+        """Decide what becomes of a value that autograd saves for the first time."""
+        action = value.action
+        why = ""
+        entry = None
+        if self.entries is not None:
+            made_by = "(input)" if value.operator is None else value.operator.name
+            entry = value.entry = Entry(made_by, self.site.modules.get(value.key), tensor, value.nbytes)
+            self.entries.append(entry)
+        if action is None:
+            assert self.choice.for_value is not None
+            action = value.action = self.choice.for_value(self.info_of(value, tensor))
+        self.saved.append(weakref.ref(value))
+        if action is Action.RECOMPUTE and not self.can_replay(value):
+            action = Action.KEEP
+            why = value.why_opaque or "what it was made from was overwritten"
+            if not value.is_input:
+                counters.add("kept_opaque", 1)
+                self.opaque_bytes += value.nbytes
+        elif action is Action.RECOMPUTE:
+            self.recompute_bytes += value.nbytes
+        if entry is not None:
+            entry.action, entry.why = action, why or (value.why_opaque if value.is_input else "")
+        if action is not Action.RECOMPUTE:
+            self._hold(value, tensor, action)
+        elif value.is_candidate:
+            value.spare = tensor
+            self.candidates.append(value)
+
+    def _hold(self, value: Value, tensor: Tensor, action: Action) -> None:
+        value.step = None
+        if action is Action.OFFLOAD:
+            self.offload(value, tensor)
+        elif value.held is None:
+            value.held = tensor
+            self.holding.append(value)
+
+    def info_of(self, value: Value, tensor: Tensor) -> SavedTensorInfo:
+        """Return what a policy is told about a value."""
+        return SavedTensorInfo(
+            op=value.operator.func if value.operator is not None else None,
+            index=value.index,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            nbytes=value.nbytes,
+            is_input=value.is_input,
+            is_parameter=value.is_parameter,
+            replayable=self.can_replay(value),
+            module=self.site.modules.get(value.key),
+        )
 
     def can_replay(self, value: Value) -> bool:
         """Whether a value can be made again, as things stand."""

@@ -1,0 +1,40 @@
+"""Tells the extension (csrc/replay) what recording and replay need of Python and torch, once."""
+
+from typing import Any
+
+import torch
+
+from actckpt import _frames
+from actckpt.action import Action
+from actckpt.runtime import torch_private
+from actckpt.runtime.counters import counters
+from actckpt.runtime.replay import opened, recorder, saved
+from actckpt.runtime.replay.operators import Operator, operator_of
+from actckpt.runtime.replay.tape import paused
+
+__all__ = ["NAMES"]
+
+
+def _describe(func: Any) -> Operator | None:
+    """Return the facts about an overload; None for higher-order operators, which are not recorded (Rule 10)."""
+    return operator_of(func) if isinstance(func, torch._ops.OpOverload) else None
+
+
+#: By the names of the fields in csrc/replay/names.h; None where torch has no such thing.
+NAMES: dict[str, Any] = {
+    "paused": paused,
+    "describe": _describe,
+    "record_special": recorder.record_special,
+    "pin_dtype": recorder.pin_dtype,
+    "begin_audit": saved.begin_audit,
+    "pack_other": saved.pack_other,
+    "unpack_slowly": saved.unpack_slowly,
+    "recompute": Action.RECOMPUTE,
+    "below_autograd": torch_private.below_autograd,
+    "any_autocast_enabled": torch_private.any_autocast_enabled,
+    "num_function_modes": torch_private.num_function_modes,
+    "count_replayed": lambda: counters.add("replayed_operators", 1),
+    "num_recorders": opened.num_recorders,
+}
+
+_frames.connect_replay(NAMES)

@@ -1,0 +1,63 @@
+#include "replay/names.h"
+
+namespace actckpt {
+namespace {
+
+ReplayNames interned() {
+  ReplayNames n{};
+  n.untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  n.nbytes = PyUnicode_InternFromString("nbytes");
+  n.stride = PyUnicode_InternFromString("stride");
+  n.storage_offset = PyUnicode_InternFromString("storage_offset");
+  n.is_conj = PyUnicode_InternFromString("is_conj");
+  n.is_neg = PyUnicode_InternFromString("is_neg");
+  n.is_complex = PyUnicode_InternFromString("is_complex");
+  n.base = PyUnicode_InternFromString("_base");
+  n.as_strided = PyUnicode_InternFromString("as_strided");
+  n.is_view = PyUnicode_InternFromString("is_view");
+  n.is_plain = PyUnicode_InternFromString("is_plain");
+  n.func = PyUnicode_InternFromString("func");
+  n.asks_calls = PyUnicode_InternFromString("asks_calls");
+  n.actions_by_id = PyUnicode_InternFromString("actions_by_id");
+  n.default_action = PyUnicode_InternFromString("default");
+  n.after_call = PyUnicode_InternFromString("after_call");
+  n.take_input = PyUnicode_InternFromString("take_input");
+  n.changed_unseen = PyUnicode_InternFromString("changed_unseen");
+  n.why_never = PyUnicode_InternFromString("why_never");
+  n.decide = PyUnicode_InternFromString("decide");
+  n.enter = PyUnicode_InternFromString("__enter__");
+  n.exit = PyUnicode_InternFromString("__exit__");
+  n.clear_after = PyUnicode_InternFromString("clear_after");
+  n.num_replays = PyUnicode_InternFromString("num_replays");
+  return n;
+}
+
+}  // namespace
+
+ReplayNames& names() {
+  static ReplayNames found = interned();
+  return found;
+}
+
+void connect_replay(const py::dict& given) {
+  ReplayNames& n = names();
+  const auto keep = [&](const char* name) -> PyObject* {
+    py::object value = given[name];
+    return value.is_none() ? nullptr : value.release().ptr();
+  };
+  n.paused = keep("paused");
+  n.describe = keep("describe");
+  n.record_special = keep("record_special");
+  n.pin_dtype = keep("pin_dtype");
+  n.begin_audit = keep("begin_audit");
+  n.pack_other = keep("pack_other");
+  n.unpack_slowly = keep("unpack_slowly");
+  n.recompute = keep("recompute");
+  n.below_autograd = keep("below_autograd");
+  n.any_autocast_enabled = keep("any_autocast_enabled");
+  n.num_function_modes = keep("num_function_modes");
+  n.count_replayed = keep("count_replayed");
+  n.num_recorders = keep("num_recorders");
+}
+
+}  // namespace actckpt

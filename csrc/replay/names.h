@@ -1,0 +1,55 @@
+// What recording and replay need of Python and torch, looked up once; see actckpt/runtime/replay/connect.py.
+#pragma once
+
+#include "frames/python.h"
+
+namespace actckpt {
+
+struct ReplayNames {
+  // Interned attribute names.
+  PyObject* untyped_storage;
+  PyObject* nbytes;
+  PyObject* stride;
+  PyObject* storage_offset;
+  PyObject* is_conj;
+  PyObject* is_neg;
+  PyObject* is_complex;
+  PyObject* base;
+  PyObject* as_strided;
+  PyObject* is_view;
+  PyObject* is_plain;
+  PyObject* func;
+  PyObject* asks_calls;
+  PyObject* actions_by_id;
+  PyObject* default_action;
+  PyObject* after_call;
+  PyObject* take_input;
+  PyObject* changed_unseen;
+  PyObject* why_never;
+  PyObject* decide;
+  PyObject* enter;
+  PyObject* exit;
+  PyObject* clear_after;
+  PyObject* num_replays;
+
+  // Set by `connect_replay`.
+  PyObject* paused;           // dict: threads in which recorders stand aside
+  PyObject* describe;         // func -> Operator, None for what is not recorded
+  PyObject* record_special;   // (tape, operator, args, kwargs) -> result
+  PyObject* pin_dtype;        // (step, result)
+  PyObject* begin_audit;      // (tape, handle, place, tensor)
+  PyObject* pack_other;       // (tape, tensor, value or None) -> what autograd holds
+  PyObject* unpack_slowly;    // (handle) -> tensor
+  PyObject* recompute;        // Action.RECOMPUTE
+  PyObject* below_autograd;   // null where torch has no such guard
+  PyObject* any_autocast_enabled;
+  PyObject* num_function_modes;
+  PyObject* count_replayed;   // ()
+  PyObject* num_recorders;    // [number of recorders that are active in the process]
+};
+
+ReplayNames& names();
+
+void connect_replay(const py::dict& given);
+
+}  // namespace actckpt

@@ -1,0 +1,134 @@
+// The graph that a region records (NOTE [ Lineage ] in actckpt/runtime/replay/lineage.py), as plain C objects:
+// they are made for every operator and every saved tensor of a forward.
+//
+// All of them are guarded by the GIL. None takes part in garbage collection: references point one way, from a
+// handle to what it is made from, and never back.
+#pragma once
+
+#include "frames/python.h"
+
+namespace actckpt {
+
+// The bytes of one storage at one version. A null object field reads as None in Python.
+struct ValueObject {
+  PyObject_HEAD
+  PyObject* weak_references;
+  PyObject* device;
+  PyObject* step;
+  PyObject* operator_;
+  PyObject* action;
+  PyObject* held;
+  PyObject* root;
+  PyObject* stored;
+  PyObject* cached;
+  PyObject* spare;
+  PyObject* why_opaque;
+  PyObject* entry;
+  PyObject* handles;  // a list of weak references, null: empty
+  long long nbytes;
+  long long ordinal;
+  long long index;
+  long long version;
+  long long cached_task;
+  long long hold_bytes;
+  long long key;
+  char is_candidate;
+  char is_input;
+  char is_parameter;
+};
+
+// One recorded call of an operator.
+struct StepObject {
+  PyObject_HEAD
+  PyObject* operator_;
+  PyObject* args;
+  PyObject* kwargs;
+  PyObject* inputs;
+  PyObject* outputs;
+  PyObject* results;
+  PyObject* written;
+  PyObject* random;
+  char grad_enabled;
+};
+
+// A storage that the recorder knows.
+struct BlockObject {
+  PyObject_HEAD
+  PyObject* storage;  // a weak reference
+  PyObject* value;
+};
+
+// A tensor, as geometry on a value.
+struct WindowObject {
+  PyObject_HEAD
+  PyObject* value;
+  PyObject* dtype;
+  PyObject* shape;
+  PyObject* stride;
+  PyObject* offset;
+  char is_conj;
+  char is_neg;
+};
+
+// A saved tensor: a window on a value.
+struct HandleObject {
+  PyObject_HEAD
+  PyObject* weak_references;
+  PyObject* tape;
+  PyObject* window;
+  PyObject* audit;
+  long long task;
+};
+
+// The part of a tape that the recorder touches at every operator; actckpt/runtime/replay/tape.py derives from it.
+struct TapeObject {
+  PyObject_HEAD
+  PyObject* blocks;
+  PyObject* holding;
+  PyObject* saved;
+  PyObject* choice;
+  PyObject* modules;        // of its site
+  PyObject* opaque_places;  // of its site
+  PyObject* audited_places;
+  PyObject* opaque_names;
+  PyObject* entries;
+  long long structure;
+  long long num_values;
+  long long num_packed;
+  char is_open;
+  char is_audited;
+  char audits_always;
+};
+
+extern PyTypeObject* value_type;
+extern PyTypeObject* step_type;
+extern PyTypeObject* block_type;
+extern PyTypeObject* window_type;
+extern PyTypeObject* handle_type;
+extern PyTypeObject* tape_type;
+
+inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
+
+// Replaces the object in a field.
+void assign(PyObject*& field, PyObject* object) noexcept;
+
+py::object new_value(long long nbytes, PyObject* device, long long ordinal);
+py::object new_step(PyObject* op, py::object args, py::object kwargs, py::object inputs);
+py::object new_block(PyObject* storage, PyObject* value);
+py::object new_handle(PyObject* tape, PyObject* window);
+
+// Makes `value` a result of `step`: `kind` 0, the index-th tensor returned; 1, the index-th value written to.
+void add_output(StepObject* step, ValueObject* value, long kind, long index);
+
+// The geometry of `tensor`, whose bytes are those of `value`.
+py::object window_of(PyObject* tensor, PyObject* value);
+
+// What a weak reference refers to, null if it is gone; borrowed from whoever holds it alive.
+PyObject* referent(PyObject* reference) noexcept;
+
+// Whether a saved tensor on `value` is alive that the backward `task` has not unpacked.
+bool is_pending(ValueObject* value, long long task) noexcept;
+
+void add_replay_types(py::module_& module);
+
+}  // namespace actckpt

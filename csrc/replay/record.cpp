@@ -1,0 +1,396 @@
+// The dispatch handler of a recorder and the pack hook of its tape. Operators that only read their arguments and
+// return new tensors are recorded here; all others by `record_special` in actckpt/runtime/replay/recorder.py.
+#include "replay/record.h"
+
+#include <pythread.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+
+#include "replay/names.h"
+
+namespace actckpt {
+namespace {
+
+// What is known of an overload, by its address: its hash is a Python function.
+struct Known {
+  py::object func;  // keeps the address taken
+  py::object callee;
+  py::object op;  // null: not recorded
+  bool is_view = false;
+  bool is_plain = false;
+};
+
+const Known& known(PyObject* func) {
+  static auto* found = new std::unordered_map<PyObject*, Known>();
+  const auto at = found->find(func);
+  if (at != found->end()) return at->second;
+  Known entry;
+  entry.func = py::reinterpret_borrow<py::object>(func);
+  entry.op = call(names().describe, func);
+  if (entry.op.is_none()) {
+    entry.op = py::object();
+  } else {
+    entry.is_view = is_true(entry.op.ptr(), names().is_view);
+    entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
+  }
+  return found->emplace(func, std::move(entry)).first->second;
+}
+
+bool is_paused() {
+  PyObject* paused = names().paused;
+  if (PyDict_GET_SIZE(paused) == 0) return false;
+  const auto thread = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+  return PyDict_GetItem(paused, thread.ptr()) != nullptr;
+}
+
+bool is_tensor_type(PyObject* type) { return type == python().tensor_type || type == python().parameter_type; }
+
+py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
+  PyObject* result = PyObject_Call(func, args, kwargs);
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// The storage, or null for tensors that have none that can be read.
+py::object storage_of(PyObject* tensor) {
+  PyObject* storage = PyObject_CallMethodNoArgs(tensor, names().untyped_storage);
+  if (storage != nullptr) return py::reinterpret_steal<py::object>(storage);
+  if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
+  PyErr_Clear();
+  return py::object();
+}
+
+py::object key_of(PyObject* storage) { return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)); }
+
+// The block of a storage, or null; borrowed from the tape.
+BlockObject* block_of(TapeObject* tape, PyObject* storage) {
+  PyObject* found = PyDict_GetItem(tape->blocks, key_of(storage).ptr());
+  if (found == nullptr) return nullptr;
+  auto* block = reinterpret_cast<BlockObject*>(found);
+  return referent(block->storage) == storage ? block : nullptr;
+}
+
+py::object root_of(PyObject* tensor) {
+  py::object base = attribute(tensor, names().base);
+  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
+}
+
+void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
+  if (call_method(tensor, python().is_inference).ptr() == Py_True) return;
+  value->version = version_of(tensor);
+  PyObject* reference = PyWeakref_NewRef(root.ptr(), nullptr);
+  if (reference == nullptr) throw py::error_already_set();
+  Py_XDECREF(std::exchange(value->root, reference));
+}
+
+py::object frozen(TapeObject* tape, PyObject* argument, PyObject* inputs) {
+  if (PyObject_TypeCheck(argument, reinterpret_cast<PyTypeObject*>(python().tensor_type))) {
+    py::object value = value_of(tape, argument);
+    if (!value) return py::reinterpret_borrow<py::object>(argument);
+    if (PyList_Append(inputs, value.ptr()) != 0) throw py::error_already_set();
+    return window_of(argument, value.ptr());
+  }
+  if (PyList_CheckExact(argument) || PyTuple_CheckExact(argument)) {
+    py::list items;
+    for (const py::handle item : py::reinterpret_borrow<py::sequence>(argument)) {
+      items.append(frozen(tape, item.ptr(), inputs));
+    }
+    return std::move(items);
+  }
+  return py::reinterpret_borrow<py::object>(argument);
+}
+
+py::object frozen_args(TapeObject* tape, PyObject* args, PyObject* inputs) {
+  const Py_ssize_t size = PyTuple_GET_SIZE(args);
+  py::object list = py::reinterpret_steal<py::object>(PyList_New(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyList_SET_ITEM(list.ptr(), i, frozen(tape, PyTuple_GET_ITEM(args, i), inputs).release().ptr());
+  }
+  return list;
+}
+
+py::object frozen_kwargs(TapeObject* tape, PyObject* kwargs, PyObject* inputs) {
+  if (kwargs == nullptr || kwargs == Py_None || PyDict_GET_SIZE(kwargs) == 0) return py::none();
+  py::dict copied;
+  PyObject *name, *argument;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(kwargs, &position, &name, &argument) != 0) {
+    copied[name] = frozen(tape, argument, inputs);
+  }
+  return std::move(copied);
+}
+
+std::uint64_t mixed(std::uint64_t hash, std::uint64_t word) {
+  hash = (hash ^ word) * 0x9e3779b97f4a7c15ULL;
+  return hash ^ (hash >> 29);
+}
+
+// Advances the structure by a new tensor and names the place of its value.
+void advance(TapeObject* tape, ValueObject* value, PyObject* func, PyObject* tensor) {
+  const py::object shape = attribute(tensor, python().shape);
+  std::uint64_t hash = mixed(static_cast<std::uint64_t>(tape->structure), reinterpret_cast<std::uintptr_t>(func));
+  hash = mixed(hash, static_cast<std::uint64_t>(PyObject_Hash(shape.ptr())));
+  hash = mixed(hash, reinterpret_cast<std::uintptr_t>(attribute(tensor, python().dtype).ptr()));
+  tape->structure = value->key = static_cast<long long>(hash);
+}
+
+// Whether a new value may be replayed as far as its place is concerned; most places were seen before.
+bool needs_a_closer_look(TapeObject* tape, long long key) {
+  const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(key));
+  return PyDict_GetItem(tape->modules, number.ptr()) == nullptr || PySet_GET_SIZE(tape->opaque_places) > 0 ||
+         PyTuple_GET_SIZE(tape->opaque_names) > 0;
+}
+
+void append(PyObject* list, PyObject* item) {
+  if (PyList_Append(list, item) != 0) throw py::error_already_set();
+}
+
+// Notes how a new value comes about and what the policy wants with it.
+void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject* op, long kind, long index,
+               PyObject* tensor, PyObject* action, PyObject* why_opaque) {
+  assign(value->action, action);
+  assign(value->operator_, op);
+  const py::object func = is_none(op) ? py::none() : attribute(op, names().func);
+  advance(tape, value, func.ptr(), tensor);
+  py::object why = py::reinterpret_borrow<py::object>(why_opaque);
+  if (needs_a_closer_look(tape, value->key)) {
+    const py::object found = py::reinterpret_steal<py::object>(PyObject_CallMethodOneArg(
+        reinterpret_cast<PyObject*>(tape), names().why_never, reinterpret_cast<PyObject*>(value)));
+    if (!found) throw py::error_already_set();
+    if (PyObject_IsTrue(why.ptr()) == 0) why = found;
+  }
+  assign(value->why_opaque, why.ptr());
+  const bool stays = !is_none(action) && action != names().recompute;
+  if (step == nullptr || stays || PyObject_IsTrue(why.ptr()) == 1) {
+    assign(value->held, tensor);
+    append(tape->holding, reinterpret_cast<PyObject*>(value));
+    return;
+  }
+  add_output(step, value, kind, index);
+  long long hold_bytes = 0;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {
+    hold_bytes += reinterpret_cast<ValueObject*>(PyList_GET_ITEM(step->inputs, i))->hold_bytes;
+  }
+  if (hold_bytes > value->nbytes) {
+    value->is_candidate = 1;
+  } else {
+    value->hold_bytes = hold_bytes;
+  }
+}
+
+long long number(const py::object& object) {
+  const long long found = PyLong_AsLongLong(object.ptr());
+  if (found == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return found;
+}
+
+// Notes a tensor that a call returned; an alias of what is known already is nothing new (Rule 2 of NOTE [ Replay ]).
+void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tensor, long index, PyObject* action,
+                PyObject* why_opaque) {
+  const py::object storage = storage_of(tensor);
+  if (!storage || block_of(tape, storage.ptr()) != nullptr) return;
+  tape->num_values += 1;
+  const py::object made =
+      new_value(number(call_method(storage.ptr(), names().nbytes)),
+                attribute(storage.ptr(), python().device).ptr(), tape->num_values);
+  auto* value = reinterpret_cast<ValueObject*>(made.ptr());
+  add_value(tape, value, step, op, 0, index, tensor, action, why_opaque);
+  look_at(value, tensor, root_of(tensor));
+  const py::object block = new_block(storage.ptr(), made.ptr());
+  if (PyDict_SetItem(tape->blocks, key_of(storage.ptr()).ptr(), block.ptr()) != 0) throw py::error_already_set();
+}
+
+void add_results(TapeObject* tape, StepObject* step, PyObject* op, PyObject* result, PyObject* action,
+                 PyObject* why_opaque, long& index) {
+  if (PyObject_TypeCheck(result, reinterpret_cast<PyTypeObject*>(python().tensor_type))) {
+    add_result(tape, step, op, result, index, action, why_opaque);
+  } else if (PyList_Check(result) || PyTuple_Check(result)) {
+    for (const py::handle item : py::reinterpret_borrow<py::sequence>(result)) {
+      add_results(tape, step, op, item.ptr(), action, why_opaque, index);
+    }
+    return;
+  }
+  index += 1;
+}
+
+py::object static_action(PyObject* choice, PyObject* func) {
+  const py::object actions = attribute(choice, names().actions_by_id);
+  const auto key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(func));
+  PyObject* found = PyDict_GetItem(actions.ptr(), key.ptr());
+  return found != nullptr ? py::reinterpret_borrow<py::object>(found) : attribute(choice, names().default_action);
+}
+
+py::object asked(PyObject* choice, PyObject* func, PyObject* args, PyObject* kwargs, PyObject* result) {
+  PyObject* answer = PyObject_CallMethodObjArgs(choice, names().after_call, func, args,
+                                                kwargs == nullptr ? Py_None : kwargs, result, nullptr);
+  if (answer == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(answer);
+}
+
+py::object& no_reason() {
+  static auto* text = new py::object(py::str(""));
+  return *text;
+}
+
+py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs) {
+  const py::object choice = py::reinterpret_borrow<py::object>(tape->choice);
+  const bool asks_calls = is_true(choice.ptr(), names().asks_calls);
+  py::object action = asks_calls ? py::none() : static_action(choice.ptr(), entry.func.ptr());
+  const bool stays = !action.is_none() && action.ptr() != names().recompute;
+  py::object step;
+  if (!stays) {  // what stays is never made again, so nobody will ask what it was made from
+    const py::list inputs;
+    py::object list = frozen_args(tape, args, inputs.ptr());
+    py::object dict = frozen_kwargs(tape, kwargs, inputs.ptr());
+    step = new_step(entry.op.ptr(), std::move(list), std::move(dict), inputs);
+  }
+  py::object result = called(entry.func.ptr(), args, kwargs);
+  if (asks_calls) action = asked(choice.ptr(), entry.func.ptr(), args, kwargs, result.ptr());
+  auto* raw = reinterpret_cast<StepObject*>(step.ptr());
+  if (raw != nullptr && PyList_GET_SIZE(raw->inputs) == 0) {
+    PyObject* pair[] = {step.ptr(), result.ptr()};
+    if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().pin_dtype, pair, 2, nullptr))) {
+      throw py::error_already_set();
+    }
+  }
+  long index = 0;
+  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), no_reason().ptr(), index);
+  return result;
+}
+
+bool has_other_types(PyObject* types) {
+  for (const py::handle type : py::reinterpret_borrow<py::sequence>(types)) {
+    if (!is_tensor_type(type.ptr())) return true;
+  }
+  return false;
+}
+
+// dispatch(tape, func, types, args, kwargs): the body of a recorder's __torch_dispatch__.
+PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 5) throw py::type_error("dispatch takes 5 arguments");
+    auto* tape = reinterpret_cast<TapeObject*>(arguments[0]);
+    PyObject* func = arguments[1];
+    PyObject* args = arguments[3];
+    PyObject* kwargs = arguments[4] == Py_None ? nullptr : arguments[4];
+    if (is_paused()) return called(func, args, kwargs).release().ptr();
+    if (PyObject_Size(arguments[2]) > 0 && has_other_types(arguments[2])) {
+      // The subclass calls operators on its inner tensors, and these are recorded (Rule 4 of NOTE [ Replay ]).
+      Py_RETURN_NOTIMPLEMENTED;
+    }
+    const Known& entry = known(func);
+    if (!entry.op) return called(func, args, kwargs).release().ptr();
+    if (entry.is_view) {
+      py::object result = called(func, args, kwargs);
+      if (is_true(tape->choice, names().asks_calls)) asked(tape->choice, func, args, kwargs, result.ptr());
+      return result.release().ptr();
+    }
+    if (entry.is_plain) return record_plain(tape, entry, args, kwargs).release().ptr();
+    PyObject* special[] = {arguments[0], entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
+    return PyObject_Vectorcall(names().record_special, special, 4, nullptr);
+  });
+}
+
+// pack(tape, tensor): the pack hook.
+PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 2) throw py::type_error("pack takes 2 arguments");
+    auto* tape = reinterpret_cast<TapeObject*>(arguments[0]);
+    PyObject* tensor = arguments[1];
+    const bool is_plain = is_tensor_type(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+    const py::object found = is_plain ? value_of(tape, tensor) : py::object();
+    auto* value = reinterpret_cast<ValueObject*>(found.ptr());
+    if (value == nullptr || (value->is_parameter != 0 && value->held == tensor)) {
+      PyObject* other[] = {arguments[0], tensor, is_plain ? Py_True : Py_False};
+      return PyObject_Vectorcall(names().pack_other, other, 3, nullptr);
+    }
+    if (value->handles == nullptr) {
+      value->handles = py::list().release().ptr();
+      PyObject* both[] = {arguments[0], found.ptr(), tensor};
+      const auto decided = py::reinterpret_steal<py::object>(
+          PyObject_VectorcallMethod(names().decide, both, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+      if (!decided) throw py::error_already_set();
+    }
+    py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr()).ptr());
+    const auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(handle.ptr(), nullptr));
+    append(value->handles, reference.ptr());
+    if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
+      tape->num_packed += 1;
+      const auto place = static_cast<long long>(mixed(static_cast<std::uint64_t>(tape->structure), tape->num_packed));
+      const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(place));
+      if (tape->audits_always != 0 || PySet_Contains(tape->audited_places, key.ptr()) != 1) {
+        PyObject* begun[] = {arguments[0], handle.ptr(), key.ptr(), tensor};
+        const auto done =
+            py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().begin_audit, begun, 4, nullptr));
+        if (!done) throw py::error_already_set();
+      }
+    }
+    return handle.release().ptr();
+  });
+}
+
+TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject*>(tape.ptr()); }
+
+}  // namespace
+
+py::object value_of(TapeObject* tape, PyObject* tensor) {
+  const py::object storage = storage_of(tensor);
+  if (!storage) return py::object();
+  BlockObject* block = block_of(tape, storage.ptr());
+  PyObject* self = reinterpret_cast<PyObject*>(tape);
+  if (block == nullptr) {
+    PyObject* taken = PyObject_CallMethodObjArgs(self, names().take_input, tensor, storage.ptr(), nullptr);
+    if (taken == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(taken);
+  }
+  py::object found = py::reinterpret_borrow<py::object>(block->value);
+  auto* value = reinterpret_cast<ValueObject*>(found.ptr());
+  const py::object root = root_of(tensor);
+  if (value->version < 0 || value->root == nullptr || referent(value->root) != root.ptr()) {
+    look_at(value, tensor, root);
+  } else if (version_of(tensor) > value->version) {
+    PyObject* changed = PyObject_CallMethodObjArgs(self, names().changed_unseen, tensor,
+                                                   reinterpret_cast<PyObject*>(block), nullptr);
+    if (changed == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(changed);
+  }
+  return found;
+}
+
+void add_record_functions(py::module_& module) {
+  static PyMethodDef methods[] = {
+      {"dispatch", fast(dispatch), METH_FASTCALL, "dispatch(tape, func, types, args, kwargs)"},
+      {"pack_recorded", fast(pack), METH_FASTCALL, "pack_recorded(tape, tensor)"},
+      {nullptr, nullptr, 0, nullptr}};
+  if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("value_of", [](const py::handle& tape, const py::handle& tensor) -> py::object {
+    py::object found = value_of(tape_of(tape), tensor.ptr());
+    return found ? found : py::none();
+  });
+  module.def("window_of", [](const py::handle& tensor, const py::handle& value) {
+    return window_of(tensor.ptr(), value.ptr());
+  });
+  module.def("look_at", [](const py::handle& value, const py::handle& tensor) {
+    look_at(reinterpret_cast<ValueObject*>(value.ptr()), tensor.ptr(), root_of(tensor.ptr()));
+  });
+  module.def("frozen", [](const py::handle& tape, const py::handle& argument, const py::list& inputs) {
+    return frozen(tape_of(tape), argument.ptr(), inputs.ptr());
+  });
+  module.def("add_value", [](const py::handle& tape, const py::handle& value, const py::object& step,
+                             const py::handle& op, long index, const py::handle& tensor, const py::handle& action,
+                             const py::handle& why) {
+    add_value(tape_of(tape), reinterpret_cast<ValueObject*>(value.ptr()),
+              step.is_none() ? nullptr : reinterpret_cast<StepObject*>(step.ptr()), op.ptr(), 1, index, tensor.ptr(),
+              action.ptr(), why.ptr());
+  });
+  module.def("add_results", [](const py::handle& tape, const py::object& step, const py::handle& result,
+                               const py::handle& action, const py::handle& why) {
+    long index = 0;
+    auto* raw = reinterpret_cast<StepObject*>(step.ptr());
+    add_results(tape_of(tape), raw, raw->operator_, result.ptr(), action.ptr(), why.ptr(), index);
+  });
+}
+
+}  // namespace actckpt

@@ -1,0 +1,183 @@
+#include "replay/unpack.h"
+
+#include <utility>
+#include <vector>
+
+#include "replay/names.h"
+
+namespace actckpt {
+namespace {
+
+// The tensor that a window describes, on the storage of `base`; null where that takes more than strides.
+py::object on(PyObject* base, const WindowObject* window) {
+  if (window->is_conj != 0 || window->is_neg != 0) return py::object();
+  const ReplayNames& n = names();
+  const py::object dtype = attribute(base, python().dtype);
+  if (dtype.ptr() != window->dtype || call_method(base, n.is_neg).ptr() == Py_True) return py::object();
+  if (is_true(dtype.ptr(), n.is_complex) && call_method(base, n.is_conj).ptr() == Py_True) return py::object();
+  PyObject* made =
+      PyObject_CallMethodObjArgs(base, n.as_strided, window->shape, window->stride, window->offset, nullptr);
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+// A tensor on the bytes of `value` that nobody changed, or null.
+PyObject* at_hand(const ValueObject* value) {
+  if (!is_none(value->held)) return version_of(value->held) == value->version ? value->held : nullptr;
+  return is_none(value->cached) ? nullptr : value->cached;
+}
+
+bool is_neutral() {
+  const ReplayNames& n = names();
+  return call(python().is_grad_enabled).ptr() == Py_False && call(n.any_autocast_enabled).ptr() == Py_False &&
+         PyLong_AsLong(call(n.num_function_modes).ptr()) == 0;
+}
+
+// Skips autograd and sets the grad mode of the forward, for one call.
+class BelowAutograd {
+ public:
+  explicit BelowAutograd(bool grad_enabled) : guard_(call(names().below_autograd)), grad_enabled_(grad_enabled) {
+    call_method(guard_.ptr(), names().enter);
+    if (grad_enabled_) call(python().set_grad_enabled, Py_True);
+  }
+  BelowAutograd(const BelowAutograd&) = delete;
+  BelowAutograd& operator=(const BelowAutograd&) = delete;
+  ~BelowAutograd() noexcept {
+    py::error_scope pending;
+    if (grad_enabled_) call_quietly(python().set_grad_enabled, Py_False);
+    PyObject* done =
+        PyObject_CallMethodObjArgs(guard_.ptr(), names().exit, Py_None, Py_None, Py_None, nullptr);
+    if (done == nullptr) PyErr_WriteUnraisable(guard_.ptr());
+    Py_XDECREF(done);
+  }
+
+ private:
+  py::object guard_;
+  bool grad_enabled_;
+};
+
+// Whether a step is one plain operator on values at hand, with windows and immutable arguments only.
+bool is_simple(const StepObject* step) {
+  if (!is_none(step->random) || !is_none(step->kwargs) || PyList_GET_SIZE(step->written) != 0) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {
+    if (at_hand(reinterpret_cast<ValueObject*>(PyList_GET_ITEM(step->inputs, i))) == nullptr) return false;
+  }
+  return true;
+}
+
+// The arguments of a simple step, or null where one takes more than strides.
+py::object thawed(const StepObject* step) {
+  const Py_ssize_t size = PyList_GET_SIZE(step->args);
+  py::tuple args(size);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* argument = PyList_GET_ITEM(step->args, i);
+    py::object item = py::reinterpret_borrow<py::object>(argument);
+    if (Py_TYPE(argument) == window_type) {
+      const auto* window = reinterpret_cast<WindowObject*>(argument);
+      // Held while `on` runs: another thread may end its backward and drop what is cached.
+      const auto base = py::reinterpret_borrow<py::object>(at_hand(reinterpret_cast<ValueObject*>(window->value)));
+      if (!base) return base;
+      item = on(base.ptr(), window);
+      if (!item) return item;
+    } else if (PyList_CheckExact(argument) && PyList_GET_SIZE(argument) > 0 &&
+               PyLong_CheckExact(PyList_GET_ITEM(argument, 0)) == 0) {
+      return py::object();  // may have windows inside
+    }
+    PyTuple_SET_ITEM(args.ptr(), i, item.release().ptr());
+  }
+  return std::move(args);
+}
+
+bool has_size(PyObject* tensor, const ValueObject* value) {
+  const py::object storage = call_method(tensor, names().untyped_storage);
+  return PyLong_AsLongLong(call_method(storage.ptr(), names().nbytes).ptr()) == value->nbytes;
+}
+
+// Keeps a replayed value for the rest of the backward `task`.
+void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
+  assign(value->cached, tensor);
+  value->cached_task = task;
+  const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(task));
+  PyObject* done =
+      PyObject_CallMethodObjArgs(tape, names().clear_after, number.ptr(), reinterpret_cast<PyObject*>(value), nullptr);
+  if (done == nullptr) throw py::error_already_set();
+  Py_DECREF(done);
+}
+
+// Executes the one step that makes `target`; null where that is not simple.
+py::object replayed(PyObject* tape, ValueObject* target, long long task) {
+  if (is_none(target->step) || names().below_autograd == nullptr) return py::object();
+  auto* step = reinterpret_cast<StepObject*>(target->step);
+  const py::object keep = py::reinterpret_borrow<py::object>(target->step);
+  if (!is_simple(step)) return py::object();
+  const py::object args = thawed(step);
+  if (!args) return py::object();
+  py::object result;
+  {
+    const BelowAutograd guard(step->grad_enabled != 0);
+    const py::object func = attribute(step->operator_, names().func);
+    PyObject* made = PyObject_Call(func.ptr(), args.ptr(), nullptr);
+    if (made == nullptr) throw py::error_already_set();
+    result = py::reinterpret_steal<py::object>(made);
+  }
+  call(names().count_replayed);
+  const bool is_one = PyList_GET_SIZE(step->outputs) == 1 &&
+                      PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(python().tensor_type));
+  if (!is_one || !has_size(result.ptr(), target)) return py::object();
+  if (!is_none(target->entry)) {
+    const long times = PyLong_AsLong(attribute(target->entry, names().num_replays).ptr());
+    PyObject_SetAttr(target->entry, names().num_replays, py::int_(times + 1).ptr());
+  }
+  if (task != -1 && is_pending(target, task)) cache(tape, target, result.ptr(), task);
+  return result;
+}
+
+// The unpack hook where nothing unusual is about; null where something is.
+py::object unpacked(HandleObject* handle) {
+  auto* tape = reinterpret_cast<TapeObject*>(handle->tape);
+  auto* window = reinterpret_cast<WindowObject*>(handle->window);
+  auto* value = reinterpret_cast<ValueObject*>(window->value);
+  if (tape->is_open != 0 || !is_none(handle->audit) || !is_neutral() ||
+      PyLong_AsLong(PyList_GET_ITEM(names().num_recorders, 0)) != 0) {
+    return py::object();
+  }
+  py::object base;
+  if (PyObject* found = at_hand(value)) {
+    base = py::reinterpret_borrow<py::object>(found);
+  } else if (!is_none(value->held) || !is_none(value->stored)) {
+    return py::object();
+  }
+  const long long previous = handle->task;
+  handle->task = PyLong_AsLongLong(call(python().graph_task_id).ptr());
+  if (!base) base = replayed(handle->tape, value, handle->task);
+  py::object tensor = base ? on(base.ptr(), window) : py::object();
+  if (!tensor) {
+    handle->task = previous;
+    return tensor;
+  }
+  if (!is_none(value->cached) && !is_pending(value, handle->task)) assign(value->cached, nullptr);
+  return tensor;
+}
+
+PyObject* unpack(PyObject*, PyObject* packed) {
+  return guarded([&]() -> PyObject* {
+    if (Py_TYPE(packed) == handle_type) {
+      py::object tensor = unpacked(reinterpret_cast<HandleObject*>(packed));
+      if (tensor) return tensor.release().ptr();
+    }
+    return PyObject_CallOneArg(names().unpack_slowly, packed);
+  });
+}
+
+}  // namespace
+
+void add_unpack_functions(py::module_& module) {
+  static PyMethodDef methods[] = {{"unpack_recorded", unpack, METH_O, "unpack_recorded(packed)"},
+                                  {nullptr, nullptr, 0, nullptr}};
+  if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("is_pending", [](const py::handle& value, long long task) {
+    return is_pending(reinterpret_cast<ValueObject*>(value.ptr()), task);
+  });
+}
+
+}  // namespace actckpt
