@@ -51,9 +51,7 @@ _baseline: dict[str, float] = {}
 
 
 def _totals() -> dict[str, float]:
-    totals: dict[str, float] = {name: counters.value(name) for name in ("offloaded_bytes", "reloaded_bytes")}
-    totals["deduplicated_bytes"] = counters.value("deduplicated_bytes")
-    totals["kept_full"] = counters.value("kept_full")
+    totals: dict[str, float] = dict(_frames.offload_sums())
     totals["rerun_regions"] = _frames.num_reruns()
     for name in ("replayed_operators", "kept_opaque", "copied_on_write_bytes"):
         totals[name] = counters.value(name)

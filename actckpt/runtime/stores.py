@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from actckpt import config
+from actckpt import _frames, config
 from actckpt.engine import limits, native
 
 _log = logging.getLogger(__name__)
@@ -20,14 +20,8 @@ _UNLIMITED = (1 << 64) - 1
 _MMAP_THRESHOLD_BYTES = 1 << 20
 
 
-class Bytes:
-    """A stretch of a storage that the engine reads from or writes to; keeps the storage alive."""
-
-    __slots__ = ("start", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, start: int) -> None:
-        self.storage = storage
-        self.start = start
+#: A stretch of a storage that the engine reads from or writes to; keeps the storage alive.
+Bytes = _frames.Bytes
 
 
 class Backend(Protocol):

@@ -73,6 +73,12 @@ _function_mode_at: Callable[[int], Any] = _optional(torch._C, "_get_function_sta
 _push_function_mode: Callable[[Any], None] = _optional(torch._C, "_push_on_torch_function_stack")
 _pop_function_mode: Callable[[], Any] = _optional(torch._C, "_pop_torch_function_stack")
 
+#: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; the others, by
+#: which `share_memory_` and multiprocessing replace it, may be missing: what they free is not waited for.
+FREEING_METHODS = tuple(
+    name for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_") if hasattr(torch.UntypedStorage, name)
+)
+
 
 def outer_hooks() -> Hooks | None:
     """Return the (pack, unpack) that a tensor saved now would go through, or None."""

@@ -1,6 +1,6 @@
 #include "replay/names.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 namespace {
 
 ReplayNames interned() {
@@ -28,6 +28,7 @@ ReplayNames interned() {
   n.enter = PyUnicode_InternFromString("__enter__");
   n.exit = PyUnicode_InternFromString("__exit__");
   n.clear_after = PyUnicode_InternFromString("clear_after");
+  n.for_value = PyUnicode_InternFromString("for_value");
   n.num_replays = PyUnicode_InternFromString("num_replays");
   return n;
 }
@@ -60,4 +61,4 @@ void connect_replay(const py::dict& given) {
   n.num_recorders = keep("num_recorders");
 }
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

@@ -3,7 +3,7 @@
 
 #include "frames/python.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 
 struct ReplayNames {
   // Interned attribute names.
@@ -30,6 +30,7 @@ struct ReplayNames {
   PyObject* enter;
   PyObject* exit;
   PyObject* clear_after;
+  PyObject* for_value;
   PyObject* num_replays;
 
   // Set by `connect_replay`.
@@ -52,4 +53,4 @@ ReplayNames& names();
 
 void connect_replay(const py::dict& given);
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

@@ -8,7 +8,7 @@
 
 #include "replay/names.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 
 PyTypeObject* value_type = nullptr;
 PyTypeObject* step_type = nullptr;
@@ -75,7 +75,7 @@ void free_object(PyObject* self, Fields Object::*... fields) noexcept {
 void value_dealloc(PyObject* self) {
   if (reinterpret_cast<ValueObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   using V = ValueObject;
-  free_object<V>(self, &V::device, &V::operator_, &V::action, &V::held, &V::root, &V::stored, &V::cached,
+  free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
                  &V::spare, &V::why_opaque, &V::entry, &V::handles, &V::step);
 }
 
@@ -162,6 +162,28 @@ PyObject* value_is_at_hand(PyObject* self, PyObject*) {
   return PyBool_FromLong(!is_none(value->held) || !is_none(value->stored) || !is_none(value->cached));
 }
 
+PyObject* value_add_handle(PyObject* self, PyObject* handle) {
+  return guarded([&] {
+    add_handle(reinterpret_cast<ValueObject*>(self), handle);
+    Py_RETURN_NONE;
+  });
+}
+
+// Takes the handle that was made last from its value, None if there is none.
+PyObject* value_take_last_handle(PyObject* self, PyObject*) {
+  auto* value = reinterpret_cast<ValueObject*>(self);
+  const Py_ssize_t size = value->handles == nullptr ? 0 : PyList_GET_SIZE(value->handles);
+  if (size == 0) Py_RETURN_NONE;
+  PyObject* handle = referent(PyList_GET_ITEM(value->handles, size - 1));
+  if (handle == nullptr) handle = Py_None;
+  Py_INCREF(handle);
+  if (PyList_SetSlice(value->handles, size - 1, size, nullptr) != 0) {
+    Py_DECREF(handle);
+    return nullptr;
+  }
+  return handle;
+}
+
 PyObject* step_add_output(PyObject* self, PyObject* args) {
   PyObject* value;
   long kind, index;
@@ -198,6 +220,7 @@ PyMemberDef value_members[] = {
     OBJECT(ValueObject, "held", held),             OBJECT(ValueObject, "root", root),
     OBJECT(ValueObject, "stored", stored),         OBJECT(ValueObject, "cached", cached),
     OBJECT(ValueObject, "spare", spare),           OBJECT(ValueObject, "why_opaque", why_opaque),
+    OBJECT(ValueObject, "asked", asked),
     OBJECT(ValueObject, "entry", entry),           NUMBER(ValueObject, "nbytes", nbytes),
     NUMBER(ValueObject, "ordinal", ordinal),       NUMBER(ValueObject, "index", index),
     NUMBER(ValueObject, "version", version),       NUMBER(ValueObject, "cached_task", cached_task),
@@ -234,7 +257,9 @@ PyMemberDef tape_members[] = {
     FLAG(TapeObject, "audits_always", audits_always), END};
 PyGetSetDef value_getters[] = {{"handles", handles_of, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyMethodDef value_methods[] = {{"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr},
+                               {"take_last_handle", value_take_last_handle, METH_NOARGS, nullptr},
+                               {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMethodDef step_methods[] = {{"add_output", step_add_output, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMethodDef window_methods[] = {{"on", window_on, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
@@ -360,6 +385,12 @@ PyObject* referent(PyObject* reference) noexcept {
 #endif
 }
 
+void add_handle(ValueObject* value, PyObject* handle) {
+  if (value->handles == nullptr) value->handles = py::list().release().ptr();
+  const auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(handle, nullptr));
+  if (!reference || PyList_Append(value->handles, reference.ptr()) != 0) throw py::error_already_set();
+}
+
 bool is_pending(ValueObject* value, long long task) noexcept {
   if (value->handles == nullptr) return false;
   const Py_ssize_t size = PyList_GET_SIZE(value->handles);
@@ -379,4 +410,4 @@ void add_replay_types(py::module_& module) {
   tape_type = made<TapeObject>(module, "actckpt._frames.TapeCore", tape_slots, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
 }
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

@@ -7,7 +7,7 @@
 
 #include "frames/python.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 
 // The bytes of one storage at one version. A null object field reads as None in Python.
 struct ValueObject {
@@ -17,6 +17,7 @@ struct ValueObject {
   PyObject* step;
   PyObject* operator_;
   PyObject* action;
+  PyObject* asked;
   PyObject* held;
   PyObject* root;
   PyObject* stored;
@@ -126,9 +127,12 @@ py::object window_of(PyObject* tensor, PyObject* value);
 // What a weak reference refers to, null if it is gone; borrowed from whoever holds it alive.
 PyObject* referent(PyObject* reference) noexcept;
 
+// Notes that `handle` is on `value`.
+void add_handle(ValueObject* value, PyObject* handle);
+
 // Whether a saved tensor on `value` is alive that the backward `task` has not unpacked.
 bool is_pending(ValueObject* value, long long task) noexcept;
 
 void add_replay_types(py::module_& module);
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

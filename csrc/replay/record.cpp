@@ -10,7 +10,7 @@
 
 #include "replay/names.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 namespace {
 
 // What is known of an overload, by its address: its hash is a Python function.
@@ -152,6 +152,7 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
                PyObject* tensor, PyObject* action, PyObject* why_opaque) {
   assign(value->action, action);
   assign(value->operator_, op);
+  if (is_none(action)) assign(value->asked, attribute(tape->choice, names().for_value).ptr());
   const py::object func = is_none(op) ? py::none() : attribute(op, names().func);
   advance(tape, value, func.ptr(), tensor);
   py::object why = py::reinterpret_borrow<py::object>(why_opaque);
@@ -314,8 +315,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       if (!decided) throw py::error_already_set();
     }
     py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr()).ptr());
-    const auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(handle.ptr(), nullptr));
-    append(value->handles, reference.ptr());
+    add_handle(value, handle.ptr());
     if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
       tape->num_packed += 1;
       const auto place = static_cast<long long>(mixed(static_cast<std::uint64_t>(tape->structure), tape->num_packed));
@@ -393,4 +393,4 @@ void add_record_functions(py::module_& module) {
   });
 }
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

@@ -36,6 +36,16 @@ _HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
     "aten::miopen_batch_norm": ((3, 4), 5),
 }
 
+#: Autograd saves the argument that they write to before they write: the name of that argument. What backward must see
+#: is what they wrote.
+_SAVED_BEFORE_WRITTEN = {"aten::rrelu_with_noise": "noise", "aten::rrelu_with_noise_": "noise"}
+
+#: What they return after their first result is memory for their own backward, which they need not write fully: equal
+#: calls leave different bytes there, and audits must not compare them.
+_WITH_WORKSPACE = frozenset(
+    {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "cudnn_batch_norm", "_embedding_bag", "_thnn_fused_lstm_cell"}
+)
+
 #: Of these, the ones that compute the same numbers without running statistics.
 _REPLAYED_WITHOUT_STATISTICS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm"})
 
@@ -56,6 +66,7 @@ class Operator:
     __slots__ = (
         "func",
         "generator_name",
+        "has_workspace",
         "hidden_writes",
         "is_collective",
         "is_foreign",
@@ -67,6 +78,7 @@ class Operator:
         "name",
         "overwrites",
         "reshapes_storage",
+        "saved_before_written",
         "written",
         "written_names",
     )
@@ -95,7 +107,11 @@ class Operator:
         #: Not torch's own: may draw random numbers without saying so (Rule 3).
         self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in _COLLECTIVE
         self.is_collective = namespace in _COLLECTIVE
+        self.has_workspace = namespace == "aten" and base in _WITH_WORKSPACE
         self.hidden_writes = _HIDDEN_WRITES.get(schema.name)
+        saved_name = _SAVED_BEFORE_WRITTEN.get(schema.name)
+        #: Position of the argument that autograd saves before this operator writes to it, -1: none.
+        self.saved_before_written = [a.name for a in schema.arguments].index(saved_name) if saved_name else -1
         self.is_nondeterministic_on_cuda = namespace == "aten" and base in _NONDETERMINISTIC_ON_CUDA
         #: The keyword that takes a `torch.Generator`, None if there is none.
         self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)

@@ -40,6 +40,7 @@ from actckpt import _frames
 from actckpt._frames import add_results, add_value, dispatch, frozen
 from actckpt.action import Action
 from actckpt.runtime import rng
+from actckpt.runtime.replay import saved
 from actckpt.runtime.replay.lineage import Step, Value, Window
 from actckpt.runtime.replay.operators import Operator
 from actckpt.runtime.replay.tape import Tape
@@ -90,6 +91,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)
     generators = _begin_random(tape, step, args, kwargs)
+    early = _saved_too_early(tape, operator, args)
     old = [_begin_write(tape, step, tensor) for tensor in written]
     for tensor in hidden:
         _begin_write(tape, None, tensor)
@@ -105,6 +107,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         _end_write(tape, step, tensor, value, action, why_opaque)
     for tensor in hidden:
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
+    if early is not None:
+        saved.point_at(tape, early, args[operator.saved_before_written])
     if not step.inputs:
         pin_dtype(step, result)
     add_results(tape, step, result, action, why_opaque)
@@ -182,6 +186,15 @@ def _begin_random(tape: Tape, step: Step, args: tuple[Any, ...], kwargs: dict[st
 
 def _has_moved(generators: Any) -> bool:
     return any(not torch.equal(generator.get_state(), state) for generator, state in zip(*generators, strict=True))
+
+
+def _saved_too_early(tape: Tape, operator: Operator, args: tuple[Any, ...]) -> Any:
+    """Take from its value the handle under which autograd saved, for this call, what the call will write to."""
+    position = operator.saved_before_written
+    if position < 0 or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in _tensors_in(args)):
+        return None
+    value = tape.value_of(args[position])
+    return value.take_last_handle() if value is not None else None
 
 
 def _begin_write(tape: Tape, step: Step | None, tensor: Tensor) -> Value | None:

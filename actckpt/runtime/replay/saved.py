@@ -15,7 +15,7 @@ from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.replay import audit, execute
 from actckpt.runtime.replay.execute import changed_error
-from actckpt.runtime.replay.lineage import Block, Handle, Value
+from actckpt.runtime.replay.lineage import Block, Handle, Value, window_of
 from actckpt.runtime.replay.tape import Paused, Tape, version_of
 
 __all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
@@ -82,6 +82,17 @@ def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> Stays | TakenApart
         return Stays(tensor)
 
 
+def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
+    """Let a handle stand for what its tensor holds now."""
+    value = tape.value_of(tensor)
+    assert value is not None
+    if not value.handles:
+        tape.decide(value, tensor)
+    handle.window = window_of(tensor, value)
+    handle.audit = None
+    value.add_handle(handle)
+
+
 def unpack(packed: Handle | Stays | TakenApart) -> Tensor:
     """Unpack hook: returns a fresh alias of the saved tensor."""
     return _frames.unpack_recorded(packed)
@@ -123,6 +134,10 @@ class Audit(NamedTuple):
 def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     """Leave a checksum of a dropped tensor whose place has not come back right yet."""
     if rng.is_capturing():
+        return
+    value = handle.window.value
+    if value.index > 0 and value.operator.has_workspace:
+        tape.site.audited.add(place)
         return
     with Paused():
         handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
@@ -199,9 +214,9 @@ def _warn_of_opaque(tape: Tape) -> None:
     tape.site.has_warned = True
     total = tape.recompute_bytes + tape.opaque_bytes
     warnings.warn(
-        f"{tape.opaque_bytes / 2**20:.1f} MiB of the {total / 2**20:.1f} MiB that the policy of this region wants to "
-        "recompute cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) "
-        "without a policy runs the function again instead, and gets through any kernel. r.report() names them.",
+        f"{tape.opaque_bytes / 2**20:.1f} of {total / 2**20:.1f} MiB that the policy of this region wants to recompute "
+        "cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) without "
+        "a policy runs the function again instead, and gets through any kernel. r.report() names them.",
         stacklevel=4,
     )
 

@@ -102,7 +102,8 @@ class Tape(TapeCore):
             value.hold_bytes = 0
         value.held = root
         look_at(value, root)
-        value.action = Action.KEEP if self.choice.for_value is None else None
+        value.asked = self.choice.for_value
+        value.action = Action.KEEP if value.asked is None else None
         self.blocks[id(storage)] = Block(storage, value)
         self.holding.append(value)
         return value
@@ -114,7 +115,7 @@ class Tape(TapeCore):
             self.num_lost += 1
         old.held = None
         value = self.new_value(old.nbytes, old.device)
-        value.action = old.action
+        value.action, value.asked = old.action, old.asked
         value.why_opaque = "changed outside of the recorder"
         value.held = tensor
         look_at(value, tensor)
@@ -240,8 +241,8 @@ class Tape(TapeCore):
             entry = value.entry = Entry(made_by, self.site.modules.get(value.key), tensor, value.nbytes)
             self.entries.append(entry)
         if action is None:
-            assert self.choice.for_value is not None
-            action = value.action = self.choice.for_value(self.info_of(value, tensor))
+            asked = value.asked
+            action = value.action = Action.KEEP if asked is None else asked(self.info_of(value, tensor))
         self.saved.append(weakref.ref(value))
         if action is Action.RECOMPUTE and not self.can_replay(value):
             action = Action.KEEP

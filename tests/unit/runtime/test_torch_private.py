@@ -34,6 +34,9 @@ NAMES = [
     (torch._C, "_push_on_torch_function_stack", "goes with _len_torch_function_stack"),
     (torch._C, "_pop_torch_function_stack", "goes with _len_torch_function_stack"),
     (torch.utils._device, "CURRENT_DEVICE", "optional: what torch.get_default_device reads"),
+    (torch.UntypedStorage, "resize_", "optional: public; what it frees is not waited for"),
+    (torch.UntypedStorage, "_share_fd_cpu_", "optional: memory moved to shared memory is not waited for"),
+    (torch.UntypedStorage, "_share_filename_cpu_", "goes with _share_fd_cpu_"),
     (torch.utils.checkpoint, "_enable_checkpoint_early_stop", "optional: set_checkpoint_early_stop does nothing"),
     (torch.utils.checkpoint, "_checkpoint_debug_enabled", "optional: set_checkpoint_debug_enabled does nothing"),
     (torch._C, "_AutoDispatchBelowAutograd", "optional: replay turns grad mode off for operators in place"),
@@ -66,6 +69,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
     assert names == {
+        "FREEING_METHODS",
         "any_autocast_enabled",
         "below_autograd",
         "current_graph_exec_group",
