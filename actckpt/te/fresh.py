@@ -225,7 +225,10 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _never(packed: None) -> Tensor:
-    raise AssertionError("nothing runs backward through the graph of a forward whose graph is built anew")
+    raise TransformerEngineError(
+        "A module wrapped with retain_graph=True runs a backward inside its forward, and what it saved is not kept.\n"
+        "Wrap its submodules instead, or use policy='recompute' without retain_graph."
+    )
 
 
 def _with_leaves(

@@ -257,6 +257,36 @@ def test_inside_other_regions_and_offloading(te: Any) -> None:
             assert_equal(grads, expected)
 
 
+def test_a_backward_inside_the_forward_raises(te: Any) -> None:
+    class Differentiates(te.Linear):
+        def forward(self, x: Any) -> Any:
+            (grad,) = torch.autograd.grad(x.exp().sum(), x)
+            return super().forward(x) * grad
+
+    with pytest.raises(TransformerEngineError, match="a backward inside its forward"):
+        _retained(Differentiates())(leaf(4, 8))
+
+
+def test_the_forward_keeps_nothing_of_what_its_operators_save(te: Any) -> None:
+    alive, packed = [], []
+
+    class Looks(te.Linear):
+        def forward(self, x: Any) -> Any:
+            h = super().forward(x) * 1.0
+            held = weakref.ref(h)
+            y = h.sin()  # saves h
+            del h
+            alive.append(held() is not None)
+            return y
+
+    layer = _retained(Looks())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+        y = layer(leaf(4, 8))
+    assert alive == [False]
+    assert packed == [(4, 8)], "the input only"
+    y.sum().backward()
+
+
 def test_the_inputs_are_freed_with_the_graph(te: Any) -> None:
     layer, x = _retained(te.Linear()), leaf(4, 8)
     h = x * 1.0
