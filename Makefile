@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test lint types bench sanitize clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
@@ -24,6 +24,10 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks $(ARGS)
+
+# A compiler is all it needs.
+sanitize:
+	scripts/engine_sanitize
 
 # torch first and pinned: a range would pull another build of it.
 $(STAMP): pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')

@@ -16,8 +16,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "actckpt._frames",
-            sorted(glob("csrc/frames/*.cpp") + glob("csrc/replay/*.cpp")),
-            depends=sorted(glob("csrc/frames/*.h") + glob("csrc/replay/*.h")),
+            sorted(glob("csrc/frames/*.cpp") + glob("csrc/hooks/*.cpp") + glob("csrc/replay/*.cpp")),
+            depends=sorted(glob("csrc/frames/*.h") + glob("csrc/hooks/*.h") + glob("csrc/replay/*.h")),
             include_dirs=["csrc"],
             cxx_std=17,
             extra_compile_args=["-O2", "-fvisibility=hidden", *_WARNINGS],

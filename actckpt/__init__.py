@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from actckpt import policies, rng
+from actckpt import policies, rng, te
 from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
@@ -35,6 +35,7 @@ from actckpt.errors import (
     InputChangedError,
     RerunMismatchError,
     SavedTensorChangedError,
+    TransformerEngineError,
 )
 from actckpt.regions import region
 from actckpt.runtime import connect as _connect  # noqa: F401 - imported for its effect
@@ -58,6 +59,7 @@ __all__ = [
     "SelectiveCheckpointContext",
     "Settings",
     "Stats",
+    "TransformerEngineError",
     "__version__",
     "apply",
     "check_backward_validity",
@@ -78,6 +80,7 @@ __all__ = [
     "set_checkpoint_early_stop",
     "set_device_states",
     "stats",
+    "te",
 ]
 
 if hasattr(_torch_checkpoint, "GraphExecGroup"):  # from torch 2.10 on

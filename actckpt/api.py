@@ -1,9 +1,8 @@
 """The public functions: `checkpoint`, `checkpoint_sequential` and `offload`."""
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +14,7 @@ from actckpt import _frames, config
 from actckpt.policies import choice_of, selective_choice
 from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import is_of_module
-from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Session, offloading
+from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
 from actckpt.runtime.packed import held_inputs
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.opened import OpenRegion
@@ -127,8 +126,13 @@ def checkpoint_call(
     policy: Any = None,
     offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
+    input_hooks: torch_private.Hooks | None = None,
 ) -> Any:
-    """Do what `checkpoint` does, for a function whose own keywords may have the names of options."""
+    """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
+
+    Args:
+        input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
+    """
     if torch.compiler.is_compiling():
         return _delegate(
             function,
@@ -148,6 +152,8 @@ def checkpoint_call(
         _check_keywords(use_reentrant, policy, context_fn, offload_inputs, determinism_check, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if state.awaited:
+        state.register_awaited()
     if policy is not None and policy != "recompute":
         return _run_in_region(choice_of(policy), function, args, kwargs)
 
@@ -158,13 +164,16 @@ def checkpoint_call(
         debug = forced_debug
     check_metadata = determinism_check == "default"
     # The common kind runs without Python code around the function; the extension says if it is one.
-    is_uncommon = kwargs or debug or offload_inputs or rng_trackers or context_fn is not noop_context_fn
+    is_uncommon = kwargs or debug or offload_inputs or rng_trackers or input_hooks or context_fn is not noop_context_fn
     if not (is_uncommon or rng.registered or state.registered) and is_of_module(function):
         result = _frames.run_common(function, args, early_stop, preserve_rng_state, check_metadata)
         if result is not NotImplemented:
             return result
 
-    inputs = held_inputs(function, args, kwargs, Session("auto", DEFAULT_MIN_BYTES).hooks if offload_inputs else None)
+    if offload_inputs:
+        keep_in_place(function)
+        input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
+    inputs = held_inputs(function, args, kwargs, input_hooks)
     region = Region(inputs)
     if preserve_rng_state and not rng.is_capturing():
         region.random = rng.RandomState(inputs.devices, inputs.generators, rng_trackers)
@@ -225,17 +234,19 @@ def checkpoint_sequential(
     return _run_in_turn(steps[size * (segments - 1) :], input)
 
 
-@contextlib.contextmanager
-def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Iterator[None]:
+def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Offloading:
     """Move what operators save inside the block to a store, and bring it back in time for backward.
 
-    Works around any code, compiled functions included, but not inside them. Parameters, buffers and their
-    views stay; each storage is copied once, however many tensors share it. Also a decorator: `@actckpt.offload()`.
+    Works around any code, compiled functions included. Inside a compiled function it breaks the graph, and the
+    function that enters it runs eagerly (`fullgraph=True` raises). Parameters, buffers and their views stay; each
+    storage is copied once, however many tensors share it. Also a decorator: `@actckpt.offload()`.
 
     Args:
         to: `"host"`: pinned host memory, for tensors on a GPU; `"disk"`: a spill file, for tensors of the
             CPU; `"auto"`: each where it belongs.
         min_bytes: smaller tensors stay. A number, or a text like `"4MiB"`.
+    Returns:
+        A context manager. It may be entered again, and by several threads.
     Raises:
         ValueError: a bad argument, or `"host"` where there is no accelerator.
         EngineError: at the first tensor, if the store cannot be had (an unwritable folder, no driver).
@@ -257,8 +268,8 @@ def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> It
             "offload: to='host' moves tensors off a GPU, and there is none here (torch.cuda.is_available() is False). "
             "CPU tensors are in host memory already: pass 'disk' or 'auto'."
         )
-    with offloading(Session(to, config.parse_bytes(min_bytes, what="min_bytes"))):
-        yield
+    state.register_awaited()
+    return Offloading(to, config.parse_bytes(min_bytes, what="min_bytes"))
 
 
 def _run_in_turn(functions: Sequence[Callable[..., Any]], value: Any) -> Any:

@@ -106,13 +106,18 @@ class _CheckpointedForward:
         self.__wrapped__ = block.forward  # the signature, for `inspect`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.replaced
-        if forward is None:
-            forward = type(self.block).forward.__get__(self.block)
         if self.policy == "offload":
+            # Looked up inside: torch.compile breaks the graph here, and would make `self.block.forward` of a bound
+            # method that it must carry over, which is this very object.
             with offload(**self.options):
-                return forward(*args, **kwargs)
-        return checkpoint_call(forward, args, kwargs, policy=self.policy, **self.options)
+                return self._original()(*args, **kwargs)
+        return checkpoint_call(self._original(), args, kwargs, policy=self.policy, **self.options)
+
+    def _original(self) -> Callable[..., Any]:
+        if self.replaced is not None:
+            return self.replaced
+        forward: Callable[..., Any] = type(self.block).forward.__get__(self.block)
+        return forward
 
 
 def _is_applied(module: torch.nn.Module) -> bool:

@@ -11,6 +11,9 @@ __all__ = ["Settings", "configure", "parse_bytes"]
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+_PROBE_BYTES = 4096
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What `configure` sets. Sizes are in bytes; None means that the engine finds a value."""
@@ -18,13 +21,16 @@ class Settings:
     #: Most bytes of pinned host memory. None: half of what the machine, its cgroup and the ranks of
     #: this node leave.
     host_limit: int | None = None
+    #: Most bytes of other host memory, for device tensors that pinned memory has no room for. None: up to
+    #: three quarters of what is left, together with `host_limit`.
+    pageable_limit: int | None = None
     #: Most bytes in the spill file. None: what the file system has.
     disk_limit: int | None = None
-    #: Folder of the spill file. None: TMPDIR.
+    #: Folder of the spill file. None: TMPDIR, and device tensors never go to disk.
     spill_dir: str | None = None
     #: Most bytes on their way to a store, and most bytes read ahead of backward.
     max_inflight: int = 256 * 2**20
-    #: Threads that copy CPU tensors.
+    #: Threads that copy CPU tensors, and device tensors from pinned memory on.
     num_workers: int = 2
     #: Whether offloading CPU tensors sets malloc's mmap threshold once, so that freed tensors return
     #: their memory to the system. glibc only.
@@ -62,10 +68,11 @@ def configure(**changes: Any) -> Settings:
 
     Args:
         host_limit: most bytes of pinned host memory, a number or a text like `"64GiB"`; None: automatic.
+        pageable_limit: most bytes of other host memory, used once pinned memory is full; None: automatic.
         disk_limit: most bytes in the spill file; None: no limit of ours.
-        spill_dir: folder of the spill file; None: `TMPDIR`.
+        spill_dir: folder of the spill file; None: `TMPDIR`, and device tensors never go to disk.
         max_inflight: most bytes on their way to a store, and most bytes read ahead of backward.
-        num_workers: threads that copy CPU tensors, at least 0.
+        num_workers: threads that copy between memory and disk, at least 0 (GPU tensors: at least 1 is used).
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
         audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what replay makes.
         opaque: names of operators and modules, also with wildcards, whose values are never replayed.
@@ -89,7 +96,7 @@ def configure(**changes: Any) -> Settings:
     unknown = sorted(set(changes) - known)
     if unknown:
         raise ValueError(f"configure: unknown setting {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
-    for name in ("host_limit", "disk_limit", "max_inflight", "replay_window"):
+    for name in ("host_limit", "pageable_limit", "disk_limit", "max_inflight", "replay_window"):
         if name in changes and (changes[name] is not None or name == "max_inflight"):
             changes[name] = parse_bytes(changes[name], what=name)
     if changes.get("spill_dir") is not None:
@@ -140,6 +147,14 @@ def _checked_folder(folder: object) -> str:
         path = os.fsdecode(folder)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError(f"configure: spill_dir={folder!r} is a {type(folder).__name__}. Pass a folder.") from None
-    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
+    if not os.path.isdir(path):
         raise ValueError(f"configure: spill_dir={path!r} is not a folder that can be written to. Pass another one.")
+    try:  # some folders (/proc, for root) pass every check but this one
+        with tempfile.TemporaryFile(dir=path, buffering=0) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        raise ValueError(
+            f"configure: spill_dir={path!r} is not a folder that can be written to: {error.strerror} "
+            f"(errno {error.errno}). Pass another one."
+        ) from None
     return path

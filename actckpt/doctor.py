@@ -11,6 +11,7 @@ import torch
 from actckpt import config
 from actckpt._version import __version__
 from actckpt.engine import limits, native
+from actckpt.te.registration import describe
 
 __all__ = ["examine"]
 
@@ -28,6 +29,7 @@ def examine(*, measure: bool = True) -> Iterator[Finding]:
     """
     yield "actckpt", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads"
+    yield "transformer engine", describe()
     yield from _device(measure)
     yield from _disk(measure)
 
@@ -41,10 +43,16 @@ def _device(measure: bool) -> Iterator[Finding]:
     if reason:
         yield "offload of GPU tensors", f"off: {reason}"
         return
-    limit = config.settings().host_limit
-    source = "configured" if limit is not None else "half of what is available, per local rank"
+    settings = config.settings()
+    host, source = settings.host_limit, "configured"
+    if host is None:
+        host, source = limits.default_host_limit(), "half of what is available, per local rank"
     yield "offload of GPU tensors", "on: pinned host memory, copies on side streams"
-    yield "pinned memory limit", f"{_size(limit if limit is not None else limits.default_host_limit())} ({source})"
+    yield "pinned memory limit", f"{_size(host)} ({source})"
+    pageable = settings.pageable_limit
+    below = f"{_size(limits.default_pageable_limit(host) if pageable is None else pageable)} of pageable memory"
+    disk = f"then {settings.spill_dir}" if settings.spill_dir is not None else "never disk: spill_dir is not set"
+    yield "beyond it", f"{below}, {disk}"
     if measure:
         yield (
             "link",

@@ -5,7 +5,8 @@
     |-- InputChangedError       also torch.utils.checkpoint.CheckpointError
     |-- AuditError              also torch.utils.checkpoint.CheckpointError
     |-- SavedTensorChangedError also torch.utils.checkpoint.CheckpointError
-    `-- BlocksError             also ValueError
+    |-- BlocksError             also ValueError
+    `-- TransformerEngineError
 
 Mismatch errors derive from torch's CheckpointError (a RuntimeError), so that handlers written for
 torch's function keep working. Every message says what and where, both numbers, and the next step.
@@ -21,6 +22,7 @@ __all__ = [
     "InputChangedError",
     "RerunMismatchError",
     "SavedTensorChangedError",
+    "TransformerEngineError",
 ]
 
 
@@ -46,3 +48,7 @@ class AuditError(ActckptError, CheckpointError):
 
 class BlocksError(ActckptError, ValueError):
     """`apply` or `remove` cannot do what was asked with these blocks."""
+
+
+class TransformerEngineError(ActckptError):
+    """TransformerEngine is not as actckpt knows it, or is used in a way that would give wrong gradients."""

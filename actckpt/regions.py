@@ -77,6 +77,6 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
             >>> with actckpt.region() as r:
             ...     y = layer(torch.randn(2, 4))
             >>> r.report().recomputed_bytes
-            32
+            64
         """
         return Report.of(self._entries) if explain is None else explained(self._entries, explain)

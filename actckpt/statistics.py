@@ -1,8 +1,11 @@
 """`stats` and `reset_stats`: what was moved and rerun, in bytes, counts and seconds."""
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
 
 from actckpt import _frames
+from actckpt.engine import native
 from actckpt.runtime import stores
 from actckpt.runtime.counters import counters
 
@@ -22,16 +25,18 @@ class Stats:
     #: Bytes held by all stores now, and at most so far (not reset).
     store_bytes: int
     peak_store_bytes: int
-    #: Pinned host memory and spill file now.
+    #: Pinned host memory, other host memory with GPU tensors in it, and spill file now.
     host_bytes: int
+    pageable_bytes: int
     disk_bytes: int
     #: Bytes on their way to a store now, and at most so far (not reset).
     inflight_bytes: int
     peak_inflight_bytes: int
-    #: Reloads that were finished when backward asked, and those it had to wait for (CPU tensors).
+    #: Reloads that were finished (CPU tensors) or on their way (GPU tensors) when backward asked, and waits that
+    #: took their time.
     prefetched_reloads: int
     late_reloads: int
-    #: Time that callers waited for copies (CPU tensors).
+    #: Time that callers, and streams of the program, waited for copies.
     stall_seconds: float
     #: Tensors that stayed because a store was full, failed, or a stream was capturing.
     kept_full: int
@@ -51,20 +56,27 @@ _baseline: dict[str, float] = {}
 
 
 def _totals() -> dict[str, float]:
-    totals: dict[str, float] = {name: counters.value(name) for name in ("offloaded_bytes", "reloaded_bytes")}
-    totals["deduplicated_bytes"] = counters.value("deduplicated_bytes")
-    totals["kept_full"] = counters.value("kept_full")
+    totals: dict[str, float] = dict(_frames.offload_sums())
     totals["rerun_regions"] = _frames.num_reruns()
     for name in ("replayed_operators", "kept_opaque", "copied_on_write_bytes"):
         totals[name] = counters.value(name)
-    cpu = stores.existing("disk")
-    if isinstance(cpu, stores.CpuBackend):
-        engine = cpu.store.stats()
-        totals["prefetched_reloads"] = engine.num_prefetched
-        totals["late_reloads"] = engine.num_late
-        totals["stall_seconds"] = engine.stall_seconds
-        totals["failed_writes"] = engine.num_failed_writes
+    for name in ("prefetched_reloads", "late_reloads", "failed_writes"):
+        totals[name] = 0
+    totals["stall_seconds"] = 0.0
+    for figures in _engines():
+        totals["prefetched_reloads"] += figures.num_prefetched
+        totals["late_reloads"] += figures.num_late
+        totals["stall_seconds"] += figures.stall_seconds
+        totals["failed_writes"] += figures.num_failed_writes
     return totals
+
+
+def _engines() -> Iterator[native.HostStats | native.DeviceStats]:
+    cpu, cuda = stores.existing("disk"), stores.existing("host")
+    if isinstance(cpu, stores.CpuBackend):
+        yield cpu.store.stats()
+    if isinstance(cuda, stores.CudaBackend):
+        yield cuda.engine.stats()
 
 
 def stats() -> Stats:
@@ -79,35 +91,42 @@ def stats() -> Stats:
     """
     totals = _totals()
     sums = {name: type(value)(value - _baseline.get(name, 0)) for name, value in totals.items()}
-    disk_bytes = host_bytes = store_bytes = peak = inflight = peak_inflight = 0
-    cpu, cuda = stores.existing("disk"), stores.existing("host")
-    if isinstance(cpu, stores.CpuBackend):
-        engine = cpu.store.stats()
-        disk_bytes, peak = engine.stored_bytes, engine.peak_stored_bytes
-        store_bytes += engine.stored_bytes
-        inflight, peak_inflight = engine.inflight_bytes, engine.peak_inflight_bytes
+    held: Counter[str] = Counter()
+    for figures in _engines():
+        held["inflight"] += figures.inflight_bytes
+        held["peak_inflight"] += figures.peak_inflight_bytes
+        if isinstance(figures, native.DeviceStats):
+            held["disk"] += figures.disk_bytes
+            held["pageable"] += figures.pageable_bytes
+            held["host"] += figures.bounce_bytes
+            held["store"] += figures.disk_bytes + figures.pageable_bytes
+            held["peak_store"] += figures.peak_tier_bytes
+        else:
+            held["disk"] += figures.stored_bytes
+            held["store"] += figures.stored_bytes
+            held["peak_store"] += figures.peak_stored_bytes
+    cuda = stores.existing("host")
     if isinstance(cuda, stores.CudaBackend):
-        pool, device = cuda.engine.pool_stats(), cuda.engine.stats()
-        host_bytes = pool.pool_bytes
-        store_bytes += pool.stored_bytes
-        peak += pool.peak_stored_bytes
-        inflight += device.inflight_bytes
-        peak_inflight += device.peak_inflight_bytes
+        pool = cuda.engine.pool_stats()
+        held["host"] += pool.pool_bytes
+        held["store"] += pool.stored_bytes
+        held["peak_store"] += pool.peak_stored_bytes
     return Stats(
         offloaded_bytes=int(sums["offloaded_bytes"]),
         reloaded_bytes=int(sums["reloaded_bytes"]),
         deduplicated_bytes=int(sums["deduplicated_bytes"]),
-        store_bytes=store_bytes,
-        peak_store_bytes=peak,
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
-        inflight_bytes=inflight,
-        peak_inflight_bytes=peak_inflight,
-        prefetched_reloads=int(sums.get("prefetched_reloads", 0)),
-        late_reloads=int(sums.get("late_reloads", 0)),
-        stall_seconds=float(sums.get("stall_seconds", 0.0)),
+        store_bytes=held["store"],
+        peak_store_bytes=held["peak_store"],
+        host_bytes=held["host"],
+        pageable_bytes=held["pageable"],
+        disk_bytes=held["disk"],
+        inflight_bytes=held["inflight"],
+        peak_inflight_bytes=held["peak_inflight"],
+        prefetched_reloads=int(sums["prefetched_reloads"]),
+        late_reloads=int(sums["late_reloads"]),
+        stall_seconds=float(sums["stall_seconds"]),
         kept_full=int(sums["kept_full"]),
-        failed_writes=int(sums.get("failed_writes", 0)),
+        failed_writes=int(sums["failed_writes"]),
         rerun_regions=int(sums["rerun_regions"]),
         replayed_operators=int(sums["replayed_operators"]),
         kept_opaque=int(sums["kept_opaque"]),

@@ -1,10 +1,12 @@
-"""Offloading on a GPU: bandwidths, hidden copies and peak memory. Runs unattended, writes JSON.
+"""Offloading on a GPU: bandwidths, hidden copies and peak memory. Runs unattended, writes JSON as it goes.
 
     python benchmarks/gpu_offload.py --layers 8 --tokens 8192
 
-Measures a loop of pinned copies beside ours from 1 to 512 MiB, each way and both at once; then training steps of a
-Llama-8B-shaped stack: plain, offload, torch's save_on_cpu(pin_memory=True), checkpoint, and checkpoint with offloaded
-inputs. The hidden share is 1 - (step - step plain) / copy time, from CUDA events.
+Measures a loop of pinned copies beside ours from 1 to 512 MiB, each way and both at once; ours also over pageable
+memory and disk; then training steps of a Llama-8B-shaped stack: plain, offload (and over pageable memory), torch's
+save_on_cpu(pin_memory=True), checkpoint, and checkpoint with offloaded inputs. The hidden share is
+1 - (step - step plain) / copy time, from CUDA events; the stalls are what the engine measured itself.
+What fails is written down as such, and the rest goes on.
 """
 
 import argparse
@@ -12,8 +14,11 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +27,13 @@ import torch.nn.functional as F  # noqa: N812 - torch's name
 from torch.autograd.graph import save_on_cpu
 
 import actckpt
+from actckpt import config
+from actckpt.engine import native
+from actckpt.runtime import stores
 
 _MIB = 1 << 20
 _SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+_LIMIT_BYTES = 64 << 30
 _DIM, _HEADS, _KV_HEADS, _HIDDEN = 4096, 32, 8, 14336
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -88,32 +97,80 @@ def _loop_bandwidths(nbytes: int, repeats: int) -> dict[str, float]:
     return found
 
 
-def _our_bandwidths(nbytes: int, repeats: int) -> dict[str, float]:
-    """Bytes per second of the hooks: many tensors saved, then all read."""
-    tensors = [torch.randn(nbytes // 4, device="cuda", requires_grad=True) * 1 for _ in range(repeats)]
-    out_samples, back_samples = [], []
-    for _ in range(6):
-        outputs: list[torch.Tensor] = []
+@contextmanager
+def _only(tier: str, folder: str) -> Iterator[native.DeviceEngine]:
+    """Offload GPU tensors to one tier inside the block."""
+    engine = native.DeviceEngine.cuda(
+        limit_bytes=_LIMIT_BYTES if tier == "pinned" else 0,
+        window_bytes=config.settings().max_inflight,
+        release=stores._record_streams,
+        pageable_limit=_LIMIT_BYTES if tier == "pageable" else 0,
+        spill_file=native.SpillFile(folder) if tier == "disk" else None,
+        bounce_bytes=256 * _MIB,
+        num_workers=8,
+    )
+    before = dict(stores._backends)
+    stores._backends["host"] = config.generation, stores.CudaBackend(engine)
+    try:
+        yield engine
+    finally:
+        torch.cuda.synchronize()
+        stores._backends.clear()
+        stores._backends.update(before)
 
-        def save(outputs: list[torch.Tensor] = outputs) -> None:
-            with actckpt.offload(min_bytes=0):
-                outputs += [_KeepInput.apply(tensor) for tensor in tensors]  # noqa: B023 - called in this round
 
-        def read(outputs: list[torch.Tensor] = outputs) -> None:
-            for output in reversed(outputs):
-                _ = output.grad_fn.saved_tensors  # type: ignore[union-attr]
+class _Batch:
+    """Tensors that are saved by the hooks, and read again."""
 
-        out_samples.append(_milliseconds(save))
-        # The sources are alive still; take them away so that bytes must come back.
-        values = [tensor.shape for tensor in tensors]
-        tensors.clear()
-        back_samples.append(_milliseconds(read))
-        del outputs
-        tensors += [torch.randn(*shape, device="cuda", requires_grad=True) * 1 for shape in values]
-    total = nbytes * repeats
+    def __init__(self, nbytes: int, count: int) -> None:
+        self.sources = [torch.randn(nbytes // 4, device="cuda", requires_grad=True) * 1 for _ in range(count)]
+        self.outputs: list[torch.Tensor] = []
+
+    def save_one(self) -> None:
+        with actckpt.offload(min_bytes=0):
+            self.outputs.append(_KeepInput.apply(self.sources.pop()))
+
+    def read_all(self) -> Iterator[torch.Tensor]:
+        while self.outputs:
+            yield self.outputs.pop().grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+
+
+def _our_bandwidths(engine: native.DeviceEngine, nbytes: int, repeats: int) -> dict[str, float]:
+    """Bytes per second of the hooks: many tensors saved, then all read, then both at once."""
+    samples: dict[str, list[float]] = {"out": [], "back": [], "both": []}
+
+    def save(batch: _Batch) -> None:
+        while batch.sources:
+            batch.save_one()
+
+    def read(batch: _Batch) -> None:
+        recent: deque[torch.Tensor] = deque(maxlen=4)  # so that no reload waits for the last one's memory
+        for tensor in batch.read_all():
+            recent.append(tensor)
+
+    def settle() -> None:
+        torch.cuda.synchronize()
+        engine.poll()  # what is still held would be handed back without a copy
+
+    for _ in range(4):  # the first grows the pool
+        first = _Batch(nbytes, repeats)
+        samples["out"].append(_milliseconds(lambda first=first: save(first)))
+        settle()
+        second = _Batch(nbytes, repeats)
+
+        def both(first: _Batch = first, second: _Batch = second) -> None:
+            recent: deque[torch.Tensor] = deque(maxlen=4)
+            for tensor in first.read_all():
+                recent.append(tensor)
+                second.save_one()
+
+        samples["both"].append(_milliseconds(both))
+        settle()
+        samples["back"].append(_milliseconds(lambda second=second: read(second)))
+        settle()
     return {
-        "out": total / statistics.median(out_samples[1:]) * 1e3,
-        "back": total / statistics.median(back_samples[1:]) * 1e3,
+        name: nbytes * repeats * (2 if name == "both" else 1) / statistics.median(values[1:]) * 1e3
+        for name, values in samples.items()
     }
 
 
@@ -130,7 +187,12 @@ class _KeepInput(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad
 
 
-def _train(layers: int, tokens: int, method: str, steps: int) -> dict[str, Any]:
+def _train(layers: int, tokens: int, method: str, steps: int, folder: str) -> dict[str, Any]:
+    with _only("pageable", folder) if method == "offload, pageable" else nullcontext():
+        return _train_steps(layers, tokens, method, steps)
+
+
+def _train_steps(layers: int, tokens: int, method: str, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = torch.nn.Sequential(*(Block() for _ in range(layers))).bfloat16()
@@ -139,6 +201,7 @@ def _train(layers: int, tokens: int, method: str, steps: int) -> dict[str, Any]:
         actckpt.apply(model, blocks=Block, offload_inputs=method == "checkpoint, offloaded inputs")
     contexts: dict[str, Context] = {
         "offload": actckpt.offload,
+        "offload, pageable": actckpt.offload,
         "save_on_cpu": lambda: save_on_cpu(pin_memory=True),
     }
     context = contexts.get(method, nullcontext)
@@ -164,7 +227,61 @@ def _train(layers: int, tokens: int, method: str, steps: int) -> dict[str, Any]:
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
         "moved_bytes_per_step": figures.offloaded_bytes // steps,
         "kept_full": figures.kept_full,
+        "stall_ms_per_step": figures.stall_seconds / steps * 1e3,
+        "late_reloads": figures.late_reloads,
     }
+
+
+_METHODS = ("plain", "offload", "offload, pageable", "save_on_cpu", "checkpoint", "checkpoint, offloaded inputs")
+
+
+def _copies(tier: str, folder: str, mib: int) -> dict[str, Any]:
+    repeats = max(4, min(64, 1024 // mib))
+    loop = _loop_bandwidths(mib * _MIB, repeats)
+    with _only(tier, folder) as engine:
+        ours = _our_bandwidths(engine, mib * _MIB, repeats)
+        if engine.stats().num_kept_full:
+            raise RuntimeError(f"{engine.stats().num_kept_full} tensors stayed on the GPU")
+    return {"loop": loop, "ours": ours, "share": {name: ours[name] / loop[name] for name in ours}}
+
+
+def _hidden(copies: dict[str, Any], row: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Return how much of the copies' time the step does not see."""
+    if "loop" not in copies or "step_ms" not in row or "step_ms" not in base or not row["moved_bytes_per_step"]:
+        return {"hidden_share": None}
+    loop = copies["loop"]
+    copy_ms = row["moved_bytes_per_step"] * (1 / loop["out"] + 1 / loop["back"]) * 1e3
+    return {"copy_ms": copy_ms, "hidden_share": 1 - (row["step_ms"] - base["step_ms"]) / copy_ms}
+
+
+class _Report:
+    """Figures in a file that is written again with each of them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.failed: list[str] = []
+        self._out: Path = args.out
+        self._result = {
+            "command": f"python {' '.join(sys.argv)}",
+            "machine": {"gpu": torch.cuda.get_device_name(), "system": platform.platform()},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "layers": args.layers,
+            "figures": self.figures,
+        }
+
+    def note(self, section: str, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Measure and write down, or write down what went wrong: the other figures are worth having."""
+        try:
+            found = measure()
+        except Exception as error:
+            found = {"failed": f"{type(error).__name__}: {error}"}
+            self.failed.append(f"{section}, {name}")
+        self.figures.setdefault(section, {})[name] = found
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        self._out.write_text(json.dumps(self._result, indent=1) + "\n")
+        print(f"{section}, {name}: {json.dumps(found)}", flush=True)
+        torch.cuda.empty_cache()
+        return found
 
 
 def main() -> int:
@@ -172,6 +289,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--steps", type=int, default=6, help="the first two are not counted")
+    parser.add_argument("--spill-dir", help="folder of the spill file (default: TMPDIR)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_offload.json")
     args = parser.parse_args()
     if args.layers < 1 or min(args.tokens) < 1 or args.steps < 3:
@@ -179,36 +297,23 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_offload: no CUDA device, nothing measured.")
         return 0
-    figures: dict[str, Any] = {"copies": {}, "training": {}}
-    for mib in _SIZES:
-        repeats = max(4, min(64, 1024 // mib))
-        loop, ours = _loop_bandwidths(mib * _MIB, repeats), _our_bandwidths(mib * _MIB, repeats)
-        figures["copies"][f"{mib} MiB"] = {"loop": loop, "ours": ours, "share": {n: ours[n] / loop[n] for n in ours}}
-        print(f"{mib} MiB: ours over loop", {name: f"{ours[name] / loop[name]:.2f}" for name in ours})
-    fast = figures["copies"]["64 MiB"]["loop"]
-    for tokens in args.tokens:
-        rows: dict[str, Any] = {}
-        for method in ("plain", "offload", "save_on_cpu", "checkpoint", "checkpoint, offloaded inputs"):
-            rows[method] = _train(args.layers, tokens, method, args.steps)
-            torch.cuda.empty_cache()
-        for method, base in (("offload", "plain"), ("checkpoint, offloaded inputs", "checkpoint")):
-            if "step_ms" in rows[method] and "step_ms" in rows[base]:
-                copy_ms = rows[method]["moved_bytes_per_step"] * (1 / fast["out"] + 1 / fast["back"]) * 1e3
-                late_ms = rows[method]["step_ms"] - rows[base]["step_ms"]
-                rows[method] |= {"copy_ms": copy_ms, "hidden_share": 1 - late_ms / copy_ms if copy_ms else None}
-        figures["training"][f"{tokens} tokens"] = rows
-        print(f"{tokens} tokens: {json.dumps(rows)}")
-    result = {
-        "command": f"python {' '.join(sys.argv)}",
-        "machine": {"gpu": torch.cuda.get_device_name(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "layers": args.layers,
-        "figures": figures,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"Wrote {args.out}")
-    return 0
+    report = _Report(args)
+    with tempfile.TemporaryDirectory(dir=args.spill_dir) as folder:
+        for tier in ("pinned", "pageable", "disk"):
+            for mib in _SIZES if tier == "pinned" else _SIZES[::3]:
+                report.note(f"copies, {tier}", f"{mib} MiB", partial(_copies, tier, folder, mib))
+        for tokens in args.tokens:
+            rows = {}
+            for method in _METHODS:
+                measure = partial(_train, args.layers, tokens, method, args.steps, folder)
+                rows[method] = report.note(f"training, {tokens} tokens", method, measure)
+            for method, base in (("offload", "plain"), ("checkpoint, offloaded inputs", "checkpoint")):
+                copies = report.figures["copies, pinned"]["64 MiB"]
+                report.note(
+                    f"hidden copies, {tokens} tokens", method, partial(_hidden, copies, rows[method], rows[base])
+                )
+    print(f"Wrote {args.out}" + (f"; failed: {', '.join(report.failed)}" if report.failed else ""))
+    return 1 if report.failed else 0
 
 
 if __name__ == "__main__":

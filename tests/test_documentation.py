@@ -10,6 +10,8 @@ import pytest
 
 import actckpt.api
 import actckpt.blocks
+import actckpt.policies
+import actckpt.regions
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
@@ -35,7 +37,9 @@ def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", [actckpt.api, actckpt.blocks], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [actckpt.api, actckpt.blocks, actckpt.policies, actckpt.regions], ids=lambda module: module.__name__
+)
 def test_docstring_examples_run(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

@@ -17,6 +17,7 @@ _ROOMS = [
     ["policies"],
     ["rng", "regions", "api"],
     ["blocks", "statistics"],
+    ["te"],
     ["report", "doctor"],
     ["demo", "cli", "__main__"],
 ]

@@ -43,6 +43,17 @@ def _torch_checkpoint(model: LanguageModel) -> None:
         block.forward = functools.partial(torch_checkpoint.checkpoint, block.forward, use_reentrant=False)
 
 
+def _torch_selective(model: LanguageModel) -> None:
+    import torch
+    from torch.utils import checkpoint as torch_checkpoint
+
+    contexts = functools.partial(torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    for block in model.blocks:
+        block.forward = functools.partial(
+            torch_checkpoint.checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+        )
+
+
 def _actckpt_checkpoint(model: LanguageModel) -> None:
     import actckpt
     from actckpt.demo.model import Block
@@ -79,10 +90,38 @@ def _actckpt_both(model: LanguageModel) -> None:
     model.forward = offloaded  # type: ignore[method-assign, assignment]
 
 
+def _keep_matmuls(model: LanguageModel) -> None:
+    import torch
+
+    import actckpt
+    from actckpt.demo.model import Block
+
+    actckpt.apply(model, policy=[torch.ops.aten.mm], blocks=Block)
+
+
+def _offload_matmuls(model: LanguageModel) -> None:
+    import torch
+
+    import actckpt
+    from actckpt.demo.model import Block
+
+    actckpt.configure(max_inflight=_READ_AHEAD_BYTES)
+    policy = actckpt.policies.PerOp({torch.ops.aten.mm: actckpt.Action.OFFLOAD}, default=actckpt.Action.RECOMPUTE)
+    actckpt.apply(model, policy=policy, blocks=Block)
+
+
+def _recompute_by_replay(model: LanguageModel) -> None:
+    import actckpt
+
+    for block in model.blocks:
+        block.forward = actckpt.region("recompute")(block.forward)
+
+
 REFERENCE = Method("none", "keep every activation", _keep_everything)
 METHODS: tuple[Method, ...] = (
     REFERENCE,
     Method("torch-checkpoint", "recompute each block with torch.utils.checkpoint", _torch_checkpoint),
+    Method("torch-keep-matmuls", "keep matmuls, recompute the rest with torch's selective contexts", _torch_selective),
     Method("actckpt-checkpoint", "recompute each block with actckpt.apply", _actckpt_checkpoint),
     Method("actckpt-offload", "move what each block saves to a store", _actckpt_offload),
     Method(
@@ -90,6 +129,9 @@ METHODS: tuple[Method, ...] = (
         "recompute each block, move its inputs and all else that is saved to a store",
         _actckpt_both,
     ),
+    Method("keep-matmuls", "keep matmuls, recompute the rest operator by operator", _keep_matmuls),
+    Method("offload-matmuls", "move matmuls to a store, recompute the rest operator by operator", _offload_matmuls),
+    Method("recompute-by-replay", "recompute each block operator by operator", _recompute_by_replay),
 )
 
 

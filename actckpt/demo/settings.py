@@ -30,7 +30,7 @@ class DemoSettings:
         ValueError: a value is out of range, or `dim` cannot be divided among the heads.
     """
 
-    steps: int = 30
+    steps: int = 20
     layers: int = 8
     dim: int = 128
     heads: int = 4

@@ -14,10 +14,19 @@ def default_host_limit(root: Path = Path("/"), environ: dict[str, str] | None = 
         root: where `proc` and `sys` are found; tests pass their own.
         environ: where LOCAL_WORLD_SIZE is looked up; the process's environment by default.
     """
+    return _share_bytes(root, environ) // 2
+
+
+def default_pageable_limit(host_limit: int, root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
+    """Return what pageable memory may take beside `host_limit` pinned bytes: three quarters in all."""
+    return max(0, _share_bytes(root, environ) * 3 // 4 - host_limit)
+
+
+def _share_bytes(root: Path, environ: dict[str, str] | None) -> int:
     available = min([_available_bytes(root), *_cgroup_headrooms(root)])
     ranks = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1")
     num_ranks = int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1
-    return max(available, 0) // 2 // num_ranks
+    return max(available, 0) // num_ranks
 
 
 def _available_bytes(root: Path) -> int:

@@ -9,9 +9,11 @@ For CPU tensors: `CpuStore.on_disk(folder, ...)`, or `CpuStore.in_memory(...)` f
 * `HostEngine`: worker threads; `put(ptr, nbytes, tier, keep) -> Ticket`. It may use several tiers.
 * `FaultyFileIo` with `Faults`: a disk for tests that is short, full, broken, altered or slow on demand.
 
-For device tensors: `DeviceEngine.cuda(limit_bytes=, window_bytes=, release=)`, the event protocol over
-pinned host memory; `why_no_cuda()` is empty where it works, else the reason. Streams are
-`(device, handle)`, the handle being `torch.cuda.current_stream(device).cuda_stream`::
+For device tensors: `DeviceEngine.cuda(limit_bytes=, window_bytes=, release=, ...)`, the event protocol over
+pinned host memory and, where that is full, pageable memory (`pageable_limit=`) and disk (`spill_file=`), which
+worker threads reach through `bounce_bytes` of pinned buffers (half per direction; 0: pinned memory only).
+`why_no_cuda()` is empty where it works, else the reason. Streams are `(device, handle)`, the handle being
+`torch.cuda.current_stream(device).cuda_stream`::
 
     ticket = engine.put(ptr, nbytes, device, stream, alias)    # a DeviceTicket, or why it stays: Kept
     ticket.use(device, other_stream)                           # the same storage is saved on another stream
@@ -28,6 +30,26 @@ urgent=False)`; False means there was no need. At the end of a backward `unload(
 `keep.record_stream(ExternalStream(handle, device))` for each use and return. It may run at any engine
 call and in the garbage collector; it must not raise, nor refer to the engine (a cycle that is never
 freed).
+
+MUST and PREFER: `put(..., must=True)` (the default) waits on the host, counted, where bytes that go below
+pinned memory find no bounce buffer free. `put(..., must=False)` never waits. It answers `Kept` instead::
+
+    FULL       no tier has room                         CAPTURING  the stream is captured into a graph
+    BUSY       no bounce buffer free, window full       FAILED     an earlier device call failed
+    BEHIND     copies lag by a window                   STRANDED   a device call of this put failed
+
+`may_use_disk=False` ends at pageable memory. `ticket.tier` is "pinned", "pageable" or "disk". `get` of bytes
+below pinned memory waits on the host until workers have brought them (counted; prefetch starts it early).
+
+`ticket.timing` (device and CPU tickets alike) tells how long the program waited for the ticket, and outlives it:
+`stall_seconds`, `is_late`, `is_settled` (device waits are known only once they have passed).
+`actckpt.engine.demotion` makes the next step's plan of these figures::
+
+    plan = demotions.begin(sizes)                              # once per step; fixed for the step
+    if plan.wants(place):
+        ticket = engine.put(..., must=False)
+        if not isinstance(ticket, Kept):
+            plan.moved(place, ticket.timing)
 
 `sim`: simulated machines that run random training programs through that protocol, for tests.
 
@@ -57,10 +79,12 @@ from actckpt._engine import (
     PoolStats,
     SpillBlock,
     SpillFile,
+    SpillFullError,
     SpillReadError,
     SpillStats,
     SpillWriteError,
     Ticket,
+    Timing,
     _missing_in_driver,
     fix_mmap_threshold,
     hash64,
@@ -90,10 +114,12 @@ __all__ = [
     "PoolStats",
     "SpillBlock",
     "SpillFile",
+    "SpillFullError",
     "SpillReadError",
     "SpillStats",
     "SpillWriteError",
     "Ticket",
+    "Timing",
     "_missing_in_driver",
     "fix_mmap_threshold",
     "hash64",
@@ -132,6 +158,11 @@ class CpuStore:
             SpillWriteError: no file can be made in `folder`.
         """
         file = SpillFile(folder, limit_bytes=limit_bytes, faults=faults)
+        return cls.on_file(file, window_bytes=window_bytes, num_workers=num_workers)
+
+    @classmethod
+    def on_file(cls, file: SpillFile, *, window_bytes: int = 256 << 20, num_workers: int = 2) -> CpuStore:
+        """Spill to a file that others may share."""
         engine = HostEngine(num_workers=num_workers, window_bytes=window_bytes)
         return cls(engine, ByteStore.on_disk(file))
 
@@ -144,9 +175,14 @@ class CpuStore:
         engine = HostEngine(num_workers=num_workers, window_bytes=window_bytes)
         return cls(engine, ByteStore.in_pool(pool))
 
-    def put(self, ptr: int, nbytes: int, keep: object) -> Ticket:
-        """See `Store.put`."""
-        return self._engine.put(ptr, nbytes, self._tier, keep)
+    def put(self, ptr: int, nbytes: int, keep: object, *, must: bool = True) -> Ticket | Kept:
+        """See `Store.put`; `Kept.BUSY` if it would have to wait and `must` is false."""
+        return self._engine.put(ptr, nbytes, self._tier, keep, must=must)
+
+    @property
+    def num_failed_writes(self) -> int:
+        """Writes that failed so far; cheap enough to ask at every call."""
+        return self._engine.num_failed_writes
 
     def poll(self) -> None:
         """See `Store.poll`."""

@@ -16,6 +16,10 @@ The life of a ticket::
 and, some unpacks ahead, `ticket.prefetch(buffer.data_ptr(), buffer)`. Whatever comes back is one of the
 `keep` objects: the source itself while it is still held (no copy was needed), else a destination.
 
+`put(..., must=False)` (for `PREFER_CPU_OFFLOAD`) never waits: it answers a `Kept` where the in-flight window has no
+room, and the bytes stay where they are. `ticket.timing` outlives the ticket and tells how long the program waited for
+it; `actckpt.engine.demotion` plans the next step by that.
+
 Rules for callers:
 
 * `keep` must not refer to the ticket, or neither is ever freed.
@@ -27,7 +31,12 @@ Rules for callers:
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from actckpt.engine.demotion import Timing
+
+if TYPE_CHECKING:
+    from actckpt.engine.native import Kept
 
 
 class Ticket(Protocol):
@@ -36,6 +45,10 @@ class Ticket(Protocol):
     @property
     def nbytes(self) -> int:
         """The byte count given to `put`."""
+
+    @property
+    def timing(self) -> Timing:
+        """How long the program waited for this ticket; outlives it."""
 
     def get(self) -> object | None:
         """Return an object that holds the bytes now, or None if `load` must bring them back.
@@ -72,11 +85,12 @@ class Ticket(Protocol):
 class Store(Protocol):
     """A place for bytes."""
 
-    def put(self, ptr: int, nbytes: int, keep: object) -> Ticket:
+    def put(self, ptr: int, nbytes: int, keep: object, *, must: bool = True) -> Ticket | Kept:
         """Begin to copy `nbytes` from `ptr` to the store.
 
-        Waits only while more than the in-flight window is being copied. A copy that fails keeps `keep`,
-        so that no byte is lost: see the store's statistics.
+        Waits only while more than the in-flight window is being copied; with `must` false it returns a `Kept`
+        instead and takes nothing. A copy that fails keeps `keep`, so that no byte is lost: see the store's
+        statistics.
         """
 
     def poll(self) -> None:

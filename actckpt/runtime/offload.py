@@ -3,7 +3,9 @@
 NOTE [ Offload ]
 
 Rule 1. Parameters, buffers and their views stay: somebody else keeps them anyway. A parameter is a leaf
-        that requires grad, or of type Parameter. Buffers are looked up in the modules whose forward runs.
+        that requires grad, or of type Parameter; once one was seen, its storage is known, so that aliases
+        without a base (`w.detach()`, `w.data`) stay too. Buffers are looked up in the modules whose forward
+        runs, and in what a region with `offload_inputs` calls.
 Rule 2. What stays is held as a detached alias, unless it is a leaf: an output held as such would keep its own
         graph alive.
 Rule 3. Hooks switch autograd's version check off, so every handle has one of its own. For a moved tensor a
@@ -14,10 +16,16 @@ Rule 4. Every unpack gives a fresh alias: users (TransformerEngine) clear what t
 Rule 5. Bytes that were brought back are let go of after their unpack, since with `retain_graph` the handle
         lives on; those saved several times, when backward ends. See also NOTE [ Reading ahead ].
 Rule 6. Nothing is moved during a rerun: what it saves is needed at once.
+
+What is here runs for tensor subclasses, for leaves that may be buffers, and for errors; all else is in csrc/hooks:
+one call of C++ per pack and one per unpack.
 """
 
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,62 +34,48 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError
-from actckpt.runtime import stores, torch_private
-from actckpt.runtime.counters import counters
-from actckpt.runtime.reading import learnt_order, note_order, window
-from actckpt.runtime.spans import Span, root_of, span_for
+from actckpt.runtime import reading, stays, stores, torch_private
+from actckpt.runtime.inputs import contents_of
+from actckpt.runtime.sources import guard
+from actckpt.runtime.spans import join
 from actckpt.runtime.stack import modules_on_stack
 
-__all__ = ["DEFAULT_MIN_BYTES", "Session", "offloading"]
+__all__ = ["DEFAULT_MIN_BYTES", "Offloading", "Session", "keep_in_place"]
 
 #: Below it the bookkeeping costs more than the memory is worth.
 DEFAULT_MIN_BYTES = 1 << 20
 
 
-class _Stays:
-    """A saved tensor that was not moved (Rules 2 and 3)."""
+class Session(_frames.OffloadSession):
+    """One `offload` block: `Session(to, min_bytes)`.
 
-    __slots__ = ("tensor", "version")
+    `session.pack(tensor, may_share=True)` returns a handle, `Session.unpack(handle)` the tensor.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = _version(tensor)
-
-    def unpack(self) -> Tensor:
-        if _version(self.tensor) != self.version:
-            raise _changed_error(self.tensor.shape, self.tensor.dtype, _version(self.tensor), self.version)
-        return self.tensor if self.tensor.is_leaf else self.tensor.detach()
+    @property
+    def hooks(self) -> torch_private.Hooks:
+        """The pack and unpack hooks."""
+        return self.pack, self.unpack
 
 
-class _Moved:
-    """A saved tensor whose bytes are in a store: a window on a span."""
+class Offloading(ContextDecorator):
+    """A context that offloads to `to` what is saved inside, with a session of its own each time."""
 
-    __slots__ = ("canary", "dtype", "is_conj", "offset_bytes", "place", "session", "shape", "span", "stride", "version")
+    def __init__(self, to: str, min_bytes: int) -> None:
+        self._to = to
+        self._min_bytes = min_bytes
+        self._entered = threading.local()
 
-    def __init__(self, tensor: Tensor, span: Span, session: "Session", place: int) -> None:
-        self.span = span
-        self.session = session
-        self.place = place
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset_bytes = tensor.storage_offset() * tensor.element_size()
-        self.is_conj = tensor.is_conj()
-        self.version = tensor._version
-        self.canary = tensor.detach()
-        self.canary.data = _empty(tensor)
+    def __enter__(self) -> None:
+        session = Session(self._to, self._min_bytes)
+        hooks = saved_tensors_hooks(*session.hooks)
+        hooks.__enter__()
+        if not hasattr(self._entered, "hooks"):
+            self._entered.hooks = []
+        self._entered.hooks.append(hooks)
 
-    def unpack(self) -> Tensor:
-        if self.canary._version != self.version:
-            raise _changed_error(self.shape, self.dtype, self.canary._version, self.version)
-        found = self.session.fetch(self.span, self.place)
-        offset = (self.offset_bytes - self.span.start + found.start) // self.dtype.itemsize
-        with torch.no_grad():
-            tensor = torch.empty(0, dtype=self.dtype, device=self.span.device)
-            tensor.set_(found.storage, offset, self.shape, self.stride)
-            alias = self.canary.detach()
-            alias.data = tensor.conj() if self.is_conj else tensor
-            return alias
+    def __exit__(self, *exception: object) -> None:
+        self._entered.hooks.pop().__exit__(*exception)
 
 
 class _TakenApart:
@@ -89,7 +83,7 @@ class _TakenApart:
 
     __slots__ = ("context", "inner", "kind", "shape", "stride", "tensor", "version")
 
-    def __init__(self, tensor: Any, session: "Session") -> None:
+    def __init__(self, tensor: Any, session: "_frames.OffloadSession") -> None:
         names, self.context = tensor.__tensor_flatten__()
         # Shared with nobody: their versions do not tell what was done to the outer tensor.
         self.inner = {name: session.pack(getattr(tensor, name), may_share=False) for name in names}
@@ -108,182 +102,63 @@ class _TakenApart:
         return tensor
 
 
-_Handle = _Stays | _Moved | _TakenApart
+def _pack_otherwise(session: "_frames.OffloadSession", tensor: Tensor) -> "_frames.OffloadHandle":
+    """Pack a tensor that is neither a plain tensor nor a parameter."""
+    return _TakenApart(tensor, session) if _comes_apart(tensor) else _frames.stays(tensor)
 
 
-class Session:
-    """One `offload` block: what it moved, in which order, and what backward has asked for."""
-
-    _last = threading.local()
-
-    def __init__(self, to: str, min_bytes: int) -> None:
-        self._to = to
-        self._min_bytes = min_bytes
-        self._spans: list[weakref.ref[Span]] = []
-        self._sizes: list[int] = []
-        self._places: weakref.WeakKeyDictionary[Span, int] = weakref.WeakKeyDictionary()
-        self._num_alive = 0
-        self._task = -1
-        self._order: list[int] = []
-        self._rank: dict[int, int] = {}
-        self._seen: dict[int, None] = {}
-        #: The session before this one, which backward reaches after it.
-        previous: weakref.ref[Session] | None = getattr(self._last, "session", None)
-        self._previous = previous
-        self._last.session = weakref.ref(self)
-
-    @property
-    def hooks(self) -> torch_private.Hooks:
-        """The pack and unpack hooks."""
-        return self.pack, self.unpack
-
-    def pack(self, tensor: Tensor, *, may_share: bool = True) -> _Handle:
-        """Pack hook."""
-        kind = type(tensor)
-        if _frames.is_rerunning() or not self._may_move(tensor):
-            return _Stays(tensor)
-        if kind is not Tensor:
-            return _TakenApart(tensor, self)
-        if not self._is_worth_it(tensor):
-            return _Stays(tensor)
-        span, is_new = span_for(tensor, stores.backend("host" if tensor.is_cuda else "disk"), may_share=may_share)
-        if span is None:
-            counters.add("kept_full", 1)
-            return _Stays(tensor)
-        if is_new:
-            counters.add("offloaded_bytes", span.nbytes)
-            self._spans.append(weakref.ref(span, self._forget))
-            self._sizes.append(span.nbytes)
-            self._num_alive += 1
-            self._places[span] = len(self._spans) - 1
-        else:
-            counters.add("deduplicated_bytes", tensor.numel() * tensor.element_size())
-        return _Moved(tensor, span, self, self._places.get(span, -1))  # -1: moved by another session
-
-    @staticmethod
-    def unpack(handle: _Handle) -> Tensor:
-        """Unpack hook."""
-        return handle.unpack()
-
-    def fetch(self, span: Span, place: int) -> stores.Bytes:
-        """Return the bytes of a span and begin to bring back those that backward needs next."""
-        task = torch_private.current_graph_task_id()
-        found = span.fetch()
-        counters.add("reloaded_bytes", span.nbytes)
-        window.asked_for(span)
-        if task != -1:
-            self._begin(task)
-            self._seen.setdefault(place)
-            self._read_ahead(task, self._rank.get(place, len(self._order)) + 1)
-        if span.num_saved == 1 or task == -1:
-            span.unload()
-        return found
-
-    def _begin(self, task: int) -> None:
-        """Prepare for a backward that has not read anything here yet."""
-        if self._task == task:
-            return
-        self._task = task
-        self._order = learnt_order(self._sizes)
-        self._rank = {place: rank for rank, place in enumerate(self._order)}
-        self._seen = {}
-        if torch_private.queue_callback is not None:
-            torch_private.queue_callback(self._end)
-
-    def _end(self) -> None:
-        """The backward is over."""
-        note_order(self._sizes, self._seen)
-        for reference in tuple(self._spans):
-            span = reference()
-            if span is not None and span.num_saved > 1:
-                span.unload()
-
-    def _read_ahead(self, task: int, rank: int) -> None:
-        """Begin to bring back what comes at `rank` and after, then what earlier sessions moved."""
-        # Other threads may begin the lists anew (_forget): what is read ahead is a hint, never the bytes.
-        spans = self._spans
-        for place in self._order[rank : rank + _MAX_AHEAD]:
-            span = spans[place]() if place < len(spans) and place not in self._seen else None
-            if span is not None and not window.read_ahead(span, task):
-                return
-        if rank + _MAX_AHEAD < len(self._order):
-            return
-        previous = self._previous() if self._previous is not None else None
-        if previous is not None and previous._task != task:
-            previous._read_ahead_as_next(task)
-
-    def _read_ahead_as_next(self, task: int) -> None:
-        spans = self._spans
-        for place in learnt_order(self._sizes)[:_MAX_AHEAD]:
-            span = spans[place]() if place < len(spans) else None
-            if span is not None and not window.read_ahead(span, task):
-                return
-        previous = self._previous() if self._previous is not None else None
-        if previous is not None and len(self._sizes) < _MAX_AHEAD and previous._task != task:
-            previous._read_ahead_as_next(task)
-
-    def _forget(self, reference: "weakref.ref[Span]") -> None:
-        """A span is gone. Once all are, the lists begin anew: a block may go around a whole training."""
-        self._num_alive -= 1
-        if self._num_alive == 0:
-            self._spans, self._sizes, self._task = [], [], -1
-
-    def _may_move(self, tensor: Tensor) -> bool:
-        """Whether tensors of this kind can be moved at all."""
-        if type(tensor) is not Tensor and not hasattr(type(tensor), "__tensor_flatten__"):
-            return False
-        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
-            return False
-        root = root_of(tensor)
-        return not (root.is_leaf and root.requires_grad) and not isinstance(root, torch.nn.Parameter)
-
-    def _is_worth_it(self, tensor: Tensor) -> bool:
-        if tensor.is_neg() or tensor.numel() == 0 or not _has_storage(tensor):
-            return False
-        if not (tensor.is_cpu or (tensor.is_cuda and self._to != "disk")) or (tensor.is_cpu and self._to == "host"):
-            return False
-        if tensor.numel() * tensor.element_size() < self._min_bytes:
-            return False
-        return not (root_of(tensor).is_leaf and _is_owned(tensor))
-
-
-#: Spans looked at per unpack; keeps the time of an unpack bounded.
-_MAX_AHEAD = 64
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    """Whether the bytes of a tensor can be reached; those of torch.func's wrappers cannot."""
-    try:
-        return tensor.untyped_storage().data_ptr() != 0
-    except (NotImplementedError, RuntimeError):
+def _comes_apart(tensor: Tensor) -> bool:
+    if not hasattr(type(tensor), "__tensor_flatten__"):
         return False
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
+        return False
+    base = tensor._base if tensor._is_view() else None
+    root = tensor if base is None else base
+    return not (root.is_leaf and root.requires_grad) and not isinstance(root, torch.nn.Parameter)
 
 
 def _is_owned(tensor: Tensor) -> bool:
     """Whether a leaf is a buffer or parameter of a module whose forward runs, or a view of one (Rule 1)."""
     address = tensor.untyped_storage().data_ptr()
-    for module in modules_on_stack():
-        for owned in (*module._parameters.values(), *module._buffers.values()):
-            if owned is None or owned.layout is not torch.strided or not _has_storage(owned):
-                continue
-            if owned.untyped_storage().data_ptr() == address:
-                return True
-    return False
+    return any(_address(found) == address for module in modules_on_stack() for found in _own_storages(module))
 
 
-def offloading(session: Session) -> saved_tensors_hooks:
-    """Return a context with the hooks of `session`."""
-    return saved_tensors_hooks(session.pack, session.unpack)
+def _address(storage: torch.UntypedStorage) -> int:
+    """Return where a storage's bytes are, 0 where they cannot be reached."""
+    try:
+        return storage.data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
-_EMPTY: dict[torch.device, Tensor] = {}
+def keep_in_place(function: Callable[..., Any]) -> None:
+    """Never move the parameters and buffers of what a region calls (Rule 1).
+
+    Args:
+        function: a module or a method of one, all of which is meant; of another function those modules that
+            its closure holds, without the modules in them: that may be a whole model, at every call.
+    """
+    if isinstance(function, partial):
+        return keep_in_place(function.func)
+    owner = getattr(function, "__self__", function)
+    modules = list(owner.modules()) if isinstance(owner, torch.nn.Module) else []
+    for cell in getattr(function, "__closure__", None) or ():
+        held = contents_of(cell)
+        if isinstance(held, torch.nn.Module):
+            modules.append(held)
+    for module in modules:
+        for storage in _own_storages(module):
+            _frames.note_owned(storage)
+    return None
 
 
-def _empty(like: Tensor) -> Tensor:
-    found = _EMPTY.get(like.device)
-    if found is None:
-        found = _EMPTY[like.device] = torch.empty(0, device=like.device)
-    return found
+def _own_storages(module: torch.nn.Module) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of what a module itself owns."""
+    for owned in (*module._parameters.values(), *module._buffers.values()):
+        if owned is not None and owned.layout is torch.strided:
+            # Bytes of torch.func's wrappers cannot be reached.
+            with suppress(NotImplementedError, RuntimeError):
+                yield owned.untyped_storage()
 
 
 def _version(tensor: Tensor) -> int:
@@ -296,3 +171,32 @@ def _changed_error(shape: torch.Size, dtype: torch.dtype, version: int, expected
         f"tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {version}; expected version {expected}.\n"
         "Use the out-of-place operator, or clone the tensor before changing it."
     )
+
+
+def _freed_error(shape: torch.Size, dtype: torch.dtype, nbytes: int, expected: int) -> SavedTensorChangedError:
+    return SavedTensorChangedError(
+        f"The memory of a saved tensor of shape {tuple(shape)}, {dtype}, was freed or made smaller before backward "
+        f"(untyped_storage().resize_).\nIts storage has {nbytes} bytes; saved were {expected}.\n"
+        "It could not be moved to the store (see actckpt.stats().failed_writes): keep its memory until backward."
+    )
+
+
+_frames.connect_hooks(
+    {
+        "backend": stores.backend,
+        "guard": guard,
+        "is_owned": _is_owned,
+        "stay_rules": stays.rules,
+        "must_stay": stays.must_stay,
+        "pack_otherwise": _pack_otherwise,
+        "join": join,
+        "learnt_order": reading.learnt_order,
+        "note_order": reading.note_order,
+        "max_inflight": reading.max_inflight,
+        "changed_error": _changed_error,
+        "freed_error": _freed_error,
+        "empty": torch.empty,
+        "strided": torch.strided,
+        "uint8": torch.uint8,
+    }
+)

@@ -5,83 +5,41 @@ NOTE [ Reading ahead ]
 Rule 1. The order is that of the last backward of a session that moved the same sizes, else the reverse order
         of moving. Where a session has nothing left, the session before it follows.
 Rule 2. What is read ahead and not yet asked for stays within a window of bytes, one for the process.
-Rule 3. What a backward read ahead in vain is let go of when it ends.
+Rule 3. What a backward read ahead in vain is let go of when it ends, also when it fails: autograd then drops
+        the callbacks that it was given without calling them.
+
+The orders that were learnt are kept here; all else is in csrc/hooks/reading.cpp.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from actckpt import config
-from actckpt.runtime import torch_private
-from actckpt.runtime.spans import Span
 
-__all__ = ["Window", "learnt_order", "note_order", "window"]
+__all__ = ["learnt_order", "max_inflight", "note_order"]
 
 _MAX_LEARNT_ORDERS = 64
 
 _lock = threading.Lock()
 #: Orders of earlier backwards, by the sizes that the session moved.
-_learnt: "OrderedDict[tuple[int, ...], list[int]]" = OrderedDict()
+_learnt: "OrderedDict[tuple[int, ...], tuple[int, ...]]" = OrderedDict()
 
 
-def learnt_order(sizes: list[int]) -> list[int]:
-    """Return the places of a session's spans in the order in which backward will read them (Rule 1)."""
+def learnt_order(sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the places of a session's spans in the order in which backward will read them, if it is known."""
     with _lock:
-        return _learnt.get(tuple(sizes)) or list(range(len(sizes) - 1, -1, -1))
+        return _learnt.get(sizes)
 
 
-def note_order(sizes: list[int], order: Iterable[int]) -> None:
+def note_order(sizes: tuple[int, ...], places: tuple[int, ...]) -> None:
     """Remember the order of a backward that read all of a session's spans."""
-    places = list(order)
-    if len(places) != len(sizes):
-        return
     with _lock:
-        _learnt[tuple(sizes)] = places
-        _learnt.move_to_end(tuple(sizes))
+        _learnt[sizes] = places
+        _learnt.move_to_end(sizes)
         while len(_learnt) > _MAX_LEARNT_ORDERS:
             _learnt.popitem(last=False)
 
 
-class Window:
-    """What is read ahead and not yet asked for (Rules 2 and 3)."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spans: dict[int, tuple[Span, int]] = {}  # by id, with the backward that asked for it
-        self._bytes = 0
-        self._open_tasks: set[int] = set()
-
-    def read_ahead(self, span: Span, task: int) -> bool:
-        """Begin to bring `span` back if there is room; returns whether to go on."""
-        with self._lock:
-            if id(span) in self._spans:
-                return True
-            if self._bytes + span.nbytes > config.settings().max_inflight:
-                return False
-            self._spans[id(span)] = span, task
-            self._bytes += span.nbytes
-            is_new_task = task not in self._open_tasks
-            self._open_tasks.add(task)
-        if is_new_task and torch_private.queue_callback is not None:
-            torch_private.queue_callback(lambda: self._finish(task))
-        if not span.prefetch():
-            self.asked_for(span)
-        return True
-
-    def asked_for(self, span: Span) -> None:
-        """`span` is read, or there was no need to: it takes no room any more."""
-        with self._lock:
-            if self._spans.pop(id(span), None) is not None:
-                self._bytes -= span.nbytes
-
-    def _finish(self, task: int) -> None:
-        with self._lock:
-            self._open_tasks.discard(task)
-            unread = [span for span, asked_by in self._spans.values() if asked_by == task]
-        for span in unread:
-            self.asked_for(span)
-            span.unload()
-
-
-window = Window()
+def max_inflight() -> int:
+    """Return the window of Rule 2 in bytes."""
+    return config.settings().max_inflight

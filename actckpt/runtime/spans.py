@@ -10,127 +10,77 @@ Rule 2. A tensor moves its whole storage where it covers half of it, else the st
 Rule 3. A tensor whose bytes lie within a span that was moved at the same version shares it, if both are
         views of one tensor, or that tensor: only then do they share a version counter. (`x.data` does not:
         its version says nothing of what was done to x.)
+Rule 4. Where only a part of its bytes was moved so, the tensor moves the rest, and is joined from several
+        spans when it comes back: each byte is copied out once.
+
+Rules 1 to 3 are in csrc/hooks/span.cpp and session.cpp.
 """
 
-import threading
-import weakref
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from actckpt import _frames
 from actckpt.runtime.stores import Backend, Bytes
 
-__all__ = ["Span", "span_for"]
+__all__ = ["Joined", "join"]
 
 
-class Span:
-    """A stretch of one storage at one version, moved to a store."""
+class Joined:
+    """Bytes of one saved tensor that lie in several spans (Rule 4)."""
 
-    __slots__ = (
-        "__weakref__",
-        "backend",
-        "device",
-        "nbytes",
-        "num_saved",
-        "root",
-        "start",
-        "storage",
-        "ticket",
-        "version",
-    )
+    __slots__ = ("_device", "_spans", "nbytes", "start")
 
-    def __init__(self, backend: Backend, ticket: Any, tensor: torch.Tensor, start: int, nbytes: int) -> None:
-        storage = tensor.untyped_storage()
-        self.backend = backend
-        self.ticket = ticket
-        self.storage = weakref.ref(storage)
+    def __init__(self, spans: Sequence["_frames.Span"], start: int, nbytes: int, device: torch.device) -> None:
+        self._spans = spans
         self.start = start
         self.nbytes = nbytes
-        self.version = tensor._version
-        self.root = weakref.ref(root_of(tensor))
-        self.device = storage.device
-        #: How many saved tensors share it.
-        self.num_saved = 1
+        self._device = device
 
     def fetch(self) -> Bytes:
-        """Return the bytes; blocks on the CPU, never on a device."""
-        return self.backend.fetch(self.ticket, self.nbytes, self.device)
-
-    def prefetch(self) -> bool:
-        """Begin to bring the bytes back; False if there is no need."""
-        return self.backend.prefetch(self.ticket, self.nbytes, self.device)
-
-    def unload(self) -> None:
-        """Let go of bytes that were brought back; they stay in the store."""
-        self.ticket.unload()
-
-
-_lock = threading.RLock()  # reentrant: a span may die, and be forgotten, while the lock is held
-#: Spans by the address of their storage; see Rule 1 for why that is not enough.
-_spans: dict[int, list["weakref.ref[Span]"]] = {}
+        """Return the bytes, put together."""
+        whole = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        for span in self._spans:
+            found = _frames.fetch(span)
+            if found.storage.nbytes() < found.start + span.nbytes:
+                return found  # its memory was freed: the caller compares sizes, and raises
+            first, last = max(span.start, self.start), min(span.start + span.nbytes, self.start + self.nbytes)
+            part = torch.empty(0, dtype=torch.uint8, device=self._device)
+            part.set_(found.storage, found.start + first - span.start, (last - first,), (1,))
+            whole[first - self.start : last - self.start].copy_(part)
+        return Bytes(whole.untyped_storage(), 0)
 
 
-def root_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that `tensor` is a view of, or itself."""
-    base = tensor._base if tensor._is_view() else None
-    return tensor if base is None else base
+def join(
+    session: "_frames.OffloadSession",
+    tensor: Tensor,
+    backend: Backend,
+    start: int,
+    nbytes: int,
+    overlapping: Sequence["_frames.Span"],
+) -> Joined | None:
+    """Move what `overlapping` spans do not hold of a tensor's bytes, and join it with them.
 
-
-def span_for(tensor: torch.Tensor, backend: Backend, *, may_share: bool) -> tuple[Span | None, bool]:
-    """Return the span that holds the bytes of `tensor`, and whether it was moved for it just now.
-
-    None: the bytes must stay where they are.
+    Returns:
+        None: the bytes must stay where they are.
     """
-    storage = tensor.untyped_storage()
-    start, nbytes = _extent(tensor, storage)
-    found = _find(tensor, storage, start, nbytes) if may_share else None
-    if found is not None:
-        found.num_saved += 1
-        found.backend.saved_again(found.ticket, tensor.device)
-        return found, False
-    ticket = backend.put(Bytes(storage, start), nbytes)
-    if ticket is None:
-        return None, False
-    span = Span(backend, ticket, tensor, start, nbytes)
-    if may_share:
-        _remember(storage.data_ptr(), span)
-    return span, True
-
-
-def _extent(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Return first byte and byte count of what `tensor` moves (Rule 2)."""
-    size = tensor.element_size()
-    last: int = sum((int(n) - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start, nbytes = int(tensor.storage_offset()) * size, (last + 1) * size
-    return (0, storage.nbytes()) if 2 * nbytes >= storage.nbytes() else (start, nbytes)
-
-
-def _find(tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Span | None:
-    root = root_of(tensor)
-    with _lock:
-        for reference in tuple(_spans.get(storage.data_ptr(), ())):
-            span = reference()
-            if (
-                span is not None
-                and span.storage() is storage
-                and span.version == tensor._version
-                and span.root() is root
-                and span.start <= start
-                and start + nbytes <= span.start + span.nbytes
-                and (start - span.start) % tensor.element_size() == 0
-            ):
-                return span
-    return None
-
-
-def _remember(address: int, span: Span) -> None:
-    def forget(reference: "weakref.ref[Span]") -> None:
-        with _lock:
-            entries = _spans.get(address, [])
-            if reference in entries:
-                entries.remove(reference)
-            if not entries:
-                _spans.pop(address, None)
-
-    with _lock:
-        _spans.setdefault(address, []).append(weakref.ref(span, forget))
+    spans: list[_frames.Span] = []
+    reached, end = start, start + nbytes
+    for span in sorted(overlapping, key=lambda span: span.start):
+        if span.start > reached:
+            moved = session.move(tensor, backend, reached, span.start - reached)
+            if moved is None:
+                return None
+            spans.append(moved)
+        if span.start + span.nbytes > reached:
+            spans.append(span)
+            reached = span.start + span.nbytes
+    if reached < end:
+        moved = session.move(tensor, backend, reached, end - reached)
+        if moved is None:
+            return None
+        spans.append(moved)
+    for span in overlapping:
+        _frames.share(span)
+    return Joined(spans, start, nbytes, tensor.device)

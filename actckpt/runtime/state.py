@@ -5,6 +5,7 @@ backend flags and priority, function modes (the default device is one), the curr
 state is in `rng`. State that this file does not know comes from providers registered with it.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
@@ -15,7 +16,15 @@ import torch
 from actckpt import _frames
 from actckpt.runtime import torch_private
 
-__all__ = ["GlobalState", "StateProvider", "capture", "register_state_provider", "unregister_state_provider"]
+__all__ = [
+    "GlobalState",
+    "StateProvider",
+    "await_package",
+    "capture",
+    "register_awaited",
+    "register_state_provider",
+    "unregister_state_provider",
+]
 
 GlobalState = tuple[Any, ...]
 
@@ -67,6 +76,24 @@ def unregister_state_provider(provider: StateProvider) -> None:
         ValueError: `provider` is not registered.
     """
     registered.remove(provider)
+
+
+#: Packages that are not loaded yet, by name: what to call once they are.
+awaited: dict[str, Callable[[], None]] = {}
+
+
+def await_package(name: str, register: Callable[[], None]) -> None:
+    """Call `register` at the first region after the package `name` has been loaded by somebody else."""
+    awaited[name] = register
+
+
+def register_awaited() -> None:
+    """Call what waits for packages that have been loaded since; what raises stays, to raise again."""
+    for name in tuple(awaited):
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            awaited[name]()
+            awaited.pop(name, None)
 
 
 class ProvidedState:

@@ -1,7 +1,16 @@
 """Where offloaded bytes go: the engine, as the hooks use it.
 
-`CpuBackend` spills CPU tensors to disk (or, for tests, to a host pool), `CudaBackend` copies device
-tensors to pinned host memory on side streams. Both are made at first use with the settings in force.
+`CpuBackend` spills CPU tensors to disk (or, for tests, to a host pool). `CudaBackend` copies device tensors to
+pinned host memory on side streams; where that is full, on to pageable memory, and to disk if
+`configure(spill_dir=...)` named a folder; where nothing has room, the tensor stays. Both are made at first use with
+the settings in force.
+
+`put(source, nbytes, must=...)` answers a ticket, or None if the bytes stay. With `must` (`MUST_CPU_OFFLOAD`, and
+every `offload` block) it may wait where copies are behind: CPU tensors for the window, device tensors only for a
+bounce buffer below pinned memory; counted in `stats`. Without (`PREFER_CPU_OFFLOAD`) it never waits: the bytes stay.
+`ticket.timing` (`actckpt.engine.demotion.Timing`) tells afterwards how long the program waited for that ticket.
+
+What goes wrong in a store, but loses nothing, is logged once per process and reason.
 """
 
 import logging
@@ -10,31 +19,27 @@ from typing import Any, Protocol
 
 import torch
 
-from actckpt import config
+from actckpt import _frames, config
 from actckpt.engine import limits, native
 
 _log = logging.getLogger(__name__)
 
 _UNLIMITED = (1 << 64) - 1
+#: Pinned for bounce buffers, half for each direction, out of the limit of pinned memory.
+_BOUNCE_BYTES = 64 << 20
 #: glibc keeps freed blocks below its mmap threshold, which it raises by itself up to 32 MiB.
 _MMAP_THRESHOLD_BYTES = 1 << 20
 
 
-class Bytes:
-    """A stretch of a storage that the engine reads from or writes to; keeps the storage alive."""
-
-    __slots__ = ("start", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, start: int) -> None:
-        self.storage = storage
-        self.start = start
+#: A stretch of a storage that the engine reads from or writes to; keeps the storage alive.
+Bytes = _frames.Bytes
 
 
 class Backend(Protocol):
     """One way to move bytes out and back."""
 
-    def put(self, source: Bytes, nbytes: int) -> Any | None:
-        """Begin to move bytes out; returns a ticket, or None if they must stay."""
+    def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+        """Begin to move bytes out; returns a ticket, or None if they stay. Waits for room only if `must`."""
 
     def saved_again(self, ticket: Any, device: torch.device) -> None:
         """Note that the same bytes were saved again, perhaps on another stream."""
@@ -51,31 +56,33 @@ class CpuBackend:
 
     def __init__(self, store: native.CpuStore) -> None:
         self.store = store
+        self._num_failed = 0
 
     @classmethod
     def on_disk(cls, settings: config.Settings) -> "CpuBackend":
-        folder = settings.spill_folder
-        if native.is_memory_folder(folder):
-            _log.warning(
-                "The spill folder %s is in memory (tmpfs): offloading to it frees nothing. Set another one with "
-                "actckpt.configure(spill_dir=...).",
-                folder,
-            )
         if settings.fix_malloc:
             native.fix_mmap_threshold(_MMAP_THRESHOLD_BYTES)
-        limit = _UNLIMITED if settings.disk_limit is None else settings.disk_limit
-        store = native.CpuStore.on_disk(
-            folder, limit_bytes=limit, window_bytes=settings.max_inflight, num_workers=settings.num_workers
-        )
-        return cls(store)
+        file = _spill_file(settings)
+        return cls(native.CpuStore.on_file(file, window_bytes=settings.max_inflight, num_workers=settings.num_workers))
 
-    def put(self, source: Bytes, nbytes: int) -> Any | None:
-        return self.store.put(source.storage.data_ptr() + source.start, nbytes, source)
+    def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+        self._check_writes()
+        ticket = self.store.put(source.storage.data_ptr() + source.start, nbytes, source, must=must)
+        return None if isinstance(ticket, native.Kept) else ticket
+
+    def _check_writes(self) -> None:
+        """Tell of writes that failed meanwhile; their tensors stayed."""
+        if self.store.num_failed_writes == self._num_failed:
+            return
+        figures = self.store.stats()
+        self._num_failed = figures.num_failed_writes
+        _warn_of_writes(figures.num_failed_writes, figures.num_full_writes, figures.last_error)
 
     def saved_again(self, ticket: Any, device: torch.device) -> None:
         pass
 
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes:
+        self._check_writes()
         found = ticket.get()
         while found is None:  # again where another thread lets go in between
             buffer = _buffer(nbytes, device)
@@ -90,24 +97,73 @@ class CpuBackend:
 
 
 class CudaBackend:
-    """Moves CUDA tensors to pinned host memory, on side streams (engine_protocol in csrc/engine/protocol)."""
+    """Moves CUDA tensors to host memory and disk, on side streams (csrc/engine/protocol/README.md)."""
 
     def __init__(self, engine: native.DeviceEngine) -> None:
         self.engine = engine
+        self._num_failed = 0
 
     @classmethod
     def from_settings(cls, settings: config.Settings) -> "CudaBackend":
-        limit = settings.host_limit if settings.host_limit is not None else limits.default_host_limit()
+        host = settings.host_limit if settings.host_limit is not None else limits.default_host_limit()
+        pageable = settings.pageable_limit
+        if pageable is None:
+            pageable = limits.default_pageable_limit(host)
+        file = None if settings.spill_dir is None else _spill_file(settings)
+        bounce = min(_BOUNCE_BYTES, host // 4) if pageable or file else 0
         engine = native.DeviceEngine.cuda(
-            limit_bytes=limit, window_bytes=settings.max_inflight, release=_record_streams
+            limit_bytes=host - bounce,
+            window_bytes=settings.max_inflight,
+            release=_record_streams,
+            pageable_limit=pageable,
+            spill_file=file,
+            bounce_bytes=bounce,
+            num_workers=max(1, settings.num_workers),
         )
         return cls(engine)
 
-    def put(self, source: Bytes, nbytes: int) -> Any | None:
+    def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         device = source.storage.device.index
         stream = torch.cuda.current_stream(device).cuda_stream
-        ticket = self.engine.put(source.storage.data_ptr() + source.start, nbytes, device, stream, source)
-        return None if isinstance(ticket, native.Kept) else ticket
+        ticket = self.engine.put(source.storage.data_ptr() + source.start, nbytes, device, stream, source, must=must)
+        if isinstance(ticket, native.Kept):
+            self._tell_kept(ticket, nbytes)
+            return None
+        if ticket.tier != "pinned":
+            self._tell_below(ticket.tier)
+        return ticket
+
+    def _tell_kept(self, why: native.Kept, nbytes: int) -> None:
+        if why == native.Kept.FULL:
+            pool = self.engine.pool_stats()
+            _warn_once(
+                "full",
+                "No store has room for %.1f MiB of a GPU tensor: it stays on the GPU. Pinned memory holds %.1f of at "
+                "most %.1f MiB. Raise configure(host_limit=...) or pageable_limit, or set spill_dir. Told once; "
+                "actckpt.stats().kept_full counts.",
+                nbytes / 2**20,
+                pool.stored_bytes / 2**20,
+                pool.limit_bytes / 2**20,
+            )
+        elif why in (native.Kept.FAILED, native.Kept.STRANDED):
+            _warn_once(
+                "device",
+                "A device call of the offload engine failed: nothing is moved any more, tensors stay on the GPU. %s",
+                self.engine.stats().last_error,
+            )
+
+    def _tell_below(self, tier: str) -> None:
+        _warn_once(
+            tier,
+            "Pinned host memory is full: GPU tensors go on to %s, which is slower. Raise configure(host_limit=...) to "
+            "avoid it. Told once; actckpt.stats() counts.",
+            "the spill file" if tier == "disk" else "pageable memory",
+        )
+        if tier == "disk":
+            figures = self.engine.stats()
+            if figures.num_failed_writes != self._num_failed:
+                self._num_failed = figures.num_failed_writes
+                _warn_of_writes(figures.num_failed_writes, figures.num_full_writes, figures.spill_error)
 
     def saved_again(self, ticket: Any, device: torch.device) -> None:
         ticket.use(device.index, torch.cuda.current_stream(device).cuda_stream)
@@ -133,6 +189,51 @@ class CudaBackend:
         return began
 
 
+_warned: set[str] = set()
+
+
+def _warn_once(reason: str, message: str, *args: object) -> None:
+    """Log once per process and reason: a training step must not fill the log."""
+    with _lock:
+        if reason in _warned:
+            return
+        _warned.add(reason)
+    _log.warning(message, *args)
+
+
+def _warn_of_writes(num_failed: int, num_full: int, error: str) -> None:
+    """Tell of failed writes, each kind once: a disk that is full, and one that is broken."""
+    kept = "what could not be written stays in memory; nothing is lost. Told once; actckpt.stats() counts."
+    if num_full:
+        _warn_once("disk full", "The spill file is full: %s %s", kept, error)
+    if num_failed > num_full:
+        _warn_once("disk broken", "Writing to the spill file fails: %s %s", kept, error)
+
+
+_lock = threading.RLock()
+_files: dict[int, native.SpillFile] = {}
+
+
+def _spill_file(settings: config.Settings) -> native.SpillFile:
+    """Return the one spill file of these settings, shared by both backends: its limit is one."""
+    with _lock:
+        known = _files.get(config.generation)
+        if known is None:
+            folder = settings.spill_folder
+            if native.is_memory_folder(folder):
+                _warn_once(
+                    f"in memory: {folder}",
+                    "The spill folder %s is in memory (tmpfs): offloading to it frees nothing. Set another one with "
+                    "actckpt.configure(spill_dir=...).",
+                    folder,
+                )
+            limit = _UNLIMITED if settings.disk_limit is None else settings.disk_limit
+            known = native.SpillFile(folder, limit_bytes=limit)
+            _files.clear()
+            _files[config.generation] = known
+        return known
+
+
 def _buffer(nbytes: int, device: torch.device) -> Bytes:
     return Bytes(torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage(), 0)
 
@@ -148,7 +249,6 @@ def _record_streams(source: object, uses: list[tuple[int, int]]) -> None:
         tensor.record_stream(torch.cuda.ExternalStream(stream, device=device))
 
 
-_lock = threading.Lock()
 _backends: dict[str, tuple[int, Backend]] = {}
 
 

@@ -4,7 +4,7 @@
 here can go when torch makes it public.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,11 +67,20 @@ _sdpa = [
 sdpa_getters: tuple[Callable[[], Any], ...] = tuple(getter for getter, _ in _sdpa)
 sdpa_setters: tuple[Callable[[Any], None], ...] = tuple(setter for _, setter in _sdpa)
 
+#: Keeps torch.compile out of a function, without importing the compiler. Missing: it looks inside.
+disable_dynamo: Callable[[Any], Any] = _optional(torch, "_disable_dynamo") or (lambda function: function)
+
 #: The stack of function modes of this thread. Missing: function modes are not restored.
 num_function_modes: Callable[[], int] = _optional(torch._C, "_len_torch_function_stack") or (lambda: 0)
 _function_mode_at: Callable[[int], Any] = _optional(torch._C, "_get_function_stack_at")
 _push_function_mode: Callable[[Any], None] = _optional(torch._C, "_push_on_torch_function_stack")
 _pop_function_mode: Callable[[], Any] = _optional(torch._C, "_pop_torch_function_stack")
+
+#: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; the others, by
+#: which `share_memory_` and multiprocessing replace it, may be missing: what they free is not waited for.
+FREEING_METHODS = tuple(
+    name for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_") if hasattr(torch.UntypedStorage, name)
+)
 
 
 def outer_hooks() -> Hooks | None:
@@ -139,3 +148,21 @@ def _swap_function_modes(modes: tuple[Any, ...]) -> tuple[Any, ...]:
     for mode in modes:
         _push_function_mode(mode)
     return tuple(reversed(removed))
+
+
+@contextmanager
+def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Run the body as if none of these tensors had hooks (`Tensor.register_hook`).
+
+    A gradient that is computed on behalf of another backward must not meet them twice. torch keeps them in a dict
+    of the tensor, which its hook in C++ reads at each call. Required: without the dict they would run twice.
+    """
+    dicts = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
+    held = [dict(hooks) for hooks in dicts]
+    for hooks in dicts:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(dicts, held, strict=True):
+            hooks.update(before)

@@ -29,6 +29,12 @@ class SpillWriteError : public EngineError {
   using EngineError::EngineError;
 };
 
+// The same, because limit or file system have no room.
+class SpillFullError : public SpillWriteError {
+ public:
+  using SpillWriteError::SpillWriteError;
+};
+
 // A read failed, or its bytes are not the ones that were written.
 class SpillReadError : public EngineError {
  public:

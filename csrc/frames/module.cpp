@@ -1,4 +1,5 @@
-// The extension module actckpt._frames: checkpointed regions and their saved tensors.
+// The extension module actckpt._frames: checkpointed regions and their saved tensors, and the hooks
+// of offloading (csrc/hooks).
 //
 // No function here releases the GIL, since all of them handle Python objects; what blocks (a lock,
 // the user's function) is called through Python, which releases it.
@@ -16,6 +17,11 @@
 #include "replay/objects.h"
 #include "replay/record.h"
 #include "replay/unpack.h"
+#include "hooks/bytes.h"
+#include "hooks/handles.h"
+#include "hooks/reading.h"
+#include "hooks/session.h"
+#include "hooks/span.h"
 
 PYBIND11_MODULE(_frames, module) {
   module.doc() = "Checkpointed regions and the tensors that they save.";
@@ -28,11 +34,16 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_exclusive_functions(module);
   actckpt::add_swap_functions(module);
   actckpt::add_region_functions(module);
-  actckpt::add_replay_types(module);
-  actckpt::add_record_functions(module);
-  actckpt::add_unpack_functions(module);
-  module.def("connect_replay", actckpt::connect_replay, pybind11::arg("names"),
+  actckpt::replay::add_replay_types(module);
+  actckpt::replay::add_record_functions(module);
+  actckpt::replay::add_unpack_functions(module);
+  module.def("connect_replay", actckpt::replay::connect_replay, pybind11::arg("names"),
              "Tell recording and replay what they need of Python and torch. Called once.");
+  actckpt::add_bytes_type(module);
+  actckpt::add_span_type(module);
+  actckpt::add_reading_functions(module);
+  actckpt::add_handle_types(module);
+  actckpt::add_session_type(module);
   module.def("connect", actckpt::connect, pybind11::arg("names"),
              "Tell the extension what it needs of Python and torch. Called once.");
 }

@@ -293,7 +293,7 @@ PyObject* thaw_arguments_function(PyObject*, PyObject* held) {
   return guarded([&] { return thaw_arguments(held).release().ptr(); });
 }
 
-PyObject* is_rerunning(PyObject*, PyObject*) { return PyBool_FromLong(num_open_reruns > 0 ? 1 : 0); }
+PyObject* is_rerunning(PyObject*, PyObject*) { return PyBool_FromLong(is_in_rerun() ? 1 : 0); }
 
 PyObject* count_reruns(PyObject*, PyObject*) { return PyLong_FromLongLong(num_reruns); }
 
@@ -317,6 +317,8 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
+
+bool is_in_rerun() noexcept { return num_open_reruns > 0; }
 
 void add_region_functions(py::module_& module) {
   unpack_function = PyCFunction_New(&unpack_definition, nullptr);

@@ -9,6 +9,9 @@
 
 namespace actckpt {
 
+// Whether this thread is in a rerun.
+bool is_in_rerun() noexcept;
+
 void add_region_functions(py::module_& module);
 
 }  // namespace actckpt

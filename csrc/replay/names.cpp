@@ -1,6 +1,6 @@
 #include "replay/names.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 namespace {
 
 ReplayNames interned() {
@@ -61,4 +61,4 @@ void connect_replay(const py::dict& given) {
   n.num_recorders = keep("num_recorders");
 }
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

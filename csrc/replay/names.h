@@ -3,7 +3,7 @@
 
 #include "frames/python.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 
 struct ReplayNames {
   // Interned attribute names.
@@ -53,4 +53,4 @@ ReplayNames& names();
 
 void connect_replay(const py::dict& given);
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

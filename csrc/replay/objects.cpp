@@ -8,7 +8,7 @@
 
 #include "replay/names.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 
 PyTypeObject* value_type = nullptr;
 PyTypeObject* step_type = nullptr;
@@ -410,4 +410,4 @@ void add_replay_types(py::module_& module) {
   tape_type = made<TapeObject>(module, "actckpt._frames.TapeCore", tape_slots, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
 }
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

@@ -7,7 +7,7 @@
 
 #include "frames/python.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 
 // The bytes of one storage at one version. A null object field reads as None in Python.
 struct ValueObject {
@@ -135,4 +135,4 @@ bool is_pending(ValueObject* value, long long task) noexcept;
 
 void add_replay_types(py::module_& module);
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

@@ -10,7 +10,7 @@
 
 #include "replay/names.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 namespace {
 
 // What is known of an overload, by its address: its hash is a Python function.
@@ -393,4 +393,4 @@ void add_record_functions(py::module_& module) {
   });
 }
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

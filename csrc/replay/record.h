@@ -3,7 +3,7 @@
 
 #include "replay/objects.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 
 // The value that the storage of `tensor` holds now; takes it as an input if nothing recorded made it. Null for tensors
 // without a storage that can be read.
@@ -11,4 +11,4 @@ py::object value_of(TapeObject* tape, PyObject* tensor);
 
 void add_record_functions(py::module_& module);
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

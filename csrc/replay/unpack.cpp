@@ -5,7 +5,7 @@
 
 #include "replay/names.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 namespace {
 
 // The tensor that a window describes, on the storage of `base`; null where that takes more than strides.
@@ -180,4 +180,4 @@ void add_unpack_functions(py::module_& module) {
   });
 }
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

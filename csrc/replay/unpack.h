@@ -3,8 +3,8 @@
 
 #include "replay/objects.h"
 
-namespace actckpt {
+namespace actckpt::replay {
 
 void add_unpack_functions(py::module_& module);
 
-}  // namespace actckpt
+}  // namespace actckpt::replay

@@ -93,3 +93,49 @@ def test_an_applied_model_compiles_in_one_graph() -> None:
     expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
     assert actckpt.apply(model) == ("0", "1")
     assert_equal(torch.autograd.grad(_compiled(model)(x).sum(), [x, *model.parameters()]), expected)
+
+
+@pytest.mark.parametrize("kind", ["context", "decorator"])
+def test_offloading_inside_a_compiled_function_moves_and_is_bit_equal(kind: str) -> None:
+    """The graph breaks; the hooks themselves are not compiled, which would warn."""
+    model, x = mlp(), leaf(64, 8)
+
+    @actckpt.offload(min_bytes=0)
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sin()
+
+    def entered(x: torch.Tensor) -> torch.Tensor:
+        with actckpt.offload(min_bytes=0):
+            return model(x).sin()
+
+    inner = decorated if kind == "decorator" else entered
+    compiled = torch.compile(lambda x: inner(x * 2).cos(), backend="aot_eager")
+    expected = torch.autograd.grad(model(x * 2).sin().cos().sum(), [x, *model.parameters()])
+    for _ in range(3):
+        actckpt.reset_stats()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            y = compiled(x)
+        assert not [warning for warning in warned if "actckpt" in str(warning.message)]
+        assert actckpt.stats().offloaded_bytes > 0
+        assert_equal(torch.autograd.grad(y.sum(), [x, *model.parameters()]), expected)
+
+
+def test_an_applied_model_that_offloads_compiles_with_graph_breaks() -> None:
+    model = torch.nn.Sequential(mlp(), mlp(), torch.nn.Linear(8, 2))
+    x = leaf(64, 8)
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    actckpt.apply(model, policy="offload", min_bytes=0)
+    actckpt.reset_stats()
+    y = torch.compile(model, backend="aot_eager")(x)
+    assert actckpt.stats().offloaded_bytes > 0
+    assert_equal(torch.autograd.grad(y.sum(), [x, *model.parameters()]), expected)
+
+
+def test_offloading_inside_a_full_graph_raises() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with actckpt.offload(min_bytes=0):
+            return x.sin()
+
+    with pytest.raises(Exception, match=r"(?i)unsupported|offload"):
+        _compiled(function)(leaf(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +60,65 @@ def test_what_a_module_owns_is_never_moved(alias: str, is_frozen: bool) -> None:
         y = model(x, _ALIASES[alias])
     assert actckpt.stats().offloaded_bytes == 0
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], _ALIASES[alias](model).expand(8, 8))
+
+
+_BASELESS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "detached": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "view of detached": lambda w: w.detach().t()[2:],
+    "part of data": lambda w: w.data[:3],
+}
+
+
+@pytest.mark.parametrize("is_module_parameter", [True, False])
+@pytest.mark.parametrize("alias", _BASELESS)
+def test_aliases_of_a_parameter_stay_in_code_without_modules(alias: str, is_module_parameter: bool) -> None:
+    """The parameter itself was saved before, here or in an earlier step."""
+    weight, x = leaf(8, 8), leaf(8, 8)
+    if is_module_parameter:
+        weight = torch.nn.Parameter(weight.detach())
+    with actckpt.offload(min_bytes=0):
+        first = x * weight
+        y = x[: _BASELESS[alias](weight).shape[0]] * _BASELESS[alias](weight)
+    assert actckpt.stats().offloaded_bytes == 0
+    assert torch.autograd.grad(first.sum() + y.sum(), x)[0].shape == x.shape
+
+
+def test_storages_of_parameters_that_are_gone_are_forgotten() -> None:
+    """An activation at the address of a parameter that died is moved."""
+    x = leaf(64)
+    for _ in range(2000):
+        with actckpt.offload(min_bytes=0):
+            y = torch.nn.Parameter(torch.randn(64)) * 2.0 * x
+        del y
+    actckpt.reset_stats()
+    with actckpt.offload(min_bytes=0):
+        y = (x * 1.5).sin()
+    assert actckpt.stats().offloaded_bytes == 64 * 4
+    del y
+
+
+@pytest.mark.parametrize("how", ["module", "method", "closure", "partial", "child's"])
+def test_a_buffer_given_to_a_region_with_offloaded_inputs_stays(how: str) -> None:
+    block = _Owner(is_frozen=True)
+    outer = torch.nn.Sequential(block)
+    outer.forward = block.forward
+    big = torch.randn(1024, 1024)
+    block.register_buffer("big", big)
+    functions: dict[str, Callable[..., Any]] = {
+        "module": block,
+        "method": block.forward,
+        "closure": lambda x, how: block(x, how),
+        "partial": partial(block.forward),
+        "child's": outer,
+    }
+    x = leaf(1024, 1024)
+    hidden = x * 1.5
+    y = actckpt.checkpoint(functions[how], hidden, lambda m: m.big, offload_inputs=True)
+    z = actckpt.checkpoint(torch.mul, hidden, block.big, offload_inputs=True)
+    assert actckpt.stats().offloaded_bytes == hidden.nbytes
+    expected = torch.autograd.grad((hidden * big + hidden * big).sum(), x, retain_graph=True)
+    assert torch.equal(torch.autograd.grad((y + z).sum(), x)[0], expected[0])
 
 
 def test_weights_tied_and_used_as_views_are_never_moved() -> None:

@@ -1,7 +1,11 @@
-"""Every test here needs a CUDA device; without one each is skipped, visibly."""
+"""Every test here needs a CUDA device; without one each is skipped, visibly.
+
+One command runs them all, unattended: `python -m pytest tests/gpu`.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts; deterministic products need it
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # oracle, offload_oracle
 
 
@@ -23,10 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Results can be compared bit by bit; `empty` stays empty, as in training."""
     torch.cuda.manual_seed_all(0)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()

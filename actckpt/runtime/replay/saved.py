@@ -215,7 +215,8 @@ def _warn_of_opaque(tape: Tape) -> None:
     total = tape.recompute_bytes + tape.opaque_bytes
     warnings.warn(
         f"{tape.opaque_bytes / 2**20:.1f} of {total / 2**20:.1f} MiB that the policy of this region wants to recompute "
-        "cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) without a policy runs the function again instead, and gets through any kernel. r.report() names them.",
+        "cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) without "
+        "a policy runs the function again instead, and gets through any kernel. r.report() names them.",
         stacklevel=4,
     )
 

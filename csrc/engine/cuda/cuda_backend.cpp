@@ -37,15 +37,16 @@ class RelaxedCapture {
 }  // namespace
 
 struct CudaBackend::CudaEvent : Event {
-  CudaEvent(std::shared_ptr<EventStore> s, EventHandle h, int d)
-      : store(std::move(s)), handle(h), device(d) {}
+  CudaEvent(std::shared_ptr<EventStore> s, EventHandle h, int d, bool t)
+      : store(std::move(s)), handle(h), device(d), is_timed(t) {}
   ~CudaEvent() override {  // no driver call: may run in the garbage collector
     const std::lock_guard<std::mutex> lock(store->mutex);
-    store->free[device].push_back(handle);
+    store->free[{device, is_timed}].push_back(handle);
   }
   const std::shared_ptr<EventStore> store;
   const EventHandle handle;
   const int device;
+  const bool is_timed;
 };
 
 CudaBackend::CudaBackend(const Driver* driver)
@@ -121,10 +122,10 @@ bool CudaBackend::capturing(Stream stream) {
   return status != kCaptureNone;
 }
 
-EventHandle CudaBackend::take_event(int device) {
+EventHandle CudaBackend::take_event(int device, bool is_timed) {
   {
     const std::lock_guard<std::mutex> lock(events_->mutex);
-    auto& free = events_->free[device];
+    auto& free = events_->free[{device, is_timed}];
     if (!free.empty()) {
       const EventHandle handle = free.back();
       free.pop_back();
@@ -133,14 +134,33 @@ EventHandle CudaBackend::take_event(int device) {
   }
   const RelaxedCapture relaxed(driver_);
   EventHandle handle = nullptr;
-  check(driver_->event_create(&handle, kEventDisableTiming), "cuEventCreate");
+  check(driver_->event_create(&handle, is_timed ? kEventDefault : kEventDisableTiming),
+        "cuEventCreate");
   return handle;
 }
 
-EventPtr CudaBackend::record(Stream stream) {
-  auto event = std::make_shared<CudaEvent>(events_, take_event(stream.device), stream.device);
+EventPtr CudaBackend::record_event(Stream stream, bool is_timed) {
+  auto event = std::make_shared<CudaEvent>(events_, take_event(stream.device, is_timed),
+                                           stream.device, is_timed);
   check(driver_->event_record(event->handle, native(stream)), "cuEventRecord");
   return event;
+}
+
+EventPtr CudaBackend::record(Stream stream) { return record_event(stream, false); }
+
+EventPtr CudaBackend::record_timed(Stream stream) {
+  return driver_->event_elapsed == nullptr ? nullptr : record_event(stream, true);
+}
+
+double CudaBackend::seconds_between(const EventPtr& first, const EventPtr& second) {
+  const auto& own = static_cast<const CudaEvent&>(*first);
+  const DeviceScope scope(this, own.device);
+  const RelaxedCapture relaxed(driver_);
+  float milliseconds = 0.0F;
+  check(driver_->event_elapsed(&milliseconds, own.handle,
+                               static_cast<const CudaEvent&>(*second).handle),
+        "cuEventElapsedTime");
+  return static_cast<double>(milliseconds) * 1e-3;
 }
 
 void CudaBackend::wait(Stream stream, const EventPtr& event) {
@@ -160,25 +180,19 @@ bool CudaBackend::passed(const EventPtr& event) {
   return true;
 }
 
-void CudaBackend::copy_out(Stream stream, const Block& slot, std::uintptr_t src) {
-  for (const Segment& segment : slot.segments()) {
-    for (std::size_t done = 0; done < segment.bytes; done += kPieceBytes) {
-      const std::size_t piece = std::min(kPieceBytes, segment.bytes - done);
-      check(driver_->copy_to_host(segment.ptr + done, src, piece, native(stream)),
-            "cuMemcpyDtoHAsync_v2");
-      src += piece;
-    }
+void CudaBackend::copy_out(Stream stream, const Segment& host, std::uintptr_t src) {
+  for (std::size_t done = 0; done < host.bytes; done += kPieceBytes) {
+    const std::size_t piece = std::min(kPieceBytes, host.bytes - done);
+    check(driver_->copy_to_host(host.ptr + done, src + done, piece, native(stream)),
+          "cuMemcpyDtoHAsync_v2");
   }
 }
 
-void CudaBackend::copy_in(Stream stream, std::uintptr_t dst, const Block& slot) {
-  for (const Segment& segment : slot.segments()) {
-    for (std::size_t done = 0; done < segment.bytes; done += kPieceBytes) {
-      const std::size_t piece = std::min(kPieceBytes, segment.bytes - done);
-      check(driver_->copy_to_device(dst, segment.ptr + done, piece, native(stream)),
-            "cuMemcpyHtoDAsync_v2");
-      dst += piece;
-    }
+void CudaBackend::copy_in(Stream stream, std::uintptr_t dst, const Segment& host) {
+  for (std::size_t done = 0; done < host.bytes; done += kPieceBytes) {
+    const std::size_t piece = std::min(kPieceBytes, host.bytes - done);
+    check(driver_->copy_to_device(dst + done, host.ptr + done, piece, native(stream)),
+          "cuMemcpyHtoDAsync_v2");
   }
 }
 

@@ -1,7 +1,7 @@
 // The event protocol's backend over the CUDA driver.
 //
 // Contract: as Backend. Every call names itself and its code when it fails. Side streams are
-// non-blocking, events carry no timing and are used again. A stream handle belongs to the primary
+// non-blocking; events carry no timing, but for those of `record_timed`, and are used again. A stream handle belongs to the primary
 // context of its device, which `enter` pushes, since handle 0 is per context (trap 5). Queries and
 // creations run in RELAXED capture mode. A legacy stream that reports IMPLICIT counts as capturing.
 // After `close` (process exit) every call throws and destructors make no driver call.
@@ -36,8 +36,10 @@ class CudaBackend : public Backend, public SlabRegistrar {
   EventPtr record(Stream stream) override;
   void wait(Stream stream, const EventPtr& event) override;
   bool passed(const EventPtr& event) override;
-  void copy_out(Stream stream, const Block& slot, std::uintptr_t src) override;
-  void copy_in(Stream stream, std::uintptr_t dst, const Block& slot) override;
+  EventPtr record_timed(Stream stream) override;
+  double seconds_between(const EventPtr& first, const EventPtr& second) override;
+  void copy_out(Stream stream, const Segment& host, std::uintptr_t src) override;
+  void copy_in(Stream stream, std::uintptr_t dst, const Segment& host) override;
 
   // Slabs are pinned for all devices, near the device entered first.
   void place(void* ptr, std::size_t bytes) noexcept override;
@@ -50,13 +52,14 @@ class CudaBackend : public Backend, public SlabRegistrar {
  private:
   struct EventStore {
     std::mutex mutex;  // leaf
-    std::map<int, std::vector<EventHandle>> free;
+    std::map<std::pair<int, bool>, std::vector<EventHandle>> free;  // by device, and if timed
   };
   struct CudaEvent;
 
   void check(Result code, const char* call) const;
   Context context_of(int device);
-  EventHandle take_event(int device);
+  EventHandle take_event(int device, bool is_timed);
+  EventPtr record_event(Stream stream, bool is_timed);
 
   const Driver* const driver_;
   std::atomic<bool> closed_{false};

@@ -67,6 +67,7 @@ void load_all(Symbols* s, Driver* d) {
   s->required(&d->copy_to_device, "cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2");
   s->required(&d->host_register, "cuMemHostRegister", "cuMemHostRegister_v2");
   s->required(&d->host_unregister, "cuMemHostUnregister", "cuMemHostUnregister");
+  s->optional(&d->event_elapsed, "cuEventElapsedTime", "cuEventElapsedTime");
   s->optional(&d->error_name, "cuGetErrorName", "cuGetErrorName");
   s->optional(&d->device_attribute, "cuDeviceGetAttribute", "cuDeviceGetAttribute");
   s->optional(&d->device_pci_bus_id, "cuDeviceGetPCIBusId", "cuDeviceGetPCIBusId");

@@ -26,6 +26,7 @@ inline constexpr Result kErrorNotReady = 600;
 inline constexpr Result kErrorCaptureImplicit = 906;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventDefault = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostRegisterPortable = 1;
 inline constexpr int kCaptureNone = 0;
@@ -53,6 +54,7 @@ struct Driver {
   Result (*host_register)(void* ptr, std::size_t bytes, unsigned flags) = nullptr;
   Result (*host_unregister)(void* ptr) = nullptr;
   // Optional: null where the driver lacks them; tested at use.
+  Result (*event_elapsed)(float* milliseconds, EventHandle first, EventHandle second) = nullptr;
   Result (*error_name)(Result code, const char** name) = nullptr;
   Result (*device_attribute)(int* value, int attribute, Device device) = nullptr;
   Result (*device_pci_bus_id)(char* text, int bytes, Device device) = nullptr;

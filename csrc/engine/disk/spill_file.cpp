@@ -91,18 +91,14 @@ bool SpillFile::probe_direct() {
          errno == ENOSPC;
 }
 
-SpillBlock SpillFile::take(std::size_t bytes) {
+std::optional<SpillBlock> SpillFile::try_reserve(std::size_t bytes) {
   fork_guard_.check("spill file");
   SpillBlock block;
   block.bytes_ = bytes;
   const std::uint64_t wanted = round_up(bytes, kGranule);
   const std::lock_guard<std::mutex> lock(mutex_);
-  const std::uint64_t room = config_.limit_bytes - stats_.disk_bytes;
-  if (wanted > room) {
-    ++stats_.num_failed_writes;
-    throw SpillWriteError("cannot spill " + format_bytes(bytes) + " to '" + config_.folder +
-                          "': limit " + format_bytes(config_.limit_bytes) + ", in use " +
-                          format_bytes(stats_.disk_bytes) + ". Raise disk_limit, or offload less.");
+  if (wanted > config_.limit_bytes - stats_.disk_bytes) {
+    return std::nullopt;
   }
   if (wanted > extents_.free_bytes()) {
     const std::uint64_t missing = wanted - extents_.free_bytes();
@@ -130,12 +126,25 @@ void SpillFile::give(const std::vector<Extent>& extents) noexcept {
 }
 
 SpillBlock SpillFile::write(const std::byte* src, std::size_t bytes) {
-  SpillBlock block = take(bytes);
+  std::optional<SpillBlock> block = try_reserve(bytes);
+  if (!block.has_value()) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++stats_.num_failed_writes;
+    throw SpillFullError("cannot spill " + format_bytes(bytes) + " to '" + config_.folder +
+                         "': limit " + format_bytes(config_.limit_bytes) + ", in use " +
+                         format_bytes(stats_.disk_bytes) + ". Raise disk_limit, or offload less.");
+  }
+  write_into(&*block, src);
+  return std::move(*block);
+}
+
+void SpillFile::write_into(SpillBlock* block, const std::byte* src) {
+  fork_guard_.check("spill file");
   Hash64 hash;
-  if (bytes > 0) {
+  if (block->bytes_ > 0) {
     const BounceRing::Lease buffer = ring_.lease();
-    std::size_t left = bytes;
-    for (const Extent& extent : block.extents_) {
+    std::size_t left = block->bytes_;
+    for (const Extent& extent : block->extents_) {
       for (std::uint64_t done = 0; done < extent.bytes; done += buffer.bytes()) {
         const std::size_t space = std::min<std::uint64_t>(buffer.bytes(), extent.bytes - done);
         const std::size_t step = std::min(space, left);
@@ -147,10 +156,9 @@ SpillBlock SpillFile::write(const std::byte* src, std::size_t bytes) {
       }
     }
   }
-  block.checksum_ = hash.digest();
+  block->checksum_ = hash.digest();
   const std::lock_guard<std::mutex> lock(mutex_);
-  stats_.written_bytes += bytes;
-  return block;
+  stats_.written_bytes += block->bytes_;
 }
 
 void SpillFile::write_fully(const std::byte* data, std::size_t bytes, std::uint64_t offset) {
@@ -171,11 +179,15 @@ void SpillFile::write_fully(const std::byte* data, std::size_t bytes, std::uint6
     if (wrote < 0 || num_stuck == 8) {
       const std::lock_guard<std::mutex> lock(mutex_);
       ++stats_.num_failed_writes;
-      throw SpillWriteError("write of " + format_bytes(bytes - done) + " at offset " +
-                            std::to_string(offset + done) + " of the spill file in '" +
-                            config_.folder + "' failed: " +
-                            (code != 0 ? format_errno(code) : "no byte is accepted") +
-                            ". Free space there, or set spill_dir or disk_limit.");
+      const std::string what =
+          "write of " + format_bytes(bytes - done) + " at offset " +
+          std::to_string(offset + done) + " of the spill file in '" + config_.folder +
+          "' failed: " + (code != 0 ? format_errno(code) : "no byte is accepted") +
+          ". Free space there, or set spill_dir or disk_limit.";
+      if (code == ENOSPC || code == EDQUOT || code == EFBIG) {
+        throw SpillFullError(what);
+      }
+      throw SpillWriteError(what);
     }
   }
 }

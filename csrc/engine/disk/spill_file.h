@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -83,6 +84,11 @@ class SpillFile {
   SpillFile& operator=(const SpillFile&) = delete;
 
   SpillBlock write(const std::byte* src, std::size_t bytes);
+
+  // The same in two steps: space (empty if the limit refuses; that is no failed write), then bytes.
+  std::optional<SpillBlock> try_reserve(std::size_t bytes);
+  void write_into(SpillBlock* block, const std::byte* src);
+
   void read(const SpillBlock& block, std::byte* dst);
 
   SpillStats stats() const;
@@ -91,7 +97,6 @@ class SpillFile {
 
  private:
   friend class SpillBlock;
-  SpillBlock take(std::size_t bytes);
   void give(const std::vector<Extent>& extents) noexcept;
   void write_fully(const std::byte* data, std::size_t bytes, std::uint64_t offset);
   void read_fully(std::byte* data, std::size_t bytes, std::uint64_t offset);

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "engine/errors.h"
 #include "engine/host/host_engine.h"
 
 namespace actckpt {
@@ -52,8 +53,15 @@ void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
   lock.unlock();
   std::unique_ptr<StoredBytes> stored;
   std::string error;
+  bool is_full = false;
   try {
     stored = ticket->store->write(ticket->src, ticket->bytes);
+  } catch (const SpillFullError& failed) {
+    error = failed.what();
+    is_full = true;
+  } catch (const HostPoolFullError& failed) {
+    error = failed.what();
+    is_full = true;
   } catch (const std::exception& failed) {
     error = failed.what();
   }
@@ -69,6 +77,8 @@ void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
   } else {
     ticket->out = OutState::kKept;
     ++stats_.num_failed_writes;
+    stats_.num_full_writes += is_full ? 1 : 0;
+    num_failed_writes_ = stats_.num_failed_writes;
     stats_.last_error = error;
     stats_.kept_bytes += ticket->dropped ? 0 : ticket->bytes;
   }

@@ -1,25 +1,11 @@
 #include "engine/host/host_engine.h"
 
 #include <algorithm>
-#include <chrono>
 
 #include "engine/errors.h"
 
 namespace actckpt {
 namespace {
-
-class Stopwatch {
- public:
-  explicit Stopwatch(double* seconds) : seconds_(seconds) {}
-  ~Stopwatch() noexcept {
-    *seconds_ += std::chrono::duration<double>(Clock::now() - start_).count();
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  double* const seconds_;
-  const Clock::time_point start_ = Clock::now();
-};
 
 void count_once(Load* load, std::uint64_t* counter) {
   if (!load->counted) {
@@ -88,10 +74,10 @@ TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes,
   return ticket;
 }
 
-void HostEngine::make_room(std::size_t bytes) {
+double HostEngine::make_room(std::size_t bytes) {
   fork_guard_.check("put");
   Lock lock(mutex_);
-  const Stopwatch watch(&stats_.stall_seconds);
+  const Stopwatch watch;
   while (!fits(bytes)) {
     check_usable("put");
     if (const TicketPtr ticket = claim_write()) {
@@ -102,6 +88,14 @@ void HostEngine::make_room(std::size_t bytes) {
       --num_waiting_;
     }
   }
+  const double seconds = watch.seconds();
+  stats_.stall_seconds += seconds;
+  return seconds;
+}
+
+void HostEngine::count_kept_busy() {
+  const Lock lock(mutex_);
+  ++stats_.num_kept_busy;
 }
 
 Lookup HostEngine::look(const TicketPtr& ticket, Released* released) {
@@ -173,11 +167,12 @@ bool HostEngine::load_here(const TicketPtr& ticket, std::byte* dst, KeepAlive ke
   if (load == nullptr) {
     return false;
   }
-  const Stopwatch watch(&stats_.stall_seconds);
+  const Stopwatch watch;
   count_once(load.get(), &stats_.num_late);
   load->state = LoadState::kReading;
   ++ticket->num_readers;
   run_load(lock, ticket, load);
+  count_stall(ticket.get(), watch.seconds());
   return true;
 }
 
@@ -188,17 +183,23 @@ void HostEngine::wait(const TicketPtr& ticket) {
   if (load == nullptr) {
     return;
   }
-  const Stopwatch watch(&stats_.stall_seconds);
+  const Stopwatch watch;
   count_once(load.get(), &stats_.num_late);
   if (load->state == LoadState::kQueued) {
     load->state = LoadState::kReading;
     ++ticket->num_readers;
     run_load(lock, ticket, load);
-    return;
+  } else {
+    ++num_waiting_;
+    done_.wait(lock, [&] { return load->state != LoadState::kReading; });
+    --num_waiting_;
   }
-  ++num_waiting_;
-  done_.wait(lock, [&] { return load->state != LoadState::kReading; });
-  --num_waiting_;
+  count_stall(ticket.get(), watch.seconds());
+}
+
+void HostEngine::count_stall(Ticket* ticket, double seconds) {
+  stats_.stall_seconds += seconds;
+  ticket->timing->add_stall(seconds);
 }
 
 void HostEngine::abandon_load(const TicketPtr& ticket) {

@@ -17,6 +17,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -55,6 +56,8 @@ struct HostStats {
   std::uint64_t num_prefetched = 0;      // gets whose load had ended
   std::uint64_t num_late = 0;            // gets that had to wait or load themselves
   std::uint64_t num_failed_writes = 0;
+  std::uint64_t num_full_writes = 0;     // of these: limit or disk had no room
+  std::uint64_t num_kept_busy = 0;       // puts that did not want to wait for the window
   std::uint64_t kept_bytes = 0;          // sources held because their write failed
   double stall_seconds = 0.0;            // callers' time in make_room and wait
   std::string last_error;
@@ -80,7 +83,12 @@ class HostEngine {
   // and takes nothing when the window is full: then `make_room(bytes)` and try again.
   TicketPtr try_put(const std::byte* src, std::size_t bytes, std::shared_ptr<ByteStore> store,
                     KeepAlive source, Released* released);
-  void make_room(std::size_t bytes);
+  // Returns the seconds it took; they count as stall.
+  double make_room(std::size_t bytes);
+  void count_kept_busy();
+
+  // A number that changes with every failed write; no lock.
+  std::uint64_t num_failed_writes() const { return num_failed_writes_; }
 
   // Never waits. Throws what a failed load left (once: the next load tries again).
   Lookup look(const TicketPtr& ticket, Released* released);
@@ -123,6 +131,7 @@ class HostEngine {
   std::pair<TicketPtr, LoadPtr> claim_load();
   void run_write(Lock& lock, const TicketPtr& ticket);
   void run_load(Lock& lock, const TicketPtr& ticket, const LoadPtr& load);
+  void count_stall(Ticket* ticket, double seconds);
   void release(KeepAlive* keep);
   LoadPtr add_load(const TicketPtr& ticket, std::byte* dst, KeepAlive keep);
   void abandon_load(const TicketPtr& ticket);
@@ -140,6 +149,7 @@ class HostEngine {
   int num_pending_ = 0;  // writes queued or running
   std::deque<TicketPtr> writes_;
   std::deque<std::pair<TicketPtr, LoadPtr>> loads_;
+  std::atomic<std::uint64_t> num_failed_writes_{0};  // as in stats_
   Released released_;
   std::vector<std::shared_ptr<ByteStore>> stores_;  // every store ever used stays
   HostStats stats_;

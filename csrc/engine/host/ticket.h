@@ -22,6 +22,7 @@
 
 #include "engine/byte_store.h"
 #include "engine/keep_alive.h"
+#include "engine/timing.h"
 
 namespace actckpt {
 
@@ -45,6 +46,7 @@ struct Ticket {
   const std::byte* const src;
   const std::size_t bytes;
   ByteStore* const store;
+  const TimingPtr timing = std::make_shared<Timing>();
 
   OutState out = OutState::kQueued;
   KeepAlive source;  // null once released

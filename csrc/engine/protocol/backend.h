@@ -50,8 +50,20 @@ class Backend {
   virtual EventPtr record(Stream stream) = 0;
   virtual void wait(Stream stream, const EventPtr& event) = 0;
   virtual bool passed(const EventPtr& event) = 0;
-  virtual void copy_out(Stream stream, const Block& slot, std::uintptr_t src) = 0;
-  virtual void copy_in(Stream stream, std::uintptr_t dst, const Block& slot) = 0;
+  virtual void copy_out(Stream stream, const Segment& host, std::uintptr_t src) = 0;
+  virtual void copy_in(Stream stream, std::uintptr_t dst, const Segment& host) = 0;
+
+  // For figures only: an event that knows its time, null where the device has none; and the time
+  // between two that have passed.
+  virtual EventPtr record_timed(Stream stream) {
+    (void)stream;
+    return nullptr;
+  }
+  virtual double seconds_between(const EventPtr& first, const EventPtr& second) {
+    (void)first;
+    (void)second;
+    return 0.0;
+  }
 };
 
 // The device's context is current while this lives.

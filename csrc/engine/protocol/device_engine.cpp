@@ -4,125 +4,187 @@
 #include <utility>
 
 #include "engine/errors.h"
+#include "engine/protocol/uses.h"
 
 namespace actckpt {
-namespace {
-
-bool contains(const Uses& uses, Stream stream) {
-  return std::find(uses.begin(), uses.end(), stream) != uses.end();
-}
-
-void add_use(Uses* uses, Stream stream) {
-  if (!contains(*uses, stream)) {
-    uses->push_back(stream);
-  }
-}
-
-constexpr int index(Side side) { return static_cast<int>(side); }
-
-}  // namespace
 
 DeviceEngine::DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool,
-                           const DeviceConfig& config)
+                           const DeviceConfig& config, Below below, Pause pause)
     : backend_(std::move(backend)),
       config_(config),
-      slots_(std::move(pool), backend_.get(), config.rules) {}
+      pause_(std::move(pause)),
+      wake_(std::move(below.wake)),
+      slots_(std::move(pool), backend_.get(), config.rules),
+      spills_(backend_.get(), config.spill, config.rules, std::move(below.tiers),
+              below.registrar) {}
 
 Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep,
-                      Releases* releases) {
+                      const PutOptions& options, Releases* releases) {
   fork_guard_.check("put");
-  const Lock lock(calls_);
+  Lock lock(calls_);
   settle(releases);
-  auto ticket = std::make_shared<DeviceTicket>();
-  ticket->device = stream.device;
-  ticket->bytes = bytes;
-  ticket->put_stream = stream;
   if (failed_) {
     ++stats_.num_kept_failed;
     return {PutOutcome::kKeptFailed, nullptr};
   }
+  auto ticket = std::make_shared<DeviceTicket>();
+  ticket->device = stream.device;
+  ticket->bytes = bytes;
+  ticket->put_stream = stream;
   try {
     const DeviceScope scope(backend_.get(), stream.device);
-    if (backend_->capturing(stream)) {  // line 1
-      ++stats_.num_kept_capturing;
-      return {PutOutcome::kKeptCapturing, nullptr};
-    }
-    Fences fences;
-    std::optional<Block> slot = slots_.take(bytes, &fences);  // line 3
-    if (!slot.has_value()) {
-      ++stats_.num_kept_full;
-      return {PutOutcome::kKeptFull, nullptr};
-    }
-    ticket->slot = std::move(*slot);
-    ticket->flight = std::make_shared<Flight>(Flight{keep, bytes, nullptr, {stream}});
-    write_out(ticket.get(), src, stream, fences);
-    Fly& fly = fly_[stream.device];
-    fly.flights.push_back(ticket->flight);
-    fly.bytes += bytes;
-    ++stats_.num_puts;
-    ++stats_.num_live;
-    stats_.offloaded_bytes += bytes;
-    stats_.peak_inflight_bytes = std::max(stats_.peak_inflight_bytes, fly.bytes);
-    shrink_window(stream.device, stream, releases);
+    return begin_put(lock, src, ticket, keep, options, releases);
   } catch (const DeviceError& error) {
     fail("put", error);
     ++stats_.num_kept_failed;
-    stranded_.push_back({keep, bytes, nullptr});
+    stranded_.push_back({keep, bytes, stream, nullptr});
     stranded_slots_.push_back(std::move(ticket->slot));
+    stranded_pieces_.push_back(std::move(ticket->pieces));
     stats_.stranded_bytes += bytes;
-    return {PutOutcome::kKeptStranded, nullptr};
+    return {PutOutcome::kKeptStranded, nullptr, true};
   }
-  return {PutOutcome::kTaken, std::move(ticket)};
+}
+
+Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket,
+                            KeepAlive keep, const PutOptions& options, Releases* releases) {
+  const Stream stream = ticket->put_stream;
+  if (backend_->capturing(stream)) {  // line 1
+    ++stats_.num_kept_capturing;
+    return {PutOutcome::kKeptCapturing, nullptr};
+  }
+  if (!options.must && lags(ticket->device, ticket->bytes)) {
+    ++stats_.num_kept_behind;
+    return {PutOutcome::kKeptBehind, nullptr};
+  }
+  Fences fences;
+  std::optional<Block> slot = slots_.take(ticket->bytes, &fences);  // line 3
+  ticket->flight = std::make_shared<Flight>(
+      Flight{keep, ticket->bytes, backend_->record(stream), nullptr, {stream}});
+  PutOutcome outcome = PutOutcome::kTaken;
+  if (slot.has_value()) {
+    ticket->slot = std::move(*slot);
+    write_out(ticket.get(), src, fences);
+  } else {
+    outcome = put_below(lock, src, ticket.get(), options);
+  }
+  if (ticket->flight->d2h == nullptr) {
+    return {outcome, nullptr};
+  }
+  Fly& fly = fly_[ticket->device];
+  fly.flights.push_back(ticket->flight);
+  fly.flight_bytes += ticket->bytes;
+  stats_.peak_inflight_bytes = std::max(stats_.peak_inflight_bytes, fly.bytes());
+  if (outcome != PutOutcome::kTaken) {
+    return {outcome, nullptr, true};  // some pieces are on their way already
+  }
+  launch(ticket);
+  shrink_window(*ticket, releases);
+  return {PutOutcome::kTaken, ticket, true};
+}
+
+void DeviceEngine::launch(const DeviceTicketPtr& ticket) {
+  ++stats_.num_puts;
+  ++stats_.num_live;
+  stats_.offloaded_bytes += ticket->bytes;
+  ticket->is_below = !ticket->pieces.empty();
+  if (ticket->is_below) {
+    ++stats_.num_tier_puts[ticket->tier];
+    stats_.tier_bytes[ticket->tier] += ticket->bytes;
+    std::uint64_t bytes = 0;
+    for (const std::uint64_t held : stats_.tier_bytes) {
+      bytes += held;
+    }
+    stats_.peak_tier_bytes = std::max(stats_.peak_tier_bytes, bytes);
+  }
 }
 
 // Line 4.
-void DeviceEngine::write_out(DeviceTicket* ticket, std::uintptr_t src, Stream stream,
-                             const Fences& fences) {
+void DeviceEngine::write_out(DeviceTicket* ticket, std::uintptr_t src, const Fences& fences) {
   const Stream out = backend_->side(ticket->device, Side::kOut);
   if (config_.rules.write_out_waits_for_stream) {
-    backend_->wait(out, backend_->record(stream));
+    backend_->wait(out, ticket->flight->ready);
   }
   if (config_.rules.slot_owner_waits) {
     for (const EventPtr& fence : fences) {
       backend_->wait(out, fence);
     }
   }
-  backend_->copy_out(out, ticket->slot, src);
+  for (const Segment& segment : ticket->slot.segments()) {
+    backend_->copy_out(out, segment, src);
+    src += segment.bytes;
+  }
   ticket->flight->d2h = backend_->record(out);
   ticket->last[index(Side::kOut)] = ticket->flight->d2h;
 }
 
-// Line 6: beyond the window the stream, not the host, waits, and the oldest sources go at once.
-void DeviceEngine::shrink_window(int device, Stream stream, Releases* releases) {
-  Fly& fly = fly_[device];
-  std::uint64_t left = fly.bytes;
-  std::size_t num_oldest = 0;
-  while (left > config_.window_bytes) {
-    left -= fly.flights[num_oldest++]->bytes;
+// Line 16: below pinned memory, piece by piece.
+PutOutcome DeviceEngine::put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket,
+                                   const PutOptions& options) {
+  if (options.num_tiers > 0 && spills_.is_ready()) {
+    ticket->pieces = spills_.cut(ticket->bytes, options.num_tiers, &ticket->tier);
   }
-  if (num_oldest == 0) {
-    return;
+  if (ticket->pieces.empty()) {
+    ++stats_.num_kept_full;
+    return PutOutcome::kKeptFull;
   }
-  if (config_.rules.stream_waits_before_early_release) {
-    backend_->wait(stream, fly.flights[num_oldest - 1]->d2h);
+  if (!options.must && spills_.num_free_buffers() < ticket->pieces.size()) {
+    ticket->pieces.clear();
+    ++stats_.num_kept_busy;
+    return PutOutcome::kKeptBusy;
   }
-  for (; num_oldest > 0; --num_oldest) {
-    const std::shared_ptr<Flight> oldest = std::move(fly.flights.front());
-    fly.flights.pop_front();
-    fly.bytes -= oldest->bytes;
-    ++stats_.num_early_releases;
-    add_use(&oldest->uses, stream);
-    release(oldest.get(), releases);
+  if (write_pieces(lock, src, ticket)) {
+    return PutOutcome::kTaken;
+  }
+  spills_.drop(&ticket->pieces);
+  ++stats_.num_kept_full;
+  return PutOutcome::kKeptFull;
+}
+
+// False if every buffer is stuck: then nothing is to be waited for.
+bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ticket) {
+  const Stream out = backend_->side(ticket->device, Side::kOut);
+  if (config_.rules.write_out_waits_for_stream) {
+    backend_->wait(out, ticket->flight->ready);
+  }
+  const Stopwatch watch;
+  bool has_waited = false;
+  for (const PiecePtr& piece : ticket->pieces) {
+    while (!spills_.write_out(piece, out, src)) {
+      if (!spills_.is_writing()) {
+        return false;
+      }
+      stats_.num_host_waits += has_waited ? 0 : 1;
+      has_waited = true;
+      wake();
+      pause(lock);
+      spills_.advance();
+    }
+    ticket->flight->d2h = piece->d2h;
+  }
+  wake();
+  if (has_waited) {
+    const double seconds = watch.seconds();
+    stats_.host_wait_seconds += seconds;
+    stats_.stall_seconds += seconds;
+    ticket->timing->add_stall(seconds);
+  }
+  return true;
+}
+
+void DeviceEngine::wake() {
+  if (wake_ != nullptr) {
+    wake_();
   }
 }
 
-// Line r: what the caller must do with the source.
-void DeviceEngine::release(Flight* flight, Releases* releases) {
-  if (flight->keep == nullptr) {
-    return;
+// The calls of others may run meanwhile.
+void DeviceEngine::pause(Lock& lock) {
+  if (pause_ != nullptr) {
+    pause_(lock);
+  } else {
+    moved_.wait_for(lock, std::chrono::microseconds(200));
   }
-  Uses uses = config_.rules.record_stream_on_sources ? std::move(flight->uses) : Uses();
-  releases->push_back({std::exchange(flight->keep, nullptr), std::move(uses)});
+  check_working("wait");
 }
 
 void DeviceEngine::use(const DeviceTicketPtr& ticket, Stream stream) {
@@ -146,15 +208,17 @@ Got DeviceEngine::get(const DeviceTicketPtr& ticket, Stream stream, Releases* re
     return {GotKind::kSource, flight->keep, false};
   }
   settle(releases);
-  if (failed_) {
-    throw DeviceError("get: an earlier device call failed: " + stats_.last_error +
-                      ". The offloaded bytes cannot be brought back.");
-  }
+  check_working("get");
   const DeviceScope scope(backend_.get(), stream.device);
+  return get_landing(ticket.get(), stream, releases);
+}
+
+Got DeviceEngine::get_landing(DeviceTicket* ticket, Stream stream, Releases* releases) {
   Landing* const landing = ticket->landing.get();
-  const bool waits = landing != nullptr && !contains(landing->waited, stream) &&
+  const bool is_there = landing != nullptr && landing->num_missing == 0;
+  const bool waits = is_there && !contains(landing->waited, stream) &&
                      (config_.rules.every_consumer_waits || landing->waited.empty());
-  if ((landing == nullptr || waits) && captures(stream, "get")) {
+  if ((!is_there || waits) && captures(stream, "get")) {
     throw DeviceError(
         "get: the stream is being captured and the tensor is not loaded: reload before capture, "
         "or keep the tensors of captured code.");
@@ -162,9 +226,19 @@ Got DeviceEngine::get(const DeviceTicketPtr& ticket, Stream stream, Releases* re
   if (landing == nullptr) {  // line 8
     return {GotKind::kNeedsLoad, nullptr, false};
   }
+  if (landing->error) {
+    const std::string message = landing->error.message;
+    bury_landing(ticket, releases);
+    throw SpillReadError(message);
+  }
+  if (!is_there) {
+    spills_.hurry(landing);
+    return {GotKind::kBusy, nullptr, false};
+  }
+  stats_.num_prefetched += landing->is_prefetch && landing->waited.empty() ? 1 : 0;
   if (waits) {  // line 9
     try {
-      backend_->wait(stream, landing->h2d);
+      waits_.wait(backend_.get(), stream, landing->h2d, ticket->timing);
     } catch (const DeviceError& error) {
       fail("get", error);
       throw;
@@ -173,6 +247,29 @@ Got DeviceEngine::get(const DeviceTicketPtr& ticket, Stream stream, Releases* re
   add_use(&landing->waited, stream);
   return {GotKind::kDestination, landing->keep,
           config_.rules.record_stream_on_destinations};  // line 10
+}
+
+void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
+  fork_guard_.check("get");
+  Lock lock(calls_);
+  const Stopwatch watch;
+  try {
+    const LandingPtr landing = ticket->landing;
+    while (landing != nullptr && landing == ticket->landing && landing->num_missing > 0 &&
+           !landing->error && !failed_) {
+      pause(lock);
+      spills_.advance();
+    }
+    if (landing != nullptr) {
+      landing->is_prefetch = false;  // asked for before it was there
+    }
+  } catch (const DeviceError& error) {
+    fail("get", error);
+  }
+  const double seconds = watch.seconds();
+  stats_.stall_seconds += seconds;
+  stats_.num_late += seconds >= kLateSeconds ? 1 : 0;
+  ticket->timing->add_stall(seconds);
 }
 
 bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst,
@@ -187,168 +284,51 @@ bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std:
     return false;
   }
   settle(releases);
-  if (failed_) {
-    throw DeviceError("load: an earlier device call failed: " + stats_.last_error +
-                      ". The offloaded bytes cannot be brought back.");
-  }
+  check_working("load");
   const DeviceScope scope(backend_.get(), ticket->device);
   if (captures(allocated_on, "load")) {
     throw DeviceError("load: the stream is being captured: reload before capture.");
   }
-  try {  // line 11
-    const Stream in = backend_->side(ticket->device, side);
-    if (config_.rules.load_waits_for_allocation) {
-      backend_->wait(in, backend_->record(allocated_on));
-    }
-    if (config_.rules.reload_waits_for_write_out) {
-      backend_->wait(in, ticket->last[index(Side::kOut)]);
-    }
-    backend_->copy_in(in, dst, ticket->slot);
-    ticket->last[index(side)] = backend_->record(in);
-    ticket->landing = std::make_unique<Landing>(Landing{keep, ticket->last[index(side)], {}});
+  auto landing = std::make_shared<Landing>();
+  landing->keep = keep;
+  landing->home = allocated_on;
+  landing->is_prefetch = side == Side::kIn;
+  try {
+    begin_load(ticket.get(), landing, dst, side);
   } catch (const DeviceError& error) {
     fail("load", error);
-    stranded_.push_back({keep, ticket->bytes, nullptr});
+    landing->is_abandoned = true;
+    stranded_.push_back({keep, ticket->bytes, allocated_on, nullptr});
     stats_.stranded_bytes += ticket->bytes;
     return true;  // the reference is ours: the next get raises
   }
+  ticket->landing = std::move(landing);
   stats_.reloaded_bytes += ticket->bytes;
   return true;
 }
 
-void DeviceEngine::unload(const DeviceTicketPtr& ticket, Releases* releases) {
-  fork_guard_.check("unload");
-  const Lock lock(calls_);
-  settle(releases);
-  bury_landing(ticket.get(), releases);
-}
-
-void DeviceEngine::drop(const DeviceTicketPtr& ticket, Releases* releases) noexcept {
-  if (fork_guard_.forked()) {
+// Line 11, and for pieces line 18.
+void DeviceEngine::begin_load(DeviceTicket* ticket, const LandingPtr& landing, std::uintptr_t dst,
+                              Side side) {
+  landing->in = backend_->side(ticket->device, side);
+  if (config_.rules.load_waits_for_allocation) {
+    backend_->wait(landing->in, backend_->record(landing->home));
+  }
+  if (!ticket->pieces.empty()) {
+    spills_.load(ticket->pieces, landing, dst, side == Side::kUrgent);
+    spills_.advance();
+    wake();
     return;
   }
-  {
-    const std::lock_guard<std::mutex> lock(dropped_mutex_);
-    dropped_.push_back(ticket);
+  if (config_.rules.reload_waits_for_write_out) {
+    backend_->wait(landing->in, ticket->last[index(Side::kOut)]);
   }
-  // Whoever holds `calls_` may be in the middle of device calls: then the next call buries it.
-  const Lock lock(calls_, std::try_to_lock);
-  if (lock.owns_lock()) {
-    bury_dropped(releases);
+  for (const Segment& segment : ticket->slot.segments()) {
+    backend_->copy_in(landing->in, dst, segment);
+    dst += segment.bytes;
   }
-}
-
-void DeviceEngine::bury_dropped(Releases* releases) {
-  std::vector<DeviceTicketPtr> dropped;
-  {
-    const std::lock_guard<std::mutex> lock(dropped_mutex_);
-    dropped.swap(dropped_);
-  }
-  for (const DeviceTicketPtr& ticket : dropped) {
-    if (!std::exchange(ticket->dropped, true)) {
-      bury(ticket.get(), releases);
-    }
-  }
-}
-
-// Lines 12, 13. The flight stays in fly_ until its copy has passed; it counts toward the window.
-void DeviceEngine::bury(DeviceTicket* ticket, Releases* releases) {
-  --stats_.num_live;
-  bury_landing(ticket, releases);
-  if (ticket->flight != nullptr && !config_.rules.source_outlives_dropped_ticket) {
-    release(ticket->flight.get(), releases);
-  }
-  ticket->flight = nullptr;
-  if (failed_) {
-    stranded_slots_.push_back(std::move(ticket->slot));
-    stats_.stranded_bytes += ticket->bytes;
-    return;
-  }
-  Fences fences;
-  for (EventPtr& last : ticket->last) {
-    if (last != nullptr) {
-      fences.push_back(std::move(last));
-    }
-  }
-  slots_.give(std::move(ticket->slot), std::move(fences));
-}
-
-void DeviceEngine::bury_landing(DeviceTicket* ticket, Releases* releases) {
-  const std::unique_ptr<Landing> landing = std::move(ticket->landing);
-  if (landing == nullptr) {
-    return;
-  }
-  if (landing->waited.empty() && config_.rules.unread_prefetch_outlives_copy) {
-    graveyard_.push_back({landing->keep, ticket->bytes, landing->h2d});
-    stats_.graveyard_bytes += ticket->bytes;
-  } else {
-    releases->push_back({landing->keep, {}});
-  }
-}
-
-void DeviceEngine::poll(Releases* releases) {
-  fork_guard_.check("poll");
-  const Lock lock(calls_);
-  settle(releases);
-}
-
-// Lines 5 and 13.
-void DeviceEngine::settle(Releases* releases) {
-  bury_dropped(releases);
-  if (failed_) {
-    return;
-  }
-  try {
-    for (auto& [device, fly] : fly_) {
-      if (fly.flights.empty()) {
-        continue;
-      }
-      const DeviceScope scope(backend_.get(), device);
-      while (!fly.flights.empty() && backend_->passed(fly.flights.front()->d2h)) {
-        const std::shared_ptr<Flight> oldest = std::move(fly.flights.front());
-        fly.flights.pop_front();
-        fly.bytes -= oldest->bytes;
-        release(oldest.get(), releases);
-      }
-    }
-    for (auto grave = graveyard_.begin(); grave != graveyard_.end();) {
-      if (!backend_->passed(grave->last)) {
-        ++grave;
-        continue;
-      }
-      stats_.graveyard_bytes -= grave->bytes;
-      releases->push_back({grave->keep, {}});
-      grave = graveyard_.erase(grave);
-    }
-    slots_.settle();
-  } catch (const DeviceError& error) {
-    fail("query", error);
-  }
-}
-
-bool DeviceEngine::captures(Stream stream, const char* what) {
-  try {
-    return backend_->capturing(stream);
-  } catch (const DeviceError& error) {
-    fail(what, error);
-    throw;
-  }
-}
-
-void DeviceEngine::fail(const char* what, const std::exception& error) {
-  failed_ = true;
-  stats_.last_error = std::string(what) + ": " + error.what();
-}
-
-DeviceStats DeviceEngine::stats() {
-  fork_guard_.check("stats");
-  const Lock lock(calls_);
-  DeviceStats now = stats_;
-  now.inflight_bytes = 0;
-  for (const auto& [device, fly] : fly_) {
-    now.inflight_bytes += fly.bytes;
-  }
-  return now;
+  landing->h2d = backend_->record(landing->in);
+  ticket->last[index(side)] = landing->h2d;
 }
 
 }  // namespace actckpt

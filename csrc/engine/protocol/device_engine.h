@@ -1,24 +1,28 @@
-// The event protocol: device tensors to host slots and back, in stream order, without host waits.
+// The event protocol: device tensors to host memory and back, in stream order, without host waits.
 //
-// Contract: put, get, load, drop are lines 1-15 of the protocol in docs/engine_protocol; comments
-// cite them. D, H and U are the device's write-out, load and urgent-load streams, S the stream that
-// is current in the calling thread. No call waits for the device.
+// Contract: put, get, load, drop are the lines of README.md here; comments cite them. D, H and U
+// are the device's write-out, load and urgent-load streams, S the stream that is current in the
+// calling thread. Pinned memory comes first; where it is full, the tiers below it, in their order.
+// No call waits for the device or a worker but `put` with `must`, where bounce buffers are short,
+// and `wait`; both are counted.
 //  - The caller allocates destinations and does what only the framework can: for each Release it
 //    calls record_stream(use) on the object for every use and then drops it; for a Got with
 //    `record_stream`, it calls record_stream(S) on the object before using it.
-//  - Sources in flight on a device exceed `window_bytes` by at most one tensor.
+//  - What is held on a device only because a copy runs (sources, and destinations that nobody
+//    read) exceeds `window_bytes` by at most one tensor.
 //  - After a failed device call nothing is recycled any more: put keeps, get of what is not on the
 //    device raises, and what may be in use stays allocated (line 15).
 // Thread rule: any thread; calls are serialised. `drop` never waits and makes no device call; it
 // may run in the garbage collector. No lock is held while references are dropped: the caller does
-// that.
+// that. `advance` is for workers: it hands nothing back.
 // Ownership: KeepAlives come back in Releases, exactly once, but for those line 15 strands.
 
 #pragma once
 
-#include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -31,10 +35,11 @@
 #include "engine/protocol/backend.h"
 #include "engine/protocol/rules.h"
 #include "engine/protocol/slots.h"
+#include "engine/protocol/spills.h"
+#include "engine/protocol/stream_waits.h"
+#include "engine/timing.h"
 
 namespace actckpt {
-
-using Uses = std::vector<Stream>;
 
 struct Release {
   KeepAlive keep;
@@ -46,15 +51,9 @@ using Releases = std::vector<Release>;
 struct Flight {
   KeepAlive keep;  // null once released
   std::uint64_t bytes;
+  EventPtr ready;  // the source was written
   EventPtr d2h;
   Uses uses;
-};
-
-// A destination.
-struct Landing {
-  KeepAlive keep;
-  EventPtr h2d;
-  Uses waited;  // streams that wait for h2d
 };
 
 struct DeviceTicket {
@@ -62,34 +61,63 @@ struct DeviceTicket {
   std::uint64_t bytes = 0;
   Stream put_stream{0, 0};
   Block slot;
+  Pieces pieces;             // below pinned memory; then there is no slot
+  bool is_below = false;     // pieces were cut; also after they are gone
+  std::size_t tier = 0;      // of the pieces
   EventPtr last[kNumSides];  // the slot's last event on each side stream
   std::shared_ptr<Flight> flight;
-  std::unique_ptr<Landing> landing;
+  LandingPtr landing;
+  TimingPtr timing = std::make_shared<Timing>();
   bool dropped = false;
 };
 using DeviceTicketPtr = std::shared_ptr<DeviceTicket>;
 
-// kKeptStranded: a device call of this put failed; the engine holds `keep` for good, since the copy
-// may be running, and the caller keeps the tensor as well. kKeptFailed: an earlier call failed.
-enum class PutOutcome { kTaken, kKeptCapturing, kKeptFull, kKeptFailed, kKeptStranded };
+// kKeptFull: no tier has room. kKeptBusy: no bounce buffer is free now, and the caller does not
+// want to wait. kKeptBehind: copies lag by a window, likewise. kKeptStranded: a device call of this
+// put failed; the copy may be running. kKeptFailed: an earlier call failed.
+enum class PutOutcome {
+  kTaken,
+  kKeptCapturing,
+  kKeptFull,
+  kKeptBusy,
+  kKeptBehind,
+  kKeptFailed,
+  kKeptStranded
+};
+
+struct PutOptions {
+  bool must = true;           // wait for a bounce buffer, and go on where copies lag
+  std::size_t num_tiers = 2;  // how many tiers below pinned memory may be used
+};
 
 struct Put {
   PutOutcome outcome;
-  DeviceTicketPtr ticket;  // null unless kTaken
+  DeviceTicketPtr ticket;           // null unless kTaken
+  bool holds_keep = false;          // the engine took `keep`, also where the tensor is kept
 };
 
-enum class GotKind { kSource, kDestination, kNeedsLoad };
+enum class GotKind { kSource, kDestination, kNeedsLoad, kBusy };
 
 struct Got {
   GotKind kind;
-  KeepAlive keep;      // borrowed until the ticket's next call; null for kNeedsLoad
+  KeepAlive keep;      // borrowed until the ticket's next call; null for kNeedsLoad and kBusy
   bool record_stream;  // on `keep`, for the stream of the get
 };
 
 struct DeviceConfig {
   std::uint64_t window_bytes = std::uint64_t{256} << 20;
   ProtocolRules rules;
+  SpillSettings spill;
 };
+
+// What lies below pinned memory, in the order of use.
+struct Below {
+  std::vector<std::shared_ptr<Tier>> tiers;
+  SlabRegistrar* registrar = nullptr;  // pins bounce buffers; must outlive the engine
+  std::function<void()> wake;          // something is on its way: call `advance` until it is not
+};
+
+inline constexpr std::size_t kMaxTiers = 2;
 
 struct DeviceStats {
   std::uint64_t num_puts = 0;
@@ -103,76 +131,123 @@ struct DeviceStats {
   std::uint64_t num_revived = 0;
   std::uint64_t num_early_releases = 0;
   std::uint64_t num_kept_full = 0;
+  std::uint64_t num_kept_busy = 0;
+  std::uint64_t num_kept_behind = 0;
   std::uint64_t num_kept_capturing = 0;
   std::uint64_t num_kept_failed = 0;
+  std::uint64_t num_tier_puts[kMaxTiers] = {};
+  std::uint64_t tier_bytes[kMaxTiers] = {};  // of live tickets
+  std::uint64_t peak_tier_bytes = 0;         // all tiers
+  std::uint64_t bounce_bytes = 0;            // pinned for bounce buffers
+  std::uint64_t num_prefetched = 0;          // reloads that were on their way when asked for
+  std::uint64_t num_late = 0;                // waits of kLateSeconds or more
+  double stall_seconds = 0.0;                // of streams and callers
+  std::uint64_t num_host_waits = 0;          // of puts with `must`
+  double host_wait_seconds = 0.0;            // contained in stall_seconds
+  SpillCounts spill;
   std::string last_error;
 };
 
 class DeviceEngine {
  public:
-  DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool,
-               const DeviceConfig& config);
+  using Lock = std::unique_lock<std::mutex>;
+  // How a caller waits: returns soon, whether or not anything has changed. Null: sleeps until a
+  // worker has moved something on. Tests drive a simulated machine here.
+  using Pause = std::function<void(Lock&)>;
 
-  // Copies bytes at `src` to a slot. Takes `keep` only if the outcome is kTaken or
-  // kKeptStranded.
+  DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool,
+               const DeviceConfig& config, Below below = {}, Pause pause = nullptr);
+
+  // Copies bytes at `src` away. Takes `keep` only if the result says so.
   Put put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep,
-          Releases* releases);
+          const PutOptions& options, Releases* releases);
 
   // Another stream of the program uses the ticket's source (line 2).
   void use(const DeviceTicketPtr& ticket, Stream stream);
 
-  // Lines 7-10. kNeedsLoad: allocate on `stream`, `load` with urgent = true, get again.
+  // Lines 7-10. kNeedsLoad: allocate on `stream`, `load` with urgent = true, get again. kBusy:
+  // `wait`, get again. Throws what a fetch left, once: the next load tries again.
   Got get(const DeviceTicketPtr& ticket, Stream stream, Releases* releases);
+
+  // Until the ticket's load is in its stream's hands, or failed.
+  void wait(const DeviceTicketPtr& ticket);
 
   // Line 11. `dst` was allocated on stream `allocated_on`. False, and `keep` is not taken, if
   // source or destination is there already.
   bool load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst, KeepAlive keep,
             Side side, Releases* releases);
 
-  // Line 14: lets go of the destination; the slot stays.
+  // Line 14: lets go of the destination; the bytes stay where they are.
   void unload(const DeviceTicketPtr& ticket, Releases* releases);
 
-  // Lines 12, 13. Idempotent.
+  // Lines 12, 13, 19. Idempotent.
   void drop(const DeviceTicketPtr& ticket, Releases* releases) noexcept;
 
   // Releases what has passed.
   void poll(Releases* releases);
 
+  // Moves on what workers have finished; true while anything is on its way. Called by workers.
+  bool advance() noexcept;
+
+  // No device call from now on; whoever waits is told.
+  void close() noexcept;
+
   DeviceStats stats();
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
-
   struct Grave {
     KeepAlive keep;
     std::uint64_t bytes;
+    Stream home;
     EventPtr last;
   };
   struct Fly {
     std::deque<std::shared_ptr<Flight>> flights;
-    std::uint64_t bytes = 0;
+    std::list<Grave> graves;
+    std::uint64_t flight_bytes = 0;
+    std::uint64_t grave_bytes = 0;
+    std::uint64_t bytes() const { return flight_bytes + grave_bytes; }
   };
 
+  Put begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket, KeepAlive keep,
+                const PutOptions& options, Releases* releases);
+  PutOutcome put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket,
+                       const PutOptions& options);
+  bool write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ticket);
+  void pause(Lock& lock);
+  void wake();
   void settle(Releases* releases);
+  void settle_device(int device, Fly* fly, Releases* releases);
   void bury_dropped(Releases* releases);
   void bury(DeviceTicket* ticket, Releases* releases);
   void bury_landing(DeviceTicket* ticket, Releases* releases);
   void release(Flight* flight, Releases* releases);
-  void write_out(DeviceTicket* ticket, std::uintptr_t src, Stream stream, const Fences& fences);
-  void shrink_window(int device, Stream stream, Releases* releases);
+  void write_out(DeviceTicket* ticket, std::uintptr_t src, const Fences& fences);
+  bool lags(int device, std::uint64_t bytes);
+  void launch(const DeviceTicketPtr& ticket);
+  void shrink_window(const DeviceTicket& ticket, Releases* releases);
+  void shrink_graves(Fly* fly, Releases* releases);
+  void begin_load(DeviceTicket* ticket, const LandingPtr& landing, std::uintptr_t dst, Side side);
+  Got get_landing(DeviceTicket* ticket, Stream stream, Releases* releases);
+  void check_working(const char* what) const;
   bool captures(Stream stream, const char* what);
   void fail(const char* what, const std::exception& error);
 
   const std::shared_ptr<Backend> backend_;
   const DeviceConfig config_;
+  const Pause pause_;
+  const std::function<void()> wake_;
   const ForkGuard fork_guard_;
 
   std::mutex calls_;  // serialises the protocol; held across device calls, never across Python
+  std::condition_variable moved_;
   Slots slots_;
+  Spills spills_;
+  StreamWaits waits_;
   std::map<int, Fly> fly_;
-  std::list<Grave> graveyard_;
   std::vector<Grave> stranded_;
   std::vector<Block> stranded_slots_;
+  std::vector<Pieces> stranded_pieces_;
   bool failed_ = false;
   DeviceStats stats_;
 

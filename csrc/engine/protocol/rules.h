@@ -18,6 +18,15 @@ struct ProtocolRules {
   bool reload_waits_for_write_out = true;         // line 11: H waits for d2h
   bool source_outlives_dropped_ticket = true;     // line 13
   bool unread_prefetch_outlives_copy = true;      // line 13
+  bool home_waits_for_early_grave = true;         // line 13
+  // Lines 16-19: what passes through bounce buffers.
+  bool bounce_owner_waits = true;           // 16: D waits for the buffer's last events
+  bool drain_waits_for_write_out = true;    // 17: a worker reads only what D has written
+  bool bounce_waits_for_drain = true;       // 17: the buffer is kept until the tier has the bytes
+  bool failed_drain_keeps_bytes = true;     // 17: where the write failed, the buffer has them
+  bool fill_waits_for_bounce = true;        // 18: a worker writes only what H has read
+  bool reload_waits_for_fill = true;        // 18: H copies only what a worker has filled
+  bool place_outlives_dropped_haul = true;  // 19: a tier's space is kept while a worker is in it
 };
 
 struct NamedRule {
@@ -37,6 +46,14 @@ inline constexpr NamedRule kNamedRules[] = {
     {"reload_waits_for_write_out", &ProtocolRules::reload_waits_for_write_out},
     {"source_outlives_dropped_ticket", &ProtocolRules::source_outlives_dropped_ticket},
     {"unread_prefetch_outlives_copy", &ProtocolRules::unread_prefetch_outlives_copy},
+    {"home_waits_for_early_grave", &ProtocolRules::home_waits_for_early_grave},
+    {"bounce_owner_waits", &ProtocolRules::bounce_owner_waits},
+    {"drain_waits_for_write_out", &ProtocolRules::drain_waits_for_write_out},
+    {"bounce_waits_for_drain", &ProtocolRules::bounce_waits_for_drain},
+    {"failed_drain_keeps_bytes", &ProtocolRules::failed_drain_keeps_bytes},
+    {"fill_waits_for_bounce", &ProtocolRules::fill_waits_for_bounce},
+    {"reload_waits_for_fill", &ProtocolRules::reload_waits_for_fill},
+    {"place_outlives_dropped_haul", &ProtocolRules::place_outlives_dropped_haul},
 };
 
 }  // namespace actckpt

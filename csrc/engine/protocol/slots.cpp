@@ -5,15 +5,15 @@
 
 namespace actckpt {
 
-bool Slots::all_passed(Fences* fences) {
+bool drop_passed(Backend* backend, Fences* fences) {
   fences->erase(std::remove_if(fences->begin(), fences->end(),
-                               [&](const EventPtr& fence) { return backend_->passed(fence); }),
+                               [&](const EventPtr& fence) { return backend->passed(fence); }),
                 fences->end());
   return fences->empty();
 }
 
 void Slots::settle() {
-  while (!cooling_.empty() && all_passed(&cooling_.front().fences)) {
+  while (!cooling_.empty() && drop_passed(backend_, &cooling_.front().fences)) {
     cooling_.pop_front();
   }
 }
@@ -34,7 +34,7 @@ std::optional<Block> Slots::take(std::size_t bytes, Fences* fences) {
   if (!slot.has_value()) {
     slot = pool_->try_allocate(bytes);
   }
-  all_passed(&unpassed_);  // see NOTE [Unpassed fences]
+  drop_passed(backend_, &unpassed_);  // see NOTE [Unpassed fences]
   fences->insert(fences->end(), unpassed_.begin(), unpassed_.end());
   return slot;
 }

@@ -25,6 +25,9 @@ namespace actckpt {
 
 using Fences = std::vector<EventPtr>;
 
+// Forgets the events that the host sees have passed; true if none is left.
+bool drop_passed(Backend* backend, Fences* fences);
+
 class Slots {
  public:
   Slots(std::shared_ptr<Pool> pool, Backend* backend, const ProtocolRules& rules)
@@ -42,7 +45,6 @@ class Slots {
     Block slot;
     Fences fences;
   };
-  bool all_passed(Fences* fences);
 
   const std::shared_ptr<Pool> pool_;
   Backend* const backend_;

@@ -8,6 +8,7 @@
 
 #include "engine/errors.h"
 #include "engine/host/host_engine.h"
+#include "engine/protocol/device_engine.h"
 #include "engine/python/bindings.h"
 
 namespace actckpt::python {
@@ -32,6 +33,7 @@ class TicketHandle {
   ~TicketHandle() { drop(); }
 
   std::size_t nbytes() const { return ticket_->bytes; }
+  TimingPtr timing() const { return ticket_->timing; }
 
   // Keeps the GIL: a leaf lock. So nobody can drop the reference before it is counted here.
   py::object look(bool* busy) {
@@ -105,21 +107,27 @@ class TicketHandle {
   const TicketPtr ticket_;
 };
 
-std::unique_ptr<TicketHandle> put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes,
-                                  const std::shared_ptr<ByteStore>& store, const py::object& keep) {
+py::object put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes,
+               const std::shared_ptr<ByteStore>& store, const py::object& keep, bool must) {
   Reference reference(keep);
+  double waited = 0.0;
   for (;;) {
     Released released;
     TicketPtr ticket = engine->try_put(to_pointer(ptr), nbytes, store, reference.get(), &released);
     if (ticket != nullptr) {
       reference.commit();
+      ticket->timing->add_stall(waited);
       auto handle = std::make_unique<TicketHandle>(engine, std::move(ticket));
       drop_references(released);
-      return handle;
+      return py::cast(std::move(handle));
     }
     drop_references(released);
+    if (!must) {
+      engine->count_kept_busy();
+      return py::cast(PutOutcome::kKeptBusy);
+    }
     const py::gil_scoped_release no_gil;
-    engine->make_room(nbytes);
+    waited += engine->make_room(nbytes);
   }
 }
 
@@ -165,6 +173,8 @@ void bind_stats(py::module_& module) {
       .def_readonly("num_prefetched", &HostStats::num_prefetched)
       .def_readonly("num_late", &HostStats::num_late)
       .def_readonly("num_failed_writes", &HostStats::num_failed_writes)
+      .def_readonly("num_full_writes", &HostStats::num_full_writes)
+      .def_readonly("num_kept_busy", &HostStats::num_kept_busy)
       .def_readonly("kept_bytes", &HostStats::kept_bytes)
       .def_readonly("stall_seconds", &HostStats::stall_seconds)
       .def_readonly("last_error", &HostStats::last_error);
@@ -188,13 +198,15 @@ void bind_host(py::module_& module) {
       .def("load", &TicketHandle::load, py::arg("ptr"), py::arg("keep"))
       .def("unload", &TicketHandle::unload)
       .def("drop", &TicketHandle::drop)
+      .def_property_readonly("timing", &TicketHandle::timing)
       .def_property_readonly("nbytes", &TicketHandle::nbytes);
 
   py::class_<HostEngine, EnginePtr>(module, "HostEngine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("num_workers") = HostConfig().num_workers,
            py::arg("window_bytes") = HostConfig().window_bytes)
       // Keeps the GIL; releases it while the window is full.
-      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("store"), py::arg("keep"))
+      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("store"), py::arg("keep"),
+           py::kw_only(), py::arg("must") = true)
       // Keeps the GIL: a leaf lock.
       .def("poll",
            [](HostEngine& self) {
@@ -202,6 +214,8 @@ void bind_host(py::module_& module) {
              self.collect(&released);
              drop_references(released);
            })
+      // Keeps the GIL: no lock.
+      .def_property_readonly("num_failed_writes", &HostEngine::num_failed_writes)
       // Release the GIL: wait.
       .def("flush", &HostEngine::flush, NoGil())
       .def("shutdown", &HostEngine::shutdown, NoGil())

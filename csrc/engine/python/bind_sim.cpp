@@ -23,13 +23,31 @@ class MockCuda {
     world_.set_eagerness(0);
   }
 
+  // Workers' jobs run where somebody waits, and in `_work`.
   std::shared_ptr<DeviceHandle> engine(std::uint64_t limit_bytes, std::uint64_t window_bytes,
-                                       const py::object& release) {
-    PoolConfig pool;
-    pool.limit_bytes = limit_bytes;
+                                       const py::object& release, std::uint64_t pageable_limit,
+                                       std::shared_ptr<SpillFile> file,
+                                       std::uint64_t bounce_bytes, std::uint64_t buffer_bytes) {
+    HandleSettings settings;
+    settings.pool.limit_bytes = limit_bytes;
+    settings.window_bytes = window_bytes;
+    settings.pageable_limit_bytes = pageable_limit;
+    settings.file = std::move(file);
+    settings.bounce_bytes = bounce_bytes;
+    settings.buffer_bytes = buffer_bytes;
+    settings.num_workers = 0;
     auto backend = std::make_shared<cuda::CudaBackend>(driver_.table());
     backend_ = backend;
-    return std::make_shared<DeviceHandle>(backend, pool, window_bytes, release);
+    auto handle = std::make_shared<DeviceHandle>(
+        backend, settings, release, [this](DeviceEngine::Lock& lock) {
+          world_.drain();
+          const auto waited_for = handle_.lock();
+          lock.unlock();
+          waited_for->work();
+          lock.lock();
+        });
+    handle_ = handle;
+    return handle;
   }
   void close() { backend_->close(); }
   void drain() { world_.drain(); }
@@ -39,13 +57,16 @@ class MockCuda {
   sim::World world_;
   sim::MockDriver driver_;
   std::shared_ptr<cuda::CudaBackend> backend_;
+  std::weak_ptr<DeviceHandle> handle_;
 };
 
 void bind_mock(py::module_& module) {
   py::class_<MockCuda>(module, "MockCuda")
       .def(py::init<>())
       .def("engine", &MockCuda::engine, py::kw_only(), py::arg("limit_bytes"),
-           py::arg("window_bytes"), py::arg("release"), py::keep_alive<0, 1>())
+           py::arg("window_bytes"), py::arg("release"), py::arg("pageable_limit") = 0,
+           py::arg("spill_file") = nullptr, py::arg("bounce_bytes") = 0,
+           py::arg("buffer_bytes") = SpillSettings().buffer_bytes, py::keep_alive<0, 1>())
       .def("drain", &MockCuda::drain)
       .def("close", &MockCuda::close)
       .def("fail_at",
@@ -69,6 +90,7 @@ void bind_sim(py::module_& module) {
       .def_readonly("num_leaked", &sim::Report::num_leaked)
       .def_readonly("num_errors", &sim::Report::num_errors)
       .def_readonly("num_faults", &sim::Report::num_faults)
+      .def_readonly("num_failed_gets", &sim::Report::num_failed_gets)
       .def_readonly("races", &sim::Report::races)
       .def_readonly("stats", &sim::Report::stats);
   sim.def("rules", [] {

@@ -12,7 +12,9 @@ void bind_errors(py::module_& module) {
   const auto& base = py::register_exception<EngineError>(module, "EngineError", PyExc_RuntimeError);
   // Later registrations are tried first, so each class reaches Python as itself.
   py::register_exception<HostPoolFullError>(module, "HostPoolFullError", base);
-  py::register_exception<SpillWriteError>(module, "SpillWriteError", base);
+  const auto& write =
+      py::register_exception<SpillWriteError>(module, "SpillWriteError", base);
+  py::register_exception<SpillFullError>(module, "SpillFullError", write);
   py::register_exception<SpillReadError>(module, "SpillReadError", base);
   py::register_exception<ForkedError>(module, "ForkedError", base);
   py::register_exception<ClosedError>(module, "ClosedError", base);

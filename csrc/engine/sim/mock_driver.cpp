@@ -87,11 +87,12 @@ struct MockCalls {
     if (current->fails()) {
       return current->failure_;
     }
-    if (flags != cuda::kEventDisableTiming) {
-      current->fault("an event with timing");
+    if (flags != cuda::kEventDisableTiming && flags != cuda::kEventDefault) {
+      current->fault("an event with flags of no use");
     }
     current->events_.push_back(std::make_unique<MockDriver::Event>());
     current->events_.back()->device = current->stack_.back();
+    current->events_.back()->is_timed = flags == cuda::kEventDefault;
     *event = current->events_.back().get();
     return 0;
   }
@@ -119,6 +120,21 @@ struct MockCalls {
     }
     const int recorded = static_cast<MockDriver::Event*>(event)->recorded;
     return recorded < 0 || current->world_->passed(recorded) ? 0 : cuda::kErrorNotReady;
+  }
+  // One operation of the machine takes a millisecond.
+  static cuda::Result event_elapsed(float* milliseconds, void* first, void* second) {
+    if (current->fails()) {
+      return current->failure_;
+    }
+    const auto* const begin = static_cast<MockDriver::Event*>(first);
+    const auto* const end = static_cast<MockDriver::Event*>(second);
+    if (!begin->is_timed || !end->is_timed || begin->recorded < 0 || end->recorded < 0) {
+      current->fault("the time of an event without timing");
+      return kInvalidContext;
+    }
+    *milliseconds = static_cast<float>(current->world_->time_of(end->recorded) -
+                                       current->world_->time_of(begin->recorded));
+    return 0;
   }
   static cuda::Result copy_to_host(void* dst, unsigned long long src, std::size_t bytes,
                                    void* stream) {
@@ -190,6 +206,7 @@ const cuda::Driver* MockDriver::table() const {
     d.event_create = &MockCalls::event_create;
     d.event_record = &MockCalls::event_record;
     d.event_query = &MockCalls::event_query;
+    d.event_elapsed = &MockCalls::event_elapsed;
     d.copy_to_host = &MockCalls::copy_to_host;
     d.copy_to_device = &MockCalls::copy_to_device;
     d.host_register = &MockCalls::host_register;

@@ -46,6 +46,7 @@ class MockDriver {
   friend struct MockCalls;
   struct Event {
     int device;
+    bool is_timed = false;
     int recorded = -1;
   };
   bool fails();

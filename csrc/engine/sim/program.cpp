@@ -121,10 +121,11 @@ Program::SavedPtr Program::save(const TensorPtr& tensor, int queue) {
   }
   Releases releases;
   const KeepAlive keep = to_keep(tensor);
+  const PutOptions options{world_->chance(0.5), world_->below(kMaxTiers + 1)};
   const Put put = engine_->put(tensor->span.address, tensor->span.num_cells * kCellBytes, stream,
-                               keep, &releases);
+                               keep, options, &releases);
   finish(&releases);
-  if (put.outcome != PutOutcome::kTaken && put.outcome != PutOutcome::kKeptStranded) {
+  if (!put.holds_keep) {
     delete static_cast<TensorPtr*>(keep);
   }
   auto saved = std::make_shared<Saved>(this, put.ticket, tensor);
@@ -177,6 +178,10 @@ TensorPtr Program::unpack(Saved* saved, int queue) {
     Got got{GotKind::kNeedsLoad, nullptr, false};
     try {
       got = engine_->get(saved->ticket, stream, &releases);
+    } catch (const SpillReadError&) {
+      finish(&releases);
+      ++num_failed_gets_;
+      continue;
     } catch (...) {
       finish(&releases);
       throw;
@@ -189,7 +194,11 @@ TensorPtr Program::unpack(Saved* saved, int queue) {
       }
       return tensor;
     }
-    reload(saved, stream, Side::kUrgent);
+    if (got.kind == GotKind::kBusy) {
+      engine_->wait(saved->ticket);
+    } else {
+      reload(saved, stream, Side::kUrgent);
+    }
   }
 }
 
@@ -289,7 +298,7 @@ bool Program::backward(Graph* graph) {
   return --graph->num_passes > 0;
 }
 
-Report Program::run(const Pool& pool) {
+Report Program::run(const Pool& pool, const std::vector<std::shared_ptr<SimTier>>& tiers) {
   for (std::uint64_t steps = 20 + world_->below(60); steps > 0; --steps) {
     if (graphs_.empty() || world_->chance(0.08)) {
       graphs_.push_back(Graph());
@@ -311,7 +320,7 @@ Report Program::run(const Pool& pool) {
   graphs_.clear();
   alive_.clear();
   Releases releases;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 5; ++i) {
     world_->drain();
     engine_->poll(&releases);
     finish(&releases);
@@ -323,7 +332,12 @@ Report Program::run(const Pool& pool) {
   report.num_races = world_->checker().num_races();
   report.races = world_->checker().descriptions();
   report.num_wrong = world_->num_wrong();
-  report.num_leaked = allocator_.num_live() + report.stats.num_live + pool.stats().num_blocks;
+  report.num_failed_gets = num_failed_gets_;
+  report.num_leaked = allocator_.num_live() + report.stats.num_live + pool.stats().num_blocks +
+                      report.stats.spill.stuck_bytes;
+  for (const auto& tier : tiers) {
+    report.num_leaked += tier->num_live();
+  }
   return report;
 }
 

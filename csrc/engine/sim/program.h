@@ -4,7 +4,7 @@
 // streams and devices, saves inputs before and outputs after their kernels, saves one tensor for
 // several nodes, keeps several graphs alive and runs their backwards interleaved, reads on other
 // streams than it saved on, goes through some graphs twice, prefetches what it will and will not
-// read, and abandons graphs in the middle. So every race, wrong value or leak is the protocol's.
+// read, abandons graphs in the middle, and tries again where a tier gives no bytes. So every race, wrong value or leak is the protocol's.
 // Thread rule: one thread. Ownership: borrows the world, shares the engine.
 
 #pragma once
@@ -16,6 +16,7 @@
 
 #include "engine/protocol/device_engine.h"
 #include "engine/sim/allocator.h"
+#include "engine/sim/sim_tier.h"
 #include "engine/sim/world.h"
 
 namespace actckpt::sim {
@@ -26,6 +27,7 @@ struct Report {
   std::uint64_t num_leaked = 0;  // tensors, tickets and slots left at the end
   std::uint64_t num_errors = 0;  // device errors that reached the program
   std::uint64_t num_faults = 0;  // what the mock driver objects to
+  std::uint64_t num_failed_gets = 0;  // a tier gave no bytes; the program tried again
   std::vector<std::string> races;
   DeviceStats stats;
 };
@@ -47,7 +49,7 @@ class Program {
   Program(Machine machine, std::shared_ptr<DeviceEngine> engine);
 
   // Runs the program to its end and returns what was found. Call once.
-  Report run(const Pool& pool);
+  Report run(const Pool& pool, const std::vector<std::shared_ptr<SimTier>>& tiers);
 
  private:
   struct Saved;
@@ -87,6 +89,7 @@ class Program {
   std::vector<std::pair<std::weak_ptr<Tensor>, std::weak_ptr<Saved>>> known_;
   std::uint64_t next_value_ = 1;
   std::uint64_t num_errors_ = 0;
+  std::uint64_t num_failed_gets_ = 0;
 };
 
 }  // namespace actckpt::sim

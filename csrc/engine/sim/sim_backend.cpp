@@ -63,20 +63,14 @@ void SimBackend::wait(Stream stream, const EventPtr& event) {
 
 bool SimBackend::passed(const EventPtr& event) { return world_->passed(id_of(event)); }
 
-void SimBackend::copy_out(Stream stream, const Block& slot, std::uintptr_t src) {
-  for (const Segment& segment : slot.segments()) {
-    const Span host = span_of(segment);
-    world_->copy(queue_of(stream), host, {src, host.num_cells}, "write-out");
-    src += segment.bytes;
-  }
+void SimBackend::copy_out(Stream stream, const Segment& host, std::uintptr_t src) {
+  const Span span = span_of(host);
+  world_->copy(queue_of(stream), span, {src, span.num_cells}, "write-out");
 }
 
-void SimBackend::copy_in(Stream stream, std::uintptr_t dst, const Block& slot) {
-  for (const Segment& segment : slot.segments()) {
-    const Span host = span_of(segment);
-    world_->copy(queue_of(stream), {dst, host.num_cells}, host, "reload");
-    dst += segment.bytes;
-  }
+void SimBackend::copy_in(Stream stream, std::uintptr_t dst, const Segment& host) {
+  const Span span = span_of(host);
+  world_->copy(queue_of(stream), {dst, span.num_cells}, span, "reload");
 }
 
 }  // namespace actckpt::sim

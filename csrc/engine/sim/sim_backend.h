@@ -27,8 +27,8 @@ class SimBackend : public Backend {
   EventPtr record(Stream stream) override;
   void wait(Stream stream, const EventPtr& event) override;
   bool passed(const EventPtr& event) override;
-  void copy_out(Stream stream, const Block& slot, std::uintptr_t src) override;
-  void copy_in(Stream stream, std::uintptr_t dst, const Block& slot) override;
+  void copy_out(Stream stream, const Segment& host, std::uintptr_t src) override;
+  void copy_in(Stream stream, std::uintptr_t dst, const Segment& host) override;
 
  private:
   int queue_of(Stream stream) const;

@@ -45,7 +45,7 @@ void World::push(int queue, Operation operation) {
 
 int World::record(int queue) {
   begin(queue);
-  events_.push_back({queues_[static_cast<std::size_t>(queue)].clock, false});
+  events_.push_back({queues_[static_cast<std::size_t>(queue)].clock, false, 0});
   const int event = static_cast<int>(events_.size()) - 1;
   push(queue, {nullptr, -1, event});
   return event;
@@ -125,8 +125,11 @@ bool World::run_one(int queue) {
   if (head.effect) {
     head.effect();
   }
+  ++num_run_;
   if (head.records >= 0) {
-    events_[static_cast<std::size_t>(head.records)].passed = true;
+    EventState& event = events_[static_cast<std::size_t>(head.records)];
+    event.passed = true;
+    event.time = num_run_;
   }
   q.pending.pop_front();
   return true;
@@ -143,6 +146,12 @@ void World::let_adversary_run() {
       run_one(queue);
     }
     steps -= 0.5;
+  }
+}
+
+void World::step() {
+  for (std::uint64_t n = 1 + below(16); n > 0; --n) {
+    run_one(static_cast<int>(below(queues_.size())));
   }
 }
 

@@ -44,6 +44,9 @@ class World {
   int record(int queue);
   void wait(int queue, int event);
   bool passed(int event);  // the host learns of it
+  std::uint64_t time_of(int event) const {  // in operations that ran before it; of passed events
+    return events_[static_cast<std::size_t>(event)].time;
+  }
 
   // Work. A kernel checks that `reads` hold `expected` and writes `values`.
   struct Input {
@@ -56,6 +59,9 @@ class World {
 
   // How many operations run by themselves per host call; 0: none until `drain`.
   void set_eagerness(double steps) { eagerness_ = steps; }
+
+  // Runs a few operations, also of a starved queue: what happens while the host waits.
+  void step();
 
   // Runs everything that can run.
   void drain();
@@ -81,6 +87,7 @@ class World {
   struct EventState {
     Clock clock;
     bool passed = false;
+    std::uint64_t time = 0;
   };
 
   std::uint32_t begin(int queue);
@@ -98,6 +105,7 @@ class World {
   std::unordered_map<std::uint64_t, std::uint64_t> memory_;
   Checker checker_;
   std::uint64_t num_wrong_ = 0;
+  std::uint64_t num_run_ = 0;
 };
 
 }  // namespace actckpt::sim

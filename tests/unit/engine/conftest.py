@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from host_rig import Rig
 
 
 @pytest.fixture
@@ -34,3 +35,8 @@ def wait_until() -> Callable[[Callable[[], bool]], None]:
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     return str(tmp_path)
+
+
+@pytest.fixture
+def rig(folder: str) -> Rig:
+    return Rig(folder)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from actckpt.engine.native import CpuStore, SpillWriteError
-from actckpt.engine.store import Store, Ticket
+from actckpt.engine.native import CpuStore, Kept, SpillWriteError
+from actckpt.engine.store import Store
 
 
 def make(kind: str, folder: Path) -> CpuStore:
@@ -20,7 +20,8 @@ def test_a_tensor_makes_the_round_trip_through_the_protocol(kind: str, tmp_path:
     store: Store = make(kind, tmp_path)
     tensor = torch.randn(300, 300)
     expected = tensor.clone()
-    ticket: Ticket = store.put(tensor.data_ptr(), tensor.nbytes, tensor)
+    ticket = store.put(tensor.data_ptr(), tensor.nbytes, tensor)
+    assert not isinstance(ticket, Kept)
     assert ticket.nbytes == tensor.nbytes
     store.flush()
     store.poll()

@@ -34,10 +34,15 @@ NAMES = [
     (torch._C, "_push_on_torch_function_stack", "goes with _len_torch_function_stack"),
     (torch._C, "_pop_torch_function_stack", "goes with _len_torch_function_stack"),
     (torch.utils._device, "CURRENT_DEVICE", "optional: what torch.get_default_device reads"),
+    (torch.UntypedStorage, "resize_", "optional: public; what it frees is not waited for"),
+    (torch.UntypedStorage, "_share_fd_cpu_", "optional: memory moved to shared memory is not waited for"),
+    (torch.UntypedStorage, "_share_filename_cpu_", "goes with _share_fd_cpu_"),
     (torch.utils.checkpoint, "_enable_checkpoint_early_stop", "optional: set_checkpoint_early_stop does nothing"),
     (torch.utils.checkpoint, "_checkpoint_debug_enabled", "optional: set_checkpoint_debug_enabled does nothing"),
     (torch._C, "_AutoDispatchBelowAutograd", "optional: replay turns grad mode off for operators in place"),
     (torch.utils.checkpoint, "_CachingTorchDispatchMode", "optional: context_fn has torch's limits"),
+    (torch, "_disable_dynamo", "optional: the compiler looks into regions of TransformerEngine"),
+    (torch.Tensor, "_backward_hooks", "required: hooks of parameters must not run twice"),
 ]
 
 
@@ -55,7 +60,7 @@ def test_installed_torch_has_the_sdpa_flag(flag: str) -> None:
 
 
 def test_every_private_name_of_torch_is_checked_here() -> None:
-    public = {"Any", "Callable", "Hooks", "Iterator", "Variable", "contextmanager", "torch"}
+    public = {"Any", "Callable", "Hooks", "Iterator", "Sequence", "Variable", "contextmanager", "torch"}
     functions = {
         "forced_by_context",
         "function_modes",
@@ -63,13 +68,16 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "outer_hooks",
         "replaced_function_modes",
         "selective_policy",
+        "without_tensor_hooks",
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
     assert names == {
+        "FREEING_METHODS",
         "any_autocast_enabled",
         "below_autograd",
         "current_graph_exec_group",
         "current_graph_task_id",
+        "disable_dynamo",
         "num_function_modes",
         "pop_hooks",
         "push_hooks",
@@ -197,3 +205,16 @@ def test_without_queue_callback_values_stay_until_the_graph_goes(without: Callab
 def test_without_graph_exec_groups_regions_are_bit_equal(without: Callable[[str, str], None]) -> None:
     without("current_graph_exec_group", "graph_exec_group")
     _assert_program_is_bit_equal()
+
+
+def test_without_tensor_hooks_a_gradient_does_not_meet_them() -> None:
+    x, y, log = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), []
+    handle = x.register_hook(lambda grad: log.append(1) or grad * 2)
+    product = (x * y).sum()
+    with pytest.raises(KeyError), torch_private.without_tensor_hooks([x, y]):
+        assert torch.equal(torch.autograd.grad(product, x, retain_graph=True)[0], torch.ones(2))
+        raise KeyError
+    assert not log
+    assert torch.equal(torch.autograd.grad(product, x, retain_graph=True)[0], 2 * torch.ones(2)) and log
+    handle.remove()
+    assert torch.equal(torch.autograd.grad(product, x)[0], torch.ones(2))

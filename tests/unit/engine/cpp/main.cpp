@@ -13,6 +13,7 @@
 #include "engine/errors.h"
 #include "engine/host/host_engine.h"
 #include "engine/sim/run.h"
+#include "tier_tests.h"
 
 namespace actckpt {
 namespace {
@@ -244,6 +245,9 @@ int main(int argc, char** argv) {
   test_threads_share_an_engine(folder, true);
   test_threads_share_an_engine(folder, false);
   test_shutdown_during_copies(folder);
+  test_threads_share_tiers(folder);
+  test_threads_over_a_failing_disk(folder);
+  test_close_during_copies(folder);
   test_random_programs(argc > 2 ? std::stoul(argv[2]) : 300);
   std::puts("engine tests passed");
   return 0;

@@ -1,0 +1,247 @@
+"""TransformerEngine's state around the forward and the reruns of a region.
+
+NOTE [ TransformerEngine in regions ]
+
+Rule 1. The flags of a recompute are set as te.checkpoint sets them, and the values before are put back: after a
+        nested region the outer one is still marked, also where the nested one is TransformerEngine's own.
+Rule 2. What modules put aside in a region's forward (their scales, with delayed scaling) is taken out of
+        TransformerEngine's queues and kept with the region. A rerun finds it in queues of its own. So regions may be
+        rerun in any order, several times, or never, and leave nothing behind.
+Rule 3. A region inside an outer one leaves the entries to the outer one too; inside an outer rerun it keeps what
+        its modules took from the outer region's queues. What was put aside inside a te.checkpoint stays in the
+        queues: te.checkpoint will take it.
+Rule 4. Each rerun must take exactly what the forward put aside. All else raises: it would have used other scales.
+        So a rerun does not stop early where there is anything to take.
+Rule 5. The FP8 state is what te.autocast sets, by value, with one level of depth more: an autocast inside the
+        function does not update scales a second time when it ends.
+Rule 6. The generators of the tracker in use are restored without asking. A tracker that holds bytes instead (only
+        before torch had graph-safe generators, or Megatron's own) must be registered or given: TransformerEngine
+        itself knows copies of them only.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from actckpt.errors import TransformerEngineError
+from actckpt.te.state import Internals
+
+__all__ = ["ActiveGenerators", "Provider", "RegionState"]
+
+#: What a module put aside: [amax history, scale].
+_Entry = Any
+
+
+class RegionState:
+    """What a region carries from its forward into its reruns."""
+
+    __slots__ = ("autocast", "entries", "first_module_flags")
+
+    def __init__(self, autocast: tuple[Any, ...]) -> None:
+        self.autocast = autocast
+        #: As a rerun that keeps its graph found them.
+        self.first_module_flags: list[Any] = []
+        #: By place of the queue (Rule 2).
+        self.entries: dict[int, list[_Entry]] = {}
+
+
+class _Queue(deque):  # type: ignore[type-arg]
+    """A module's entries during one rerun."""
+
+    def popleft(self) -> Any:
+        if not self:
+            raise _wrong_entries("a module looks for more of them")
+        return super().popleft()
+
+
+class Provider:
+    """The state provider; see `actckpt.runtime.state`."""
+
+    def __init__(self, te: Internals) -> None:
+        self._te = te
+        #: Per open forward: entries that belong to a te.checkpoint inside (Rule 3), by id.
+        self._open: list[dict[int, _Entry]] = []
+        self._num_reruns = 0
+        te.watch(self._nested, self._before_ops)
+
+    def capture(self) -> RegionState:
+        """Called before the forward."""
+        return RegionState(self._te.autocast)
+
+    @contextmanager
+    def forward(self, state: RegionState, /, *, keeps_graph: bool = True) -> Iterator[None]:
+        """Entered around the forward.
+
+        Args:
+            keeps_graph: whether what the forward builds for backward is used.
+        """
+        te = self._te
+        outer = te.flags
+        before = [tuple(queue) for queue in te.queues]
+        firsts = list(te.first_module_flags)
+        owned: dict[int, _Entry] = {}
+        te.flags = (True, outer[1])
+        self._open.append(owned)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            te.flags = outer
+            if not keeps_graph:
+                te.first_module_flags[:] = firsts
+                for outer_owned in self._open:
+                    for key in owned:
+                        outer_owned.pop(key, None)
+                owned = {}
+            if outer[1]:
+                state.entries = _gone(before, te.queues)
+            else:
+                state.entries = _added(before, te.queues)
+                if not outer[0]:
+                    _remove(te.queues, state.entries, owned)
+
+    @contextmanager
+    def rerun(self, state: RegionState, /, *, keeps_graph: bool = False) -> Iterator[None]:
+        """Entered around each rerun.
+
+        Args:
+            keeps_graph: whether backward goes through what the rerun builds.
+        """
+        te = self._te
+        flags, autocast, depth, queues = te.flags, te.autocast, te.autocast_depth, te.queues
+        state.first_module_flags = list(te.first_module_flags)
+        places = max(len(queues), *(place + 1 for place in state.entries), 0)
+        te.queues = [_Queue(state.entries.get(place, ())) for place in range(places)]
+        te.flags = (True, True)
+        te.autocast = state.autocast
+        te.autocast_depth = depth + 1
+        self._num_reruns += 1
+        try:
+            yield
+            self._check_all_taken(te.queues)
+        except KeyError as error:
+            if error.args and error.args[0] in te.queue_keys:
+                raise _wrong_entries("a module that put nothing aside looks for one") from error
+            raise
+        finally:
+            self._num_reruns -= 1
+            # Queues that a module began in the rerun keep their places.
+            queues.extend(deque() for _ in range(len(te.queues) - len(queues)))
+            te.queues, te.flags, te.autocast, te.autocast_depth = queues, flags, autocast, depth
+            if not keeps_graph:
+                te.first_module_flags[:] = state.first_module_flags
+
+    def allows_early_stop(self, state: RegionState, /) -> bool:
+        """Whether a rerun may end before the function does (Rule 4)."""
+        return not state.entries
+
+    @contextmanager
+    def backward(self, state: RegionState, /, *, is_update_due: bool) -> Iterator[None]:
+        """Entered around the backward of a graph that a rerun built, whose FP8 modules all think they are the first.
+
+        Args:
+            is_update_due: whether one of them was the first in the forward.
+        """
+        try:
+            with self._te.no_backward_updates():
+                yield
+        finally:  # a te.checkpoint inside of which nothing was needed has left its flag
+            self._te.first_module_flags[:] = state.first_module_flags
+        if is_update_due:
+            self._te.update_backward_scales()
+
+    def is_update_due(self, state: RegionState, /) -> bool:
+        """Whether an FP8 module of the forward that just ran was the first of its autocast."""
+        return self._te.is_first_module(state.autocast) and not self._te.is_first_module(self._te.autocast)
+
+    @staticmethod
+    def _check_all_taken(queues: list[Any]) -> None:
+        left = sum(len(queue) for queue in queues)
+        if left:
+            raise _wrong_entries(f"{left} were left or added")
+
+    def _nested(self) -> Callable[[bool], None] | None:
+        """Called before a te.checkpoint's forward or recompute."""
+        if not self._open and not self._num_reruns:
+            return None
+        te = self._te
+        outer = te.flags
+        before = [tuple(queue) for queue in te.queues]
+
+        def entered_or_left(entered: bool) -> None:
+            if entered:
+                if outer[1]:
+                    te.flags = outer
+                return
+            te.flags = outer
+            if outer == (True, False):
+                added = {id(entry): entry for entries in _added(before, te.queues).values() for entry in entries}
+                for owned in self._open:
+                    owned.update(added)
+
+        return entered_or_left
+
+    def _before_ops(self, ops: list[Any]) -> None:
+        if (self._open or self._num_reruns) and any(self._te.has_delayed_scales(op) for op in ops):
+            names = ", ".join(type(op).__name__ for op in ops)
+            raise TransformerEngineError(
+                f"te.ops with delayed scaling (or a custom recipe) inside a region ({names}): "
+                f"TransformerEngine {self._te.version} keeps no copy of their scales, so a rerun would use later "
+                "ones and compute other gradients.\nTake them out of the region, use modules instead of te.ops, or "
+                "use Float8CurrentScaling."
+            )
+
+    def close(self) -> None:
+        """Undo what was done to TransformerEngine."""
+        self._te.unwatch()
+
+
+class ActiveGenerators:
+    """The generators of TransformerEngine's tracker in use, as a tracker of `actckpt.rng` (Rule 6)."""
+
+    def __init__(self, te: Internals) -> None:
+        self._te = te
+
+    def get_states(self) -> dict[Any, Any]:
+        """Return the generators by name."""
+        states = self._te.rng_states
+        return {name: state for name, state in states.items() if isinstance(state, torch.Generator)}
+
+    def set_states(self, states: dict[Any, Any], /) -> None:
+        """Do nothing: the generators have been written to, and the tracker holds the same ones."""
+
+
+def _added(before: list[tuple[_Entry, ...]], queues: list[Any]) -> dict[int, list[_Entry]]:
+    """Return the entries that are in the queues now and were not before."""
+    found = {}
+    for place, queue in enumerate(queues):
+        known = {id(entry) for entry in before[place]} if place < len(before) else set()
+        new = [entry for entry in queue if id(entry) not in known]
+        if new:
+            found[place] = new
+    return found
+
+
+def _gone(before: list[tuple[_Entry, ...]], queues: list[Any]) -> dict[int, list[_Entry]]:
+    """Return the entries that were in the queues before and are not now."""
+    return _added([tuple(queue) for queue in queues], list(before))
+
+
+def _remove(queues: list[Any], entries: dict[int, list[_Entry]], owned: dict[int, _Entry]) -> None:
+    for place, taken in entries.items():
+        ids = {id(entry) for entry in taken} - owned.keys()
+        kept = [entry for entry in queues[place] if id(entry) not in ids]
+        queues[place].clear()
+        queues[place].extend(kept)
+
+
+def _wrong_entries(how: str) -> TransformerEngineError:
+    return TransformerEngineError(
+        f"A rerun does not use the FP8 scales that its forward put aside: {how}.\nIt would compute other gradients. "
+        "Known causes: LayerNormMLP(checkpoint=True) with delayed scaling inside a region (turn it off there, the "
+        "region does the same); modules that ran in another precision between forward and backward; modules in eval "
+        "mode with delayed scaling and a TransformerEngine before 2.20.2."
+    )

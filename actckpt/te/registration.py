@@ -1,0 +1,84 @@
+"""Registers what carries TransformerEngine's state, once somebody loads TransformerEngine."""
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from actckpt.errors import TransformerEngineError
+from actckpt.runtime import rng, state, stays
+from actckpt.te.regions import ActiveGenerators, Provider
+from actckpt.te.state import PACKAGE, READ_VERSIONS, Internals, installed_version, read_already
+from actckpt.te.stays import Stays
+
+__all__ = ["await_te", "describe", "ignore", "leave_fsdp_group", "provider"]
+
+
+class _Registered(NamedTuple):
+    te: Internals
+    provider: Provider
+    get_generators: Callable[[], ActiveGenerators]
+    stays: Stays
+
+
+_registered: list[_Registered] = []
+
+
+def await_te() -> None:
+    """Register at the first region after TransformerEngine has been loaded."""
+    state.await_package(PACKAGE, _register)
+
+
+def _register() -> None:
+    te = Internals()
+    generators = ActiveGenerators(te)
+    registered = _Registered(te, Provider(te), lambda: generators, Stays(te))
+    state.register_state_provider(registered.provider)
+    rng.register_tracker(registered.get_generators)
+    stays.add_rule(registered.stays)
+    _registered.append(registered)
+
+
+def ignore() -> None:
+    """Leave TransformerEngine's state alone from now on: for processes whose regions never run its modules.
+
+    Regions over its modules then compute wrong gradients under delayed scaling.
+    """
+    state.awaited.pop(PACKAGE, None)
+    while _registered:
+        registered = _registered.pop()
+        state.unregister_state_provider(registered.provider)
+        rng.unregister_tracker(registered.get_generators)
+        stays.remove_rule(registered.stays)
+        registered.provider.close()
+
+
+def provider() -> Provider | None:
+    """Return what carries TransformerEngine's state; None where it is not loaded, or ignored.
+
+    Raises:
+        TransformerEngineError: its insides are not as in the versions that were read.
+    """
+    state.register_awaited()
+    return _registered[0].provider if _registered else None
+
+
+def leave_fsdp_group(function: object) -> None:
+    """Have a module of TransformerEngine no longer spread what it saves over its FSDP group."""
+    if provider() is not None:
+        _registered[0].te.leave_fsdp_group(function)
+
+
+def describe() -> str:
+    """Return what TransformerEngine there is and what of it is carried, for `actckpt doctor`. Loads it."""
+    version = installed_version()
+    if version is None:
+        return "not installed: pip install 'actckpt[te]' on a machine with a CUDA build of torch"
+    try:
+        importlib.import_module(PACKAGE)
+        Internals()
+    except TransformerEngineError as error:
+        return f"{version}, off: {' '.join(str(error).split())}"
+    except Exception as error:  # whatever keeps it from loading here is the finding
+        return f"{version} is installed but does not load: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    known = "read" if read_already(version) else f"newer than what was read ({READ_VERSIONS[1]}), with the same names"
+    return f"{version} ({known}): regions carry FP8 state, recompute flags and generators; offloading leaves weights"

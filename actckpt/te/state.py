@@ -1,0 +1,317 @@
+"""What actckpt knows of TransformerEngine's insides; no other file does.
+
+NOTE [ TransformerEngine's insides ]
+
+Read in the sources of TransformerEngine 2.9 to 2.18 (each release), of the 2.19 branch and of 2.20.2. A version
+whose names differ is refused, with the names that are missing. What differs between those that were read:
+
+- 2.9 to 2.14 keep the FP8 state in class attributes of FP8GlobalStateManager, later ones in its
+  `quantization_state`; the depth of autocasts is `AUTOCAST_DEPTH` there and `autocast_depth` here.
+- Until 2.18 the flags of a recompute are `_FP8_ACTIVATION_RECOMPUTE_ENABLED` and `_FP8_ACTIVATION_RECOMPUTE_PHASE`,
+  from 2.19 on `_IN_ACTIVATION_RECOMPUTE_REGION` and `_ACTIVATION_RECOMPUTE_PHASE`.
+- Until 2.19 modules in eval mode put no copy of their scales aside in the forward, but want it in the recompute.
+- Until 2.11 a module whose recompute raises does not restore its scales.
+- 2.9 has one CPU offloader, with a flag; later ones have two, of which `NVTE_CPU_OFFLOAD_V1` chooses.
+- Quantized tensors can be taken apart (`__tensor_flatten__`) from 2.19 on.
+
+With delayed scaling, a module in a recompute region puts a copy of its scales and amax history aside: it appends it
+to a queue of its own, in a list of queues that all modules share. In the recompute it takes the oldest entry, uses
+it for that forward, and restores what was there. The flags are globals of the process, not of the thread.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt.errors import TransformerEngineError
+
+__all__ = ["PACKAGE", "READ_VERSIONS", "Internals", "is_te_module", "read_already"]
+
+PACKAGE = "transformer_engine.pytorch"
+#: Oldest and newest version that was read.
+READ_VERSIONS = ("2.9", "2.20.2")
+
+_FLAG_NAMES = (
+    ("_IN_ACTIVATION_RECOMPUTE_REGION", "_ACTIVATION_RECOMPUTE_PHASE"),
+    ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE"),
+)
+_MANAGER_METHODS = ("get_autocast_state", "set_autocast_state", "reduce_and_update_fp8_tensors", "is_fp8_enabled")
+_STATE_NAMES = ("fp8_tensors_recompute_buffer", "global_amax_buffer")
+_AUTOCAST_FIELDS = 6
+#: Place of `is_first_fp8_module` in what get_autocast_state returns.
+_FIRST_MODULE = 4
+
+#: (inside a recompute region, in its recompute)
+Flags = tuple[bool, bool]
+
+
+def installed_version() -> str | None:
+    """Return the version of the TransformerEngine that is loaded, or else installed; None if there is none."""
+    loaded = getattr(sys.modules.get("transformer_engine"), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
+    from importlib import metadata
+
+    for name in ("transformer_engine", "transformer-engine"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def read_already(version: str) -> bool:
+    """Whether the insides of this version are among those that were read."""
+    oldest, newest = (_numbers(text) for text in READ_VERSIONS)
+    return oldest <= _numbers(version)[:2] and _numbers(version)[:3] <= newest
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        parts.append(int(part))
+    return tuple(parts)
+
+
+def is_te_module(module: torch.nn.Module) -> bool:
+    """Whether this is a module of TransformerEngine, or of a class derived from one."""
+    return any(kind.__module__.split(".")[0] == "transformer_engine" for kind in type(module).__mro__)
+
+
+class Internals:
+    """The loaded TransformerEngine.
+
+    Raises:
+        TransformerEngineError: its insides are not as in the versions that were read.
+    """
+
+    def __init__(self) -> None:
+        self.version = installed_version() or "of unknown version"
+        self._missing: list[str] = []
+        self._distributed = self._module("distributed")
+        self._offload = self._module("cpu_offload")
+        self._manager = self._name(self._module("quantization"), "FP8GlobalStateManager")
+        self._context = self._name(self._distributed, "activation_recompute_forward")
+        self._flags = next((pair for pair in _FLAG_NAMES if all(hasattr(self._distributed, n) for n in pair)), None)
+        if self._flags is None:
+            self._missing.append("the flags of a recompute in transformer_engine.pytorch.distributed")
+        self._check_names()
+        self._depth = "autocast_depth" if hasattr(self._fp8, "autocast_depth") else "AUTOCAST_DEPTH"
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def _check_names(self) -> None:
+        for name in ("get_all_rng_states", "CudaRNGStatesTracker", "checkpoint"):
+            self._name(self._distributed, name)
+        self._name(self._context, "_is_first_fp8_module")
+        for name in _MANAGER_METHODS:
+            self._name(self._manager, name)
+        for name in _STATE_NAMES:
+            self._name(self._fp8, name)
+        if not (hasattr(self._fp8, "autocast_depth") or hasattr(self._fp8, "AUTOCAST_DEPTH")):
+            self._missing.append("the depth of autocasts")
+        if not (hasattr(self._offload, "OFFLOAD_SYNCHRONIZER") or hasattr(self._offload, "CPUOffloadEnabled")):
+            self._missing.append("the flag of CPU offloading in transformer_engine.pytorch.cpu_offload")
+        if not self._missing and len(self._manager.get_autocast_state()) != _AUTOCAST_FIELDS:
+            count = len(self._manager.get_autocast_state())
+            self._missing.append(f"the {_AUTOCAST_FIELDS} fields of the autocast state (it has {count})")
+        if self._missing:
+            raise TransformerEngineError(
+                f"TransformerEngine {self.version} is not as actckpt knows it (read were {READ_VERSIONS[0]} to "
+                f"{READ_VERSIONS[1]}): it lacks {', '.join(self._missing)}.\nRegions over its modules could compute "
+                "wrong gradients. Install a version that was read, or, if no region runs modules of "
+                "TransformerEngine, call actckpt.te.ignore()."
+            )
+
+    def _module(self, name: str) -> ModuleType | None:
+        found = sys.modules.get(f"{PACKAGE}.{name}")
+        if found is None:
+            self._missing.append(f"{PACKAGE}.{name}")
+        return found
+
+    def _name(self, owner: Any, name: str) -> Any:
+        if owner is not None and not hasattr(owner, name):
+            self._missing.append(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+        return getattr(owner, name, None)
+
+    # ------------------------------------------------------------------ recompute regions
+
+    @property
+    def flags(self) -> Flags:
+        """Whether a recompute region is being run, and whether that is its recompute."""
+        region, phase = self._flags or ("", "")
+        return getattr(self._distributed, region), getattr(self._distributed, phase)
+
+    @flags.setter
+    def flags(self, flags: Flags) -> None:
+        for name, value in zip(self._flags or (), flags, strict=True):
+            setattr(self._distributed, name, value)
+
+    @property
+    def queues(self) -> list[Any]:
+        """One queue per module, of [amax history, scale] that it put aside."""
+        queues: list[Any] = self._fp8.fp8_tensors_recompute_buffer
+        return queues
+
+    @queues.setter
+    def queues(self, queues: list[Any]) -> None:
+        self._fp8.fp8_tensors_recompute_buffer = queues
+
+    #: What a module that has to take an entry, or put its scales back, and never put one aside, does not find.
+    queue_keys = ("global_fp8_buffer_pos_fwd_recompute", "updated_amax_history_fwd")
+
+    @property
+    def first_module_flags(self) -> list[Any]:
+        """What te.checkpoint's forwards put aside for their recomputes, oldest first."""
+        flags: list[Any] = self._context._is_first_fp8_module
+        return flags
+
+    # ------------------------------------------------------------------ FP8 state
+
+    @property
+    def _fp8(self) -> Any:
+        """Where the FP8 state is; another object after FP8GlobalStateManager.reset()."""
+        return getattr(self._manager, "quantization_state", self._manager)
+
+    @property
+    def autocast(self) -> tuple[Any, ...]:
+        """The state of te.autocast, by value."""
+        return tuple(self._manager.get_autocast_state())
+
+    @autocast.setter
+    def autocast(self, state: tuple[Any, ...]) -> None:
+        self._manager.set_autocast_state(state)
+
+    @staticmethod
+    def is_first_module(autocast: tuple[Any, ...]) -> bool:
+        """Whether the next FP8 module is the first of its autocast: the one that updates scales in backward."""
+        return bool(autocast[_FIRST_MODULE])
+
+    @property
+    def autocast_depth(self) -> int:
+        """How many te.autocasts are entered. Leaving the last updates the scales of the forward."""
+        depth: int = getattr(self._fp8, self._depth)
+        return depth
+
+    @autocast_depth.setter
+    def autocast_depth(self, depth: int) -> None:
+        setattr(self._fp8, self._depth, depth)
+
+    @contextmanager
+    def no_backward_updates(self) -> Iterator[None]:
+        """Run the body with nothing that an update of the backward's scales would find."""
+        buffers = self._fp8.global_amax_buffer  # keys begin with "forward" or "backward"
+        self._fp8.global_amax_buffer = {key: held for key, held in buffers.items() if key.startswith("forward")}
+        try:
+            yield
+        finally:
+            self._fp8.global_amax_buffer = buffers
+
+    def update_backward_scales(self) -> None:
+        """Do what the first FP8 module of an autocast does at the end of its backward."""
+        self._manager.reduce_and_update_fp8_tensors(forward=False)
+
+    @property
+    def rng_states(self) -> dict[str, Any]:
+        """The live states of the tracker in use: generators, or byte tensors."""
+        states: dict[str, Any] = self._distributed.get_all_rng_states()  # type: ignore[union-attr]
+        return states
+
+    # ------------------------------------------------------------------ what TransformerEngine leaves open
+
+    def watch(
+        self, nested: Callable[[], Callable[[bool], None] | None], before_ops: Callable[[list[Any]], None]
+    ) -> None:
+        """Have `nested` called before a recompute region of TransformerEngine, `before_ops` before fused te.ops.
+
+        `nested` returns what to call with True once the region is entered and with False once it is left, or None.
+        Needed because such a region clears the flags when it ends, whatever they were, and because te.ops put no
+        copies of their scales aside.
+        """
+        entered: list[Any] = []
+        enter, leave = self._context.__enter__, self._context.__exit__
+
+        def watched_enter(context: Any) -> Any:
+            entered.append(nested())
+            result = enter(context)
+            if entered[-1] is not None:
+                entered[-1](True)
+            return result
+
+        def watched_exit(context: Any, *details: Any) -> Any:
+            try:
+                return leave(context, *details)
+            finally:
+                done = entered.pop() if entered else None
+                if done is not None:
+                    done(False)
+
+        self._replace(self._context, "__enter__", watched_enter)
+        self._replace(self._context, "__exit__", watched_exit)
+        fuser = getattr(sys.modules.get(f"{PACKAGE}.ops.fuser"), "OperationFuser", None)
+        if fuser is not None:
+            run = fuser.__call__
+
+            def watched_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+                before_ops(self._basic_ops)
+                return run(self, *args, **kwargs)
+
+            self._replace(fuser, "__call__", watched_run)
+
+    def _replace(self, owner: Any, name: str, function: Any) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
+
+    def unwatch(self) -> None:
+        """Undo `watch`."""
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+        self._originals = []
+
+    def has_delayed_scales(self, op: Any) -> bool:
+        """Whether a te.ops operation would quantize its forward with delayed scaling now."""
+        if not self._manager.is_fp8_enabled() or not op.num_quantizers("forward"):
+            return False
+        recipe = self._manager.get_fp8_recipe()  # a custom one may use delayed scaling for some tensors
+        return bool(recipe.delayed() or (hasattr(recipe, "custom") and recipe.custom()))
+
+    @staticmethod
+    def leave_fsdp_group(module: Any) -> None:
+        """Have a module no longer spread what it saves over its FSDP group: te.checkpoint does so too."""
+        if isinstance(module, torch.nn.Module) and is_te_module(module) and hasattr(module, "fsdp_wrapped"):
+            set_attribute: Callable[[str, Any], None] = getattr(module, "fast_setattr", module.__setattr__)
+            set_attribute("fsdp_wrapped", False)
+            set_attribute("fsdp_group", None)
+
+    # ------------------------------------------------------------------ offloading
+
+    @property
+    def is_offloading(self) -> bool:
+        """Whether TransformerEngine's own CPU offloading is on here."""
+        return bool(self._offload.is_cpu_offload_enabled())  # type: ignore[union-attr]
+
+    @staticmethod
+    def is_marked(tensor: Tensor) -> bool:
+        """Whether TransformerEngine says that the tensor must not be offloaded."""
+        return bool(getattr(tensor, "_TE_do_not_offload", False))
+
+    @staticmethod
+    def ready_event(tensor: Tensor) -> Any:
+        """The event after which the tensor's bytes are there, or None. Its name says something else."""
+        return getattr(tensor, "start_reload_event", None)
+
+    @staticmethod
+    def weight_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
+        """Yield the tensors behind a module's weights: parameters, quantized ones part by part, cached casts."""
+        workspaces = getattr(module, "_fp8_workspaces", None) or {}
+        for weight in (*module._parameters.values(), *workspaces.values()):
+            if isinstance(weight, Tensor):
+                yield weight
+            if weight is not None:
+                yield from (part for part in vars(weight).values() if isinstance(part, Tensor))

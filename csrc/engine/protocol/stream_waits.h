@@ -1,0 +1,37 @@
+// Waits of streams, measured without anybody waiting for a figure.
+//
+// Contract: a wait is measured by a pair of events around it, read once both have passed.
+// Thread rule: the owner serialises. Ownership: shares the timings it fills in.
+
+#pragma once
+
+#include <cstdint>
+#include <deque>
+
+#include "engine/protocol/backend.h"
+#include "engine/timing.h"
+
+namespace actckpt {
+
+class StreamWaits {
+ public:
+  // `stream` waits for `event` on behalf of `timing`.
+  void wait(Backend* backend, Stream stream, const EventPtr& event, const TimingPtr& timing);
+
+  // Adds up what has passed; returns the seconds, and how many waits were late.
+  struct Sum {
+    double seconds = 0.0;
+    std::uint64_t num_late = 0;
+  };
+  Sum settle(Backend* backend);
+
+ private:
+  struct Wait {
+    EventPtr before;
+    EventPtr after;
+    TimingPtr timing;
+  };
+  std::deque<Wait> waits_;
+};
+
+}  // namespace actckpt

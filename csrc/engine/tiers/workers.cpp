@@ -1,0 +1,125 @@
+#include "engine/tiers/workers.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace actckpt {
+namespace {
+
+// How often events are asked for: soon after something began, then less and less.
+constexpr std::chrono::microseconds kFirstPause{50};
+constexpr std::chrono::microseconds kLongestPause{500};
+
+}  // namespace
+
+std::shared_ptr<Workers> Workers::make(int num_threads) {
+  return std::shared_ptr<Workers>(new Workers(num_threads), [](Workers* workers) {
+    if (!workers->fork_guard_.forked()) {
+      delete workers;
+    }
+  });
+}
+
+void Workers::start(const Lock&) {
+  while (!is_stopped_ && static_cast<int>(threads_.size()) < num_threads_) {
+    threads_.emplace_back(&Workers::work, this);
+  }
+}
+
+void Workers::submit(Job job, bool urgent) {
+  const Lock lock(mutex_);
+  (urgent ? urgent_ : jobs_).push_back(std::move(job));
+  start(lock);
+  changed_.notify_one();
+}
+
+void Workers::wake() {
+  const Lock lock(mutex_);
+  start(lock);
+  if (!std::exchange(is_awake_, true)) {
+    changed_.notify_one();
+  }
+}
+
+Workers::Job Workers::take_job() {
+  for (std::deque<Job>* const jobs : {&urgent_, &jobs_}) {
+    if (!jobs->empty()) {
+      Job job = std::move(jobs->front());
+      jobs->pop_front();
+      return job;
+    }
+  }
+  return nullptr;
+}
+
+bool Workers::run_one() {
+  Job job;
+  {
+    const Lock lock(mutex_);
+    job = take_job();
+  }
+  if (job != nullptr) {
+    job();
+  }
+  return job != nullptr;
+}
+
+void Workers::work() {
+  Lock lock(mutex_);
+  while (!is_stopped_) {
+    if (Job job = take_job()) {
+      lock.unlock();
+      job();
+      job = nullptr;  // what it holds goes without the lock
+      progress_();
+      lock.lock();
+    } else if (is_awake_ && !is_watched_) {
+      watch(lock);
+    } else {
+      changed_.wait(lock);
+    }
+  }
+}
+
+// Asks for events until nothing is on its way, or a job turns up for this thread alone.
+void Workers::watch(Lock& lock) {
+  is_watched_ = true;
+  auto pause = kFirstPause;
+  while (!is_stopped_ && is_awake_ && urgent_.empty() && jobs_.empty()) {
+    is_awake_ = false;  // a wake during `progress` counts
+    lock.unlock();
+    const bool is_busy = progress_();
+    lock.lock();
+    is_awake_ = is_awake_ || is_busy;
+    if (is_awake_ && !is_stopped_ && urgent_.empty() && jobs_.empty()) {
+      changed_.wait_for(lock, pause);
+      pause = std::min(2 * pause, kLongestPause);
+    }
+  }
+  is_watched_ = false;
+  if (is_awake_) {
+    changed_.notify_one();  // somebody else may watch
+  }
+}
+
+void Workers::stop() noexcept {
+  if (fork_guard_.forked()) {
+    return;
+  }
+  std::vector<std::thread> threads;
+  std::deque<Job> dropped[2];
+  {
+    const Lock lock(mutex_);
+    is_stopped_ = true;
+    threads.swap(threads_);
+    dropped[0].swap(urgent_);
+    dropped[1].swap(jobs_);
+    changed_.notify_all();
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+}  // namespace actckpt

@@ -1,0 +1,67 @@
+// Threads that copy between bounce buffers and the tiers below pinned memory.
+//
+// Contract: jobs are begun in the order given, urgent ones first. After each job, and again and
+// again from `wake` on until it answers false, one of the threads calls `progress`: device events
+// are noticed that way without anybody waiting for them. Threads start with the first job or wake.
+// With no threads, `run_one` runs the jobs: for tests. `stop` joins and drops what was not begun.
+// Thread rule: any thread; `submit` and `wake` take a leaf lock. `progress` is called with no lock
+// held. Jobs must not throw. Ownership: owns its threads.
+
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/fork_guard.h"
+
+namespace actckpt {
+
+class Workers {
+ public:
+  using Job = std::function<void()>;
+
+  // A shared pointer that leaks the workers in a forked child, where they cannot be joined.
+  static std::shared_ptr<Workers> make(int num_threads);
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+  ~Workers() noexcept { stop(); }
+
+  // Before the first job.
+  void set_progress(std::function<bool()> progress) { progress_ = std::move(progress); }
+
+  void submit(Job job, bool urgent);
+  void wake();
+
+  // Runs a job in this thread; false if there is none.
+  bool run_one();
+
+  // Idempotent.
+  void stop() noexcept;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  explicit Workers(int num_threads) : num_threads_(num_threads) {}
+  void start(const Lock& lock);
+  void work();
+  void watch(Lock& lock);
+  Job take_job();
+
+  const int num_threads_;
+  const ForkGuard fork_guard_;
+  std::function<bool()> progress_;
+  std::mutex mutex_;  // leaf
+  std::condition_variable changed_;
+  std::deque<Job> urgent_;
+  std::deque<Job> jobs_;
+  bool is_stopped_ = false;
+  bool is_watched_ = false;  // a thread is in `watch`
+  bool is_awake_ = false;    // something is on its way
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace actckpt

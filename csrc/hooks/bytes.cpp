@@ -1,0 +1,112 @@
+#include "hooks/bytes.h"
+
+#include <unordered_map>
+
+namespace actckpt {
+namespace {
+
+struct BytesObject {
+  PyObject_HEAD
+  PyObject* storage;
+  long long start;
+  bool is_source;
+};
+
+PyTypeObject* bytes_type = nullptr;
+
+BytesObject* bytes_of(PyObject* self) { return reinterpret_cast<BytesObject*>(self); }
+
+// How many sources each storage is behind. Storages by identity: a source holds its storage.
+std::unordered_map<PyObject*, int>& sources() {
+  static auto* counts = new std::unordered_map<PyObject*, int>();
+  return *counts;
+}
+
+PyObject* bytes_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"storage", "start", nullptr};
+  PyObject* storage = nullptr;
+  long long start = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OL", const_cast<char**>(names), &storage, &start)) {
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* { return new_bytes(storage, start).release().ptr(); });
+}
+
+void bytes_dealloc(PyObject* self) {
+  BytesObject* bytes = bytes_of(self);
+  if (bytes->is_source) {
+    const auto found = sources().find(bytes->storage);
+    if (--found->second == 0) sources().erase(found);
+  }
+  Py_DECREF(bytes->storage);
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PyObject* get_storage(PyObject* self, void*) { return Py_NewRef(bytes_of(self)->storage); }
+
+PyObject* get_start(PyObject* self, void*) { return PyLong_FromLongLong(bytes_of(self)->start); }
+
+// is_source(storage) -> bool
+PyObject* is_source(PyObject*, PyObject* storage) {
+  return PyBool_FromLong(sources().count(storage) != 0);
+}
+
+// mark_source(bytes)
+PyObject* mark_source(PyObject*, PyObject* bytes) {
+  return guarded([&]() -> PyObject* {
+    if (!is_bytes(bytes)) throw py::type_error("mark_source takes a Bytes object");
+    mark_as_source(bytes);
+    Py_RETURN_NONE;
+  });
+}
+
+PyGetSetDef getset[] = {{"storage", get_storage, nullptr, "The storage, kept alive.", nullptr},
+                        {"start", get_start, nullptr, "First byte.", nullptr},
+                        {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(bytes_new)},
+                       {Py_tp_dealloc, reinterpret_cast<void*>(bytes_dealloc)},
+                       {Py_tp_getset, getset},
+                       {Py_tp_doc, const_cast<char*>("Bytes(storage, start): a stretch of a storage "
+                                                     "that the engine reads from or writes to.")},
+                       {0, nullptr}};
+PyType_Spec spec = {"actckpt._frames.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS_DEFAULT, slots};
+
+PyMethodDef functions[] = {
+    {"is_source", is_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
+    {"mark_source", mark_source, METH_O, "mark_source(bytes): a copy out reads it until it dies."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+py::object new_bytes(PyObject* storage, long long start) {
+  BytesObject* bytes = PyObject_New(BytesObject, bytes_type);
+  if (bytes == nullptr) throw py::error_already_set();
+  bytes->storage = Py_NewRef(storage);
+  bytes->start = start;
+  bytes->is_source = false;
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(bytes));
+}
+
+void mark_as_source(PyObject* bytes) {
+  if (bytes_of(bytes)->is_source) return;
+  ++sources()[bytes_of(bytes)->storage];
+  bytes_of(bytes)->is_source = true;
+}
+
+bool is_bytes(PyObject* object) { return Py_TYPE(object) == bytes_type; }
+
+PyObject* storage_of(PyObject* bytes) { return bytes_of(bytes)->storage; }
+
+long long start_of(PyObject* bytes) { return bytes_of(bytes)->start; }
+
+void add_bytes_type(py::module_& module) {
+  bytes_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (bytes_type == nullptr) throw py::error_already_set();
+  module.add_object("Bytes", reinterpret_cast<PyObject*>(bytes_type));
+  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+}
+
+}  // namespace actckpt

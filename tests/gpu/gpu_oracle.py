@@ -1,0 +1,66 @@
+"""What the GPU tests share: engines that use one tier only, and a way to make bytes really leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_oracle import assert_same
+from oracle import assert_equal
+
+from actckpt import config
+from actckpt.engine import native
+from actckpt.runtime import stores
+
+TIERS = ("pinned", "pageable", "disk")
+Program = Callable[[Callable[[], Any]], Any]
+
+
+@contextmanager
+def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: Any) -> Iterator[native.DeviceEngine]:
+    """Offload GPU tensors to one tier inside the block. `faults`: a disk that misbehaves on demand."""
+    file = native.SpillFile(str(folder), faults=options.pop("faults", None)) if tier == "disk" else None
+    engine = native.DeviceEngine.cuda(
+        limit_bytes=4 << 30 if tier == "pinned" else 0,
+        window_bytes=options.pop("window_bytes", 64 << 20),
+        release=stores._record_streams,
+        pageable_limit=4 << 30 if tier == "pageable" else 0,
+        spill_file=file,
+        bounce_bytes=bounce_bytes,
+    )
+    assert not options, options
+    before = dict(stores._backends)
+    stores._backends["host"] = config.generation, stores.CudaBackend(engine)
+    try:
+        yield engine
+        figures = engine.stats()
+        assert figures.last_error == "", figures.last_error
+    finally:
+        torch.cuda.synchronize()
+        stores._backends.clear()
+        stores._backends.update(before)
+
+
+def settle() -> None:
+    """Wait until every copy out has ended and let go of the sources: backward must bring the bytes back."""
+    torch.cuda.synchronize()
+    backend = stores.existing("host")
+    if isinstance(backend, stores.CudaBackend):
+        backend.engine.poll()
+
+
+def assert_same_here(program: Program) -> None:
+    """As `assert_same`; skips what is not even the same without offloading, twice in a row."""
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        runs.append(program(nullcontext))
+    try:
+        assert_equal(*runs)
+    except AssertionError:
+        pytest.skip("not deterministic on this device, also without offloading")
+    assert_same(program)

@@ -1,0 +1,43 @@
+"""An engine for CPU tensors over a disk that misbehaves on demand, for the tests of test_engine_host*.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from actckpt.engine import native
+
+MIB = 1 << 20
+Make = Callable[..., np.ndarray]
+Wait = Callable[[Callable[[], bool]], None]
+
+
+class Rig:
+    """An engine over a store whose disk misbehaves on demand."""
+
+    def __init__(self, folder: str, *, num_workers: int = 2, window_bytes: int = 64 * MIB) -> None:
+        self.io = native.FaultyFileIo()
+        self.file = native.SpillFile(folder, faults=self.io)
+        self.store = native.ByteStore.on_disk(self.file)
+        self.engine = native.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
+
+    def faults(self, **values: int | bool) -> None:
+        faults = native.Faults()
+        for name, value in values.items():
+            setattr(faults, name, value)
+        self.io.set(faults)
+
+    def put(self, data: np.ndarray) -> native.Ticket:
+        ticket = self.engine.put(data.ctypes.data, data.nbytes, self.store, data)
+        assert isinstance(ticket, native.Ticket)
+        return ticket
+
+
+def load(ticket: native.Ticket) -> np.ndarray:
+    found = ticket.get()
+    if found is None:
+        out = np.zeros(ticket.nbytes, np.uint8)
+        found = ticket.load(out.ctypes.data, out)
+    assert isinstance(found, np.ndarray)
+    return found

@@ -1,0 +1,100 @@
+"""Tickets of CPU tensors: what a drop frees, and when."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from host_rig import MIB, Make, Rig, Wait, load
+
+from actckpt.engine import native
+
+
+def test_drop_during_a_write_frees_after_the_write(rig: Rig, make_bytes: Make, wait_until: Wait) -> None:
+    rig.faults(hold_writes=True)
+    data = make_bytes(MIB)
+    alive = weakref.ref(data)
+    ticket = rig.put(data)
+    del data
+    wait_until(lambda: rig.io.num_held == 1)
+    ticket.drop()
+    rig.engine.poll()
+    assert alive() is not None
+    assert rig.engine.stats().graveyard_bytes == MIB
+    rig.faults()
+    rig.engine.flush()
+    rig.engine.poll()
+    assert alive() is None
+    assert rig.engine.stats().graveyard_bytes == 0
+    wait_until(lambda: rig.file.stats().disk_bytes == 0)
+
+
+def test_drop_during_a_load_frees_after_the_load(rig: Rig, make_bytes: Make, wait_until: Wait) -> None:
+    ticket = rig.put(make_bytes(MIB))
+    rig.engine.flush()
+    rig.faults(hold_reads=True)
+    out = np.zeros(MIB, np.uint8)
+    alive = weakref.ref(out)
+    ticket.prefetch(out.ctypes.data, out)
+    del out
+    wait_until(lambda: rig.io.num_held == 1)
+    ticket.drop()
+    rig.engine.poll()
+    assert alive() is not None and rig.file.stats().disk_bytes == MIB
+    rig.faults()
+    wait_until(lambda: rig.file.stats().disk_bytes == 0)
+    rig.engine.poll()
+    assert alive() is None
+
+
+def test_unload_during_a_load_frees_after_it_and_the_ticket_loads_again(
+    rig: Rig, make_bytes: Make, wait_until: Wait
+) -> None:
+    data = make_bytes(MIB)
+    ticket = rig.put(data)
+    rig.engine.flush()
+    rig.faults(hold_reads=True)
+    out = np.zeros(MIB, np.uint8)
+    alive = weakref.ref(out)
+    ticket.prefetch(out.ctypes.data, out)
+    del out
+    wait_until(lambda: rig.io.num_held == 1)
+    ticket.unload()
+    assert ticket.get() is None and alive() is not None
+    rig.faults()
+    wait_until(lambda: rig.engine.stats().graveyard_bytes == 0)
+    rig.engine.poll()
+    assert alive() is None
+    assert np.array_equal(load(ticket), data)
+
+
+def test_drop_before_a_write_began_cancels_it(folder: str, make_bytes: Make) -> None:
+    rig = Rig(folder, num_workers=0)
+    data = make_bytes(MIB)
+    alive = weakref.ref(data)
+    ticket = rig.put(data)
+    del data
+    ticket.drop()
+    assert alive() is None
+    rig.engine.flush()
+    assert rig.engine.stats().written_bytes == 0 and rig.engine.stats().inflight_bytes == 0
+
+
+def test_a_ticket_that_dies_is_dropped_also_in_a_reference_cycle(rig: Rig, make_bytes: Make) -> None:
+    cycle: list[object] = [rig.put(make_bytes(MIB))]
+    cycle.append(cycle)
+    rig.engine.flush()
+    assert rig.file.stats().disk_bytes == MIB
+    del cycle
+    gc.collect()
+    assert rig.file.stats().disk_bytes == 0
+
+
+def test_a_dropped_ticket_says_so(rig: Rig, make_bytes: Make) -> None:
+    ticket = rig.put(make_bytes(10))
+    ticket.drop()
+    ticket.drop()
+    with pytest.raises(native.ClosedError, match="dropped"):
+        ticket.get()

@@ -1,0 +1,342 @@
+"""Device tensors below pinned memory: pageable memory and disk through bounce buffers, over a mock driver.
+
+Values and orders are judged by the simulator (test_engine_protocol.py); here stand the choices, figures and failures.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import actckpt
+from actckpt import config
+from actckpt.engine import native
+from actckpt.engine.native import sim
+from actckpt.runtime import stores
+
+PAGE = 4096
+DEFAULT, OTHER = 0, 2
+
+
+class Tensor:
+    """An address on the mock's device."""
+
+    count = 0
+
+    def __init__(self, pages: int = 1) -> None:
+        Tensor.count += 100
+        self.ptr, self.nbytes = (1 << 60) + Tensor.count * PAGE, pages * PAGE
+
+
+class Rig:
+    """An engine with little pinned memory and buffers of one page, half of them for each direction."""
+
+    def __init__(self, *, pinned: int = 0, pageable: int = 1 << 30, num_buffers: int = 4, **options: Any) -> None:
+        self.cuda = sim.MockCuda()
+        RIGS.append(self)
+        self.released: list[object] = []
+        released = self.released
+        self.engine = self.cuda.engine(
+            limit_bytes=pinned,
+            window_bytes=options.pop("window_bytes", 1 << 20),
+            release=lambda keep, uses: released.append(keep),
+            pageable_limit=pageable,
+            bounce_bytes=2 * num_buffers * PAGE,
+            buffer_bytes=PAGE,
+            **options,
+        )
+
+    def put(self, tensor: Tensor, **options: bool) -> native.DeviceTicket:
+        ticket = self.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor, **options)
+        assert isinstance(ticket, native.DeviceTicket)
+        return ticket
+
+    def refuse(self, tensor: Tensor, **options: bool) -> native.Kept:
+        count = sys.getrefcount(tensor)
+        kept = self.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor, **options)
+        assert isinstance(kept, native.Kept) and sys.getrefcount(tensor) == count
+        return kept
+
+    def load(self, ticket: native.DeviceTicket, *, urgent: bool = True) -> Tensor:
+        buffer = Tensor(ticket.nbytes // PAGE)
+        assert ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=urgent)
+        return buffer
+
+    def settle(self) -> None:
+        for _ in range(4):
+            self.cuda.drain()
+            self.engine._work()
+            self.engine.poll()
+
+
+RIGS: list[Rig] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_faults() -> Iterator[None]:
+    yield
+    assert [rig.cuda.faults for rig in RIGS if rig.cuda.faults] == []
+    RIGS.clear()
+    gc.collect()
+
+
+def test_pinned_then_pageable_then_disk_then_the_device(folder: str) -> None:
+    rig = Rig(pinned=2 * PAGE, pageable=3 * PAGE, spill_file=native.SpillFile(folder, limit_bytes=2 * PAGE))
+    tickets = []
+    for _ in range(7):
+        tickets.append(rig.put(Tensor()))
+        rig.settle()
+    assert [ticket.tier for ticket in tickets] == ["pinned"] * 2 + ["pageable"] * 3 + ["disk"] * 2
+    assert rig.refuse(Tensor()) == native.Kept.FULL
+    figures = rig.engine.stats()
+    assert (figures.pageable_bytes, figures.disk_bytes, figures.num_kept_full) == (3 * PAGE, 2 * PAGE, 1)
+    assert rig.engine.pool_stats().pool_bytes + figures.bounce_bytes == (2 + 8) * PAGE
+    for ticket in tickets:
+        ticket.drop()
+    rig.settle()
+    figures = rig.engine.stats()
+    assert (figures.pageable_bytes, figures.disk_bytes, figures.num_live) == (0, 0, 0)
+
+
+def test_disk_is_used_only_if_allowed(folder: str) -> None:
+    rig = Rig(pageable=0, spill_file=native.SpillFile(folder))
+    assert rig.refuse(Tensor(), may_use_disk=False) == native.Kept.FULL
+    assert rig.put(Tensor()).tier == "disk"
+    assert Rig(pageable=0).refuse(Tensor()) == native.Kept.FULL
+
+
+def test_the_source_goes_once_the_bounce_buffer_has_it() -> None:
+    rig = Rig()
+    tensor = Tensor(2)
+    alive = weakref.ref(tensor)
+    ticket = rig.put(tensor)
+    del tensor
+    rig.engine.poll()
+    assert alive() is not None
+    rig.cuda.drain()
+    rig.engine.poll()  # no worker has run
+    rig.released.clear()
+    assert alive() is None and ticket.get(0, DEFAULT) is None
+
+
+def test_bytes_still_in_their_bounce_buffer_come_back_without_a_worker() -> None:
+    rig = Rig()
+    ticket = rig.put(Tensor())
+    rig.cuda.drain()
+    rig.engine.poll()
+    buffer = rig.load(ticket)
+    assert ticket.get(0, DEFAULT) == (buffer, True)
+    figures = rig.engine.stats()
+    assert (figures.num_late, figures.num_prefetched) == (0, 0)
+
+
+def test_a_get_before_the_workers_are_done_waits_and_is_counted() -> None:
+    rig = Rig(num_buffers=2)
+    ticket = rig.put(Tensor(2))
+    rig.settle()
+    buffer = rig.load(ticket)
+    assert ticket.get(0, DEFAULT) == (buffer, True)  # waits in the engine until workers filled two buffers
+    assert ticket.timing.stall_seconds > 0
+    assert rig.engine.stats().stall_seconds == pytest.approx(ticket.timing.stall_seconds, abs=2e-9)  # it counts ns
+    assert rig.engine.stats().num_prefetched == 0
+
+
+def test_a_prefetch_in_time_is_no_stall() -> None:
+    rig = Rig()
+    ticket = rig.put(Tensor(3))
+    rig.settle()
+    buffer = rig.load(ticket, urgent=False)
+    rig.settle()
+    assert ticket.get(0, DEFAULT) == (buffer, True)
+    rig.settle()
+    assert rig.engine.stats().num_prefetched == 1
+    assert ticket.timing.is_settled
+
+
+def test_a_tensor_larger_than_the_ring_passes_if_it_must() -> None:
+    rig = Rig(num_buffers=2)
+    assert rig.refuse(Tensor(5), must=False) == native.Kept.BUSY
+    ticket = rig.put(Tensor(5))
+    figures = rig.engine.stats()
+    assert (figures.num_host_waits, figures.num_kept_busy, figures.pageable_bytes) == (1, 1, 5 * PAGE)
+    assert figures.host_wait_seconds > 0 and ticket.timing.stall_seconds > 0
+    rig.settle()
+    buffer = rig.load(ticket)
+    assert ticket.get(0, DEFAULT) == (buffer, True)
+
+
+def test_a_full_ring_keeps_without_waiting_under_prefer() -> None:
+    rig = Rig(num_buffers=2)
+    first = rig.put(Tensor(2), must=False)
+    assert rig.refuse(Tensor(), must=False) == native.Kept.BUSY
+    rig.settle()
+    second = rig.put(Tensor(), must=False)
+    assert first.tier == second.tier == "pageable" and rig.engine.stats().num_host_waits == 0
+
+
+def test_prefer_keeps_where_copies_lag_by_a_window_and_not_where_the_host_runs_ahead() -> None:
+    rig = Rig(pinned=1 << 20, window_bytes=2 * PAGE)
+    tickets = [rig.put(Tensor(), must=False) for _ in range(20)]  # nothing has run: nothing is ready
+    assert len(tickets) == 20 and rig.engine.stats().num_kept_behind == 0
+    assert rig.engine.stats().inflight_bytes <= 3 * PAGE
+
+
+def test_a_write_that_fails_keeps_the_bytes_in_their_buffer(folder: str) -> None:
+    io, faults = native.FaultyFileIo(), native.Faults()
+    faults.fail_write_at = 0
+    io.set(faults)
+    rig = Rig(pageable=0, num_buffers=2, spill_file=native.SpillFile(folder, faults=io))
+    ticket = rig.put(Tensor(2))
+    rig.settle()
+    figures = rig.engine.stats()
+    assert (figures.num_failed_writes, figures.num_full_writes, figures.stuck_bytes) == (2, 2, 2 * PAGE)
+    assert "No space left on device" in figures.spill_error
+    assert rig.refuse(Tensor()) == native.Kept.FULL  # every buffer is stuck: waiting would be for good
+    buffer = rig.load(ticket)
+    assert ticket.get(0, DEFAULT) == (buffer, True)
+    ticket.drop()
+    rig.settle()
+    assert rig.engine.stats().stuck_bytes == 0
+    io.set(native.Faults())
+    assert rig.put(Tensor()).tier == "disk"
+
+
+def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothing(folder: str) -> None:
+    io, faults = native.FaultyFileIo(), native.Faults()
+    faults.fail_write_at, faults.write_errno = 0, 5
+    io.set(faults)
+    rig = Rig(pageable=0, num_buffers=2, spill_file=native.SpillFile(folder, faults=io))
+    tensor = Tensor(5)
+    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == native.Kept.FULL
+    rig.settle()
+    figures = rig.engine.stats()
+    assert (figures.stuck_bytes, figures.disk_bytes, figures.num_live, figures.inflight_bytes) == (0, 0, 0, 0)
+    assert figures.num_failed_writes == 2 and figures.num_full_writes == 0
+    assert rig.released[-1] is tensor  # held while the pieces under way were read from it
+
+
+def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> None:
+    io, faults = native.FaultyFileIo(), native.Faults()
+    rig = Rig(pageable=0, spill_file=native.SpillFile(folder, faults=io))
+    ticket = rig.put(Tensor(2))
+    rig.settle()
+    faults.alter_read_at = PAGE + 5
+    io.set(faults)
+    buffer = rig.load(ticket)
+    alive = weakref.ref(buffer)
+    del buffer
+    with pytest.raises(native.SpillReadError, match="checksum"):
+        ticket.get(0, DEFAULT)
+    rig.settle()
+    assert alive() is None and rig.engine.stats().num_failed_reads == 1
+    io.set(native.Faults())
+    again = rig.load(ticket)
+    assert ticket.get(0, DEFAULT) == (again, True)
+
+
+def test_dropping_while_workers_are_in_it_frees_everything_later() -> None:
+    rig = Rig()
+    ticket = rig.put(Tensor(2))
+    rig.cuda.drain()
+    rig.engine.poll()  # the drains are queued
+    ticket.drop()
+    other = rig.put(Tensor(2))
+    rig.settle()
+    buffer = rig.load(other, urgent=False)
+    alive = weakref.ref(buffer)
+    del buffer
+    other.drop()
+    assert alive() is None  # no copy into it had begun
+    rig.settle()
+    figures = rig.engine.stats()
+    assert (figures.num_live, figures.pageable_bytes, figures.graveyard_bytes, figures.stuck_bytes) == (0, 0, 0, 0)
+    full = [rig.put(Tensor()) for _ in range(4)]  # all buffers are back
+    assert rig.engine.stats().num_host_waits == 0 and len(full) == 4
+
+
+def test_a_refused_pin_of_the_bounce_buffers_keeps() -> None:
+    rig = Rig()
+    rig.cuda.refuse_pins(True)
+    assert rig.refuse(Tensor()) == native.Kept.FULL
+    rig.cuda.refuse_pins(False)
+    assert rig.refuse(Tensor()) == native.Kept.FULL  # for good: a limit of the system rarely goes away
+
+
+def test_a_device_call_that_fails_in_a_worker_is_raised_by_the_next_get() -> None:
+    rig = Rig()
+    ticket = rig.put(Tensor(2))
+    rig.settle()
+    buffer = rig.load(ticket, urgent=False)
+    rig.cuda.fail_at(1, 700)
+    rig.engine._work()
+    with pytest.raises(native.DeviceError, match=r"\(700\)"):
+        ticket.get(0, DEFAULT)
+    alive = weakref.ref(buffer)
+    del buffer
+    ticket.drop()
+    gc.collect()
+    assert alive() is not None  # a copy into it may be running
+
+
+def test_a_capturing_stream_is_refused_before_anything_is_fetched() -> None:
+    rig = Rig()
+    ticket = rig.put(Tensor())
+    rig.settle()
+    rig.cuda.set_capturing(1, True)
+    with pytest.raises(native.DeviceError, match="reload before capture"):
+        ticket.get(0, OTHER)
+
+
+def test_stream_waits_are_measured_once_they_have_passed() -> None:
+    rig = Rig(pinned=1 << 20)
+    ticket = rig.put(Tensor())
+    rig.settle()
+    buffer = rig.load(ticket)
+    assert ticket.get(0, DEFAULT) == (buffer, True)  # the stream waits for a copy that has not run
+    assert not ticket.timing.is_settled and ticket.timing.stall_seconds == 0
+    timing = ticket.timing
+    ticket.drop()
+    del ticket
+    rig.settle()
+    assert timing.is_settled and timing.is_late and timing.stall_seconds >= 1e-3  # the mock's unit
+    assert rig.engine.stats().num_late == 1
+    assert rig.engine.stats().stall_seconds == pytest.approx(timing.stall_seconds, abs=2e-9)
+
+
+def test_the_graveyard_counts_toward_the_window() -> None:
+    rig = Rig(pinned=1 << 20, window_bytes=2 * PAGE)
+    tickets = [rig.put(Tensor()) for _ in range(3)]
+    rig.settle()
+    for ticket in tickets:
+        rig.load(ticket, urgent=False)
+        ticket.unload()
+    assert rig.engine.stats().inflight_bytes == rig.engine.stats().graveyard_bytes == 3 * PAGE
+    rig.put(Tensor())  # the stream waits for the oldest copies, the host does not
+    assert rig.engine.stats().inflight_bytes <= 3 * PAGE
+    assert rig.engine.stats().num_early_releases >= 2
+    rig.settle()
+    assert rig.engine.stats().graveyard_bytes == 0
+
+
+def test_stats_add_up_all_tiers(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_backends", {})
+    actckpt.reset_stats()
+    rig = Rig(pinned=PAGE, pageable=PAGE, spill_file=native.SpillFile(folder))
+    monkeypatch.setitem(stores._backends, "host", (config.generation, stores.CudaBackend(rig.engine)))
+    tickets = [rig.put(Tensor()) for _ in range(3)]
+    rig.settle()
+    found = actckpt.stats()
+    assert (found.host_bytes, found.pageable_bytes, found.disk_bytes) == (9 * PAGE, PAGE, PAGE)
+    assert (found.store_bytes, found.peak_store_bytes, found.inflight_bytes) == (3 * PAGE, 3 * PAGE, 0)
+    buffer = rig.load(tickets[1])
+    assert tickets[1].get(0, DEFAULT) == (buffer, True)
+    rig.settle()
+    assert actckpt.stats().stall_seconds > 0
+    tickets.clear()
+    rig.settle()
+    assert actckpt.stats().store_bytes == 0

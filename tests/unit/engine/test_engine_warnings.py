@@ -1,0 +1,171 @@
+"""What goes wrong in a store and loses nothing is logged once per process and reason."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import actckpt
+from actckpt import config
+from actckpt.engine import native
+from actckpt.runtime import stores
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_warned", set())
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = config.settings()
+    yield
+    actckpt.configure(spill_dir=before.spill_dir, disk_limit=before.disk_limit)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def step(backend: stores.CpuBackend, count: int = 4) -> None:
+    """Move tensors out, let the writes end, bring them back."""
+    tensors = [torch.randn(4096) for _ in range(count)]
+    tickets = []
+    for tensor in tensors:
+        ticket = backend.put(stores.Bytes(tensor.untyped_storage(), 0), 4 * 4096)
+        assert ticket is not None
+        tickets.append(ticket)
+    backend.store.flush()
+    for ticket, tensor in zip(tickets, tensors, strict=True):
+        found = backend.fetch(ticket, 4 * 4096, torch.device("cpu"))
+        assert torch.equal(torch.empty(0).set_(found.storage), tensor)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(errno.ENOSPC, "is full.*No space left on device"), (errno.EIO, "Writing to the spill file fails.*error")],
+)
+def test_a_disk_that_takes_nothing_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, words: str
+) -> None:
+    io, faults = native.FaultyFileIo(), native.Faults()
+    faults.fail_write_at, faults.write_errno = 0, code
+    io.set(faults)
+    for _ in range(2):  # another store of the same process says nothing new
+        backend = stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io))
+        for _ in range(3):
+            step(backend)
+        assert backend.store.stats().num_failed_writes == 12
+    (message,) = warnings(caplog)
+    assert re.search(words, message) and "nothing is lost" in message
+
+
+def test_a_full_limit_and_a_broken_disk_are_two_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step(stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path), limit_bytes=5 * 4096)))
+    io, faults = native.FaultyFileIo(), native.Faults()
+    faults.fail_write_at, faults.write_errno = 0, errno.EIO
+    io.set(faults)
+    step(stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io)))
+    first, second = warnings(caplog)
+    assert "is full" in first and "Raise disk_limit" in first
+    assert "fails" in second and "errno 5" in second
+
+
+def test_a_good_disk_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step(stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path))))
+    assert warnings(caplog) == []
+
+
+class Engine:
+    """Answers what a DeviceEngine would."""
+
+    def __init__(self, answers: list[Any]) -> None:
+        self.answers = answers
+        self.seen: list[bool] = []
+
+    def put(self, ptr: int, nbytes: int, device: int, stream: int, keep: object, *, must: bool) -> Any:
+        self.seen.append(must)
+        return self.answers.pop(0)
+
+    def pool_stats(self) -> Any:
+        return SimpleNamespace(stored_bytes=3 << 20, limit_bytes=4 << 20)
+
+    def stats(self) -> Any:
+        return SimpleNamespace(
+            last_error="cuX returned (700)", num_failed_writes=2, num_full_writes=2, spill_error="No space left"
+        )
+
+
+def put_all(monkeypatch: pytest.MonkeyPatch, answers: list[Any], **options: bool) -> list[Any]:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    backend = stores.CudaBackend(Engine(answers))  # type: ignore[arg-type]
+    source = stores.Bytes(torch.empty(1 << 18).untyped_storage(), 0)
+    return [backend.put(source, 1 << 20, **options) for _ in range(len(answers))]
+
+
+def test_a_gpu_tensor_that_finds_no_room_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert put_all(monkeypatch, [native.Kept.FULL] * 3) == [None] * 3
+    (message,) = warnings(caplog)
+    assert "1.0 MiB" in message and "3.0 of at most 4.0 MiB" in message and "host_limit" in message
+
+
+@pytest.mark.parametrize("kept", [native.Kept.BUSY, native.Kept.BEHIND, native.Kept.CAPTURING])
+def test_what_prefer_keeps_is_counted_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: native.Kept
+) -> None:
+    assert put_all(monkeypatch, [kept], must=False) == [None]
+    assert warnings(caplog) == []
+
+
+def test_each_tier_below_pinned_memory_and_a_full_disk_below_it_warn_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tickets = [SimpleNamespace(tier=tier) for tier in ("pinned", "pageable", "pageable", "disk", "disk")]
+    assert put_all(monkeypatch, list(tickets)) == tickets
+    pageable, disk, full = warnings(caplog)
+    assert "pageable memory" in pageable and "the spill file" in disk and "is full" in full
+
+
+def test_a_failed_device_call_warns_once_and_names_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_all(monkeypatch, [native.Kept.STRANDED, native.Kept.FAILED])
+    (message,) = warnings(caplog)
+    assert "cuX returned (700)" in message
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/proc/self/fd", "/sys"])
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no procfs")
+def test_folders_that_exist_but_take_no_file_are_refused_also_as_root(folder: str) -> None:
+    before = config.settings()
+    with pytest.raises(
+        ValueError, match=rf"^configure: spill_dir='{folder}' is not a folder that can be .*\.$"
+    ) as info:
+        actckpt.configure(spill_dir=folder)
+    assert "\n" not in str(info.value)
+    assert config.settings() == before
+
+
+def test_a_default_folder_that_takes_no_file_is_one_line_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/proc")
+    with pytest.raises(native.SpillWriteError, match=r"^cannot make a spill file in '/proc': .*Set spill_dir.*$"):
+        stores.CpuBackend.on_disk(config.Settings())
+
+
+def test_the_spill_file_is_shared_and_so_is_its_limit(tmp_path: Path, restored: None) -> None:
+    settings = actckpt.configure(spill_dir=tmp_path, disk_limit=1 << 20)
+    file = stores._spill_file(settings)
+    assert stores._spill_file(settings) is file and file.stats().limit_bytes == 1 << 20
+    actckpt.configure(disk_limit=2 << 20)
+    assert stores._spill_file(config.settings()).stats().limit_bytes == 2 << 20
