@@ -1,8 +1,10 @@
 """Execute recorded steps again, from values at hand to the one that backward asks for."""
 
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from actckpt.runtime.replay import schedule
 from actckpt.runtime.replay.lineage import Step, Value, Window
 from actckpt.runtime.replay.tape import Paused, Tape, version_of
 
-__all__ = ["bytes_of", "changed_error", "is_pending", "on", "replay"]
+__all__ = ["HeldOutside", "bytes_of", "changed_error", "is_pending", "on", "replay"]
 
 
 def on(base: Tensor, window: Window) -> Tensor:
@@ -30,6 +32,41 @@ def on(base: Tensor, window: Window) -> Tensor:
     if is_conj:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if is_neg else tensor
+
+
+class HeldOutside:
+    """What the hooks around a region hold for it. Each backward unpacks it once, as torch's checkpoint demands."""
+
+    __slots__ = ("__weakref__", "_packed", "_task", "_tensor", "_unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._packed = packed
+        self._unpack = unpack
+        self._task = -1
+        self._tensor: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        """Return a tensor on the bytes. May run code of the user again, so not to be called paused."""
+        task = torch_private.current_graph_task_id()
+        if self._tensor is not None and self._task == task:
+            return self._tensor
+        tensor = self._unpack(self._packed)
+        if task != -1:
+            self._task, self._tensor = task, tensor
+            if torch_private.queue_callback is not None:
+                torch_private.queue_callback(partial(_let_go, weakref.ref(self), task))
+        return tensor
+
+    def let_go(self, task: int) -> None:
+        """Forget what the backward `task` unpacked."""
+        if self._task == task:
+            self._tensor = None
+
+
+def _let_go(reference: "weakref.ref[HeldOutside]", task: int) -> None:
+    held = reference()
+    if held is not None:
+        held.let_go(task)
 
 
 def bytes_of(tape: Tape, value: Value) -> Tensor:
@@ -62,12 +99,15 @@ def replay(tape: Tape, target: Value) -> Tensor:
     step = target.step
     if step is None:
         raise _lost(target)
-    with _neutral_state():
-        if all(value.is_at_hand() for value in step.inputs):
-            return _Run(tape, target, [step], None).result()
+    steps, retained = [step], None
+    if not all(value.is_at_hand() for value in step.inputs):
         if tape.replay_window is not None:
             tape.drop_cached(after=target)
-        return _Run(tape, target, *schedule.order(tape, target)).result()
+        steps, retained = schedule.order(tape, target)
+    run = _Run(tape, target, steps, retained)
+    run.fetch()
+    with _neutral_state():
+        return run.result()
 
 
 class _Run:
@@ -81,7 +121,15 @@ class _Run:
         self._retained = retained
         self._task = torch_private.current_graph_task_id()
         self._made: dict[Value, Tensor] = {}
+        self._fetched: dict[Value, Tensor] = {}
         self._uses = Counter(value for step in steps for value in set(step.inputs))
+
+    def fetch(self) -> None:
+        """Bring back what the hooks outside hold: they may run code of the user again, which must see its own state."""
+        for step in self._steps:
+            for value in step.inputs:
+                if isinstance(value.stored, HeldOutside) and value.held is None and value.cached is None:
+                    self._fetched[value] = value.stored()
 
     def result(self) -> Tensor:
         for step in self._steps:
@@ -90,6 +138,7 @@ class _Run:
                 self._uses[value] -= 1
                 if not self._uses[value] and value is not self._target:
                     self._made.pop(value, None)
+                    self._fetched.pop(value, None)
         counters.add("replayed_operators", len(self._steps))
         return self._made[self._target]
 
@@ -97,7 +146,7 @@ class _Run:
         bases: dict[Value, Tensor] = {}
         for value in step.inputs:
             if value not in bases:
-                found = self._made.get(value)
+                found = self._made.get(value, self._fetched.get(value))
                 bases[value] = found if found is not None else bytes_of(self._tape, value)
         for value in step.written:
             bases[value] = self._private(value, bases.get(value))

@@ -14,7 +14,7 @@ from actckpt.action import Action
 from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.replay import audit, execute
-from actckpt.runtime.replay.execute import changed_error
+from actckpt.runtime.replay.execute import HeldOutside, changed_error
 from actckpt.runtime.replay.lineage import Block, Handle, Value, window_of
 from actckpt.runtime.replay.tape import Paused, Tape, version_of
 
@@ -237,8 +237,7 @@ def _settle_one(tape: Tape, value: Value) -> None:
         tape.offload(value, alias)
     elif tape.outer is not None:
         pack_outer, unpack_outer = tape.outer
-        packed = pack_outer(alias)
-        value.stored = lambda: unpack_outer(packed)
+        value.stored = HeldOutside(pack_outer(alias), unpack_outer)
         value.held = None
     else:
         value.held = alias

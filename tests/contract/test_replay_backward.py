@@ -1,0 +1,213 @@
+"""All ways to run backward over a region, what they hold, and what is left afterwards."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from oracle import CountOperators, assert_equal, leaf, mlp
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - torch's own name
+
+import actckpt
+
+
+@pytest.fixture(autouse=True)
+def _no_audit() -> Iterator[None]:
+    """Checksums are operators too, and some of these tests count operators."""
+    before = actckpt.configure().audit
+    actckpt.configure(audit="off")
+    yield
+    actckpt.configure(audit=before)
+
+
+def _chain(x: Tensor) -> Tensor:
+    for _ in range(4):
+        x = F.dropout((x @ x.tanh()).sin(), 0.1) * x
+    return x
+
+
+def test_rule_12_a_second_backward_runs_no_more_operators_than_the_first() -> None:
+    x = leaf(4, 4)
+    with actckpt.region():
+        loss = _chain(x).sum()
+    counts = []
+    for _ in range(3):
+        with CountOperators() as counted:
+            torch.autograd.grad(loss, x, retain_graph=True)
+        counts.append(counted.total)
+    assert counts[1] <= counts[0]
+    assert counts[2] == counts[1]
+
+
+def test_rule_12_nothing_replayed_stays_after_a_backward_that_retains_its_graph() -> None:
+    x = leaf(64, 64)
+    with actckpt.report.memory.LiveStorages() as live:
+        with actckpt.region():
+            loss = _chain(x).sum()
+        before = live.live_bytes
+        torch.autograd.grad(loss, x, retain_graph=True)
+        gc.collect()
+        assert live.live_bytes == before
+        assert live.peak_bytes > before
+
+
+@pytest.mark.parametrize("policy", ["recompute", ["aten.mm"], "offload"])
+def test_double_and_triple_backward(policy: Any) -> None:
+    found = []
+    for region in (nullcontext, lambda: actckpt.region(policy)):
+        torch.manual_seed(3)
+        x = leaf(3, 3)
+        with region():
+            y = _chain(x).sum()
+        results = [y.detach()]
+        for _ in range(3):
+            (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            results.append(y.detach())
+        found.append(results)
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_rule_9_a_gradient_taken_inside_an_open_region(create_graph: bool) -> None:
+    found = []
+    for region in (nullcontext, actckpt.region):
+        torch.manual_seed(3)
+        x = leaf(3, 3)
+        with region():
+            y = _chain(x)
+            (penalty,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph, retain_graph=True)
+            z = (penalty.sin() * y * penalty).exp()
+        found.append((z.detach(), torch.autograd.grad(z.sum(), x)))
+    assert_equal(found[1], found[0])
+
+
+def test_rule_7_an_input_changed_after_the_region_raises_and_values_without_it_work() -> None:
+    weight, other = leaf(3, 3), leaf(3, 3)
+    x = torch.randn(3, 3)
+    with actckpt.region():
+        a = (x * weight).sin()
+        b = other.exp().sin()
+    x.add_(1)
+    assert_equal(torch.autograd.grad(b.sum(), other), torch.autograd.grad(other.exp().sin().sum(), other))
+    with pytest.raises(actckpt.SavedTensorChangedError, match=r"(?s)at version 1; expected version 0"):
+        a.sum().backward()
+
+
+def test_two_graphs_alive_and_backward_in_any_order() -> None:
+    x = leaf(4, 4)
+    expected = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected.append(torch.autograd.grad(_chain(x).sum(), x))
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with actckpt.region():
+            losses.append(_chain(x).sum())
+    assert_equal([torch.autograd.grad(loss, x) for loss in losses[::-1]], expected[::-1])
+
+
+def test_eight_threads_with_regions_of_their_own_and_one_in_common() -> None:
+    torch.manual_seed(1)
+    model = mlp(8, depth=3)
+    inputs = [torch.randn(4, 8) for _ in range(8)]
+    parameters = list(model.parameters())
+    expected = [torch.autograd.grad(model(x).square().sum(), parameters) for x in inputs]
+    with actckpt.region():
+        shared = model(inputs[0]).square().sum()
+    found: list[Any] = [None] * 8
+    errors: list[BaseException] = []
+    start = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        try:
+            start.wait()
+            for _ in range(5):
+                with actckpt.region():
+                    loss = model(inputs[number]).square().sum()
+                found[number] = torch.autograd.grad(loss, parameters)
+                assert_equal(torch.autograd.grad(shared, parameters, retain_graph=True), expected[0])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert_equal(found, expected)
+
+
+def test_an_exception_in_forward_leaves_the_thread_as_it_was() -> None:
+    x = leaf(3)
+    made = []
+    with pytest.raises(KeyError), actckpt.region():
+        made.append(x.sin().exp())
+        raise KeyError
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    with CountOperators() as counted:
+        x.sin().exp()
+    assert counted.total == 2
+    assert_equal(torch.autograd.grad(made.pop().sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
+
+
+@pytest.mark.parametrize("policy", ["recompute", ["aten.sin"], "offload"])
+@pytest.mark.parametrize("ends", ["backward", "dropped", "failed"])
+def test_nothing_is_referenced_after_the_graph_is_gone(policy: Any, ends: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(4, requires_grad=True)
+        given = torch.randn(4)
+        with actckpt.region(policy) as region:
+            middle = (x * given).sin()
+            y = (middle * given).exp().sum()
+        references = [weakref.ref(tensor) for tensor in (middle, given, y, x)]
+        if ends == "backward":
+            y.backward()
+        elif ends == "failed":
+            given.add_(1)
+            if policy != "offload":
+                with pytest.raises(actckpt.SavedTensorChangedError):
+                    y.backward()
+        del middle, given, y, x, region
+        assert [reference() for reference in references] == [None] * 4 or ends == "failed"
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
+def test_the_number_of_objects_stays_the_same_over_steps() -> None:
+    model = mlp(8, depth=2, dropout=0.1)
+
+    def step() -> None:
+        with actckpt.region(["aten.addmm"]):
+            loss = model(torch.randn(2, 8)).sum()
+        loss.backward()
+
+    for _ in range(5):
+        step()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(50):
+        step()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 25
+
+
+def test_replayed_random_operators_leave_every_generator_as_it_was() -> None:
+    x = leaf(16)
+    with actckpt.region():
+        y = (F.dropout(x.sin(), 0.5) * torch.rand(16)).exp().sum()
+    state = torch.get_rng_state()
+    y.backward()
+    assert torch.equal(torch.get_rng_state(), state)

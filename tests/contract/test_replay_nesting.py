@@ -1,0 +1,196 @@
+"""Regions around, inside and beside other things that handle saved tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal, gradients, mlp
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import actckpt
+from actckpt.report.memory import LiveStorages
+
+Run = Callable[[Any, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _no_audit() -> Iterator[None]:
+    """Let nothing that is wrong be put right by an audit, nor anything be parked."""
+    before = actckpt.configure().audit
+    actckpt.configure(audit="off")
+    yield
+    actckpt.configure(audit=before)
+
+
+def _region(model: Any, x: Tensor) -> Tensor:
+    with actckpt.region():
+        return model(x)
+
+
+def _nested(model: Any, x: Tensor) -> Tensor:
+    with actckpt.region("recompute"):
+        for layer, policy in zip(model, ["keep", "recompute", "offload", ["aten.addmm"]] * 3, strict=False):
+            with actckpt.region(policy):
+                x = layer(x)
+        return x.sin()
+
+
+def _with_checkpoint(checkpoint: Any) -> Run:
+    def run(model: Any, x: Tensor) -> Tensor:
+        with actckpt.region():
+            return checkpoint(model, x.sin(), use_reentrant=False).sin()
+
+    return run
+
+
+def _in_checkpoint(checkpoint: Any, policy: Any = "recompute") -> Run:
+    def body(model: Any, x: Tensor) -> Tensor:
+        with actckpt.region(policy):
+            return model(x.sin()).sin()
+
+    return lambda model, x: checkpoint(body, model, x, use_reentrant=False)
+
+
+def _inside(context: Callable[[], Any]) -> Run:
+    def run(model: Any, x: Tensor) -> Tensor:
+        with context(), actckpt.region():
+            return model(x.sin())
+
+    return run
+
+
+def _around(context: Callable[[], Any]) -> Run:
+    def run(model: Any, x: Tensor) -> Tensor:
+        with actckpt.region(), context():
+            return model(x.sin())
+
+    return run
+
+
+def _offload() -> Any:
+    return actckpt.offload(min_bytes=0)
+
+
+def _one_per_layer(model: Any, x: Tensor) -> Tensor:
+    with ExitStack() as stack:
+        for layer in model:
+            stack.enter_context(actckpt.region())
+            x = layer(x)
+    return x
+
+
+RUNS = {
+    "region": _region,
+    "regions in a region": _nested,
+    "regions opened one in another": _one_per_layer,
+    "actckpt's checkpoint in a region": _with_checkpoint(actckpt.checkpoint),
+    "torch's checkpoint in a region": _with_checkpoint(torch_checkpoint),
+    "region in actckpt's checkpoint": _in_checkpoint(actckpt.checkpoint),
+    "region in torch's checkpoint": _in_checkpoint(torch_checkpoint),
+    "offload policy in actckpt's checkpoint": _in_checkpoint(actckpt.checkpoint, "offload"),
+    "per-op policy in torch's checkpoint": _in_checkpoint(torch_checkpoint, ["aten.addmm"]),
+    "region in save_on_cpu": _inside(save_on_cpu),
+    "save_on_cpu in a region": _around(save_on_cpu),
+    "region in offload": _inside(_offload),
+    "offload in a region": _around(_offload),
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
+@pytest.mark.parametrize("retain", [False, True])
+def test_rule_11_nesting_is_bit_equal_to_the_same_without_regions(
+    run: Run, retain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for is_plain in (True, False):
+        torch.manual_seed(3)
+        model = mlp(8, depth=3, dropout=0.3)
+        x = torch.randn(4, 8, requires_grad=True)
+        with monkeypatch.context() as patch:
+            if is_plain:
+                patch.setattr(actckpt, "region", lambda *args: nullcontext())
+            loss = run(model, x).square().sum()
+            if retain:
+                loss.backward(retain_graph=True)
+            loss.backward()
+        found.append((loss.detach(), x.grad, gradients(model), torch.get_rng_state()))
+    assert_equal(found[1], found[0])
+
+
+def _held(run: Run, depth: int = 4) -> int:
+    torch.manual_seed(3)
+    model = mlp(64, depth=depth)
+    x = torch.randn(32, 64, requires_grad=True)
+    gc.collect()
+    with LiveStorages(parameters=model.parameters()) as live:
+        y = run(model, x).sum()
+        held = live.live_bytes
+        y.backward()
+    return held
+
+
+@pytest.mark.parametrize("checkpoint", [actckpt.checkpoint, torch_checkpoint], ids=["actckpt", "torch"])
+@pytest.mark.parametrize("policy", ["recompute", ["aten.addmm"]], ids=["recompute", "list"])
+def test_a_region_in_a_checkpoint_holds_no_more_than_the_checkpoint_alone(checkpoint: Any, policy: Any) -> None:
+    alone = _held(lambda model, x: checkpoint(lambda t: model(t.sin()).sin(), x, use_reentrant=False))
+    assert _held(_in_checkpoint(checkpoint, policy)) <= alone
+    assert alone < _held(lambda model, x: model(x.sin()).sin()) / 4
+
+
+def test_a_region_around_checkpoints_frees_their_inputs() -> None:
+    def checkpoints(model: Any, x: Tensor) -> Tensor:
+        for layer in model:
+            x = actckpt.checkpoint(layer, x)
+        return x
+
+    def in_a_region(model: Any, x: Tensor) -> Tensor:
+        with actckpt.region():
+            return checkpoints(model, x)
+
+    assert _held(in_a_region) <= _held(checkpoints)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_rule_10_a_compiled_function_runs_compiled_in_a_region_and_afterwards() -> None:
+    compiles = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiles.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def function(t: Tensor) -> Tensor:
+        return (t.sin() * t).exp()
+
+    x = torch.randn(4, requires_grad=True)
+    expected = torch.autograd.grad((x.sin() * x).exp().cos().sum(), x)
+    for _ in range(2):
+        with actckpt.region():
+            y = function(x * 1).cos().sum()
+        assert_equal(torch.autograd.grad(y, x), expected)
+        assert_equal(torch.autograd.grad(function(x).cos().sum(), x), expected)
+    assert len(compiles) in (1, 2), "one graph, and another one where the input is a leaf"
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*:UserWarning")
+def test_rule_10_flex_attention_in_a_region() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    found = []
+    for context in (nullcontext, actckpt.region):
+        torch.manual_seed(3)
+        x = torch.randn(1, 2, 16, 8, requires_grad=True)
+        with context():
+            q, k, v = ((x * number).sin() for number in (1, 2, 3))
+            with torch.no_grad():  # its backward needs a GPU, and it looks at requires_grad
+                y = flex_attention(q.detach(), k.detach(), v.detach(), score_mod=lambda score, b, h, q, k: score + q - k)
+            z = (q * y).exp() * v
+        found.append((z.detach(), torch.autograd.grad(z.sum(), x)))
+    assert_equal(found[1], found[0])
