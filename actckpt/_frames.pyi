@@ -157,9 +157,8 @@ class Value:
     index: int
     version: int
     cached_task: int
-    hold_bytes: int
     key: int
-    is_candidate: bool
+    is_needed: bool
     is_input: bool
     is_parameter: bool
     @property

@@ -55,6 +55,7 @@ void connect_replay(const py::dict& given) {
   n.unpack_slowly = keep("unpack_slowly");
   n.recompute = keep("recompute");
   n.below_autograd = keep("below_autograd");
+  n.keeps_graph = keep("keeps_graph");
   n.any_autocast_enabled = keep("any_autocast_enabled");
   n.num_function_modes = keep("num_function_modes");
   n.count_replayed = keep("count_replayed");

@@ -43,6 +43,7 @@ struct ReplayNames {
   PyObject* unpack_slowly;    // (handle) -> tensor
   PyObject* recompute;        // Action.RECOMPUTE
   PyObject* below_autograd;   // null where torch has no such guard
+  PyObject* keeps_graph;      // null where torch does not tell
   PyObject* any_autocast_enabled;
   PyObject* num_function_modes;
   PyObject* count_replayed;   // ()

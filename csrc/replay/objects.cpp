@@ -224,8 +224,8 @@ PyMemberDef value_members[] = {
     OBJECT(ValueObject, "entry", entry),           NUMBER(ValueObject, "nbytes", nbytes),
     NUMBER(ValueObject, "ordinal", ordinal),       NUMBER(ValueObject, "index", index),
     NUMBER(ValueObject, "version", version),       NUMBER(ValueObject, "cached_task", cached_task),
-    NUMBER(ValueObject, "hold_bytes", hold_bytes), NUMBER(ValueObject, "key", key),
-    FLAG(ValueObject, "is_candidate", is_candidate), FLAG(ValueObject, "is_input", is_input),
+    NUMBER(ValueObject, "key", key),
+    FLAG(ValueObject, "is_needed", is_needed), FLAG(ValueObject, "is_input", is_input),
     FLAG(ValueObject, "is_parameter", is_parameter),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(ValueObject, weak_references), READONLY, nullptr},
     END};
@@ -309,7 +309,7 @@ void assign(PyObject*& field, PyObject* object) noexcept {
 
 py::object new_value(long long nbytes, PyObject* device, long long ordinal) {
   auto* value = allocated<ValueObject>(value_type);
-  value->nbytes = value->hold_bytes = nbytes;
+  value->nbytes = nbytes;
   value->ordinal = ordinal;
   value->version = value->cached_task = -1;
   assign(value->device, device);

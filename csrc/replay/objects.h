@@ -31,9 +31,8 @@ struct ValueObject {
   long long index;
   long long version;
   long long cached_task;
-  long long hold_bytes;
   long long key;
-  char is_candidate;
+  char is_needed;
   char is_input;
   char is_parameter;
 };

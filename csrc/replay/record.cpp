@@ -170,15 +170,6 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
     return;
   }
   add_output(step, value, kind, index);
-  long long hold_bytes = 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {
-    hold_bytes += reinterpret_cast<ValueObject*>(PyList_GET_ITEM(step->inputs, i))->hold_bytes;
-  }
-  if (hold_bytes > value->nbytes) {
-    value->is_candidate = 1;
-  } else {
-    value->hold_bytes = hold_bytes;
-  }
 }
 
 long long number(const py::object& object) {

@@ -58,7 +58,10 @@ class BelowAutograd {
 
 // Whether a step is one plain operator on values at hand, with windows and immutable arguments only.
 bool is_simple(const StepObject* step) {
-  if (!is_none(step->random) || !is_none(step->kwargs) || PyList_GET_SIZE(step->written) != 0) return false;
+  if (!is_none(step->random) || !is_none(step->kwargs) || PyList_GET_SIZE(step->written) != 0 ||
+      PyList_GET_SIZE(step->outputs) != 1) {
+    return false;
+  }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {
     if (at_hand(reinterpret_cast<ValueObject*>(PyList_GET_ITEM(step->inputs, i))) == nullptr) return false;
   }
@@ -93,8 +96,22 @@ bool has_size(PyObject* tensor, const ValueObject* value) {
   return PyLong_AsLongLong(call_method(storage.ptr(), names().nbytes).ptr()) == value->nbytes;
 }
 
+// Whether bytes stay held on account of `value` alone, or of others like it.
+bool keeps_inputs(const ValueObject* value) {
+  if (is_none(value->step)) return false;
+  PyObject* inputs = reinterpret_cast<StepObject*>(value->step)->inputs;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
+    const auto* input = reinterpret_cast<ValueObject*>(PyList_GET_ITEM(inputs, i));
+    if (input->is_input == 0 && (!is_none(input->held) || !is_none(input->stored))) return true;
+  }
+  return false;
+}
+
 // Keeps a replayed value for the rest of the backward `task`.
 void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
+  if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
+    assign(value->step, nullptr);  // see `Tape.cache`
+  }
   assign(value->cached, tensor);
   value->cached_task = task;
   const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(task));
@@ -121,9 +138,10 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
     result = py::reinterpret_steal<py::object>(made);
   }
   call(names().count_replayed);
-  const bool is_one = PyList_GET_SIZE(step->outputs) == 1 &&
-                      PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(python().tensor_type));
-  if (!is_one || !has_size(result.ptr(), target)) return py::object();
+  if (PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(python().tensor_type)) == 0 ||
+      !has_size(result.ptr(), target)) {
+    return py::object();  // executed once more in Python, which says what is wrong
+  }
   if (!is_none(target->entry)) {
     const long times = PyLong_AsLong(attribute(target->entry, names().num_replays).ptr());
     PyObject_SetAttr(target->entry, names().num_replays, py::int_(times + 1).ptr());
@@ -155,7 +173,9 @@ py::object unpacked(HandleObject* handle) {
     handle->task = previous;
     return tensor;
   }
-  if (!is_none(value->cached) && !is_pending(value, handle->task)) assign(value->cached, nullptr);
+  if (!is_none(value->cached) && !is_none(value->step) && !is_pending(value, handle->task)) {
+    assign(value->cached, nullptr);
+  }
   return tensor;
 }
 

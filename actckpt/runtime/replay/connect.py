@@ -31,6 +31,7 @@ NAMES: dict[str, Any] = {
     "unpack_slowly": saved.unpack_slowly,
     "recompute": Action.RECOMPUTE,
     "below_autograd": torch_private.below_autograd,
+    "keeps_graph": torch_private.keeps_graph,
     "any_autocast_enabled": torch_private.any_autocast_enabled,
     "num_function_modes": torch_private.num_function_modes,
     "count_replayed": lambda: counters.add("replayed_operators", 1),

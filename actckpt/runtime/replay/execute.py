@@ -62,12 +62,11 @@ def replay(tape: Tape, target: Value) -> Tensor:
     step = target.step
     if step is None:
         raise _lost(target)
-    with _neutral_state():
-        if all(value.is_at_hand() for value in step.inputs):
-            return _Run(tape, target, [step], None).result()
-        if tape.replay_window is not None:
-            tape.drop_cached(after=target)
-        return _Run(tape, target, *schedule.order(tape, target)).result()
+    if all(value.is_at_hand() for value in step.inputs):
+        return _Run(tape, target, [step], None).result()
+    if tape.replay_window is not None:
+        tape.drop_cached(after=target)
+    return _Run(tape, target, *schedule.order(tape, target)).result()
 
 
 class _Run:
@@ -99,11 +98,12 @@ class _Run:
             if value not in bases:
                 found = self._made.get(value)
                 bases[value] = found if found is not None else bytes_of(self._tape, value)
-        for value in step.written:
-            bases[value] = self._private(value, bases.get(value))
-        args = [_thawed(arg, bases) for arg in step.args]
-        kwargs = {name: _thawed(arg, bases) for name, arg in step.kwargs.items()} if step.kwargs else {}
-        result = _called(step, args, kwargs)
+        with _neutral_state():
+            for value in step.written:
+                bases[value] = self._private(value, bases.get(value))
+            args = [_thawed(arg, bases) for arg in step.args]
+            kwargs = {name: _thawed(arg, bases) for name, arg in step.kwargs.items()} if step.kwargs else {}
+            result = _called(step, args, kwargs)
         flat = _flat(result)
         for reference, (kind, index) in zip(step.outputs, step.results, strict=True):
             made = reference()
@@ -134,8 +134,7 @@ class _Run:
         if self._task == -1 or value.is_at_hand():
             return
         if is_pending(value, self._task) if self._retained is None else value in self._retained:
-            value.cached, value.cached_task = tensor, self._task
-            self._tape.clear_after(self._task, value)
+            self._tape.cache(self._task, value, tensor)
 
 
 def _thawed(arg: Any, bases: dict[Value, Tensor]) -> Any:

@@ -18,7 +18,18 @@ The classes are in C++ (csrc/replay/objects.h), since some are made at every ope
 
 from actckpt._frames import Block, Handle, Step, TapeCore, Value, Window, window_of
 
-__all__ = ["Block", "Handle", "Step", "TapeCore", "Value", "Window", "is_obtainable", "window_of"]
+__all__ = [
+    "Block",
+    "Handle",
+    "Step",
+    "TapeCore",
+    "Value",
+    "Window",
+    "is_obtainable",
+    "mark_needed",
+    "new_leaf_bytes",
+    "window_of",
+]
 
 
 def is_obtainable(value: Value) -> bool:
@@ -34,3 +45,34 @@ def is_obtainable(value: Value) -> bool:
         seen.add(id(current))
         pending.extend(current.step.inputs)
     return True
+
+
+def new_leaf_bytes(value: Value, *, at_most: int) -> int:
+    """Return how many bytes more must be held so that `value` can be replayed, beyond what is needed already.
+
+    Stops counting above `at_most`.
+    """
+    total = 0
+    seen: set[int] = set()
+    pending = [value]
+    while pending and total <= at_most:
+        current = pending.pop()
+        if id(current) in seen or current.is_needed:
+            continue
+        seen.add(id(current))
+        if current.is_at_hand() or current.step is None:
+            total += 0 if current.is_parameter or current.handles else current.nbytes  # what is saved is held anyway
+        else:
+            pending.extend(current.step.inputs)
+    return total
+
+
+def mark_needed(value: Value) -> None:
+    """Note that `value` will be replayed: what it is replayed from is held on its account."""
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        if not current.is_needed:
+            current.is_needed = True
+            if not current.is_at_hand() and current.step is not None:
+                pending.extend(current.step.inputs)
