@@ -92,6 +92,11 @@ struct TapeObject {
   PyObject* audited_places;
   PyObject* opaque_names;
   PyObject* entries;
+  PyObject* outer;          // the hooks outside, or None
+  PyObject* candidates;
+  long long num_lost;
+  long long recompute_bytes;
+  long long opaque_bytes;
   long long structure;
   long long num_values;
   long long num_packed;
@@ -108,6 +113,13 @@ extern PyTypeObject* handle_type;
 extern PyTypeObject* tape_type;
 
 inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
+
+// Takes a container out of garbage collection: one of ours, that cannot be part of a cycle. Collections that a
+// training step sets off would walk through thousands of them.
+inline PyObject* untracked(PyObject* container) noexcept {
+  if (container != nullptr) PyObject_GC_UnTrack(container);
+  return container;
+}
 
 // Replaces the object in a field.
 void assign(PyObject*& field, PyObject* object) noexcept;

@@ -8,6 +8,9 @@
 namespace actckpt::replay {
 namespace {
 
+// Operators executed again by this file since the process began.
+long long num_replayed = 0;
+
 // The tensor that a window describes, on the storage of `base`; null where that takes more than strides.
 py::object on(PyObject* base, const WindowObject* window) {
   if (window->is_conj != 0 || window->is_neg != 0) return py::object();
@@ -15,8 +18,8 @@ py::object on(PyObject* base, const WindowObject* window) {
   const py::object dtype = attribute(base, python().dtype);
   if (dtype.ptr() != window->dtype || call_method(base, n.is_neg).ptr() == Py_True) return py::object();
   if (is_true(dtype.ptr(), n.is_complex) && call_method(base, n.is_conj).ptr() == Py_True) return py::object();
-  PyObject* made =
-      PyObject_CallMethodObjArgs(base, n.as_strided, window->shape, window->stride, window->offset, nullptr);
+  PyObject* stack[] = {base, window->shape, window->stride, window->offset};
+  PyObject* made = PyObject_VectorcallMethod(n.as_strided, stack, 4, nullptr);
   if (made == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(made);
 }
@@ -137,7 +140,7 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
     if (made == nullptr) throw py::error_already_set();
     result = py::reinterpret_steal<py::object>(made);
   }
-  call(names().count_replayed);
+  num_replayed += 1;
   if (PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(python().tensor_type)) == 0 ||
       !has_size(result.ptr(), target)) {
     return py::object();  // executed once more in Python, which says what is wrong
@@ -195,6 +198,7 @@ void add_unpack_functions(py::module_& module) {
   static PyMethodDef methods[] = {{"unpack_recorded", unpack, METH_O, "unpack_recorded(packed)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("num_replayed", [] { return num_replayed; });
   module.def("is_pending", [](const py::handle& value, long long task) {
     return is_pending(reinterpret_cast<ValueObject*>(value.ptr()), task);
   });

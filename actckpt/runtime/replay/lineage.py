@@ -16,7 +16,17 @@ A value whose bytes are at hand (`held`, `stored`, `cached`) needs no step. One 
 The classes are in C++ (csrc/replay/objects.h), since some are made at every operator.
 """
 
-from actckpt._frames import Block, Handle, Step, TapeCore, Value, Window, window_of
+from actckpt._frames import (
+    Block,
+    Handle,
+    Step,
+    TapeCore,
+    Value,
+    Window,
+    mark_needed,
+    new_leaf_bytes,
+    window_of,
+)
 
 __all__ = [
     "Block",
@@ -45,34 +55,3 @@ def is_obtainable(value: Value) -> bool:
         seen.add(id(current))
         pending.extend(current.step.inputs)
     return True
-
-
-def new_leaf_bytes(value: Value, *, at_most: int) -> int:
-    """Return how many bytes more must be held so that `value` can be replayed, beyond what is needed already.
-
-    Stops counting above `at_most`.
-    """
-    total = 0
-    seen: set[int] = set()
-    pending = [value]
-    while pending and total <= at_most:
-        current = pending.pop()
-        if id(current) in seen or current.is_needed:
-            continue
-        seen.add(id(current))
-        if current.is_at_hand() or current.step is None:
-            total += 0 if current.is_parameter or current.handles else current.nbytes  # what is saved is held anyway
-        else:
-            pending.extend(current.step.inputs)
-    return total
-
-
-def mark_needed(value: Value) -> None:
-    """Note that `value` will be replayed: what it is replayed from is held on its account."""
-    pending = [value]
-    while pending:
-        current = pending.pop()
-        if not current.is_needed:
-            current.is_needed = True
-            if not current.is_at_hand() and current.step is not None:
-                pending.extend(current.step.inputs)

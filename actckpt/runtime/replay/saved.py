@@ -265,7 +265,7 @@ def _settle_candidates(tape: Tape) -> None:
         spare, value.spare = value.spare, None
         if spare is None or value.is_at_hand() or not any(handle() is not None for handle in value.handles):
             continue
-        if new_leaf_bytes(value, at_most=value.nbytes) > value.nbytes:
+        if new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.held = spare
             value.step = None
             tape.holding.append(value)

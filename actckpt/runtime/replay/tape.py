@@ -43,7 +43,7 @@ class Tape(TapeCore):
         #: Values that autograd saved.
         self.saved = []
         #: Values that are dropped, but whose bytes stay until the region closes (see `settle`).
-        self.candidates: list[Value] = []
+        self.candidates = []
         #: Values whose bytes are gone although nothing makes them again.
         self.num_lost = 0
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
@@ -88,24 +88,6 @@ class Tape(TapeCore):
     def value_of(self, tensor: Tensor) -> Value | None:
         """Return what the storage of `tensor` holds now; takes it as an input if nothing recorded made it."""
         return value_of(self, tensor)
-
-    def take_input(self, tensor: Tensor, storage: Any) -> Value:
-        """Take a storage that nothing recorded made as an input of the region."""
-        value = self.new_value(storage.nbytes(), storage.device)
-        value.is_input = True
-        value.why_opaque = "an input of the region"
-        root = tensor
-        if tensor._is_view() and tensor._base is not None and _is_on(tensor._base, storage):
-            root = tensor._base
-        if root.is_leaf and (root.requires_grad or isinstance(root, torch.nn.Parameter)):
-            value.is_parameter = True
-        value.held = root
-        look_at(value, root)
-        value.asked = self.choice.for_value
-        value.action = Action.KEEP if value.asked is None else None
-        self.blocks[id(storage)] = Block(storage, value)
-        self.holding.append(value)
-        return value
 
     def changed_unseen(self, tensor: Tensor, block: Block) -> Value:
         """Something that was not recorded changed a storage: what it holds now is opaque."""
@@ -271,7 +253,7 @@ class Tape(TapeCore):
             entry.action, entry.why = action, why or (value.why_opaque if value.is_input else "")
         if action is not Action.RECOMPUTE:
             self._hold(value, tensor, action)
-        elif new_leaf_bytes(value, at_most=value.nbytes) > value.nbytes:
+        elif new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.spare = tensor
             self.candidates.append(value)
         else:
