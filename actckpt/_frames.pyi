@@ -157,9 +157,8 @@ class Value:
     index: int
     version: int
     cached_task: int
-    hold_bytes: int
     key: int
-    is_candidate: bool
+    is_needed: bool
     is_input: bool
     is_parameter: bool
     @property
@@ -213,6 +212,11 @@ class TapeCore:
     audited_places: set[int]
     opaque_names: tuple[str, ...]
     entries: list[Any] | None
+    outer: Any
+    candidates: list[Value]
+    num_lost: int
+    recompute_bytes: int
+    opaque_bytes: int
     structure: int
     num_values: int
     num_packed: int
@@ -240,3 +244,6 @@ def add_value(
 ) -> None: ...
 def add_results(tape: TapeCore, step: Step, result: Any, action: Action | None, why_opaque: str) -> None: ...
 def is_pending(value: Value, task: int) -> bool: ...
+def num_replayed() -> int: ...
+def new_leaf_bytes(value: Value, at_most: int) -> int: ...
+def mark_needed(value: Value) -> None: ...

@@ -77,7 +77,7 @@ def choice_of(policy: Any) -> Choice:
     if isinstance(policy, Mapping):
         raise ValueError("policy is a dict. Pass actckpt.policies.PerOp(...), which says what happens to the rest.")
     if isinstance(policy, Iterable):
-        return Choice(_kept(tuple(policy)), Action.RECOMPUTE)
+        return _keeping(tuple(policy))
     if callable(policy):
         if _is_torch_policy(policy):
             return Choice(after_call=lambda op, args, kwargs, result: _ask_torch(policy, op, args, kwargs, result))
@@ -89,8 +89,8 @@ def choice_of(policy: Any) -> Choice:
 
 
 @functools.lru_cache(maxsize=256)
-def _kept(ops: tuple[Any, ...]) -> dict[Any, Action]:
-    return {overload: Action.KEEP for op in ops for overload in _overloads(op)}
+def _keeping(ops: tuple[Any, ...]) -> Choice:
+    return Choice({overload: Action.KEEP for op in ops for overload in _overloads(op)}, Action.RECOMPUTE)
 
 
 def selective_choice(context: object) -> Choice | None:

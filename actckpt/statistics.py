@@ -60,6 +60,7 @@ def _totals() -> dict[str, float]:
     totals["rerun_regions"] = _frames.num_reruns()
     for name in ("replayed_operators", "kept_opaque", "copied_on_write_bytes"):
         totals[name] = counters.value(name)
+    totals["replayed_operators"] += _frames.num_replayed()
     for name in ("prefetched_reloads", "late_reloads", "failed_writes"):
         totals[name] = 0
     totals["stall_seconds"] = 0.0

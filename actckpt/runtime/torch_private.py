@@ -50,6 +50,10 @@ any_autocast_enabled: Callable[[], bool] = _optional(torch._C, "_is_any_autocast
 #: place, as `no_grad` does.
 below_autograd: Callable[[], Any] | None = _optional(torch._C, "_AutoDispatchBelowAutograd")
 
+#: Whether the backward under way was asked to retain the graph. Missing: assume that it was, and hold what values
+#: were replayed from until their graph is gone.
+keeps_graph: Callable[[], bool] | None = _optional(torch._C._autograd, "_get_current_graph_task_keep_graph")
+
 #: Getters and setters of the SDPA backend flags and their priority. A missing one is left alone.
 _SDPA_FLAGS = [
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),

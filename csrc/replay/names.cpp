@@ -21,7 +21,8 @@ ReplayNames interned() {
   n.actions_by_id = PyUnicode_InternFromString("actions_by_id");
   n.default_action = PyUnicode_InternFromString("default");
   n.after_call = PyUnicode_InternFromString("after_call");
-  n.take_input = PyUnicode_InternFromString("take_input");
+  n.is_leaf = PyUnicode_InternFromString("is_leaf");
+  n.why_input = PyUnicode_InternFromString("an input of the region");
   n.changed_unseen = PyUnicode_InternFromString("changed_unseen");
   n.why_never = PyUnicode_InternFromString("why_never");
   n.decide = PyUnicode_InternFromString("decide");
@@ -54,10 +55,11 @@ void connect_replay(const py::dict& given) {
   n.pack_other = keep("pack_other");
   n.unpack_slowly = keep("unpack_slowly");
   n.recompute = keep("recompute");
+  n.keep = keep("keep");
   n.below_autograd = keep("below_autograd");
+  n.keeps_graph = keep("keeps_graph");
   n.any_autocast_enabled = keep("any_autocast_enabled");
   n.num_function_modes = keep("num_function_modes");
-  n.count_replayed = keep("count_replayed");
   n.num_recorders = keep("num_recorders");
 }
 

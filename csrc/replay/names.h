@@ -23,7 +23,8 @@ struct ReplayNames {
   PyObject* actions_by_id;
   PyObject* default_action;
   PyObject* after_call;
-  PyObject* take_input;
+  PyObject* is_leaf;
+  PyObject* why_input;  // what reports say of inputs
   PyObject* changed_unseen;
   PyObject* why_never;
   PyObject* decide;
@@ -42,10 +43,11 @@ struct ReplayNames {
   PyObject* pack_other;       // (tape, tensor, value or None) -> what autograd holds
   PyObject* unpack_slowly;    // (handle) -> tensor
   PyObject* recompute;        // Action.RECOMPUTE
+  PyObject* keep;             // Action.KEEP
   PyObject* below_autograd;   // null where torch has no such guard
+  PyObject* keeps_graph;      // null where torch does not tell
   PyObject* any_autocast_enabled;
   PyObject* num_function_modes;
-  PyObject* count_replayed;   // ()
   PyObject* num_recorders;    // [number of recorders that are active in the process]
 };
 

@@ -104,7 +104,7 @@ void tape_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   using T = TapeObject;
   free_object<T>(self, &T::blocks, &T::holding, &T::saved, &T::choice, &T::modules, &T::opaque_places,
-                 &T::audited_places, &T::opaque_names, &T::entries);
+                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates);
 }
 
 int tape_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -115,6 +115,8 @@ int tape_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(tape->saved);
   Py_VISIT(tape->choice);
   Py_VISIT(tape->entries);
+  Py_VISIT(tape->outer);
+  Py_VISIT(tape->candidates);
   return 0;
 }
 
@@ -125,6 +127,8 @@ int tape_clear(PyObject* self) {
   Py_CLEAR(tape->saved);
   Py_CLEAR(tape->choice);
   Py_CLEAR(tape->entries);
+  Py_CLEAR(tape->outer);
+  Py_CLEAR(tape->candidates);
   return 0;
 }
 
@@ -224,8 +228,8 @@ PyMemberDef value_members[] = {
     OBJECT(ValueObject, "entry", entry),           NUMBER(ValueObject, "nbytes", nbytes),
     NUMBER(ValueObject, "ordinal", ordinal),       NUMBER(ValueObject, "index", index),
     NUMBER(ValueObject, "version", version),       NUMBER(ValueObject, "cached_task", cached_task),
-    NUMBER(ValueObject, "hold_bytes", hold_bytes), NUMBER(ValueObject, "key", key),
-    FLAG(ValueObject, "is_candidate", is_candidate), FLAG(ValueObject, "is_input", is_input),
+    NUMBER(ValueObject, "key", key),
+    FLAG(ValueObject, "is_needed", is_needed), FLAG(ValueObject, "is_input", is_input),
     FLAG(ValueObject, "is_parameter", is_parameter),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(ValueObject, weak_references), READONLY, nullptr},
     END};
@@ -251,6 +255,9 @@ PyMemberDef tape_members[] = {
     OBJECT(TapeObject, "saved", saved),             OBJECT(TapeObject, "choice", choice),
     OBJECT(TapeObject, "modules", modules),         OBJECT(TapeObject, "opaque_places", opaque_places),
     OBJECT(TapeObject, "audited_places", audited_places), OBJECT(TapeObject, "opaque_names", opaque_names),
+    OBJECT(TapeObject, "outer", outer),             OBJECT(TapeObject, "candidates", candidates),
+    NUMBER(TapeObject, "num_lost", num_lost),       NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
+    NUMBER(TapeObject, "opaque_bytes", opaque_bytes),
     OBJECT(TapeObject, "entries", entries),         NUMBER(TapeObject, "structure", structure),
     NUMBER(TapeObject, "num_values", num_values),   NUMBER(TapeObject, "num_packed", num_packed),
     FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
@@ -309,7 +316,7 @@ void assign(PyObject*& field, PyObject* object) noexcept {
 
 py::object new_value(long long nbytes, PyObject* device, long long ordinal) {
   auto* value = allocated<ValueObject>(value_type);
-  value->nbytes = value->hold_bytes = nbytes;
+  value->nbytes = nbytes;
   value->ordinal = ordinal;
   value->version = value->cached_task = -1;
   assign(value->device, device);
@@ -323,9 +330,11 @@ py::object new_step(PyObject* op, py::object args, py::object kwargs, py::object
   step->args = args.release().ptr();
   step->kwargs = kwargs.release().ptr();
   step->inputs = inputs.release().ptr();
-  step->outputs = py::list().release().ptr();
-  step->results = py::list().release().ptr();
-  step->written = py::list().release().ptr();
+  untracked(step->args);
+  untracked(step->inputs);
+  step->outputs = untracked(py::list().release().ptr());
+  step->results = untracked(py::list().release().ptr());
+  step->written = untracked(py::list().release().ptr());
   step->grad_enabled = call(python().is_grad_enabled).ptr() == Py_True;
   return result;
 }
@@ -333,7 +342,7 @@ py::object new_step(PyObject* op, py::object args, py::object kwargs, py::object
 py::object new_block(PyObject* storage, PyObject* value) {
   auto* block = allocated<BlockObject>(block_type);
   auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(block));
-  block->storage = PyWeakref_NewRef(storage, nullptr);
+  block->storage = untracked(PyWeakref_NewRef(storage, nullptr));
   if (block->storage == nullptr) throw py::error_already_set();
   assign(block->value, value);
   return result;
@@ -351,8 +360,8 @@ void add_output(StepObject* step, ValueObject* value, long kind, long index) {
   assign(value->step, reinterpret_cast<PyObject*>(step));
   value->index = PyList_GET_SIZE(step->outputs);
   const auto reference =
-      py::reinterpret_steal<py::object>(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr));
-  const auto place = py::reinterpret_steal<py::object>(Py_BuildValue("(ll)", kind, index));
+      py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
+  const auto place = py::reinterpret_steal<py::object>(untracked(Py_BuildValue("(ll)", kind, index)));
   if (!reference || !place || PyList_Append(step->outputs, reference.ptr()) != 0 ||
       PyList_Append(step->results, place.ptr()) != 0) {
     throw py::error_already_set();
@@ -365,8 +374,8 @@ py::object window_of(PyObject* tensor, PyObject* value) {
   auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(window));
   assign(window->value, value);
   window->dtype = attribute(tensor, python().dtype).release().ptr();
-  window->shape = attribute(tensor, python().shape).release().ptr();
-  window->stride = call_method(tensor, n.stride).release().ptr();
+  window->shape = untracked(attribute(tensor, python().shape).release().ptr());
+  window->stride = untracked(call_method(tensor, n.stride).release().ptr());
   window->offset = call_method(tensor, n.storage_offset).release().ptr();
   window->is_conj = is_true(window->dtype, n.is_complex) && call_method(tensor, n.is_conj).ptr() == Py_True;
   window->is_neg = call_method(tensor, n.is_neg).ptr() == Py_True;
@@ -386,8 +395,8 @@ PyObject* referent(PyObject* reference) noexcept {
 }
 
 void add_handle(ValueObject* value, PyObject* handle) {
-  if (value->handles == nullptr) value->handles = py::list().release().ptr();
-  const auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(handle, nullptr));
+  if (value->handles == nullptr) value->handles = untracked(py::list().release().ptr());
+  const auto reference = py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(handle, nullptr)));
   if (!reference || PyList_Append(value->handles, reference.ptr()) != 0) throw py::error_already_set();
 }
 

@@ -31,9 +31,8 @@ struct ValueObject {
   long long index;
   long long version;
   long long cached_task;
-  long long hold_bytes;
   long long key;
-  char is_candidate;
+  char is_needed;
   char is_input;
   char is_parameter;
 };
@@ -93,6 +92,11 @@ struct TapeObject {
   PyObject* audited_places;
   PyObject* opaque_names;
   PyObject* entries;
+  PyObject* outer;          // the hooks outside, or None
+  PyObject* candidates;
+  long long num_lost;
+  long long recompute_bytes;
+  long long opaque_bytes;
   long long structure;
   long long num_values;
   long long num_packed;
@@ -109,6 +113,13 @@ extern PyTypeObject* handle_type;
 extern PyTypeObject* tape_type;
 
 inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
+
+// Takes a container out of garbage collection: one of ours, that cannot be part of a cycle. Collections that a
+// training step sets off would walk through thousands of them.
+inline PyObject* untracked(PyObject* container) noexcept {
+  if (container != nullptr) PyObject_GC_UnTrack(container);
+  return container;
+}
 
 // Replaces the object in a field.
 void assign(PyObject*& field, PyObject* object) noexcept;

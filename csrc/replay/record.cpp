@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "replay/lineage.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -80,7 +81,7 @@ py::object root_of(PyObject* tensor) {
 void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
   if (call_method(tensor, python().is_inference).ptr() == Py_True) return;
   value->version = version_of(tensor);
-  PyObject* reference = PyWeakref_NewRef(root.ptr(), nullptr);
+  PyObject* reference = untracked(PyWeakref_NewRef(root.ptr(), nullptr));
   if (reference == nullptr) throw py::error_already_set();
   Py_XDECREF(std::exchange(value->root, reference));
 }
@@ -170,15 +171,6 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
     return;
   }
   add_output(step, value, kind, index);
-  long long hold_bytes = 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {
-    hold_bytes += reinterpret_cast<ValueObject*>(PyList_GET_ITEM(step->inputs, i))->hold_bytes;
-  }
-  if (hold_bytes > value->nbytes) {
-    value->is_candidate = 1;
-  } else {
-    value->hold_bytes = hold_bytes;
-  }
 }
 
 long long number(const py::object& object) {
@@ -294,6 +286,51 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   });
 }
 
+// Decides what becomes of a value that autograd saves for the first time. False: `Tape.decide` has to.
+bool decided(TapeObject* tape, ValueObject* value) {
+  if (!is_none(tape->entries) || is_none(value->action) || tape->num_lost != 0) return false;
+  const bool recomputes = value->action == names().recompute;
+  if (recomputes) {
+    if (is_none(value->step) || PyObject_IsTrue(value->why_opaque) == 1) return false;
+    if (new_leaf_bytes(value, value->nbytes) > value->nbytes) return false;
+    mark_needed(value);
+    tape->recompute_bytes += value->nbytes;
+  } else if (value->action == names().keep && !is_none(value->held)) {
+    assign(value->step, Py_None);
+  } else {
+    return false;
+  }
+  const auto reference = py::reinterpret_steal<py::object>(
+      untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
+  append(tape->saved, reference.ptr());
+  return true;
+}
+
+// Takes a storage that nothing recorded made as an input of the region.
+py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
+  tape->num_values += 1;
+  py::object made = new_value(number(call_method(storage.ptr(), names().nbytes)),
+                              attribute(storage.ptr(), python().device).ptr(), tape->num_values);
+  auto* value = reinterpret_cast<ValueObject*>(made.ptr());
+  value->is_input = 1;
+  assign(value->why_opaque, names().why_input);
+  py::object root = root_of(tensor);
+  if (root.ptr() != tensor && storage_of(root.ptr()).ptr() != storage.ptr()) {
+    root = py::reinterpret_borrow<py::object>(tensor);
+  }
+  value->is_parameter =
+      is_true(root.ptr(), names().is_leaf) &&
+      (is_true(root.ptr(), python().requires_grad) || PyObject_IsInstance(root.ptr(), python().parameter_type) == 1);
+  assign(value->held, root.ptr());
+  look_at(value, root.ptr(), root_of(root.ptr()));
+  assign(value->asked, attribute(tape->choice, names().for_value).ptr());
+  assign(value->action, is_none(value->asked) ? names().keep : Py_None);
+  const py::object block = new_block(storage.ptr(), made.ptr());
+  if (PyDict_SetItem(tape->blocks, key_of(storage.ptr()).ptr(), block.ptr()) != 0) throw py::error_already_set();
+  append(tape->holding, made.ptr());
+  return made;
+}
+
 // pack(tape, tensor): the pack hook.
 PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
@@ -308,11 +345,13 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       return PyObject_Vectorcall(names().pack_other, other, 3, nullptr);
     }
     if (value->handles == nullptr) {
-      value->handles = py::list().release().ptr();
-      PyObject* both[] = {arguments[0], found.ptr(), tensor};
-      const auto decided = py::reinterpret_steal<py::object>(
-          PyObject_VectorcallMethod(names().decide, both, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
-      if (!decided) throw py::error_already_set();
+      value->handles = untracked(py::list().release().ptr());
+      if (!decided(tape, value)) {
+        PyObject* both[] = {arguments[0], found.ptr(), tensor};
+        const auto done =
+            py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(names().decide, both, 3, nullptr));
+        if (!done) throw py::error_already_set();
+      }
     }
     py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr()).ptr());
     add_handle(value, handle.ptr());
@@ -341,9 +380,7 @@ py::object value_of(TapeObject* tape, PyObject* tensor) {
   BlockObject* block = block_of(tape, storage.ptr());
   PyObject* self = reinterpret_cast<PyObject*>(tape);
   if (block == nullptr) {
-    PyObject* taken = PyObject_CallMethodObjArgs(self, names().take_input, tensor, storage.ptr(), nullptr);
-    if (taken == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(taken);
+    return take_input(tape, tensor, storage);
   }
   py::object found = py::reinterpret_borrow<py::object>(block->value);
   auto* value = reinterpret_cast<ValueObject*>(found.ptr());
@@ -369,6 +406,11 @@ void add_record_functions(py::module_& module) {
     py::object found = value_of(tape_of(tape), tensor.ptr());
     return found ? found : py::none();
   });
+  module.def("new_leaf_bytes", [](const py::handle& value, long long at_most) {
+    return new_leaf_bytes(reinterpret_cast<ValueObject*>(value.ptr()), at_most);
+  });
+  module.def("mark_needed",
+             [](const py::handle& value) { mark_needed(reinterpret_cast<ValueObject*>(value.ptr())); });
   module.def("window_of", [](const py::handle& tensor, const py::handle& value) {
     return window_of(tensor.ptr(), value.ptr());
   });

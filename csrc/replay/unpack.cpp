@@ -8,6 +8,9 @@
 namespace actckpt::replay {
 namespace {
 
+// Operators executed again by this file since the process began.
+long long num_replayed = 0;
+
 // The tensor that a window describes, on the storage of `base`; null where that takes more than strides.
 py::object on(PyObject* base, const WindowObject* window) {
   if (window->is_conj != 0 || window->is_neg != 0) return py::object();
@@ -15,8 +18,8 @@ py::object on(PyObject* base, const WindowObject* window) {
   const py::object dtype = attribute(base, python().dtype);
   if (dtype.ptr() != window->dtype || call_method(base, n.is_neg).ptr() == Py_True) return py::object();
   if (is_true(dtype.ptr(), n.is_complex) && call_method(base, n.is_conj).ptr() == Py_True) return py::object();
-  PyObject* made =
-      PyObject_CallMethodObjArgs(base, n.as_strided, window->shape, window->stride, window->offset, nullptr);
+  PyObject* stack[] = {base, window->shape, window->stride, window->offset};
+  PyObject* made = PyObject_VectorcallMethod(n.as_strided, stack, 4, nullptr);
   if (made == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(made);
 }
@@ -58,7 +61,10 @@ class BelowAutograd {
 
 // Whether a step is one plain operator on values at hand, with windows and immutable arguments only.
 bool is_simple(const StepObject* step) {
-  if (!is_none(step->random) || !is_none(step->kwargs) || PyList_GET_SIZE(step->written) != 0) return false;
+  if (!is_none(step->random) || !is_none(step->kwargs) || PyList_GET_SIZE(step->written) != 0 ||
+      PyList_GET_SIZE(step->outputs) != 1) {
+    return false;
+  }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {
     if (at_hand(reinterpret_cast<ValueObject*>(PyList_GET_ITEM(step->inputs, i))) == nullptr) return false;
   }
@@ -93,8 +99,22 @@ bool has_size(PyObject* tensor, const ValueObject* value) {
   return PyLong_AsLongLong(call_method(storage.ptr(), names().nbytes).ptr()) == value->nbytes;
 }
 
+// Whether bytes stay held on account of `value` alone, or of others like it.
+bool keeps_inputs(const ValueObject* value) {
+  if (is_none(value->step)) return false;
+  PyObject* inputs = reinterpret_cast<StepObject*>(value->step)->inputs;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
+    const auto* input = reinterpret_cast<ValueObject*>(PyList_GET_ITEM(inputs, i));
+    if (input->is_input == 0 && (!is_none(input->held) || !is_none(input->stored))) return true;
+  }
+  return false;
+}
+
 // Keeps a replayed value for the rest of the backward `task`.
 void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
+  if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
+    assign(value->step, nullptr);  // see `Tape.cache`
+  }
   assign(value->cached, tensor);
   value->cached_task = task;
   const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(task));
@@ -120,10 +140,11 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
     if (made == nullptr) throw py::error_already_set();
     result = py::reinterpret_steal<py::object>(made);
   }
-  call(names().count_replayed);
-  const bool is_one = PyList_GET_SIZE(step->outputs) == 1 &&
-                      PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(python().tensor_type));
-  if (!is_one || !has_size(result.ptr(), target)) return py::object();
+  num_replayed += 1;
+  if (PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(python().tensor_type)) == 0 ||
+      !has_size(result.ptr(), target)) {
+    return py::object();  // executed once more in Python, which says what is wrong
+  }
   if (!is_none(target->entry)) {
     const long times = PyLong_AsLong(attribute(target->entry, names().num_replays).ptr());
     PyObject_SetAttr(target->entry, names().num_replays, py::int_(times + 1).ptr());
@@ -155,7 +176,9 @@ py::object unpacked(HandleObject* handle) {
     handle->task = previous;
     return tensor;
   }
-  if (!is_none(value->cached) && !is_pending(value, handle->task)) assign(value->cached, nullptr);
+  if (!is_none(value->cached) && !is_none(value->step) && !is_pending(value, handle->task)) {
+    assign(value->cached, nullptr);
+  }
   return tensor;
 }
 
@@ -175,6 +198,7 @@ void add_unpack_functions(py::module_& module) {
   static PyMethodDef methods[] = {{"unpack_recorded", unpack, METH_O, "unpack_recorded(packed)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("num_replayed", [] { return num_replayed; });
   module.def("is_pending", [](const py::handle& value, long long task) {
     return is_pending(reinterpret_cast<ValueObject*>(value.ptr()), task);
   });

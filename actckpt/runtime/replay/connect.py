@@ -7,7 +7,6 @@ import torch
 from actckpt import _frames
 from actckpt.action import Action
 from actckpt.runtime import torch_private
-from actckpt.runtime.counters import counters
 from actckpt.runtime.replay import opened, recorder, saved
 from actckpt.runtime.replay.operators import Operator, operator_of
 from actckpt.runtime.replay.tape import paused
@@ -29,11 +28,12 @@ NAMES: dict[str, Any] = {
     "begin_audit": saved.begin_audit,
     "pack_other": saved.pack_other,
     "unpack_slowly": saved.unpack_slowly,
+    "keep": Action.KEEP,
     "recompute": Action.RECOMPUTE,
     "below_autograd": torch_private.below_autograd,
+    "keeps_graph": torch_private.keeps_graph,
     "any_autocast_enabled": torch_private.any_autocast_enabled,
     "num_function_modes": torch_private.num_function_modes,
-    "count_replayed": lambda: counters.add("replayed_operators", 1),
     "num_recorders": opened.num_recorders,
 }
 

@@ -99,15 +99,11 @@ def replay(tape: Tape, target: Value) -> Tensor:
     step = target.step
     if step is None:
         raise _lost(target)
-    steps, retained = [step], None
-    if not all(value.is_at_hand() for value in step.inputs):
-        if tape.replay_window is not None:
-            tape.drop_cached(after=target)
-        steps, retained = schedule.order(tape, target)
-    run = _Run(tape, target, steps, retained)
-    run.fetch()
-    with _neutral_state():
-        return run.result()
+    if all(value.is_at_hand() for value in step.inputs):
+        return _Run(tape, target, [step], None).result()
+    if tape.replay_window is not None:
+        tape.drop_cached(after=target)
+    return _Run(tape, target, *schedule.order(tape, target)).result()
 
 
 class _Run:
@@ -121,15 +117,7 @@ class _Run:
         self._retained = retained
         self._task = torch_private.current_graph_task_id()
         self._made: dict[Value, Tensor] = {}
-        self._fetched: dict[Value, Tensor] = {}
         self._uses = Counter(value for step in steps for value in set(step.inputs))
-
-    def fetch(self) -> None:
-        """Bring back what the hooks outside hold: they may run code of the user again, which must see its own state."""
-        for step in self._steps:
-            for value in step.inputs:
-                if isinstance(value.stored, HeldOutside) and value.held is None and value.cached is None:
-                    self._fetched[value] = value.stored()
 
     def result(self) -> Tensor:
         for step in self._steps:
@@ -138,7 +126,6 @@ class _Run:
                 self._uses[value] -= 1
                 if not self._uses[value] and value is not self._target:
                     self._made.pop(value, None)
-                    self._fetched.pop(value, None)
         counters.add("replayed_operators", len(self._steps))
         return self._made[self._target]
 
@@ -146,13 +133,14 @@ class _Run:
         bases: dict[Value, Tensor] = {}
         for value in step.inputs:
             if value not in bases:
-                found = self._made.get(value, self._fetched.get(value))
+                found = self._made.get(value)
                 bases[value] = found if found is not None else bytes_of(self._tape, value)
-        for value in step.written:
-            bases[value] = self._private(value, bases.get(value))
-        args = [_thawed(arg, bases) for arg in step.args]
-        kwargs = {name: _thawed(arg, bases) for name, arg in step.kwargs.items()} if step.kwargs else {}
-        result = _called(step, args, kwargs)
+        with _neutral_state():
+            for value in step.written:
+                bases[value] = self._private(value, bases.get(value))
+            args = [_thawed(arg, bases) for arg in step.args]
+            kwargs = {name: _thawed(arg, bases) for name, arg in step.kwargs.items()} if step.kwargs else {}
+            result = _called(step, args, kwargs)
         flat = _flat(result)
         for reference, (kind, index) in zip(step.outputs, step.results, strict=True):
             made = reference()
@@ -183,8 +171,7 @@ class _Run:
         if self._task == -1 or value.is_at_hand():
             return
         if is_pending(value, self._task) if self._retained is None else value in self._retained:
-            value.cached, value.cached_task = tensor, self._task
-            self._tape.clear_after(self._task, value)
+            self._tape.cache(self._task, value, tensor)
 
 
 def _thawed(arg: Any, bases: dict[Value, Tensor]) -> Any:

@@ -16,9 +16,30 @@ A value whose bytes are at hand (`held`, `stored`, `cached`) needs no step. One 
 The classes are in C++ (csrc/replay/objects.h), since some are made at every operator.
 """
 
-from actckpt._frames import Block, Handle, Step, TapeCore, Value, Window, window_of
+from actckpt._frames import (
+    Block,
+    Handle,
+    Step,
+    TapeCore,
+    Value,
+    Window,
+    mark_needed,
+    new_leaf_bytes,
+    window_of,
+)
 
-__all__ = ["Block", "Handle", "Step", "TapeCore", "Value", "Window", "is_obtainable", "window_of"]
+__all__ = [
+    "Block",
+    "Handle",
+    "Step",
+    "TapeCore",
+    "Value",
+    "Window",
+    "is_obtainable",
+    "mark_needed",
+    "new_leaf_bytes",
+    "window_of",
+]
 
 
 def is_obtainable(value: Value) -> bool:

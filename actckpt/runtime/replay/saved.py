@@ -15,7 +15,8 @@ from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.replay import audit, execute
 from actckpt.runtime.replay.execute import HeldOutside, changed_error
-from actckpt.runtime.replay.lineage import Block, Handle, Value, window_of
+from actckpt.runtime.replay.lineage import Block, Handle, Value, mark_needed, new_leaf_bytes, window_of
+from actckpt.runtime.replay.report import Entry
 from actckpt.runtime.replay.tape import Paused, Tape, version_of
 
 __all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
@@ -108,7 +109,7 @@ def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
     with swap, tape.lock:
         base = execute.bytes_of(tape, value)
         packed.task = torch_private.current_graph_task_id()
-        if value.cached is not None and not execute.is_pending(value, packed.task):
+        if value.cached is not None and value.step is not None and not execute.is_pending(value, packed.task):
             value.cached = None
     with Paused():
         tensor = execute.on(base, window)
@@ -171,8 +172,10 @@ def _failure(first: Handle) -> AuditError:
         handle = reference()
         if handle is None or handle is first or handle.audit is None or handle.window.value.held is not None:
             continue
-        with tape.lock, Paused():
-            tensor = execute.on(execute.bytes_of(tape, handle.window.value), handle.window)
+        with tape.lock:
+            base = execute.bytes_of(tape, handle.window.value)
+        with Paused():
+            tensor = execute.on(base, handle.window)
             if not torch.equal(audit.checksum(tensor), handle.audit.checksum):
                 failed.append(handle)
                 tape.site.opaque.add(handle.window.value.key)
@@ -201,10 +204,20 @@ def settle(tape: Tape) -> None:
     tape.saved.clear()
     for reference in held:
         value = reference()
-        if value is None or value.held is None:
-            continue
-        with Paused():
+        if value is not None and value.held is not None and not value.is_parameter:
             _settle_one(tape, value)
+
+
+def _report_held(tape: Tape, value: Value, held: Tensor) -> None:
+    """Add a line for a value that autograd did not save and that others are replayed from."""
+    entry = value.entry = Entry(_made_by(value), tape.site.modules.get(value.key), held, value.nbytes)
+    entry.action = Action.KEEP if value.is_input or value.action is not Action.OFFLOAD else Action.OFFLOAD
+    entry.why = "others are replayed from it"
+    tape.entries.append(entry)  # type: ignore[union-attr]
+
+
+def _made_by(value: Value) -> str:
+    return "(input)" if value.operator is None else value.operator.name
 
 
 def _warn_of_opaque(tape: Tape) -> None:
@@ -224,9 +237,10 @@ def _warn_of_opaque(tape: Tape) -> None:
 def _settle_one(tape: Tape, value: Value) -> None:
     held = value.held
     assert held is not None
-    if value.is_parameter:
-        return
-    alias = held.detach()
+    if tape.entries is not None and value.entry is None:
+        _report_held(tape, value, held)
+    with Paused():
+        alias = held.detach()
     base = held if held._base is None else held._base
     if value.version < 0 or value.root is None or value.root() is not base:
         value.version = version_of(alias)
@@ -244,45 +258,17 @@ def _settle_one(tape: Tape, value: Value) -> None:
 
 
 def _settle_candidates(tape: Tape) -> None:
-    """Keep a dropped value where recomputing it would hold more bytes than keeping it."""
+    """Keep a dropped value where recomputing it would hold more bytes than keeping it, now that all is known."""
     candidates, tape.candidates = tape.candidates, []
-    if not candidates:
-        return
-    undecided = set(map(id, candidates))
-    needed: set[int] = set()
-    for reference in tape.saved:
-        value = reference()
-        if value is not None and id(value) not in undecided:
-            _add_frontier(value, needed)
-    for value in sorted(candidates, key=lambda value: -value.nbytes):
+    for value in candidates:
         spare, value.spare = value.spare, None
-        if spare is None or value.is_at_hand():
+        if spare is None or value.is_at_hand() or not any(handle() is not None for handle in value.handles):
             continue
-        if not any(handle() is not None for handle in value.handles):
-            continue
-        sizes: dict[int, int] = {}
-        _add_frontier(value, set(), sizes)
-        extra = {key: size for key, size in sizes.items() if key not in needed}
-        if sum(extra.values()) > value.nbytes:
+        if new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.held = spare
             value.step = None
             tape.holding.append(value)
+            if value.entry is not None:
+                value.entry.action, value.entry.why = Action.KEEP, "recomputing it would hold more bytes"
         else:
-            needed |= set(extra)
-
-
-def _add_frontier(value: Value, found: set[int], sizes: dict[int, int] | None = None) -> None:
-    """Add the ids of the values at hand that `value` is replayed from, or of itself."""
-    seen: set[int] = set()
-    pending = [value]
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        if current.is_at_hand() or current.step is None:
-            found.add(id(current))
-            if sizes is not None and not current.is_parameter:
-                sizes[id(current)] = current.nbytes
-        else:
-            pending.extend(current.step.inputs)
+            mark_needed(value)

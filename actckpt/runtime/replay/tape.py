@@ -15,7 +15,7 @@ from actckpt.runtime import offload, stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
-from actckpt.runtime.replay.lineage import Block, TapeCore, Value, is_obtainable
+from actckpt.runtime.replay.lineage import Block, TapeCore, Value, is_obtainable, mark_needed, new_leaf_bytes
 from actckpt.runtime.replay.report import Entry
 
 __all__ = ["Paused", "Tape", "paused", "version_of"]
@@ -43,7 +43,7 @@ class Tape(TapeCore):
         #: Values that autograd saved.
         self.saved = []
         #: Values that are dropped, but whose bytes stay until the region closes (see `settle`).
-        self.candidates: list[Value] = []
+        self.candidates = []
         #: Values whose bytes are gone although nothing makes them again.
         self.num_lost = 0
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
@@ -88,25 +88,6 @@ class Tape(TapeCore):
     def value_of(self, tensor: Tensor) -> Value | None:
         """Return what the storage of `tensor` holds now; takes it as an input if nothing recorded made it."""
         return value_of(self, tensor)
-
-    def take_input(self, tensor: Tensor, storage: Any) -> Value:
-        """Take a storage that nothing recorded made as an input of the region."""
-        value = self.new_value(storage.nbytes(), storage.device)
-        value.is_input = True
-        value.why_opaque = "an input of the region"
-        root = tensor
-        if tensor._is_view() and tensor._base is not None and _is_on(tensor._base, storage):
-            root = tensor._base
-        if root.is_leaf and (root.requires_grad or isinstance(root, torch.nn.Parameter)):
-            value.is_parameter = True
-            value.hold_bytes = 0
-        value.held = root
-        look_at(value, root)
-        value.asked = self.choice.for_value
-        value.action = Action.KEEP if value.asked is None else None
-        self.blocks[id(storage)] = Block(storage, value)
-        self.holding.append(value)
-        return value
 
     def changed_unseen(self, tensor: Tensor, block: Block) -> Value:
         """Something that was not recorded changed a storage: what it holds now is opaque."""
@@ -203,6 +184,19 @@ class Tape(TapeCore):
         packed = self._session.pack(tensor.detach().clone())
         return packed.unpack
 
+    def cache(self, task: int, value: Value, tensor: Tensor) -> None:
+        """Keep a replayed value until this backward has unpacked it (Rule 12).
+
+        Where the graph goes with this backward, what the value was replayed from is let go of: a kept value then goes
+        with its last need, not with the node that saved what was made from it.
+        """
+        value.cached, value.cached_task = tensor, task
+        self.clear_after(task, value)
+        if torch_private.keeps_graph is None or torch_private.keeps_graph() or value.step is None:
+            return
+        if any(not read.is_input and (read.held is not None or read.stored is not None) for read in value.step.inputs):
+            value.step = None
+
     def clear_after(self, task: int, value: Value) -> None:
         """Let go of what is cached for `value` when the backward `task` ends, at the latest (Rule 12)."""
         values = self._cached.get(task)
@@ -228,8 +222,11 @@ class Tape(TapeCore):
         with self.lock:
             for reference in self._cached.pop(task, ()):
                 value = reference()
-                if value is not None and value.cached_task == task:
-                    value.cached = None
+                if value is None or value.cached_task != task:
+                    continue
+                if value.step is None and value.cached is not None:  # a backward of a part of the graph
+                    value.held, value.version = value.cached, version_of(value.cached)
+                value.cached = None
 
     def decide(self, value: Value, tensor: Tensor) -> None:
         """Decide what becomes of a value that autograd saves for the first time."""
@@ -256,9 +253,11 @@ class Tape(TapeCore):
             entry.action, entry.why = action, why or (value.why_opaque if value.is_input else "")
         if action is not Action.RECOMPUTE:
             self._hold(value, tensor, action)
-        elif value.is_candidate:
+        elif new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.spare = tensor
             self.candidates.append(value)
+        else:
+            mark_needed(value)
 
     def _hold(self, value: Value, tensor: Tensor, action: Action) -> None:
         value.step = None

@@ -1,0 +1,55 @@
+#include "replay/lineage.h"
+
+#include <unordered_set>
+#include <vector>
+
+namespace actckpt::replay {
+namespace {
+
+void add_inputs(const ValueObject* value, std::vector<ValueObject*>* pending) {
+  PyObject* inputs = reinterpret_cast<StepObject*>(value->step)->inputs;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
+    pending->push_back(reinterpret_cast<ValueObject*>(PyList_GET_ITEM(inputs, i)));
+  }
+}
+
+bool is_saved(const ValueObject* value) {
+  return value->handles != nullptr && PyList_GET_SIZE(value->handles) > 0;
+}
+
+}  // namespace
+
+bool is_at_hand(const ValueObject* value) {
+  return !is_none(value->held) || !is_none(value->stored) || !is_none(value->cached);
+}
+
+long long new_leaf_bytes(ValueObject* value, long long at_most) {
+  long long total = 0;
+  std::unordered_set<ValueObject*> seen;
+  std::vector<ValueObject*> pending = {value};
+  while (!pending.empty() && total <= at_most) {
+    ValueObject* current = pending.back();
+    pending.pop_back();
+    if (current->is_needed != 0 || !seen.insert(current).second) continue;
+    if (is_at_hand(current) || is_none(current->step)) {
+      // What is saved is held anyway, and so are parameters.
+      if (current->is_parameter == 0 && !is_saved(current)) total += current->nbytes;
+    } else {
+      add_inputs(current, &pending);
+    }
+  }
+  return total;
+}
+
+void mark_needed(ValueObject* value) {
+  std::vector<ValueObject*> pending = {value};
+  while (!pending.empty()) {
+    ValueObject* current = pending.back();
+    pending.pop_back();
+    if (current->is_needed != 0) continue;
+    current->is_needed = 1;
+    if (!is_at_hand(current) && !is_none(current->step)) add_inputs(current, &pending);
+  }
+}
+
+}  // namespace actckpt::replay

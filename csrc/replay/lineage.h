@@ -1,0 +1,18 @@
+// What it takes to replay a value: walks along the graph of NOTE [ Lineage ].
+#pragma once
+
+#include "replay/objects.h"
+
+namespace actckpt::replay {
+
+// How many bytes more must be held so that `value` can be replayed, beyond what is needed already. Stops counting above
+// `at_most`.
+long long new_leaf_bytes(ValueObject* value, long long at_most);
+
+// Notes that `value` will be replayed: what it is replayed from is held on its account.
+void mark_needed(ValueObject* value);
+
+// Whether the bytes of a value can be had without executing anything.
+bool is_at_hand(const ValueObject* value);
+
+}  // namespace actckpt::replay
