@@ -1,4 +1,4 @@
-// The dispatch handler of a recorder and the pack hook of its tape. Operators that only read their arguments and
+// The dispatch handler of a recorder. Operators that only read their arguments and
 // return new tensors are recorded here; all others by `record_special` in actckpt/runtime/replay/recorder.py.
 #include "replay/record.h"
 
@@ -8,7 +8,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "replay/lineage.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -46,8 +45,6 @@ bool is_paused() {
   return PyDict_GetItem(paused, thread.ptr()) != nullptr;
 }
 
-bool is_tensor_type(PyObject* type) { return type == python().tensor_type || type == python().parameter_type; }
-
 py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
   PyObject* result = PyObject_Call(func, args, kwargs);
   if (result == nullptr) throw py::error_already_set();
@@ -71,11 +68,6 @@ BlockObject* block_of(TapeObject* tape, PyObject* storage) {
   if (found == nullptr) return nullptr;
   auto* block = reinterpret_cast<BlockObject*>(found);
   return referent(block->storage) == storage ? block : nullptr;
-}
-
-py::object root_of(PyObject* tensor) {
-  py::object base = attribute(tensor, names().base);
-  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
 }
 
 void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
@@ -123,11 +115,6 @@ py::object frozen_kwargs(TapeObject* tape, PyObject* kwargs, PyObject* inputs) {
   return std::move(copied);
 }
 
-std::uint64_t mixed(std::uint64_t hash, std::uint64_t word) {
-  hash = (hash ^ word) * 0x9e3779b97f4a7c15ULL;
-  return hash ^ (hash >> 29);
-}
-
 // Advances the structure by a new tensor and names the place of its value.
 void advance(TapeObject* tape, ValueObject* value, PyObject* func, PyObject* tensor) {
   const py::object shape = attribute(tensor, python().shape);
@@ -142,10 +129,6 @@ bool needs_a_closer_look(TapeObject* tape, long long key) {
   const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(key));
   return PyDict_GetItem(tape->modules, number.ptr()) == nullptr || PySet_GET_SIZE(tape->opaque_places) > 0 ||
          PyTuple_GET_SIZE(tape->opaque_names) > 0;
-}
-
-void append(PyObject* list, PyObject* item) {
-  if (PyList_Append(list, item) != 0) throw py::error_already_set();
 }
 
 // Notes how a new value comes about and what the policy wants with it.
@@ -286,26 +269,6 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   });
 }
 
-// Decides what becomes of a value that autograd saves for the first time. False: `Tape.decide` has to.
-bool decided(TapeObject* tape, ValueObject* value) {
-  if (!is_none(tape->entries) || is_none(value->action) || tape->num_lost != 0) return false;
-  const bool recomputes = value->action == names().recompute;
-  if (recomputes) {
-    if (is_none(value->step) || PyObject_IsTrue(value->why_opaque) == 1) return false;
-    if (new_leaf_bytes(value, value->nbytes) > value->nbytes) return false;
-    mark_needed(value);
-    tape->recompute_bytes += value->nbytes;
-  } else if (value->action == names().keep && !is_none(value->held)) {
-    assign(value->step, Py_None);
-  } else {
-    return false;
-  }
-  const auto reference = py::reinterpret_steal<py::object>(
-      untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
-  append(tape->saved, reference.ptr());
-  return true;
-}
-
 // Takes a storage that nothing recorded made as an input of the region.
 py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
   tape->num_values += 1;
@@ -331,48 +294,25 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   return made;
 }
 
-// pack(tape, tensor): the pack hook.
-PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  return guarded([&]() -> PyObject* {
-    if (count != 2) throw py::type_error("pack takes 2 arguments");
-    auto* tape = reinterpret_cast<TapeObject*>(arguments[0]);
-    PyObject* tensor = arguments[1];
-    const bool is_plain = is_tensor_type(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
-    const py::object found = is_plain ? value_of(tape, tensor) : py::object();
-    auto* value = reinterpret_cast<ValueObject*>(found.ptr());
-    if (value == nullptr || (value->is_parameter != 0 && value->held == tensor)) {
-      PyObject* other[] = {arguments[0], tensor, is_plain ? Py_True : Py_False};
-      return PyObject_Vectorcall(names().pack_other, other, 3, nullptr);
-    }
-    if (value->handles == nullptr) {
-      value->handles = untracked(py::list().release().ptr());
-      if (!decided(tape, value)) {
-        PyObject* both[] = {arguments[0], found.ptr(), tensor};
-        const auto done =
-            py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(names().decide, both, 3, nullptr));
-        if (!done) throw py::error_already_set();
-      }
-    }
-    py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr()).ptr());
-    add_handle(value, handle.ptr());
-    if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
-      tape->num_packed += 1;
-      const auto place = static_cast<long long>(mixed(static_cast<std::uint64_t>(tape->structure), tape->num_packed));
-      const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(place));
-      if (tape->audits_always != 0 || PySet_Contains(tape->audited_places, key.ptr()) != 1) {
-        PyObject* begun[] = {arguments[0], handle.ptr(), key.ptr(), tensor};
-        const auto done =
-            py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().begin_audit, begun, 4, nullptr));
-        if (!done) throw py::error_already_set();
-      }
-    }
-    return handle.release().ptr();
-  });
-}
-
 TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject*>(tape.ptr()); }
 
 }  // namespace
+
+bool is_tensor_type(PyObject* type) { return type == python().tensor_type || type == python().parameter_type; }
+
+py::object root_of(PyObject* tensor) {
+  py::object base = attribute(tensor, names().base);
+  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
+}
+
+std::uint64_t mixed(std::uint64_t hash, std::uint64_t word) {
+  hash = (hash ^ word) * 0x9e3779b97f4a7c15ULL;
+  return hash ^ (hash >> 29);
+}
+
+void append(PyObject* list, PyObject* item) {
+  if (PyList_Append(list, item) != 0) throw py::error_already_set();
+}
 
 py::object value_of(TapeObject* tape, PyObject* tensor) {
   const py::object storage = storage_of(tensor);
@@ -399,18 +339,12 @@ py::object value_of(TapeObject* tape, PyObject* tensor) {
 void add_record_functions(py::module_& module) {
   static PyMethodDef methods[] = {
       {"dispatch", fast(dispatch), METH_FASTCALL, "dispatch(tape, func, types, args, kwargs)"},
-      {"pack_recorded", fast(pack), METH_FASTCALL, "pack_recorded(tape, tensor)"},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
   module.def("value_of", [](const py::handle& tape, const py::handle& tensor) -> py::object {
     py::object found = value_of(tape_of(tape), tensor.ptr());
     return found ? found : py::none();
   });
-  module.def("new_leaf_bytes", [](const py::handle& value, long long at_most) {
-    return new_leaf_bytes(reinterpret_cast<ValueObject*>(value.ptr()), at_most);
-  });
-  module.def("mark_needed",
-             [](const py::handle& value) { mark_needed(reinterpret_cast<ValueObject*>(value.ptr())); });
   module.def("window_of", [](const py::handle& tensor, const py::handle& value) {
     return window_of(tensor.ptr(), value.ptr());
   });

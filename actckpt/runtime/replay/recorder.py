@@ -50,13 +50,13 @@ __all__ = ["Recorder", "pin_dtype", "record_special"]
 
 
 class Recorder(TorchDispatchMode):
-    """The dispatch mode of one tape."""
+    """The dispatch mode of one tape at a time."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = tape
+        self.tape: Tape | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -71,6 +71,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        assert self.tape is not None
         return dispatch(self.tape, func, types, args, kwargs)
 
 
