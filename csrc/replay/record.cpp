@@ -16,7 +16,7 @@ namespace {
 // What is known of an overload, by its address: its hash is a Python function.
 struct Known {
   py::object func;  // keeps the address taken
-  py::object callee;
+  py::object callee;  // what to call for it
   py::object op;  // null: not recorded
   bool is_view = false;
   bool is_plain = false;
@@ -31,7 +31,9 @@ const Known& known(PyObject* func) {
   entry.op = call(names().describe, func);
   if (entry.op.is_none()) {
     entry.op = py::object();
+    entry.callee = entry.func;
   } else {
+    entry.callee = attribute(entry.op.ptr(), names().callee);
     entry.is_view = is_true(entry.op.ptr(), names().is_view);
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
   }
@@ -222,7 +224,7 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
     py::object dict = frozen_kwargs(tape, kwargs, inputs.ptr());
     step = new_step(entry.op.ptr(), std::move(list), std::move(dict), inputs);
   }
-  py::object result = called(entry.func.ptr(), args, kwargs);
+  py::object result = called(entry.callee.ptr(), args, kwargs);
   if (asks_calls) action = asked(choice.ptr(), entry.func.ptr(), args, kwargs, result.ptr());
   auto* raw = reinterpret_cast<StepObject*>(step.ptr());
   if (raw != nullptr && PyList_GET_SIZE(raw->inputs) == 0) {
@@ -243,14 +245,15 @@ bool has_other_types(PyObject* types) {
   return false;
 }
 
-// dispatch(tape, func, types, args, kwargs): the body of a recorder's __torch_dispatch__.
+// dispatch(recorder, func, types, args, kwargs=None): a recorder's __torch_dispatch__.
 PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 5) throw py::type_error("dispatch takes 5 arguments");
-    auto* tape = reinterpret_cast<TapeObject*>(arguments[0]);
+    if (count != 4 && count != 5) throw py::type_error("__torch_dispatch__ takes 4 or 5 arguments");
+    const py::object current = attribute(arguments[0], names().tape);
+    auto* tape = reinterpret_cast<TapeObject*>(current.ptr());
     PyObject* func = arguments[1];
     PyObject* args = arguments[3];
-    PyObject* kwargs = arguments[4] == Py_None ? nullptr : arguments[4];
+    PyObject* kwargs = count == 4 || arguments[4] == Py_None ? nullptr : arguments[4];
     if (is_paused()) return called(func, args, kwargs).release().ptr();
     if (PyObject_Size(arguments[2]) > 0 && has_other_types(arguments[2])) {
       // The subclass calls operators on its inner tensors, and these are recorded (Rule 4 of NOTE [ Replay ]).
@@ -259,12 +262,12 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const Known& entry = known(func);
     if (!entry.op) return called(func, args, kwargs).release().ptr();
     if (entry.is_view) {
-      py::object result = called(func, args, kwargs);
+      py::object result = called(entry.callee.ptr(), args, kwargs);
       if (is_true(tape->choice, names().asks_calls)) asked(tape->choice, func, args, kwargs, result.ptr());
       return result.release().ptr();
     }
     if (entry.is_plain) return record_plain(tape, entry, args, kwargs).release().ptr();
-    PyObject* special[] = {arguments[0], entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
+    PyObject* special[] = {current.ptr(), entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
     return PyObject_Vectorcall(names().record_special, special, 4, nullptr);
   });
 }
@@ -338,9 +341,12 @@ py::object value_of(TapeObject* tape, PyObject* tensor) {
 
 void add_record_functions(py::module_& module) {
   static PyMethodDef methods[] = {
-      {"dispatch", fast(dispatch), METH_FASTCALL, "dispatch(tape, func, types, args, kwargs)"},
+      {"dispatch", fast(dispatch), METH_FASTCALL, "dispatch(recorder, func, types, args, kwargs=None)"},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  // As an attribute of a class it binds like a Python function, without a frame of Python.
+  const py::object dispatcher = module.attr("dispatch");
+  module.add_object("torch_dispatch", py::reinterpret_steal<py::object>(PyInstanceMethod_New(dispatcher.ptr())));
   module.def("value_of", [](const py::handle& tape, const py::handle& tensor) -> py::object {
     py::object found = value_of(tape_of(tape), tensor.ptr());
     return found ? found : py::none();

@@ -38,7 +38,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _frames
-from actckpt._frames import add_results, add_value, dispatch, frozen
+from actckpt._frames import add_results, add_value, frozen
 from actckpt.action import Action
 from actckpt.runtime import rng
 from actckpt.runtime.replay import saved
@@ -63,16 +63,9 @@ class Recorder(TorchDispatchMode):
         """Compiled code stays compiled (Rule 10)."""
         return True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Torch wraps Python handlers so that the compiler does not look into them. This one is native.
-        return False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        assert self.tape is not None
-        return dispatch(self.tape, func, types, args, kwargs)
+# Torch wraps the handlers of a class body so that the compiler does not look into them; this one is native.
+setattr(Recorder, "__torch_dispatch__", _frames.torch_dispatch)  # noqa: B010 - mypy takes it for a method
 
 
 def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
