@@ -190,7 +190,9 @@ def test_rule_10_flex_attention_in_a_region() -> None:
         with context():
             q, k, v = ((x * number).sin() for number in (1, 2, 3))
             with torch.no_grad():  # its backward needs a GPU, and it looks at requires_grad
-                y = flex_attention(q.detach(), k.detach(), v.detach(), score_mod=lambda score, b, h, q, k: score + q - k)
+                y = flex_attention(
+                    q.detach(), k.detach(), v.detach(), score_mod=lambda score, b, h, q, k: score + q - k
+                )
             z = (q * y).exp() * v
         found.append((z.detach(), torch.autograd.grad(z.sum(), x)))
     assert_equal(found[1], found[0])
