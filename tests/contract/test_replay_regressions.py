@@ -42,8 +42,7 @@ def test_noise_that_autograd_saves_before_an_operator_writes_it_comes_back_writt
         x = x * 2
         with region():
             x = F.rrelu(x, training=True, inplace=in_place)
-            y = F.rrelu(x * 3, training=True) * x
-        return y
+            return F.rrelu(x * 3, training=True) * x
 
     _assert_as_plain(program, policy)
 
