@@ -43,9 +43,17 @@ bool is_same(PyObject* result, const WindowObject* window) {
          attribute(result, python().dtype).ptr() == window->dtype && has_geometry(result, window);
 }
 
-// A tensor on the bytes of `value` that nobody changed, or null.
+bool has_size(PyObject* tensor, const ValueObject* value) {
+  const py::object storage = call_method(tensor, names().untyped_storage);
+  return PyLong_AsLongLong(call_method(storage.ptr(), names().nbytes).ptr()) == value->nbytes;
+}
+
+// A tensor on the bytes of `value` that nobody changed nor freed, or null (Rules 7 and 8).
 PyObject* at_hand(const ValueObject* value) {
-  if (!is_none(value->held)) return version_of(value->held) == value->version ? value->held : nullptr;
+  if (!is_none(value->held)) {
+    if (version_of(value->held) != value->version) return nullptr;
+    return has_size(value->held, value) ? value->held : nullptr;
+  }
   return is_none(value->cached) ? nullptr : value->cached;
 }
 
@@ -111,11 +119,6 @@ py::object thawed(const StepObject* step) {
     PyTuple_SET_ITEM(args.ptr(), i, item.release().ptr());
   }
   return std::move(args);
-}
-
-bool has_size(PyObject* tensor, const ValueObject* value) {
-  const py::object storage = call_method(tensor, names().untyped_storage);
-  return PyLong_AsLongLong(call_method(storage.ptr(), names().nbytes).ptr()) == value->nbytes;
 }
 
 // Whether bytes stay held on account of `value` alone, or of others like it.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
 import actckpt
+from actckpt.report.memory import LiveStorages
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def test_rule_12_a_second_backward_runs_no_more_operators_than_the_first() -> No
 
 def test_rule_12_nothing_replayed_stays_after_a_backward_that_retains_its_graph() -> None:
     x = leaf(64, 64)
-    with actckpt.report.memory.LiveStorages() as live:
+    with LiveStorages() as live:
         with actckpt.region():
             loss = _chain(x).sum()
         before = live.live_bytes
@@ -98,6 +99,24 @@ def test_rule_7_an_input_changed_after_the_region_raises_and_values_without_it_w
     assert_equal(torch.autograd.grad(b.sum(), other), torch.autograd.grad(other.exp().sin().sum(), other))
     with pytest.raises(actckpt.SavedTensorChangedError, match=r"(?s)at version 1; expected version 0"):
         a.sum().backward()
+
+
+def test_rule_8_a_storage_from_outside_that_was_freed_raises_a_clear_error() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    x = leaf(4, 4)
+    with actckpt.region():
+        y = (weight.sin() @ x).sin()
+    storage = weight.untyped_storage()
+    bytes_before = weight.detach().clone()
+    storage.resize_(0)
+    with pytest.raises(
+        actckpt.SavedTensorChangedError, match=r"(?s)parameter .*shape \(4, 4\).*0 bytes now; 64.*inside each unit"
+    ):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+    storage.resize_(64)
+    with torch.no_grad():
+        weight.data.copy_(bytes_before)
+    assert_equal(torch.autograd.grad(y.sum(), x), torch.autograd.grad((weight.sin() @ x).sin().sum(), x))
 
 
 def test_two_graphs_alive_and_backward_in_any_order() -> None:

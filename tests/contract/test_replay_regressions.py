@@ -116,3 +116,16 @@ def test_a_kept_value_changed_through_data_is_watched_through_the_saved_tensor(p
     else:
         with pytest.raises(actckpt.SavedTensorChangedError, match="expected version"):
             torch.autograd.grad(y.sum(), x)
+
+
+@pytest.mark.parametrize("name", ["tanh", "sin"])
+def test_a_kept_product_is_watched_through_what_matmul_gave_on(name: str) -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+    with actckpt.region(["aten.mm"]):
+        product = torch.randn(2, 2, 4) @ weight
+        y = getattr(product, name)()
+    torch.autograd.grad(y.sum(), weight, retain_graph=True)
+    with torch.no_grad():
+        product.zero_()
+    with pytest.raises(actckpt.SavedTensorChangedError, match="expected version"):
+        torch.autograd.grad(y.sum(), weight)

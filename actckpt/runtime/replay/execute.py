@@ -74,6 +74,7 @@ def bytes_of(tape: Tape, value: Value) -> Tensor:
     if value.held is not None:
         if not tape.is_open:
             _check_unchanged(value)
+        _check_size(value)
         return value.held
     if value.cached is not None:
         return value.cached
@@ -89,6 +90,21 @@ def _check_unchanged(value: Value) -> None:
     assert held is not None
     if version_of(held) != value.version:
         raise changed_error(held.shape, held.dtype, version_of(held), value.version)
+
+
+def _check_size(value: Value) -> None:
+    """Raise if a storage that we do not own is not what it was (Rule 8)."""
+    held = value.held
+    assert held is not None
+    nbytes = held.untyped_storage().nbytes()
+    if nbytes != value.nbytes:
+        what = "a parameter" if value.is_parameter else "an input" if value.is_input else "a tensor made in the region"
+        raise SavedTensorChangedError(
+            f"Backward needs {what} of shape {tuple(held.shape)}, {held.dtype}, "
+            f"whose storage was freed or resized after the forward: it has {nbytes} bytes now; "
+            f"{value.nbytes} were recorded.\nFSDP2 frees the parameters of a unit after its forward. Put the region "
+            "inside each unit, as actckpt.apply(model, policy=...) before fully_shard does, not around several."
+        )
 
 
 def replay(tape: Tape, target: Value) -> Tensor:

@@ -235,6 +235,7 @@ def _settle_one(tape: Tape, value: Value) -> None:
     assert held is not None
     if tape.entries is not None and value.entry is None:
         _report_held(tape, value, held)
+    held = _seen_last(value, held)
     with Paused():
         alias = held.detach()
     base = held if held._base is None else held._base
@@ -251,6 +252,18 @@ def _settle_one(tape: Tape, value: Value) -> None:
         value.held = None
     else:
         value.held = alias
+
+
+def _seen_last(value: Value, held: Tensor) -> Tensor:
+    """Return the tensor on the bytes of `value` that the region used last, whose version counter the user may move.
+
+    What an operator returned may have been an intermediate of it: `matmul` gives on an `_unsafe_view` of what `mm`
+    made, with a counter of its own.
+    """
+    root = None if value.root is None else value.root()
+    if root is None or root.untyped_storage() is not held.untyped_storage():
+        return held
+    return root
 
 
 def _settle_candidates(tape: Tape) -> None:
