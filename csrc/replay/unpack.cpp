@@ -134,11 +134,11 @@ bool keeps_inputs(const ValueObject* value) {
 
 // Keeps a replayed value for the rest of the backward `task`.
 void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
+  assign(value->cached, tensor);
+  value->cached_task = task;
   if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
     assign(value->step, nullptr);  // see `Tape.cache`
   }
-  assign(value->cached, tensor);
-  value->cached_task = task;
   const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(task));
   PyObject* done =
       PyObject_CallMethodObjArgs(tape, names().clear_after, number.ptr(), reinterpret_cast<PyObject*>(value), nullptr);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -230,3 +231,15 @@ def test_replayed_random_operators_leave_every_generator_as_it_was() -> None:
     state = torch.get_rng_state()
     y.backward()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_region_left_open_over_training_steps_warns_once_and_is_right() -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(4, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with actckpt.region():
+            found = [torch.autograd.grad((x @ w).sin().exp().sum(), w)[0] for _ in range(5)]
+    assert [str(warning.message).count("still open") for warning in caught] == [1]
+    expected = torch.autograd.grad((x @ w).sin().exp().sum(), w)[0]
+    assert all(torch.equal(gradient, expected) for gradient in found)

@@ -71,31 +71,25 @@ def _let_go(reference: "weakref.ref[HeldOutside]", task: int) -> None:
 
 def bytes_of(tape: Tape, value: Value) -> Tensor:
     """Return a tensor on the storage of `value`, replayed if need be."""
-    if value.held is not None:
+    held, cached, stored = value.held, value.cached, value.stored  # another backward may let go of what is cached
+    if held is not None:
         if not tape.is_open:
-            _check_unchanged(value)
-        _check_size(value)
-        return value.held
-    if value.cached is not None:
-        return value.cached
-    if value.stored is not None:
-        tensor: Tensor = value.stored()
-        return tensor
-    return replay(tape, value)
+            _check_unchanged(value, held)
+        _check_size(value, held)
+        return held
+    if cached is not None:
+        return cached
+    return replay(tape, value) if stored is None else stored()
 
 
-def _check_unchanged(value: Value) -> None:
+def _check_unchanged(value: Value, held: Tensor) -> None:
     """Raise if held bytes changed after the region closed (Rule 7)."""
-    held = value.held
-    assert held is not None
     if version_of(held) != value.version:
         raise changed_error(held.shape, held.dtype, version_of(held), value.version)
 
 
-def _check_size(value: Value) -> None:
+def _check_size(value: Value, held: Tensor) -> None:
     """Raise if a storage that we do not own is not what it was (Rule 8)."""
-    held = value.held
-    assert held is not None
     nbytes = held.untyped_storage().nbytes()
     if nbytes != value.nbytes:
         what = "a parameter" if value.is_parameter else "an input" if value.is_input else "a tensor made in the region"
@@ -114,6 +108,8 @@ def replay(tape: Tape, target: Value) -> Tensor:
     """
     step = target.step
     if step is None:
+        if target.is_at_hand():  # another backward has just replayed it
+            return bytes_of(tape, target)
         raise _lost(target)
     if all(value.is_at_hand() for value in step.inputs):
         return _Run(tape, target, [step], None).result()

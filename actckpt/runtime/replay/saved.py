@@ -27,6 +27,8 @@ _NO_SWAP: Any = nullcontext()
 _OPAQUE_SHARE = 10
 #: And it is worth talking about.
 _OPAQUE_BYTES = 1 << 20
+#: Backwards inside of one open region that are taken for steps of a training loop.
+_BACKWARDS_INSIDE = 3
 
 
 class Stays:
@@ -105,10 +107,16 @@ def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
         return packed.unpack()
     tape, window = packed.tape, packed.window
     value = window.value
+    if tape.is_open and not torch.is_grad_enabled():
+        _note_backward_inside(tape)
     swap = _NO_SWAP if tape.swap < 0 or value.is_at_hand() else _frames.Swap(tape.swap)
     with swap, tape.lock:
-        base = execute.bytes_of(tape, value)
-        packed.task = torch_private.current_graph_task_id()
+        previous, packed.task = packed.task, torch_private.current_graph_task_id()
+        try:
+            base = execute.bytes_of(tape, value)
+        except BaseException:
+            packed.task = previous
+            raise
         if value.cached is not None and value.step is not None and not execute.is_pending(value, packed.task):
             value.cached = None
     with Paused():
@@ -228,6 +236,20 @@ def _warn_of_opaque(tape: Tape) -> None:
         "a policy runs the function again instead, and gets through any kernel. r.report() names them.",
         stacklevel=4,
     )
+
+
+def _note_backward_inside(tape: Tape) -> None:
+    """Say once that a region stays open over whole training steps; one gradient taken inside is nothing unusual."""
+    task = torch_private.current_graph_task_id()
+    if task in tape.tasks_inside:
+        return
+    tape.tasks_inside.add(task)
+    if len(tape.tasks_inside) == _BACKWARDS_INSIDE:
+        warnings.warn(
+            f"{_BACKWARDS_INSIDE} backwards ran inside of one region, which is still open: what it may need holds its "
+            "memory until it closes. End the `with actckpt.region(...)` block before calling backward.",
+            stacklevel=3,
+        )
 
 
 def _settle_one(tape: Tape, value: Value) -> None:

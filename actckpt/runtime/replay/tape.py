@@ -36,6 +36,8 @@ class Tape(TapeCore):
         #: The pack hook, by which a region inside recognises this one.
         self.pack_hook: Any = None
         self.is_open = True
+        #: Backwards that unpacked something before it closed.
+        self.tasks_inside: set[int] = set()
         #: By id() of the storage, checked by identity (Rule 2).
         self.blocks = {}
         #: Values that hold their bytes while the region is open.
