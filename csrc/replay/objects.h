@@ -121,6 +121,14 @@ inline PyObject* untracked(PyObject* container) noexcept {
   return container;
 }
 
+// A zeroed object.
+template <typename Object>
+Object* allocated(PyTypeObject* type) {
+  PyObject* object = type->tp_alloc(type, 0);  // zeroed
+  if (object == nullptr) throw py::error_already_set();
+  return reinterpret_cast<Object*>(object);
+}
+
 // Replaces the object in a field.
 void assign(PyObject*& field, PyObject* object) noexcept;
 

@@ -1,0 +1,313 @@
+// The Python types of the objects in objects.h: what they look like from Python, and how they go.
+#include "replay/objects.h"
+
+#include <structmember.h>
+
+#include <cstddef>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace actckpt::replay {
+
+PyTypeObject* value_type = nullptr;
+PyTypeObject* step_type = nullptr;
+PyTypeObject* block_type = nullptr;
+PyTypeObject* window_type = nullptr;
+PyTypeObject* handle_type = nullptr;
+PyTypeObject* tape_type = nullptr;
+
+namespace {
+
+// Values lead to steps and steps to values: a long program would free itself recursively and overflow the
+// stack. Beyond some depth, what is to be freed is set aside and freed by the outermost call.
+thread_local int free_depth = 0;
+thread_local std::vector<PyObject*>* set_aside = nullptr;
+constexpr int kMaxFreeDepth = 40;
+
+class FreeScope {
+ public:
+  FreeScope() noexcept { free_depth += 1; }
+  ~FreeScope() noexcept {
+    free_depth -= 1;
+    if (free_depth > 0 || set_aside == nullptr) return;
+    while (!set_aside->empty()) {
+      PyObject* next = set_aside->back();
+      set_aside->pop_back();
+      Py_DECREF(next);
+    }
+  }
+  FreeScope(const FreeScope&) = delete;
+  FreeScope& operator=(const FreeScope&) = delete;
+};
+
+void let_go(PyObject*& field) noexcept {
+  PyObject* object = std::exchange(field, nullptr);
+  if (object == nullptr) return;
+  if (free_depth <= kMaxFreeDepth || Py_REFCNT(object) > 1) {
+    Py_DECREF(object);
+    return;
+  }
+  if (set_aside == nullptr) set_aside = new std::vector<PyObject*>();
+  set_aside->push_back(object);
+}
+
+template <typename Object, typename... Fields>
+void free_object(PyObject* self, Fields Object::*... fields) noexcept {
+  py::error_scope pending;
+  PyTypeObject* type = Py_TYPE(self);
+  {
+    FreeScope scope;
+    auto* object = reinterpret_cast<Object*>(self);
+    (let_go(object->*fields), ...);
+    type->tp_free(self);
+  }
+  Py_DECREF(type);
+}
+
+void value_dealloc(PyObject* self) {
+  if (reinterpret_cast<ValueObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
+  using V = ValueObject;
+  free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
+                 &V::spare, &V::why_opaque, &V::entry, &V::handles, &V::step);
+}
+
+void step_dealloc(PyObject* self) {
+  using S = StepObject;
+  free_object<S>(self, &S::operator_, &S::random, &S::outputs, &S::results, &S::kwargs, &S::args,
+                 &S::written, &S::inputs);
+}
+
+void block_dealloc(PyObject* self) {
+  free_object<BlockObject>(self, &BlockObject::storage, &BlockObject::value);
+}
+
+void window_dealloc(PyObject* self) {
+  using W = WindowObject;
+  free_object<W>(self, &W::dtype, &W::shape, &W::stride, &W::offset, &W::value);
+}
+
+void handle_dealloc(PyObject* self) {
+  if (reinterpret_cast<HandleObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
+  using H = HandleObject;
+  free_object<H>(self, &H::audit, &H::window, &H::tape);
+}
+
+void tape_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  using T = TapeObject;
+  free_object<T>(self, &T::blocks, &T::holding, &T::saved, &T::choice, &T::modules, &T::opaque_places,
+                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates);
+}
+
+int tape_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  auto* tape = reinterpret_cast<TapeObject*>(self);
+  Py_VISIT(tape->blocks);
+  Py_VISIT(tape->holding);
+  Py_VISIT(tape->saved);
+  Py_VISIT(tape->choice);
+  Py_VISIT(tape->entries);
+  Py_VISIT(tape->outer);
+  Py_VISIT(tape->candidates);
+  return 0;
+}
+
+int tape_clear(PyObject* self) {
+  auto* tape = reinterpret_cast<TapeObject*>(self);
+  Py_CLEAR(tape->blocks);
+  Py_CLEAR(tape->holding);
+  Py_CLEAR(tape->saved);
+  Py_CLEAR(tape->choice);
+  Py_CLEAR(tape->entries);
+  Py_CLEAR(tape->outer);
+  Py_CLEAR(tape->candidates);
+  return 0;
+}
+
+PyObject* value_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  long long nbytes, ordinal;
+  PyObject* device;
+  if (type != value_type || PyArg_ParseTuple(args, "LOL", &nbytes, &device, &ordinal) == 0) return nullptr;
+  return guarded([&] { return new_value(nbytes, device, ordinal).release().ptr(); });
+}
+
+PyObject* step_new(PyTypeObject*, PyObject* args, PyObject*) {
+  PyObject *op, *frozen, *kwargs, *inputs;
+  if (PyArg_ParseTuple(args, "OOOO", &op, &frozen, &kwargs, &inputs) == 0) return nullptr;
+  return guarded([&] {
+    const auto held = [](PyObject* object) { return py::reinterpret_borrow<py::object>(object); };
+    return new_step(op, held(frozen), held(kwargs), held(inputs)).release().ptr();
+  });
+}
+
+PyObject* block_new(PyTypeObject*, PyObject* args, PyObject*) {
+  PyObject *storage, *value;
+  if (PyArg_ParseTuple(args, "OO", &storage, &value) == 0) return nullptr;
+  return guarded([&] { return new_block(storage, value).release().ptr(); });
+}
+
+PyObject* handles_of(PyObject* self, void*) {
+  auto* value = reinterpret_cast<ValueObject*>(self);
+  if (value->handles == nullptr) return PyTuple_New(0);
+  Py_INCREF(value->handles);
+  return value->handles;
+}
+
+PyObject* value_is_at_hand(PyObject* self, PyObject*) {
+  const auto* value = reinterpret_cast<ValueObject*>(self);
+  return PyBool_FromLong(!is_none(value->held) || !is_none(value->stored) || !is_none(value->cached));
+}
+
+PyObject* value_add_handle(PyObject* self, PyObject* handle) {
+  return guarded([&] {
+    add_handle(reinterpret_cast<ValueObject*>(self), handle);
+    Py_RETURN_NONE;
+  });
+}
+
+// Takes the handle that was made last from its value, None if there is none.
+PyObject* value_take_last_handle(PyObject* self, PyObject*) {
+  auto* value = reinterpret_cast<ValueObject*>(self);
+  const Py_ssize_t size = value->handles == nullptr ? 0 : PyList_GET_SIZE(value->handles);
+  if (size == 0) Py_RETURN_NONE;
+  PyObject* handle = referent(PyList_GET_ITEM(value->handles, size - 1));
+  if (handle == nullptr) handle = Py_None;
+  Py_INCREF(handle);
+  if (PyList_SetSlice(value->handles, size - 1, size, nullptr) != 0) {
+    Py_DECREF(handle);
+    return nullptr;
+  }
+  return handle;
+}
+
+PyObject* step_add_output(PyObject* self, PyObject* args) {
+  PyObject* value;
+  long kind, index;
+  if (PyArg_ParseTuple(args, "O(ll)", &value, &kind, &index) == 0) return nullptr;
+  return guarded([&] {
+    add_output(reinterpret_cast<StepObject*>(self), reinterpret_cast<ValueObject*>(value), kind, index);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* window_on(PyObject* self, PyObject* value) {
+  return guarded([&] {
+    const auto* window = reinterpret_cast<WindowObject*>(self);
+    auto* copied = allocated<WindowObject>(window_type);
+    *(&copied->is_conj) = window->is_conj;
+    copied->is_neg = window->is_neg;
+    assign(copied->value, value);
+    assign(copied->dtype, window->dtype);
+    assign(copied->shape, window->shape);
+    assign(copied->stride, window->stride);
+    assign(copied->offset, window->offset);
+    return reinterpret_cast<PyObject*>(copied);
+  });
+}
+
+#define OBJECT(type, name, field) {name, T_OBJECT, offsetof(type, field), 0, nullptr}
+#define NUMBER(type, name, field) {name, T_LONGLONG, offsetof(type, field), 0, nullptr}
+#define FLAG(type, name, field) {name, T_BOOL, offsetof(type, field), 0, nullptr}
+#define END {nullptr, 0, 0, 0, nullptr}
+
+PyMemberDef value_members[] = {
+    OBJECT(ValueObject, "device", device),         OBJECT(ValueObject, "step", step),
+    OBJECT(ValueObject, "operator", operator_),    OBJECT(ValueObject, "action", action),
+    OBJECT(ValueObject, "held", held),             OBJECT(ValueObject, "root", root),
+    OBJECT(ValueObject, "stored", stored),         OBJECT(ValueObject, "cached", cached),
+    OBJECT(ValueObject, "spare", spare),           OBJECT(ValueObject, "why_opaque", why_opaque),
+    OBJECT(ValueObject, "asked", asked),
+    OBJECT(ValueObject, "entry", entry),           NUMBER(ValueObject, "nbytes", nbytes),
+    NUMBER(ValueObject, "ordinal", ordinal),       NUMBER(ValueObject, "index", index),
+    NUMBER(ValueObject, "version", version),       NUMBER(ValueObject, "cached_task", cached_task),
+    NUMBER(ValueObject, "key", key),
+    FLAG(ValueObject, "is_needed", is_needed), FLAG(ValueObject, "is_input", is_input),
+    FLAG(ValueObject, "is_parameter", is_parameter),
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(ValueObject, weak_references), READONLY, nullptr},
+    END};
+PyMemberDef step_members[] = {
+    OBJECT(StepObject, "operator", operator_), OBJECT(StepObject, "args", args),
+    OBJECT(StepObject, "kwargs", kwargs),      OBJECT(StepObject, "inputs", inputs),
+    OBJECT(StepObject, "outputs", outputs),    OBJECT(StepObject, "results", results),
+    OBJECT(StepObject, "written", written),    OBJECT(StepObject, "random", random),
+    FLAG(StepObject, "grad_enabled", grad_enabled), END};
+PyMemberDef block_members[] = {OBJECT(BlockObject, "storage", storage), OBJECT(BlockObject, "value", value), END};
+PyMemberDef window_members[] = {
+    OBJECT(WindowObject, "value", value),   OBJECT(WindowObject, "dtype", dtype),
+    OBJECT(WindowObject, "shape", shape),   OBJECT(WindowObject, "stride", stride),
+    OBJECT(WindowObject, "offset", offset), FLAG(WindowObject, "is_conj", is_conj),
+    FLAG(WindowObject, "is_neg", is_neg),   END};
+PyMemberDef handle_members[] = {
+    OBJECT(HandleObject, "tape", tape), OBJECT(HandleObject, "window", window),
+    OBJECT(HandleObject, "audit", audit), NUMBER(HandleObject, "task", task),
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
+    END};
+PyMemberDef tape_members[] = {
+    OBJECT(TapeObject, "blocks", blocks),           OBJECT(TapeObject, "holding", holding),
+    OBJECT(TapeObject, "saved", saved),             OBJECT(TapeObject, "choice", choice),
+    OBJECT(TapeObject, "modules", modules),         OBJECT(TapeObject, "opaque_places", opaque_places),
+    OBJECT(TapeObject, "audited_places", audited_places), OBJECT(TapeObject, "opaque_names", opaque_names),
+    OBJECT(TapeObject, "outer", outer),             OBJECT(TapeObject, "candidates", candidates),
+    NUMBER(TapeObject, "num_lost", num_lost),       NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
+    NUMBER(TapeObject, "opaque_bytes", opaque_bytes),
+    OBJECT(TapeObject, "entries", entries),         NUMBER(TapeObject, "structure", structure),
+    NUMBER(TapeObject, "num_values", num_values),   NUMBER(TapeObject, "num_packed", num_packed),
+    FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
+    FLAG(TapeObject, "audits_always", audits_always), END};
+PyGetSetDef value_getters[] = {{"handles", handles_of, nullptr, nullptr, nullptr},
+                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr},
+                               {"take_last_handle", value_take_last_handle, METH_NOARGS, nullptr},
+                               {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef step_methods[] = {{"add_output", step_add_output, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef window_methods[] = {{"on", window_on, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+template <typename Function>
+void* slot(Function* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+PyType_Slot value_slots[] = {{Py_tp_new, slot(value_new)},     {Py_tp_dealloc, slot(value_dealloc)},
+                             {Py_tp_members, value_members},   {Py_tp_getset, value_getters},
+                             {Py_tp_methods, value_methods},   {0, nullptr}};
+PyType_Slot step_slots[] = {{Py_tp_new, slot(step_new)},
+                            {Py_tp_dealloc, slot(step_dealloc)},
+                            {Py_tp_members, step_members},
+                            {Py_tp_methods, step_methods},
+                            {0, nullptr}};
+PyType_Slot block_slots[] = {{Py_tp_new, slot(block_new)},
+                             {Py_tp_dealloc, slot(block_dealloc)},
+                             {Py_tp_members, block_members},
+                             {0, nullptr}};
+PyType_Slot window_slots[] = {{Py_tp_dealloc, slot(window_dealloc)},
+                              {Py_tp_members, window_members},
+                              {Py_tp_methods, window_methods},
+                              {0, nullptr}};
+PyType_Slot handle_slots[] = {{Py_tp_dealloc, slot(handle_dealloc)}, {Py_tp_members, handle_members}, {0, nullptr}};
+PyType_Slot tape_slots[] = {{Py_tp_new, slot(PyType_GenericNew)}, {Py_tp_dealloc, slot(tape_dealloc)},
+                            {Py_tp_traverse, slot(tape_traverse)}, {Py_tp_clear, slot(tape_clear)},
+                            {Py_tp_members, tape_members},         {0, nullptr}};
+
+template <typename Object>
+PyTypeObject* made(py::module_& module, const char* name, PyType_Slot* slots, unsigned long flags) {
+  PyType_Spec spec = {name, sizeof(Object), 0, static_cast<unsigned int>(Py_TPFLAGS_DEFAULT | flags), slots};
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw py::error_already_set();
+  const char* short_name = std::strrchr(name, '.') + 1;
+  module.add_object(short_name, py::reinterpret_borrow<py::object>(type));
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+}  // namespace
+
+void add_replay_types(py::module_& module) {
+  value_type = made<ValueObject>(module, "actckpt._frames.Value", value_slots, 0);
+  step_type = made<StepObject>(module, "actckpt._frames.Step", step_slots, 0);
+  block_type = made<BlockObject>(module, "actckpt._frames.Block", block_slots, 0);
+  window_type = made<WindowObject>(module, "actckpt._frames.Window", window_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  handle_type = made<HandleObject>(module, "actckpt._frames.Handle", handle_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  tape_type = made<TapeObject>(module, "actckpt._frames.TapeCore", tape_slots, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
+}
+
+}  // namespace actckpt::replay
