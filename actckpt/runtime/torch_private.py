@@ -121,6 +121,14 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
     return policy
 
 
+def callee_of(overload: Any) -> Callable[..., Any]:
+    """Return what an overload of an operator calls. Missing: the overload itself, which is slower."""
+    if type(overload) is not torch._ops.OpOverload:
+        return overload  # type: ignore[no-any-return]
+    callee: Callable[..., Any] = getattr(overload, "_op", overload)
+    return callee
+
+
 def function_modes() -> tuple[Any, ...]:
     """Return this thread's function modes, outermost first."""
     return tuple(_function_mode_at(i) for i in range(num_function_modes()))

@@ -15,6 +15,7 @@
 #include "frames/task_end.h"
 #include "replay/names.h"
 #include "replay/objects.h"
+#include "replay/pack.h"
 #include "replay/record.h"
 #include "replay/unpack.h"
 #include "hooks/bytes.h"
@@ -36,6 +37,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_region_functions(module);
   actckpt::replay::add_replay_types(module);
   actckpt::replay::add_record_functions(module);
+  actckpt::replay::add_pack_functions(module);
   actckpt::replay::add_unpack_functions(module);
   module.def("connect_replay", actckpt::replay::connect_replay, pybind11::arg("names"),
              "Tell recording and replay what they need of Python and torch. Called once.");

@@ -16,6 +16,8 @@ ReplayNames interned() {
   n.as_strided = PyUnicode_InternFromString("as_strided");
   n.is_view = PyUnicode_InternFromString("is_view");
   n.is_plain = PyUnicode_InternFromString("is_plain");
+  n.callee = PyUnicode_InternFromString("callee");
+  n.tape = PyUnicode_InternFromString("tape");
   n.func = PyUnicode_InternFromString("func");
   n.asks_calls = PyUnicode_InternFromString("asks_calls");
   n.actions_by_id = PyUnicode_InternFromString("actions_by_id");

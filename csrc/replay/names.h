@@ -19,6 +19,8 @@ struct ReplayNames {
   PyObject* is_view;
   PyObject* is_plain;
   PyObject* func;
+  PyObject* callee;
+  PyObject* tape;
   PyObject* asks_calls;
   PyObject* actions_by_id;
   PyObject* default_action;

@@ -1,4 +1,4 @@
-// The dispatch handler of a recorder and the pack hook of its tape. Operators that only read their arguments and
+// The dispatch handler of a recorder. Operators that only read their arguments and
 // return new tensors are recorded here; all others by `record_special` in actckpt/runtime/replay/recorder.py.
 #include "replay/record.h"
 
@@ -8,7 +8,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "replay/lineage.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -17,7 +16,7 @@ namespace {
 // What is known of an overload, by its address: its hash is a Python function.
 struct Known {
   py::object func;  // keeps the address taken
-  py::object callee;
+  py::object callee;  // what to call for it
   py::object op;  // null: not recorded
   bool is_view = false;
   bool is_plain = false;
@@ -32,7 +31,9 @@ const Known& known(PyObject* func) {
   entry.op = call(names().describe, func);
   if (entry.op.is_none()) {
     entry.op = py::object();
+    entry.callee = entry.func;
   } else {
+    entry.callee = attribute(entry.op.ptr(), names().callee);
     entry.is_view = is_true(entry.op.ptr(), names().is_view);
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
   }
@@ -45,8 +46,6 @@ bool is_paused() {
   const auto thread = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
   return PyDict_GetItem(paused, thread.ptr()) != nullptr;
 }
-
-bool is_tensor_type(PyObject* type) { return type == python().tensor_type || type == python().parameter_type; }
 
 py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
   PyObject* result = PyObject_Call(func, args, kwargs);
@@ -71,11 +70,6 @@ BlockObject* block_of(TapeObject* tape, PyObject* storage) {
   if (found == nullptr) return nullptr;
   auto* block = reinterpret_cast<BlockObject*>(found);
   return referent(block->storage) == storage ? block : nullptr;
-}
-
-py::object root_of(PyObject* tensor) {
-  py::object base = attribute(tensor, names().base);
-  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
 }
 
 void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
@@ -123,11 +117,6 @@ py::object frozen_kwargs(TapeObject* tape, PyObject* kwargs, PyObject* inputs) {
   return std::move(copied);
 }
 
-std::uint64_t mixed(std::uint64_t hash, std::uint64_t word) {
-  hash = (hash ^ word) * 0x9e3779b97f4a7c15ULL;
-  return hash ^ (hash >> 29);
-}
-
 // Advances the structure by a new tensor and names the place of its value.
 void advance(TapeObject* tape, ValueObject* value, PyObject* func, PyObject* tensor) {
   const py::object shape = attribute(tensor, python().shape);
@@ -142,10 +131,6 @@ bool needs_a_closer_look(TapeObject* tape, long long key) {
   const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(key));
   return PyDict_GetItem(tape->modules, number.ptr()) == nullptr || PySet_GET_SIZE(tape->opaque_places) > 0 ||
          PyTuple_GET_SIZE(tape->opaque_names) > 0;
-}
-
-void append(PyObject* list, PyObject* item) {
-  if (PyList_Append(list, item) != 0) throw py::error_already_set();
 }
 
 // Notes how a new value comes about and what the policy wants with it.
@@ -239,7 +224,7 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
     py::object dict = frozen_kwargs(tape, kwargs, inputs.ptr());
     step = new_step(entry.op.ptr(), std::move(list), std::move(dict), inputs);
   }
-  py::object result = called(entry.func.ptr(), args, kwargs);
+  py::object result = called(entry.callee.ptr(), args, kwargs);
   if (asks_calls) action = asked(choice.ptr(), entry.func.ptr(), args, kwargs, result.ptr());
   auto* raw = reinterpret_cast<StepObject*>(step.ptr());
   if (raw != nullptr && PyList_GET_SIZE(raw->inputs) == 0) {
@@ -260,14 +245,15 @@ bool has_other_types(PyObject* types) {
   return false;
 }
 
-// dispatch(tape, func, types, args, kwargs): the body of a recorder's __torch_dispatch__.
+// dispatch(recorder, func, types, args, kwargs=None): a recorder's __torch_dispatch__.
 PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 5) throw py::type_error("dispatch takes 5 arguments");
-    auto* tape = reinterpret_cast<TapeObject*>(arguments[0]);
+    if (count != 4 && count != 5) throw py::type_error("__torch_dispatch__ takes 4 or 5 arguments");
+    const py::object current = attribute(arguments[0], names().tape);
+    auto* tape = reinterpret_cast<TapeObject*>(current.ptr());
     PyObject* func = arguments[1];
     PyObject* args = arguments[3];
-    PyObject* kwargs = arguments[4] == Py_None ? nullptr : arguments[4];
+    PyObject* kwargs = count == 4 || arguments[4] == Py_None ? nullptr : arguments[4];
     if (is_paused()) return called(func, args, kwargs).release().ptr();
     if (PyObject_Size(arguments[2]) > 0 && has_other_types(arguments[2])) {
       // The subclass calls operators on its inner tensors, and these are recorded (Rule 4 of NOTE [ Replay ]).
@@ -276,34 +262,14 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const Known& entry = known(func);
     if (!entry.op) return called(func, args, kwargs).release().ptr();
     if (entry.is_view) {
-      py::object result = called(func, args, kwargs);
+      py::object result = called(entry.callee.ptr(), args, kwargs);
       if (is_true(tape->choice, names().asks_calls)) asked(tape->choice, func, args, kwargs, result.ptr());
       return result.release().ptr();
     }
     if (entry.is_plain) return record_plain(tape, entry, args, kwargs).release().ptr();
-    PyObject* special[] = {arguments[0], entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
+    PyObject* special[] = {current.ptr(), entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
     return PyObject_Vectorcall(names().record_special, special, 4, nullptr);
   });
-}
-
-// Decides what becomes of a value that autograd saves for the first time. False: `Tape.decide` has to.
-bool decided(TapeObject* tape, ValueObject* value) {
-  if (!is_none(tape->entries) || is_none(value->action) || tape->num_lost != 0) return false;
-  const bool recomputes = value->action == names().recompute;
-  if (recomputes) {
-    if (is_none(value->step) || PyObject_IsTrue(value->why_opaque) == 1) return false;
-    if (new_leaf_bytes(value, value->nbytes) > value->nbytes) return false;
-    mark_needed(value);
-    tape->recompute_bytes += value->nbytes;
-  } else if (value->action == names().keep && !is_none(value->held)) {
-    assign(value->step, Py_None);
-  } else {
-    return false;
-  }
-  const auto reference = py::reinterpret_steal<py::object>(
-      untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
-  append(tape->saved, reference.ptr());
-  return true;
 }
 
 // Takes a storage that nothing recorded made as an input of the region.
@@ -331,48 +297,25 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   return made;
 }
 
-// pack(tape, tensor): the pack hook.
-PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  return guarded([&]() -> PyObject* {
-    if (count != 2) throw py::type_error("pack takes 2 arguments");
-    auto* tape = reinterpret_cast<TapeObject*>(arguments[0]);
-    PyObject* tensor = arguments[1];
-    const bool is_plain = is_tensor_type(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
-    const py::object found = is_plain ? value_of(tape, tensor) : py::object();
-    auto* value = reinterpret_cast<ValueObject*>(found.ptr());
-    if (value == nullptr || (value->is_parameter != 0 && value->held == tensor)) {
-      PyObject* other[] = {arguments[0], tensor, is_plain ? Py_True : Py_False};
-      return PyObject_Vectorcall(names().pack_other, other, 3, nullptr);
-    }
-    if (value->handles == nullptr) {
-      value->handles = untracked(py::list().release().ptr());
-      if (!decided(tape, value)) {
-        PyObject* both[] = {arguments[0], found.ptr(), tensor};
-        const auto done =
-            py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(names().decide, both, 3, nullptr));
-        if (!done) throw py::error_already_set();
-      }
-    }
-    py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr()).ptr());
-    add_handle(value, handle.ptr());
-    if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
-      tape->num_packed += 1;
-      const auto place = static_cast<long long>(mixed(static_cast<std::uint64_t>(tape->structure), tape->num_packed));
-      const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(place));
-      if (tape->audits_always != 0 || PySet_Contains(tape->audited_places, key.ptr()) != 1) {
-        PyObject* begun[] = {arguments[0], handle.ptr(), key.ptr(), tensor};
-        const auto done =
-            py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().begin_audit, begun, 4, nullptr));
-        if (!done) throw py::error_already_set();
-      }
-    }
-    return handle.release().ptr();
-  });
-}
-
 TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject*>(tape.ptr()); }
 
 }  // namespace
+
+bool is_tensor_type(PyObject* type) { return type == python().tensor_type || type == python().parameter_type; }
+
+py::object root_of(PyObject* tensor) {
+  py::object base = attribute(tensor, names().base);
+  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
+}
+
+std::uint64_t mixed(std::uint64_t hash, std::uint64_t word) {
+  hash = (hash ^ word) * 0x9e3779b97f4a7c15ULL;
+  return hash ^ (hash >> 29);
+}
+
+void append(PyObject* list, PyObject* item) {
+  if (PyList_Append(list, item) != 0) throw py::error_already_set();
+}
 
 py::object value_of(TapeObject* tape, PyObject* tensor) {
   const py::object storage = storage_of(tensor);
@@ -398,19 +341,16 @@ py::object value_of(TapeObject* tape, PyObject* tensor) {
 
 void add_record_functions(py::module_& module) {
   static PyMethodDef methods[] = {
-      {"dispatch", fast(dispatch), METH_FASTCALL, "dispatch(tape, func, types, args, kwargs)"},
-      {"pack_recorded", fast(pack), METH_FASTCALL, "pack_recorded(tape, tensor)"},
+      {"dispatch", fast(dispatch), METH_FASTCALL, "dispatch(recorder, func, types, args, kwargs=None)"},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  // As an attribute of a class it binds like a Python function, without a frame of Python.
+  const py::object dispatcher = module.attr("dispatch");
+  module.add_object("torch_dispatch", py::reinterpret_steal<py::object>(PyInstanceMethod_New(dispatcher.ptr())));
   module.def("value_of", [](const py::handle& tape, const py::handle& tensor) -> py::object {
     py::object found = value_of(tape_of(tape), tensor.ptr());
     return found ? found : py::none();
   });
-  module.def("new_leaf_bytes", [](const py::handle& value, long long at_most) {
-    return new_leaf_bytes(reinterpret_cast<ValueObject*>(value.ptr()), at_most);
-  });
-  module.def("mark_needed",
-             [](const py::handle& value) { mark_needed(reinterpret_cast<ValueObject*>(value.ptr())); });
   module.def("window_of", [](const py::handle& tensor, const py::handle& value) {
     return window_of(tensor.ptr(), value.ptr());
   });

@@ -1,5 +1,7 @@
-// Recording: what happens at every operator and every saved tensor of a region's forward.
+// Recording: what happens at every operator of a region's forward.
 #pragma once
+
+#include <cstdint>
 
 #include "replay/objects.h"
 
@@ -8,6 +10,16 @@ namespace actckpt::replay {
 // The value that the storage of `tensor` holds now; takes it as an input if nothing recorded made it. Null for tensors
 // without a storage that can be read.
 py::object value_of(TapeObject* tape, PyObject* tensor);
+
+bool is_tensor_type(PyObject* type);
+
+// The tensor whose version counter `tensor` counts with: what it is a view of, or itself.
+py::object root_of(PyObject* tensor);
+
+// A hash of both.
+std::uint64_t mixed(std::uint64_t hash, std::uint64_t word);
+
+void append(PyObject* list, PyObject* item);
 
 void add_record_functions(py::module_& module);
 

@@ -11,6 +11,18 @@ namespace {
 // Operators executed again by this file since the process began.
 long long num_replayed = 0;
 
+bool is_equal(const py::object& one, PyObject* other) {
+  const int found = PyObject_RichCompareBool(one.ptr(), other, Py_EQ);
+  if (found < 0) throw py::error_already_set();
+  return found == 1;
+}
+
+bool has_geometry(PyObject* tensor, const WindowObject* window) {
+  return is_equal(attribute(tensor, python().shape), window->shape) &&
+         is_equal(call_method(tensor, names().stride), window->stride) &&
+         is_equal(call_method(tensor, names().storage_offset), window->offset);
+}
+
 // The tensor that a window describes, on the storage of `base`; null where that takes more than strides.
 py::object on(PyObject* base, const WindowObject* window) {
   if (window->is_conj != 0 || window->is_neg != 0) return py::object();
@@ -18,6 +30,7 @@ py::object on(PyObject* base, const WindowObject* window) {
   const py::object dtype = attribute(base, python().dtype);
   if (dtype.ptr() != window->dtype || call_method(base, n.is_neg).ptr() == Py_True) return py::object();
   if (is_true(dtype.ptr(), n.is_complex) && call_method(base, n.is_conj).ptr() == Py_True) return py::object();
+  if (has_geometry(base, window)) return call_method(base, python().detach);
   PyObject* stack[] = {base, window->shape, window->stride, window->offset};
   PyObject* made = PyObject_VectorcallMethod(n.as_strided, stack, 4, nullptr);
   if (made == nullptr) throw py::error_already_set();
@@ -27,6 +40,12 @@ py::object on(PyObject* base, const WindowObject* window) {
 bool has_size(PyObject* tensor, const ValueObject* value) {
   const py::object storage = call_method(tensor, names().untyped_storage);
   return PyLong_AsLongLong(call_method(storage.ptr(), names().nbytes).ptr()) == value->nbytes;
+}
+
+// Whether a fresh result is the tensor that a window describes.
+bool is_same(PyObject* result, const WindowObject* window) {
+  return window->is_conj == 0 && window->is_neg == 0 &&
+         attribute(result, python().dtype).ptr() == window->dtype && has_geometry(result, window);
 }
 
 // A tensor on the bytes of `value` that nobody changed nor freed, or null (Rules 7 and 8).
@@ -138,7 +157,7 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
   py::object result;
   {
     const BelowAutograd guard(step->grad_enabled != 0);
-    const py::object func = attribute(step->operator_, names().func);
+    const py::object func = attribute(step->operator_, names().callee);
     PyObject* made = PyObject_Call(func.ptr(), args.ptr(), nullptr);
     if (made == nullptr) throw py::error_already_set();
     result = py::reinterpret_steal<py::object>(made);
@@ -173,8 +192,14 @@ py::object unpacked(HandleObject* handle) {
   }
   const long long previous = handle->task;
   handle->task = PyLong_AsLongLong(call(python().graph_task_id).ptr());
-  if (!base) base = replayed(handle->tape, value, handle->task);
-  py::object tensor = base ? on(base.ptr(), window) : py::object();
+  const bool is_replay = !base;
+  if (is_replay) base = replayed(handle->tape, value, handle->task);
+  py::object tensor;
+  if (is_replay && base && is_none(value->cached) && is_same(base.ptr(), window)) {
+    tensor = base;  // nobody else has it
+  } else if (base) {
+    tensor = on(base.ptr(), window);
+  }
   if (!tensor) {
     handle->task = previous;
     return tensor;

@@ -24,6 +24,10 @@ num_recorders = [0]
 class _Local(threading.local):
     tape: Tape | None = None
 
+    def __init__(self) -> None:
+        #: Modes that no region uses now; making one takes as long as recording several operators.
+        self.idle: list[Recorder] = []
+
 
 _local = _Local()
 
@@ -58,7 +62,8 @@ class OpenRegion:
         self.tape = tape = Tape(choice, outer_hooks, site_of(caller))
         tape.entries = entries
         tape.pack_hook = functools.partial(pack_recorded, tape)
-        self._recorder = Recorder(tape)
+        self._recorder = _local.idle.pop() if _local.idle else Recorder()
+        self._recorder.tape = tape
         torch_private.push_hooks(tape.pack_hook, unpack_recorded)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
         _local.tape = tape
@@ -75,6 +80,9 @@ class OpenRegion:
         if self._recorder is None or self.tape is None:
             return
         num_recorders[0] -= 1
+        self._recorder.tape = None
+        _local.idle.append(self._recorder)
+        self._recorder = None
         _local.tape = self._outer_tape
         if has_failed:
             self.tape.outer = None  # what is left of the graph, if anything, belongs to who catches the error

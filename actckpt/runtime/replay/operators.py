@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt.runtime import torch_private
+
 __all__ = ["Operator", "operator_of"]
 
 _aten = torch.ops.aten
@@ -64,6 +66,7 @@ class Operator:
     """Facts about one overload of an operator."""
 
     __slots__ = (
+        "callee",
         "forgets_versions",
         "func",
         "generator_name",
@@ -88,6 +91,8 @@ class Operator:
         schema = func._schema
         namespace, _, base = schema.name.partition("::")
         self.func = func
+        #: What to call: the same, without a Python frame around it.
+        self.callee = torch_private.callee_of(func)
         #: As in `torch.ops.<name>`.
         self.name = str(func)
         writes = [argument for argument in schema.arguments if _is_write(argument)]

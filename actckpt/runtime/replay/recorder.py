@@ -38,7 +38,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _frames
-from actckpt._frames import add_results, add_value, dispatch, frozen
+from actckpt._frames import add_results, add_value, frozen
 from actckpt.action import Action
 from actckpt.runtime import rng
 from actckpt.runtime.replay import saved
@@ -50,28 +50,22 @@ __all__ = ["Recorder", "pin_dtype", "record_special"]
 
 
 class Recorder(TorchDispatchMode):
-    """The dispatch mode of one tape."""
+    """The dispatch mode of one tape at a time."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = tape
+        self.tape: Tape | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled code stays compiled (Rule 10)."""
         return True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Torch wraps Python handlers so that the compiler does not look into them. This one is native.
-        return False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return dispatch(self.tape, func, types, args, kwargs)
+# Torch wraps the handlers of a class body so that the compiler does not look into them; this one is native.
+setattr(Recorder, "__torch_dispatch__", _frames.torch_dispatch)  # noqa: B010 - mypy takes it for a method
 
 
 def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

@@ -199,13 +199,9 @@ def settle(tape: Tape) -> None:
     _settle_candidates(tape)
     if tape.opaque_bytes > max(_OPAQUE_BYTES, (tape.recompute_bytes + tape.opaque_bytes) // _OPAQUE_SHARE):
         _warn_of_opaque(tape)
-    held = [weakref.ref(value) for value in tape.holding]
-    tape.holding.clear()
     tape.saved.clear()
-    for reference in held:
-        value = reference()
-        if value is not None and value.held is not None and not value.is_parameter:
-            _settle_one(tape, value)
+    for value in _frames.settle_held(tape):
+        _settle_one(tape, value)
 
 
 def _report_held(tape: Tape, value: Value, held: Tensor) -> None:

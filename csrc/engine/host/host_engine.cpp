@@ -7,6 +7,10 @@
 namespace actckpt {
 namespace {
 
+// Waking a worker takes longer than copying a few pages. Less than this waits for more to come, or for whoever
+// needs it written: `flush`, a put without room and a dropped source each see to it themselves.
+constexpr std::size_t kWakeBytes = 256 << 10;
+
 void count_once(Load* load, std::uint64_t* counter) {
   if (!load->counted) {
     load->counted = true;
@@ -68,7 +72,7 @@ TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes,
   ++stats_.num_puts;
   ++stats_.num_live;
   stats_.put_bytes += bytes;
-  if (num_idle_ > 0) {
+  if (num_idle_ > 0 && stats_.inflight_bytes >= kWakeBytes) {
     work_.notify_one();
   }
   return ticket;

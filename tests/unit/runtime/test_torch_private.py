@@ -40,6 +40,7 @@ NAMES = [
     (torch.utils.checkpoint, "_enable_checkpoint_early_stop", "optional: set_checkpoint_early_stop does nothing"),
     (torch.utils.checkpoint, "_checkpoint_debug_enabled", "optional: set_checkpoint_debug_enabled does nothing"),
     (torch._C._autograd, "_get_current_graph_task_keep_graph", "optional: bytes are held longer in backward"),
+    (torch.ops.aten.mm.default, "_op", "optional: operators are called through a Python frame"),
     (torch._C, "_AutoDispatchBelowAutograd", "optional: replay turns grad mode off for operators in place"),
     (torch.utils.checkpoint, "_CachingTorchDispatchMode", "optional: context_fn has torch's limits"),
     (torch, "_disable_dynamo", "optional: the compiler looks into regions of TransformerEngine"),
@@ -63,6 +64,7 @@ def test_installed_torch_has_the_sdpa_flag(flag: str) -> None:
 def test_every_private_name_of_torch_is_checked_here() -> None:
     public = {"Any", "Callable", "Hooks", "Iterator", "Sequence", "Variable", "contextmanager", "torch"}
     functions = {
+        "callee_of",
         "forced_by_context",
         "function_modes",
         "knows_outer_hooks",

@@ -42,10 +42,10 @@ def test_the_provider_registers_itself_at_the_first_region_after_loading(version
     with installed(version):
         assert not state.registered
         _region()
-        assert len(state.registered) == 1 and len(rng.registered) == 1 and len(stays._rules) == 1
+        assert len(state.registered) == 1 and len(rng.registered) == 1 and len(stays.rules) == 1
         _region()
         assert len(state.registered) == 1
-    assert not state.registered and not rng.registered and not stays._rules
+    assert not state.registered and not rng.registered and not stays.rules
 
 
 def test_a_package_that_is_still_being_imported_is_left_alone() -> None:

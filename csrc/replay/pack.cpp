@@ -1,0 +1,133 @@
+#include "replay/pack.h"
+
+#include <cstdint>
+
+#include "replay/lineage.h"
+#include "replay/names.h"
+#include "replay/record.h"
+
+namespace actckpt::replay {
+namespace {
+
+// Decides what becomes of a value that autograd saves for the first time. False: `Tape.decide` has to.
+bool decided(TapeObject* tape, ValueObject* value) {
+  if (!is_none(tape->entries) || is_none(value->action) || tape->num_lost != 0) return false;
+  const bool recomputes = value->action == names().recompute;
+  if (recomputes) {
+    if (is_none(value->step) || PyObject_IsTrue(value->why_opaque) == 1) return false;
+    if (new_leaf_bytes(value, value->nbytes) > value->nbytes) return false;
+    mark_needed(value);
+    tape->recompute_bytes += value->nbytes;
+  } else if (value->action == names().keep && !is_none(value->held)) {
+    assign(value->step, Py_None);
+  } else {
+    return false;
+  }
+  const auto reference = py::reinterpret_steal<py::object>(
+      untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
+  append(tape->saved, reference.ptr());
+  return true;
+}
+
+// pack(tape, tensor): the pack hook.
+PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 2) throw py::type_error("pack takes 2 arguments");
+    auto* tape = reinterpret_cast<TapeObject*>(arguments[0]);
+    PyObject* tensor = arguments[1];
+    const bool is_plain = is_tensor_type(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+    const py::object found = is_plain ? value_of(tape, tensor) : py::object();
+    auto* value = reinterpret_cast<ValueObject*>(found.ptr());
+    if (value == nullptr || (value->is_parameter != 0 && value->held == tensor)) {
+      PyObject* other[] = {arguments[0], tensor, is_plain ? Py_True : Py_False};
+      return PyObject_Vectorcall(names().pack_other, other, 3, nullptr);
+    }
+    if (value->handles == nullptr) {
+      value->handles = untracked(py::list().release().ptr());
+      if (!decided(tape, value)) {
+        PyObject* both[] = {arguments[0], found.ptr(), tensor};
+        const auto done =
+            py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(names().decide, both, 3, nullptr));
+        if (!done) throw py::error_already_set();
+      }
+    }
+    py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr()).ptr());
+    add_handle(value, handle.ptr());
+    if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
+      tape->num_packed += 1;
+      const auto place = static_cast<long long>(mixed(static_cast<std::uint64_t>(tape->structure), tape->num_packed));
+      const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(place));
+      if (tape->audits_always != 0 || PySet_Contains(tape->audited_places, key.ptr()) != 1) {
+        PyObject* begun[] = {arguments[0], handle.ptr(), key.ptr(), tensor};
+        const auto done =
+            py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().begin_audit, begun, 4, nullptr));
+        if (!done) throw py::error_already_set();
+      }
+    }
+    return handle.release().ptr();
+  });
+}
+
+bool is_watched(const TapeObject* tape, const ValueObject* value) {
+  return is_none(tape->outer) && (is_none(tape->entries) || !is_none(value->entry)) &&
+         (value->action == names().keep || value->is_input != 0);
+}
+
+// Holds the bytes of `value` through an alias that tells when they change (Rule 7 of NOTE [ Replay ]).
+void watch(ValueObject* value) {
+  const py::object held = py::reinterpret_borrow<py::object>(value->held);
+  const py::object root = root_of(held.ptr());
+  if (value->version < 0 || is_none(value->root) || referent(value->root) != root.ptr()) {
+    value->version = version_of(held.ptr());
+  }
+  assign(value->held, call_method(held.ptr(), python().detach).ptr());
+}
+
+// settle_held(tape): lets go of what no saved tensor needs, and watches what is kept. Returns the values for which
+// more is to be done.
+PyObject* settle_held(PyObject*, PyObject* self) {
+  return guarded([&]() -> PyObject* {
+    auto* tape = reinterpret_cast<TapeObject*>(self);
+    py::object holding = py::reinterpret_borrow<py::object>(tape->holding);
+    assign(tape->holding, py::list().ptr());
+    PyObject* list = holding.ptr();
+    // Later values hold earlier ones: the last go first.
+    for (Py_ssize_t i = PyList_GET_SIZE(list) - 1; i >= 0; --i) {
+      if (Py_REFCNT(PyList_GET_ITEM(list, i)) == 1) {
+        Py_INCREF(Py_None);
+        if (PyList_SetItem(list, i, Py_None) != 0) throw py::error_already_set();
+      }
+    }
+    const bool is_alone = PyLong_AsLong(PyList_GET_ITEM(names().num_recorders, 0)) == 0;
+    py::list others;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+      PyObject* item = PyList_GET_ITEM(list, i);
+      if (item == Py_None) continue;
+      auto* value = reinterpret_cast<ValueObject*>(item);
+      if (is_none(value->held) || value->is_parameter != 0) continue;
+      if (is_alone && is_watched(tape, value)) {
+        watch(value);
+      } else {
+        others.append(py::reinterpret_borrow<py::object>(item));
+      }
+    }
+    return others.release().ptr();
+  });
+}
+
+}  // namespace
+
+void add_pack_functions(py::module_& module) {
+  static PyMethodDef methods[] = {
+      {"pack_recorded", fast(pack), METH_FASTCALL, "pack_recorded(tape, tensor)"},
+      {"settle_held", settle_held, METH_O, "settle_held(tape)"},
+      {nullptr, nullptr, 0, nullptr}};
+  if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("new_leaf_bytes", [](const py::handle& value, long long at_most) {
+    return new_leaf_bytes(reinterpret_cast<ValueObject*>(value.ptr()), at_most);
+  });
+  module.def("mark_needed",
+             [](const py::handle& value) { mark_needed(reinterpret_cast<ValueObject*>(value.ptr())); });
+}
+
+}  // namespace actckpt::replay
