@@ -73,9 +73,21 @@ bool is_watched(const TapeObject* tape, const ValueObject* value) {
          (value->action == names().keep || value->is_input != 0);
 }
 
+// The tensor on the bytes of `value` that the region used last: what an operator returned may have been an
+// intermediate of it with a version counter of its own (`_unsafe_view`).
+py::object seen_last(const ValueObject* value) {
+  py::object held = py::reinterpret_borrow<py::object>(value->held);
+  if (is_none(value->root)) return held;
+  PyObject* seen = referent(value->root);
+  if (seen == nullptr || seen == held.ptr()) return held;
+  py::object root = py::reinterpret_borrow<py::object>(seen);
+  const py::object storage = call_method(root.ptr(), names().untyped_storage);
+  return storage.ptr() == call_method(held.ptr(), names().untyped_storage).ptr() ? root : held;
+}
+
 // Holds the bytes of `value` through an alias that tells when they change (Rule 7 of NOTE [ Replay ]).
 void watch(ValueObject* value) {
-  const py::object held = py::reinterpret_borrow<py::object>(value->held);
+  const py::object held = seen_last(value);
   const py::object root = root_of(held.ptr());
   if (value->version < 0 || is_none(value->root) || referent(value->root) != root.ptr()) {
     value->version = version_of(held.ptr());

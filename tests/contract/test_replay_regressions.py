@@ -118,12 +118,20 @@ def test_a_kept_value_changed_through_data_is_watched_through_the_saved_tensor(p
             torch.autograd.grad(y.sum(), x)
 
 
+@pytest.mark.parametrize("runs_checkpoint", [False, True])
 @pytest.mark.parametrize("name", ["tanh", "sin"])
-def test_a_kept_product_is_watched_through_what_matmul_gave_on(name: str) -> None:
+def test_a_kept_product_is_watched_through_what_matmul_gave_on(name: str, runs_checkpoint: bool) -> None:
     weight = torch.randn(4, 4, requires_grad=True)
-    with actckpt.region(["aten.mm"]):
+
+    def function() -> tuple[torch.Tensor, torch.Tensor]:
         product = torch.randn(2, 2, 4) @ weight
-        y = getattr(product, name)()
+        return product, getattr(product, name)()
+
+    if runs_checkpoint:
+        product, y = actckpt.checkpoint(function, policy=["aten.mm"])
+    else:
+        with actckpt.region(["aten.mm"]):
+            product, y = function()
     torch.autograd.grad(y.sum(), weight, retain_graph=True)
     with torch.no_grad():
         product.zero_()
