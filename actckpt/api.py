@@ -326,6 +326,14 @@ def _run_in_region(choice: Choice, function: Callable[..., Any], args: tuple[Any
     return result
 
 
+def _is_compilable(policy: Any) -> bool:
+    """Whether torch's create_selective_checkpoint_contexts takes a policy; the compiler traces this."""
+    if isinstance(policy, list):
+        return all(isinstance(op, torch._ops.OpOverload) for op in policy)
+    code = getattr(policy, "__code__", None)
+    return code is not None and (code.co_argcount > 1 or bool(code.co_flags & inspect.CO_VARARGS))
+
+
 def _code_of(function: Callable[..., Any]) -> Any:
     """Return what names a function across calls: a module, or the code of anything else."""
     while isinstance(function, functools.partial):
@@ -366,12 +374,12 @@ def _delegate(
     """
     if use_reentrant:
         raise ValueError("checkpoint: use_reentrant=True is not supported. Drop the keyword.")
-    if isinstance(policy, list) or callable(policy):
+    if _is_compilable(policy):
         context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
     elif policy is not None and policy != "recompute":
         raise ValueError(
-            "checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', or a list or policy "
-            "function that torch's create_selective_checkpoint_contexts takes."
+            "checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', a list of overloads such "
+            "as torch.ops.aten.mm.default, or a policy function of torch's form, policy(ctx, op, *args, **kwargs)."
         )
     if offload_inputs:
         raise ValueError(

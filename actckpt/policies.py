@@ -16,7 +16,7 @@ from actckpt.action import Action, SavedTensorInfo
 from actckpt.runtime import torch_private
 from actckpt.runtime.replay.choice import Choice
 
-__all__ = ["PerOp", "choice_of", "selective_choice"]
+__all__ = ["PerOp", "choice_of", "compiled_form", "selective_choice"]
 
 _ACTION_OF_TORCH = {
     CheckpointPolicy.MUST_SAVE: Action.KEEP,
@@ -97,6 +97,16 @@ def selective_choice(context: object) -> Choice | None:
     """Return the choice behind the first context of `create_selective_checkpoint_contexts`, None for other contexts."""
     policy = torch_private.selective_policy(context)
     return None if policy is None else choice_of(policy)
+
+
+def compiled_form(policy: Any) -> Any:
+    """Return what torch's selective checkpointing takes for a policy under torch.compile, None if it takes none.
+
+    A list of overloads, or a policy function of torch's form.
+    """
+    if isinstance(policy, Iterable) and not isinstance(policy, str):
+        return [overload for op in policy for overload in _overloads(op)]
+    return policy if callable(policy) and _is_torch_policy(policy) else None
 
 
 def _is_torch_policy(policy: Callable[..., Any]) -> bool:

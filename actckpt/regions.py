@@ -16,8 +16,9 @@ __all__ = ["region"]
 class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
     """Decide per saved tensor of a block of code: keep it, recompute it, or offload it.
 
-    The operators of the block are recorded. Backward gets what was dropped back by executing again the least
-    number of them, without calling any Python code twice. Also a decorator.
+    The operators of the block are recorded, unless the policy is to keep or to offload everything: that needs no
+    record, and its report is empty. Backward gets what was dropped back by executing again the least
+    number of them, without calling any Python code twice. Also a decorator: `@actckpt.region()`.
 
     Args:
         policy: `"keep"`, `"recompute"`, `"offload"` or an `Action`, for all values; a list of operators to keep,

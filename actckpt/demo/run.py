@@ -91,7 +91,7 @@ def run_demo(demo: Demo) -> int:
             draw_picture(folder / "memory.png", results, title=title)
             files.append(folder / "memory.png")
         except ImportError:
-            errors.print("No picture: matplotlib is not installed; pip install 'actckpt[plot]' brings it.")
+            errors.print("No picture: matplotlib is not installed; pip install 'actckpt\\[plot]' brings it.")
     console.print(f"Wrote {' and '.join(str(file) for file in files)}.", soft_wrap=True, highlight=False)
     for message in differences:
         errors.print(f"FAILED: {message}", style="bold red", highlight=False, markup=False)

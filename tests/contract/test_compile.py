@@ -139,3 +139,14 @@ def test_offloading_inside_a_full_graph_raises() -> None:
 
     with pytest.raises(Exception, match=r"(?i)unsupported|offload"):
         _compiled(function)(leaf(3))
+
+
+@pytest.mark.parametrize("policy", [[torch.ops.aten.addmm], ["aten.addmm"]], ids=str)
+def test_an_applied_policy_of_packets_or_names_compiles_to_one_graph(policy: list[Any]) -> None:
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(mlp(), mlp())
+    x = leaf(3, 8)
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+    actckpt.apply(model, policy=policy)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_equal(torch.autograd.grad(compiled(x).sum(), x)[0], expected)

@@ -91,7 +91,7 @@ class Report:
 
     def table(self) -> str:
         """Return a table for people."""
-        header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "could not be replayed")
+        header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "why kept")
         lines = [header, *(_cells(row) for row in self.rows)]
         lines.append(
             ("all", "", "", *map(_size, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
@@ -107,6 +107,11 @@ def explained(entries: list[Entry], tensor: Tensor) -> str:
     """Say why a tensor got its action."""
     storage = tensor.untyped_storage()
     found = [entry for entry in entries if entry.storage() is storage]
+    if not found and tensor.is_leaf and tensor.requires_grad:
+        return (
+            f"Tensor of shape {tuple(tensor.shape)}: a leaf that requires grad, as parameters are. It stays: somebody "
+            "else holds it anyway."
+        )
     if not found:
         return (
             f"Tensor of shape {tuple(tensor.shape)}: autograd did not save it in this region, so nothing is held on "

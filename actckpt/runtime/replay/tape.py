@@ -235,7 +235,7 @@ class Tape(TapeCore):
         action = value.action
         why = ""
         entry = None
-        if self.entries is not None:
+        if self.entries is not None and not value.is_parameter:
             made_by = "(input)" if value.operator is None else value.operator.name
             entry = value.entry = Entry(made_by, self.site.modules.get(value.key), tensor, value.nbytes)
             self.entries.append(entry)
