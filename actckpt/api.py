@@ -378,8 +378,8 @@ def _delegate(
         context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
     elif policy is not None and policy != "recompute":
         raise ValueError(
-            "checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', a list of overloads such "
-            "as torch.ops.aten.mm.default, or a policy function of torch's form, policy(ctx, op, *args, **kwargs)."
+            "checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', a list of overloads "
+            "such as torch.ops.aten.mm.default, or a policy function of torch's form, policy(ctx, op, *args, **kwargs)."
         )
     if offload_inputs:
         raise ValueError(

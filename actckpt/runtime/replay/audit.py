@@ -127,6 +127,6 @@ def failed_error(failures: list[str], operators: list[str]) -> AuditError:
     return AuditError(
         f"{len(failures)} saved tensors came back from replay with other bytes than they had:\n  {lines}\nSomething "
         "wrote to memory that no operator said it writes (a kernel called behind torch's back, or a write through "
-        "`.data`), so this backward has no right gradient. From now on they are kept: run the step again. To say so from "
-        f"the start: actckpt.configure(opaque={sorted(set(operators))!r})."
+        "`.data`), so this backward has no right gradient. From now on they are kept: run the step again. To say so "
+        f"from the start: actckpt.configure(opaque={sorted(set(operators))!r})."
     )
