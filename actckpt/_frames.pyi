@@ -157,6 +157,7 @@ class Value:
     index: int
     version: int
     cached_task: int
+    cached_version: int
     key: int
     is_needed: bool
     is_input: bool
@@ -220,6 +221,7 @@ class TapeCore:
     structure: int
     num_values: int
     num_packed: int
+    num_unreadable: int
     is_open: bool
     is_audited: bool
     audits_always: bool

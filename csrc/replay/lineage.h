@@ -6,7 +6,7 @@
 namespace actckpt::replay {
 
 // How many bytes more must be held so that `value` can be replayed, beyond what is needed already. Stops counting above
-// `at_most`.
+// `at_most`; may say so too soon while candidates wait for the end of the region.
 long long new_leaf_bytes(ValueObject* value, long long at_most);
 
 // Notes that `value` will be replayed: what it is replayed from is held on its account.

@@ -14,6 +14,7 @@ ReplayNames interned() {
   n.is_complex = PyUnicode_InternFromString("is_complex");
   n.base = PyUnicode_InternFromString("_base");
   n.as_strided = PyUnicode_InternFromString("as_strided");
+  n.is_nested = PyUnicode_InternFromString("is_nested");
   n.is_view = PyUnicode_InternFromString("is_view");
   n.is_plain = PyUnicode_InternFromString("is_plain");
   n.callee = PyUnicode_InternFromString("callee");
@@ -25,6 +26,7 @@ ReplayNames interned() {
   n.after_call = PyUnicode_InternFromString("after_call");
   n.is_leaf = PyUnicode_InternFromString("is_leaf");
   n.why_input = PyUnicode_InternFromString("an input of the region");
+  n.why_unreadable = PyUnicode_InternFromString("made from a tensor whose storage cannot be read");
   n.changed_unseen = PyUnicode_InternFromString("changed_unseen");
   n.why_never = PyUnicode_InternFromString("why_never");
   n.decide = PyUnicode_InternFromString("decide");

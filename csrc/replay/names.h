@@ -16,6 +16,7 @@ struct ReplayNames {
   PyObject* is_complex;
   PyObject* base;
   PyObject* as_strided;
+  PyObject* is_nested;
   PyObject* is_view;
   PyObject* is_plain;
   PyObject* func;
@@ -27,6 +28,7 @@ struct ReplayNames {
   PyObject* after_call;
   PyObject* is_leaf;
   PyObject* why_input;  // what reports say of inputs
+  PyObject* why_unreadable;  // and of what is made from tensors without a storage
   PyObject* changed_unseen;
   PyObject* why_never;
   PyObject* decide;

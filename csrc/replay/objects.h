@@ -31,6 +31,7 @@ struct ValueObject {
   long long index;
   long long version;
   long long cached_task;
+  long long cached_version;
   long long key;
   char is_needed;
   char is_input;
@@ -100,6 +101,7 @@ struct TapeObject {
   long long structure;
   long long num_values;
   long long num_packed;
+  long long num_unreadable;  // tensor arguments without a storage that can be read
   char is_open;
   char is_audited;
   char audits_always;

@@ -53,8 +53,9 @@ py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-// The storage, or null for tensors that have none that can be read.
+// The storage, or null for tensors that have none that can be read, or that have no strides to read it by.
 py::object storage_of(PyObject* tensor) {
+  if (is_true(tensor, names().is_nested)) return py::object();
   PyObject* storage = PyObject_CallMethodNoArgs(tensor, names().untyped_storage);
   if (storage != nullptr) return py::reinterpret_steal<py::object>(storage);
   if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
@@ -83,7 +84,10 @@ void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
 py::object frozen(TapeObject* tape, PyObject* argument, PyObject* inputs) {
   if (PyObject_TypeCheck(argument, reinterpret_cast<PyTypeObject*>(python().tensor_type))) {
     py::object value = value_of(tape, argument);
-    if (!value) return py::reinterpret_borrow<py::object>(argument);
+    if (!value) {
+      tape->num_unreadable += 1;
+      return py::reinterpret_borrow<py::object>(argument);
+    }
     if (PyList_Append(inputs, value.ptr()) != 0) throw py::error_already_set();
     return window_of(argument, value.ptr());
   }
@@ -217,6 +221,7 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   const bool asks_calls = is_true(choice.ptr(), names().asks_calls);
   py::object action = asks_calls ? py::none() : static_action(choice.ptr(), entry.func.ptr());
   const bool stays = !action.is_none() && action.ptr() != names().recompute;
+  const long long num_unreadable = tape->num_unreadable;
   py::object step;
   if (!stays) {  // what stays is never made again, so nobody will ask what it was made from
     const py::list inputs;
@@ -233,8 +238,10 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
       throw py::error_already_set();
     }
   }
+  const bool is_blind = tape->num_unreadable != num_unreadable;  // nobody tells when such an argument changes
   long index = 0;
-  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), no_reason().ptr(), index);
+  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), is_blind ? names().why_unreadable : no_reason().ptr(),
+              index);
   return result;
 }
 

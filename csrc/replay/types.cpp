@@ -221,7 +221,7 @@ PyMemberDef value_members[] = {
     OBJECT(ValueObject, "entry", entry),           NUMBER(ValueObject, "nbytes", nbytes),
     NUMBER(ValueObject, "ordinal", ordinal),       NUMBER(ValueObject, "index", index),
     NUMBER(ValueObject, "version", version),       NUMBER(ValueObject, "cached_task", cached_task),
-    NUMBER(ValueObject, "key", key),
+    NUMBER(ValueObject, "key", key),               NUMBER(ValueObject, "cached_version", cached_version),
     FLAG(ValueObject, "is_needed", is_needed), FLAG(ValueObject, "is_input", is_input),
     FLAG(ValueObject, "is_parameter", is_parameter),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(ValueObject, weak_references), READONLY, nullptr},
@@ -253,6 +253,7 @@ PyMemberDef tape_members[] = {
     NUMBER(TapeObject, "opaque_bytes", opaque_bytes),
     OBJECT(TapeObject, "entries", entries),         NUMBER(TapeObject, "structure", structure),
     NUMBER(TapeObject, "num_values", num_values),   NUMBER(TapeObject, "num_packed", num_packed),
+    NUMBER(TapeObject, "num_unreadable", num_unreadable),
     FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
     FLAG(TapeObject, "audits_always", audits_always), END};
 PyGetSetDef value_getters[] = {{"handles", handles_of, nullptr, nullptr, nullptr},

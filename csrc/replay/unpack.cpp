@@ -54,7 +54,7 @@ PyObject* at_hand(const ValueObject* value) {
     if (version_of(value->held) != value->version) return nullptr;
     return has_size(value->held, value) ? value->held : nullptr;
   }
-  return is_none(value->cached) ? nullptr : value->cached;
+  return !is_none(value->cached) && version_of(value->cached) == value->cached_version ? value->cached : nullptr;
 }
 
 bool is_neutral() {
@@ -136,6 +136,7 @@ bool keeps_inputs(const ValueObject* value) {
 void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
   assign(value->cached, tensor);
   value->cached_task = task;
+  value->cached_version = version_of(tensor);
   if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
     assign(value->step, nullptr);  // see `Tape.cache`
   }
@@ -187,7 +188,7 @@ py::object unpacked(HandleObject* handle) {
   py::object base;
   if (PyObject* found = at_hand(value)) {
     base = py::reinterpret_borrow<py::object>(found);
-  } else if (!is_none(value->held) || !is_none(value->stored)) {
+  } else if (!is_none(value->held) || !is_none(value->stored) || !is_none(value->cached)) {
     return py::object();
   }
   const long long previous = handle->task;

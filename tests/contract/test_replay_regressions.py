@@ -137,3 +137,147 @@ def test_a_kept_product_is_watched_through_what_matmul_gave_on(name: str, runs_c
         product.zero_()
     with pytest.raises(actckpt.SavedTensorChangedError, match="expected version"):
         torch.autograd.grad(y.sum(), weight)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_sparse_argument_that_changes_is_not_read_again(make: Any, inside: bool) -> None:
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        matrix = make(torch.rand(8, 8))
+        with region():
+            y = (matrix @ torch.rand(8, 4)) * x
+            if inside:
+                matrix.values().mul_(2)
+        if not inside:
+            matrix.values().mul_(2)
+        return y
+
+    _assert_as_plain(program)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_strided_nested_tensors_pass_through_a_region() -> None:
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        with region():
+            nested = torch.nested.as_nested_tensor([x[:3], x[3:]]) * 2
+            padded = torch.nested.to_padded_tensor(nested, 0.0)
+            return padded.sin() * padded
+
+    _assert_as_plain(program)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_jagged_tensors_come_back_with_the_sizes_that_they_had() -> None:
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        with region():
+            nested = torch.nested.as_nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+            product = (nested * 2).sin() * nested
+            return product.values().sin()
+
+    _assert_as_plain(program)
+
+
+def test_generators_among_the_arguments_are_restored_wherever_they_stand() -> None:
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(4)
+        with region():
+            rates = x.detach().abs() * 9
+            y = torch.poisson(rates, generator=generator) * x.sin()
+            y = y * torch.bernoulli(rates / rates.max(), generator=generator)
+            return y * torch.poisson(rates)
+
+    _assert_as_plain(program)
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+@pytest.mark.parametrize("case", ["smaller", "empty"])
+def test_an_out_argument_that_was_resized_keeps_the_bytes_that_nothing_wrote(case: str) -> None:
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        with region():
+            out = x.detach().abs()
+            alias = out.detach()
+            if case == "smaller":
+                torch.add(torch.ones(3), 1, out=out)
+            else:
+                torch.linalg.qr(torch.rand(4, 4), mode="r", out=(out, torch.empty(0)))
+            return alias * x
+
+    _assert_as_plain(program)
+
+
+def test_statistics_that_synchronised_batch_norm_writes_unseen_are_written_once() -> None:
+    # All are parameters to the region: none costs anything to replay from.
+    mean, variance = torch.zeros(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    x = torch.rand(2, 4, 3, requires_grad=True)
+    weight = torch.rand(4, requires_grad=True)
+    with actckpt.region():
+        with torch.no_grad():
+            found, _ = torch.batch_norm_update_stats(x, mean, variance, 0.1)
+        y = found * weight
+    before = mean.detach().clone(), variance.detach().clone()
+    (gradient,) = torch.autograd.grad(y.sum(), weight)
+    assert_equal((mean.detach(), variance.detach()), before)
+    assert_equal(gradient, found)
+
+
+class _ChangesWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.mul_(3)
+
+
+def test_a_replayed_tensor_that_backward_changed_is_replayed_again() -> None:
+    x = torch.rand(8, requires_grad=True)
+    with actckpt.region():
+        y = (x * 2).sin()
+        loss = (y * x + _ChangesWhatItSaved.apply(y)).sum()
+    (gradient,) = torch.autograd.grad(loss, x)  # plain autograd raises
+    slope = 2 * (x * 2).cos()
+    torch.testing.assert_close(gradient, (y + (x + 3 * y) * slope).detach())
+
+
+def test_a_tensor_freed_after_its_region_is_not_replayed_from() -> None:
+    weight = torch.rand(64, dtype=torch.complex64)
+    x = torch.rand(64, requires_grad=True)
+    with actckpt.region():
+        y = (weight.conj().real.sin().sum() * x.sin()) * x
+        z = torch.view_as_real(weight.conj() * x.detach()).sin()[:, 0] * x
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(actckpt.ActckptError, match=r"0 bytes now; 512 were recorded"):
+        (y.sum() + z.sum()).backward()
+
+
+@pytest.mark.parametrize("audit", ["first", "always"])
+def test_audits_do_not_look_at_what_ctc_loss_leaves_unwritten(audit: Any) -> None:
+    actckpt.configure(audit=audit)
+
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        targets = torch.randint(1, 8, (3, 5))
+        soil = [torch.full((3, 12, 11), 1.0) for _ in range(8)]
+        del soil
+        with region():
+            logits = torch.rand(12, 3, 8) * x[:, 0]
+            loss = F.ctc_loss(logits.log_softmax(-1), targets, (12, 7, 9), (5, 2, 3))
+        soil = [torch.full((3, 12, 11), 2.0) for _ in range(8)]
+        del soil
+        return loss
+
+    _assert_as_plain(program)
+
+
+def test_the_bytes_behind_the_last_whole_element_are_offloaded_too() -> None:
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        numbers = torch.rand(2**20 + 1).half()
+        with region():
+            halves = numbers.clone()
+            words = halves[:-1].view(torch.float32) * x[0, 0]
+            return words + (halves[-1:] * x[1, :1].half()).float()
+
+    _assert_as_plain(program, actckpt.policies.PerOp({"aten.clone": "offload"}, default="offload"))

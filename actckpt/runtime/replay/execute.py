@@ -78,7 +78,11 @@ def bytes_of(tape: Tape, value: Value) -> Tensor:
         _check_size(value, held)
         return held
     if cached is not None:
-        return cached
+        if version_of(cached) == value.cached_version:
+            return cached
+        if value.step is None:
+            raise changed_error(cached.shape, cached.dtype, version_of(cached), value.cached_version)
+        value.cached = None  # backward changed what it had unpacked
     return replay(tape, value) if stored is None else stored()
 
 
@@ -218,8 +222,10 @@ def _called_with_random_state(step: Step, args: list[Any], kwargs: dict[str, Any
         device, state = random
         generator = torch.Generator(device)
         generator.set_state(state)
+        if not any(isinstance(arg, torch.Generator) for arg in (*args, *kwargs.values())):
+            return func(*args, **kwargs | {step.operator.generator_name: generator})
         args = [generator if isinstance(arg, torch.Generator) else arg for arg in args]
-        return func(*args, **kwargs | {"generator": generator})
+        return func(*args, **{k: generator if isinstance(v, torch.Generator) else v for k, v in kwargs.items()})
     with rng.swapped_in(random):
         return func(*args, **kwargs)
 

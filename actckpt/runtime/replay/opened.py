@@ -86,4 +86,5 @@ class OpenRegion:
         _local.tape = self._outer_tape
         if has_failed:
             self.tape.outer = None  # what is left of the graph, if anything, belongs to who catches the error
+        self.tape.pack_hook = None  # refers to the tape
         saved.settle(self.tape)

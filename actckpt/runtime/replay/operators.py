@@ -24,6 +24,9 @@ _OVERWRITE = frozenset(
     }
 )
 
+#: They say that they write, and change no bytes.
+_WRITE_NOTHING = frozenset({"record_stream"})
+
 #: They change what a storage is, rather than what it holds: never executed again.
 _RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "resize_output_", "_resize_output_", "swap_"})
 
@@ -31,11 +34,14 @@ _RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "resize_output_",
 _COLLECTIVE = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
 
 #: Operators that write to arguments without saying so in their schema: the positions of these
-#: arguments, and of the flag that switches the writing on (Rule 5).
-_HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
+#: arguments, and of the flag that switches the writing on, None where there is none (Rule 5).
+_HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
     "aten::miopen_batch_norm": ((3, 4), 5),
+    "aten::batch_norm_update_stats": ((1, 2), None),
+    "aten::batch_norm_gather_stats": ((3, 4), None),
+    "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),
 }
 
 #: Autograd saves the argument that they write to before they write: the name of that argument. What backward must see
@@ -45,11 +51,21 @@ _SAVED_BEFORE_WRITTEN = {"aten::rrelu_with_noise": "noise", "aten::rrelu_with_no
 #: What they return after their first result is memory for their own backward, which they need not write fully: equal
 #: calls leave different bytes there, and audits must not compare them.
 _WITH_WORKSPACE = frozenset(
-    {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "cudnn_batch_norm", "_embedding_bag", "_thnn_fused_lstm_cell"}
+    {
+        *(
+            "mkldnn_rnn_layer",
+            "_cudnn_rnn",
+            "miopen_rnn",
+            "cudnn_batch_norm",
+            "_embedding_bag",
+            "_thnn_fused_lstm_cell",
+        ),
+        "_ctc_loss",
+    }
 )
 
 #: Of these, the ones that compute the same numbers without running statistics.
-_REPLAYED_WITHOUT_STATISTICS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm"})
+_REPLAYED_WITHOUT_STATISTICS = frozenset(_HIDDEN_WRITES) - {"aten::miopen_batch_norm"}
 
 #: Forward operators that `torch.use_deterministic_algorithms` lists as nondeterministic on CUDA (Rule 5).
 _NONDETERMINISTIC_ON_CUDA = frozenset(
@@ -95,14 +111,15 @@ class Operator:
         self.callee = torch_private.callee_of(func)
         #: As in `torch.ops.<name>`.
         self.name = str(func)
-        writes = [argument for argument in schema.arguments if _is_write(argument)]
-        #: Positions of arguments that it writes to, and the names of those that are keywords.
-        self.written = tuple(
-            position
+        writes_nothing = namespace == "aten" and base in _WRITE_NOTHING
+        writes = [
+            (position, argument)
             for position, argument in enumerate(schema.arguments)
-            if _is_write(argument) and not argument.kwarg_only
-        )
-        self.written_names = tuple(argument.name for argument in writes if argument.kwarg_only)
+            if _is_write(argument) and not writes_nothing
+        ]
+        #: Positions of arguments that it writes to, and the names of those that are keywords.
+        self.written = tuple(position for position, argument in writes if not argument.kwarg_only)
+        self.written_names = tuple(argument.name for _, argument in writes if argument.kwarg_only)
         returns_alias = any(result.alias_info is not None for result in schema.returns)
         #: It makes no new bytes: what it returns are windows on its arguments.
         self.is_view = returns_alias and not writes and namespace == "aten"
@@ -140,7 +157,8 @@ class Operator:
         if self.hidden_writes is None:
             return ()
         positions, flag = self.hidden_writes
-        return tuple(p for p in positions if args[flag] and isinstance(args[p], Tensor))
+        writes = flag is None or args[flag]
+        return tuple(p for p in positions if writes and isinstance(args[p], Tensor))
 
     @property
     def has_form_without_effect(self) -> bool:

@@ -14,7 +14,8 @@ Rule 3.  Randomness. The states of the generators are captured before a random o
          private generator where the operator takes one, else swapped in under the lock of NOTE [ Random state ]. An
          operator that is not torch's own is random if it moved a default generator.
 Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
-         nothing recorded has fully written, storages that cannot be read, what compiled code returns.
+         nothing recorded has fully written, what compiled code returns, storages that cannot be read (sparse, nested)
+         and what is made from them, since nobody tells when they change.
 Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back, and operators that are
          nondeterministic on CUDA are not executed again, or only in a form without the effect.
 Rule 6.  Audit. See `audit`.
@@ -48,6 +49,9 @@ from actckpt.runtime.replay.tape import Tape
 
 __all__ = ["Recorder", "pin_dtype", "record_special"]
 
+#: Of what stands for bytes that a step does not read.
+_OVERWRITTEN = "overwritten"
+
 
 class Recorder(TorchDispatchMode):
     """The dispatch mode of one tape at a time."""
@@ -74,6 +78,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     kwargs = kwargs or {}
     choice = tape.choice
     inputs: list[Value] = []
+    num_unreadable = tape.num_unreadable
     arguments = [frozen(tape, arg, inputs) for arg in args]
     keywords = {k: frozen(tape, v, inputs) for k, v in kwargs.items()}
     step = Step(operator, arguments, keywords, inputs)
@@ -82,6 +87,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     if operator.is_collective and not written:
         hidden = [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
     why_opaque = _why_opaque(operator, args, bool(hidden))
+    if not why_opaque and tape.num_unreadable != num_unreadable:
+        why_opaque = "made from a tensor whose storage cannot be read"
     if hidden and operator.has_form_without_effect:
         step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)
@@ -211,7 +218,7 @@ def _forget_old(step: Step, value: Value) -> Value:
     """Let a step that overwrites all bytes of `value` not depend on them."""
     blank = Value(value.nbytes, value.device, value.ordinal)
     blank.action = value.action
-    blank.why_opaque = "overwritten"
+    blank.why_opaque = _OVERWRITTEN
     step.inputs.remove(value)
 
     def replaced(arg: Any) -> Any:
@@ -254,7 +261,8 @@ def _end_write(
     value = tape.new_value(nbytes, tensor.device)
     if old is not None and old.action in (Action.KEEP, Action.OFFLOAD):
         action = old.action
-    if nbytes != block.value.nbytes:
+    was_resized = old is not None and old.why_opaque is _OVERWRITTEN and not _covers_all(tensor, nbytes)
+    if was_resized or nbytes != block.value.nbytes:
         why_opaque = why_opaque or "its storage was replaced or resized"
     place = step.written.index(old) if step is not None and old is not None else 0
     operator = None if step is None else step.operator

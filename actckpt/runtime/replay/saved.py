@@ -54,7 +54,10 @@ class TakenApart:
 
     def __init__(self, tape: Tape, tensor: Any) -> None:
         names, self.context = tensor.__tensor_flatten__()
-        self.inner = {name: pack(tape, getattr(tensor, name)) for name in names}
+        # What says how a nested tensor is divided is the name of its sizes: the same tensor must come back.
+        stays = {name for name in names if tensor.is_nested and name != "_values"}
+        inner = {name: getattr(tensor, name) for name in names}
+        self.inner = {name: Stays(part) if name in stays else pack(tape, part) for name, part in inner.items()}
         self.kind = type(tensor)
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -109,7 +112,8 @@ def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
     value = window.value
     if tape.is_open and not torch.is_grad_enabled():
         _note_backward_inside(tape)
-    swap = _NO_SWAP if tape.swap < 0 or value.is_at_hand() else _frames.Swap(tape.swap)
+    # Also where nothing is replayed: what hooks outside hold may come back through a rerun, which swaps.
+    swap = _NO_SWAP if tape.swap < 0 or value.held is not None else _frames.Swap(tape.swap)
     with swap, tape.lock:
         previous, packed.task = packed.task, torch_private.current_graph_task_id()
         try:

@@ -76,6 +76,8 @@ class Tape(TapeCore):
 
     def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
         """Return the storage of a tensor, None where it has none that can be read (Rule 4)."""
+        if tensor.is_nested:
+            return None
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -192,7 +194,7 @@ class Tape(TapeCore):
         Where the graph goes with this backward, what the value was replayed from is let go of: a kept value then goes
         with its last need, not with the node that saved what was made from it.
         """
-        value.cached, value.cached_task = tensor, task
+        value.cached, value.cached_task, value.cached_version = tensor, task, version_of(tensor)
         self.clear_after(task, value)
         if torch_private.keeps_graph is None or torch_private.keeps_graph() or value.step is None:
             return
@@ -227,7 +229,7 @@ class Tape(TapeCore):
                 if value is None or value.cached_task != task:
                     continue
                 if value.step is None and value.cached is not None:  # a backward of a part of the graph
-                    value.held, value.version = value.cached, version_of(value.cached)
+                    value.held, value.version = value.cached, value.cached_version
                 value.cached = None
 
     def decide(self, value: Value, tensor: Tensor) -> None:
@@ -330,6 +332,6 @@ def _is_on(tensor: Tensor, storage: Any) -> bool:
 def _whole(tensor: Tensor) -> Tensor:
     """Return an alias of all elements of the storage of `tensor`, with its version counter."""
     alias = tensor.detach()
-    if alias.is_conj() or alias.is_neg():
+    if alias.is_conj() or alias.is_neg() or alias.untyped_storage().nbytes() % alias.element_size():
         return torch.empty(0, dtype=torch.uint8, device=alias.device).set_(alias.untyped_storage())
     return alias.as_strided((alias.untyped_storage().nbytes() // alias.element_size(),), (1,), 0)
