@@ -3,8 +3,9 @@
 NOTE [ Order ]
 
 Steps run by need: only those that lead to the target. Between subtrees that do not depend on each other, the one
-with the larger excess of peak over result goes first (Sethi and Ullman 1970), which is optimal on trees; a value
-is freed after its last use. Where steps share inputs the rule is a heuristic.
+with the larger excess of peak over result goes first (Sethi and Ullman 1970), which is the best order of a tree that
+finishes one subtree before the next; a value is freed after its last use. Where steps share inputs the rule is a
+heuristic.
 """
 
 import dataclasses
