@@ -15,6 +15,7 @@ struct HeldObject {
   long long version;
   bool is_tensor;
   bool requires_grad;
+  bool is_of_leaf;  // itself, or what it is a view of
 };
 
 PyTypeObject* held_type = nullptr;
@@ -34,7 +35,11 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   new (&self->unpack) py::object();
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
   self->requires_grad = is_true(tensor, python().requires_grad);
+  self->is_of_leaf = true;
   if (pack != Py_None) {
+    const py::object base = py::reinterpret_borrow<py::object>(tensor).attr("_base");
+    const py::handle root = base.is_none() ? py::handle(tensor) : py::handle(base);
+    self->is_of_leaf = root.attr("is_leaf").ptr() == Py_True;
     self->held = call(pack, tensor);
     self->unpack = py::reinterpret_borrow<py::object>(unpack);
     self->is_tensor = is_tensor(self->held.ptr());
@@ -54,7 +59,11 @@ py::object thaw(PyObject* object) {
   if (self->unpack) {
     const py::object tensor = call_method(
         call(self->unpack.ptr(), self->held.ptr()).ptr(), python().detach);
-    return self->requires_grad ? call_method(tensor.ptr(), python().requires_grad_) : tensor;
+    if (!self->requires_grad) return tensor;
+    call_method(tensor.ptr(), python().requires_grad_);
+    // A leaf now, which regions inside must not take for a parameter, as they did not in the forward.
+    if (!self->is_of_leaf) tensor.attr(kThawedMark) = py::bool_(true);
+    return tensor;
   }
   return self->held;
 }

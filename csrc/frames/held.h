@@ -9,6 +9,9 @@
 
 namespace actckpt {
 
+// Attribute of tensors that are leaves only because a rerun got them from the hooks outside.
+constexpr const char* kThawedMark = "_actckpt_thawed";
+
 // Holds positional arguments as a tuple; null if one of them is neither a tensor nor plain. Sets
 // `on_device` where a tensor is not on the CPU.
 py::object hold_arguments(PyObject* args, bool* on_device);

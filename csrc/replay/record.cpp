@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "frames/held.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -279,6 +280,13 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   });
 }
 
+// Parameters and leaves like them. What a checkpoint outside gave its rerun is a leaf there only.
+bool is_parameter(PyObject* root) {
+  if (!is_true(root, names().is_leaf)) return false;
+  if (PyObject_IsInstance(root, python().parameter_type) == 1) return true;
+  return is_true(root, python().requires_grad) && PyObject_HasAttrString(root, kThawedMark) == 0;
+}
+
 // Takes a storage that nothing recorded made as an input of the region.
 py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
   tape->num_values += 1;
@@ -291,9 +299,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   if (root.ptr() != tensor && storage_of(root.ptr()).ptr() != storage.ptr()) {
     root = py::reinterpret_borrow<py::object>(tensor);
   }
-  value->is_parameter =
-      is_true(root.ptr(), names().is_leaf) &&
-      (is_true(root.ptr(), python().requires_grad) || PyObject_IsInstance(root.ptr(), python().parameter_type) == 1);
+  value->is_parameter = is_parameter(root.ptr());
   assign(value->held, root.ptr());
   look_at(value, root.ptr(), root_of(root.ptr()));
   assign(value->asked, attribute(tape->choice, names().for_value).ptr());

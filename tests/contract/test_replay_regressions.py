@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -219,6 +221,66 @@ def test_statistics_that_synchronised_batch_norm_writes_unseen_are_written_once(
     (gradient,) = torch.autograd.grad(y.sum(), weight)
     assert_equal((mean.detach(), variance.detach()), before)
     assert_equal(gradient, found)
+
+
+def test_audits_leave_meta_tensors_alone() -> None:
+    actckpt.configure(audit="always")
+    x = torch.rand(4, 4, device="meta", requires_grad=True)
+    with actckpt.region():
+        y = (x * 2).sin() * x
+    assert torch.autograd.grad(y.sum(), x)[0].shape == (4, 4)
+
+
+@pytest.mark.parametrize("policy", KEPT)
+def test_a_region_in_a_checkpoint_in_a_region_holds_the_same_in_the_rerun(policy: Any) -> None:
+    def block(x: torch.Tensor, region: Any) -> torch.Tensor:
+        with region():
+            y = x.sin() * x
+            y = y * y
+        return y.cos() * y
+
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        with region():
+            y = actckpt.checkpoint(block, x * 2, region)  # not a leaf
+            y = actckpt.checkpoint(block, y.view(4, 8), region)
+        return actckpt.checkpoint(block, x, region) * y.view(8, 4)
+
+    _assert_as_plain(program, policy)
+
+
+def test_many_small_values_of_a_large_one_are_decided_in_linear_time() -> None:
+    def steps_to(large: torch.Tensor, count: int) -> float:
+        weight = torch.rand((), requires_grad=True)
+        start = time.process_time()
+        with actckpt.region():
+            y, total = large.mean(), torch.zeros(())
+            for _ in range(count):
+                y = y.sin() * 1.01
+                total = total + y * weight
+        return time.process_time() - start
+
+    large = torch.rand(1000) * 1
+    steps_to(large, 100)
+    assert steps_to(large, 4000) < 40 * steps_to(large, 400)
+
+
+def test_a_closed_tape_is_freed_without_garbage_collection() -> None:
+    def step() -> None:
+        x = torch.rand(4, requires_grad=True)
+        with actckpt.region():
+            y = x.sin() * x
+        y.sum().backward()
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        for _ in range(50):
+            step()
+        assert len(gc.get_objects()) - before < 50
+    finally:
+        gc.enable()
 
 
 class _ChangesWhatItSaved(torch.autograd.Function):

@@ -17,7 +17,7 @@ from actckpt.runtime.replay import audit, execute
 from actckpt.runtime.replay.execute import HeldOutside, changed_error
 from actckpt.runtime.replay.lineage import Block, Handle, Value, mark_needed, new_leaf_bytes, window_of
 from actckpt.runtime.replay.report import Entry
-from actckpt.runtime.replay.tape import Paused, Tape, version_of
+from actckpt.runtime.replay.tape import Paused, Tape, version_of, whole
 
 __all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
 
@@ -146,7 +146,7 @@ class Audit(NamedTuple):
 
 def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     """Leave a checksum of a dropped tensor whose place has not come back right yet."""
-    if rng.is_capturing():
+    if rng.is_capturing() or tensor.is_meta:
         return
     value = handle.window.value
     if value.index > 0 and value.operator.has_workspace:
@@ -274,6 +274,8 @@ def _settle_one(tape: Tape, value: Value) -> None:
         tape.offload(value, alias)
     elif tape.outer is not None:
         pack_outer, unpack_outer = tape.outer
+        with Paused():
+            alias = whole(held)  # what comes back must have the layout of the storage, whatever tensor stood for it
         value.stored = HeldOutside(pack_outer(alias), unpack_outer)
         value.held = None
     else:

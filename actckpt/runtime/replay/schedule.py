@@ -210,6 +210,9 @@ def _graph_of(steps: list[Step], target: Value) -> tuple[ReplayGraph, list[Value
 
 def _check(graph: ReplayGraph, chosen: list[int]) -> None:
     """Raise unless `chosen` is an order in which the target can be computed."""
+    unknown = [step for step in chosen if step not in range(len(graph.operators))]
+    if unknown:
+        raise ValueError(f"replay_order: {unknown[0]!r} is not one of the {len(graph.operators)} steps.")
     makers = graph.maker()
     done: set[int] = set()
     for step in chosen:

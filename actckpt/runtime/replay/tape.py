@@ -18,7 +18,7 @@ from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.lineage import Block, TapeCore, Value, is_obtainable, mark_needed, new_leaf_bytes
 from actckpt.runtime.replay.report import Entry
 
-__all__ = ["Paused", "Tape", "paused", "version_of"]
+__all__ = ["Paused", "Tape", "paused", "version_of", "whole"]
 
 #: Threads in which every recorder stands aside, and how many times over.
 paused: dict[int, int] = {}
@@ -174,7 +174,7 @@ class Tape(TapeCore):
         with Paused():
             if self._session is None:
                 self._session = offload.Session("auto", min_bytes=0)
-            packed = self._session.pack(_whole(tensor))
+            packed = self._session.pack(whole(tensor))
         value.stored = packed.unpack
         value.held = None
         value.version = -1
@@ -329,7 +329,7 @@ def _is_on(tensor: Tensor, storage: Any) -> bool:
         return False
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """Return an alias of all elements of the storage of `tensor`, with its version counter."""
     alias = tensor.detach()
     if alias.is_conj() or alias.is_neg() or alias.untyped_storage().nbytes() % alias.element_size():
