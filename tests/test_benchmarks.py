@@ -25,8 +25,9 @@ def test_backward_needs_less_than_with_torchs_selective_checkpoint_in_both_order
         assert ours.extra_bytes < torchs.extra_bytes, order
 
 
-def test_backward_written_path_by_path_needs_five_matrices_at_most(memory_order: dict[str, Any]) -> None:
-    program, method = memory_order["ORDERS"]["path by path"], memory_order["METHODS"]["actckpt, keep mm"]
+@pytest.mark.parametrize("order", ["path by path", "layer by layer"])
+def test_backward_needs_five_matrices_at_most_in_both_orders(memory_order: dict[str, Any], order: str) -> None:
+    program, method = memory_order["ORDERS"][order], memory_order["METHODS"]["actckpt, keep mm"]
     figures = memory_order["measure"](program, method, size=_SIZE, num_paths=_PATHS)
     assert figures.extra_bytes <= 5 * _MATRIX_BYTES
 
