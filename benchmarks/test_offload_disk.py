@@ -1,9 +1,9 @@
 """Resident memory and time of a training step with and without `offload(to="disk")`.
 
-Layers of Linear and GELU on the CPU with activations of 4 GiB, or ACTCKPT_BENCH_GIB. Each method runs in a process of
-its own; a thread samples /proc/self/statm. Bandwidths are measured in the same run, with the same threads, in the same
-folder. Run with `python -m pytest benchmarks/test_offload_disk.py`. Needs Linux, that much
-space in TMPDIR, and twice that much memory.
+Layers of Linear and GELU on the CPU with activations of 4 GiB, or ACTCKPT_BENCH_GIB; the wider the layers, the more
+compute there is to hide the disk behind. Each method runs in a process of its own; a thread samples /proc/self/statm.
+Bandwidths are measured in the same run, with the same threads, in the same folder. Run with
+`python -m pytest benchmarks/test_offload_disk.py`. Needs Linux, that much space in TMPDIR, and twice that much memory.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 _GIB = float(os.environ.get("ACTCKPT_BENCH_GIB", "4"))
-_WIDTH = 1024
+_WIDTHS = (1024, 256)
 _BLOCKS = 16
 _STEPS = 3
 _CHUNK = 8 << 20
@@ -53,19 +53,19 @@ class _PeakRss:
                     return
 
 
-def _step_in_this_process(method: str, gib: float) -> dict[str, Any]:
+def _step_in_this_process(method: str, gib: float, width: int) -> dict[str, Any]:
     import torch
 
     import actckpt
 
     torch.manual_seed(0)
-    rows = max(int(gib * 2**30) // (_BLOCKS * 2 * _WIDTH * 4), 1)  # a block saves the inputs of Linear and of GELU
-    layers = [torch.nn.Sequential(torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU()) for _ in range(_BLOCKS)]
+    rows = max(int(gib * 2**30) // (_BLOCKS * 2 * width * 4), 1)  # a block saves the inputs of Linear and of GELU
+    layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(_BLOCKS)]
     model = torch.nn.Sequential(*layers)
     actckpt.configure(num_workers=_WORKERS)
 
     def step() -> None:
-        x = torch.randn(rows, _WIDTH)
+        x = torch.randn(rows, width)
         if method == "plain":
             y = model(x).mean()
         else:
@@ -89,7 +89,7 @@ def _step_in_this_process(method: str, gib: float) -> dict[str, Any]:
         "peak_rss_bytes": max(peaks),
         "step_seconds": min(seconds[1:]),
         "all_step_seconds": seconds,
-        "activation_bytes": rows * _WIDTH * 4 * _BLOCKS * 2,
+        "activation_bytes": rows * width * 4 * _BLOCKS * 2,
         "offloaded_bytes_per_step": figures.offloaded_bytes // _STEPS,
         "stall_seconds_per_step": figures.stall_seconds / _STEPS,
         "late_reloads": figures.late_reloads,
@@ -99,8 +99,8 @@ def _step_in_this_process(method: str, gib: float) -> dict[str, Any]:
     }
 
 
-def _in_child(method: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, method, str(_GIB)]
+def _in_child(method: str, width: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, method, str(_GIB), str(width)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -155,10 +155,13 @@ def _measured_bandwidths(total_bytes: int) -> dict[str, float]:
         file.close()
 
 
-def test_fall_of_resident_memory_and_time_of_a_step(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = _in_child("plain")
+@pytest.mark.parametrize("width", _WIDTHS)
+def test_fall_of_resident_memory_and_time_of_a_step(
+    benchmark: Any, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    plain = _in_child("plain", width)
     bandwidths = _measured_bandwidths(int(_GIB * 2**30) // 4)
-    offload = _in_child("disk")
+    offload = _in_child("disk", width)
     assert offload["gradient_checksum"] == plain["gradient_checksum"]
     num_bytes = offload["offloaded_bytes_per_step"]
     fall = (plain["peak_rss_bytes"] - offload["peak_rss_bytes"]) / plain["activation_bytes"]
@@ -175,7 +178,8 @@ def test_fall_of_resident_memory_and_time_of_a_step(benchmark: Any, capsys: pyte
     )
     benchmark.pedantic(lambda: None, rounds=1)
     with capsys.disabled():
-        print(f"\nactivations {plain['activation_bytes'] / 2**30:.2f} GiB, moved {num_bytes / 2**30:.2f} GiB")
+        activations = plain["activation_bytes"]
+        print(f"\nwidth {width}, activations {activations / 2**30:.2f} GiB, moved {num_bytes / 2**30:.2f} GiB")
         for name, figures in (("plain", plain), ("offload", offload)):
             print(f"{name}: peak {figures['peak_rss_bytes'] / 2**30:.2f} GiB, step {figures['step_seconds']:.2f} s")
         print(", ".join(f"{name} {value / 1e9:.2f} GB/s" for name, value in bandwidths.items()))
@@ -185,4 +189,4 @@ def test_fall_of_resident_memory_and_time_of_a_step(benchmark: Any, capsys: pyte
 
 
 if __name__ == "__main__":
-    print(json.dumps(_step_in_this_process(sys.argv[1], float(sys.argv[2]))))
+    print(json.dumps(_step_in_this_process(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))))
