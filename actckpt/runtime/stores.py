@@ -76,7 +76,8 @@ class CpuBackend:
             return
         figures = self.store.stats()
         self._num_failed = figures.num_failed_writes
-        _warn_of_writes(figures.num_failed_writes, figures.num_full_writes, figures.last_error)
+        num_failed = figures.num_failed_writes - figures.num_gone_sources  # those are no fault of the disk
+        _warn_of_writes(num_failed, figures.num_full_writes, figures.last_error)
 
     def saved_again(self, ticket: Any, device: torch.device) -> None:
         pass

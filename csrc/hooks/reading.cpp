@@ -192,6 +192,8 @@ py::object fetch_once(SpanObject* span) {
   py::object found =
       call_method_with(span->backend, names().fetch, span->ticket, span->nbytes_object, span->device);
   if (!is_bytes(found.ptr())) throw py::type_error("a store gave something else than Bytes");
+  // What was read while its memory was replaced is worthless; the storage has the bytes.
+  if (PyObject* storage = span->watch->replaced_storage()) return new_bytes(storage, span->start);
   return found;
 }
 

@@ -105,12 +105,12 @@ Extent extent_of(PyObject* tensor, PyObject* root, PyObject* storage) {
 py::object move(SessionObject* session, PyObject* tensor, const Extent& extent, PyObject* backend,
                 bool may_share) {
   const py::object source = new_bytes(extent.storage, extent.start);
-  mark_as_source(source.ptr());
+  SourceWatchPointer watch = mark_as_source(source.ptr());
   const py::object ticket =
       call_method_with(backend, names().put, source.ptr(), number(extent.nbytes).ptr());
   if (ticket.is_none()) return {};
   py::object span =
-      new_span(extent, backend, ticket, attribute(tensor, python().device).ptr(), may_share);
+      new_span(extent, backend, ticket, std::move(watch), attribute(tensor, python().device).ptr(), may_share);
   note_moved(session->record, span_of(span.ptr()));
   return span;
 }
