@@ -24,8 +24,8 @@ _ACTION_OF_TORCH = {
     CheckpointPolicy.MUST_RECOMPUTE: Action.RECOMPUTE,
     CheckpointPolicy.PREFER_RECOMPUTE: Action.RECOMPUTE,
     **{
-        getattr(CheckpointPolicy, name): Action.OFFLOAD
-        for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+        getattr(CheckpointPolicy, name): action
+        for name, action in {"MUST_CPU_OFFLOAD": Action.OFFLOAD, "PREFER_CPU_OFFLOAD": Action.PREFER_OFFLOAD}.items()
         if hasattr(CheckpointPolicy, name)
     },
     True: Action.KEEP,
@@ -83,8 +83,8 @@ def choice_of(policy: Any) -> Choice:
             return Choice(after_call=lambda op, args, kwargs, result: _ask_torch(policy, op, args, kwargs, result))
         return Choice(for_value=lambda info: _ask_value(policy, info))
     raise ValueError(
-        f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', an Action, a list of "
-        "operators to keep, actckpt.policies.PerOp, or a function."
+        f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', an "
+        "Action, a list of operators to keep, actckpt.policies.PerOp, or a function."
     )
 
 
