@@ -76,6 +76,11 @@ def choice_of(policy: Any) -> Choice:
         return Choice(policy.actions, policy.default)
     if isinstance(policy, Mapping):
         raise ValueError("policy is a dict. Pass actckpt.policies.PerOp(...), which says what happens to the rest.")
+    if isinstance(policy, torch.nn.Module):
+        raise ValueError(
+            f"policy is a module, {type(policy).__name__}, and that is no policy. To run it in a region: "
+            "actckpt.region()(module)."
+        )
     if isinstance(policy, Iterable):
         return _keeping(tuple(policy))
     if callable(policy):
