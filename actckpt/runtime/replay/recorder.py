@@ -155,8 +155,12 @@ def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bo
         return "its storage was replaced or resized"
     if has_hidden_writes and not operator.has_form_without_effect:
         return "an operator with effects"
+    if operator.reads_outside:
+        return "read from outside of the program"
+    flag = operator.nondeterministic_flag
     if (
         operator.is_nondeterministic_on_cuda
+        and (flag is None or args[flag])
         and not torch.are_deterministic_algorithms_enabled()
         and any(tensor.is_cuda for tensor in _tensors_in(args))
     ):

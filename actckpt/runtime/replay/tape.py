@@ -123,7 +123,8 @@ class Tape(TapeCore):
         if site.opaque and key in site.opaque:
             return "it came back wrong before"
         if self.opaque_names and value.operator is not None:
-            names = [value.operator.name, site.modules.get(key) or ""]
+            operator = value.operator.name
+            names = [operator, operator.rpartition(".")[0], site.modules.get(key) or ""]
             if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.opaque_names):
                 return "configure(opaque=...) names it"
         return ""
