@@ -45,11 +45,11 @@ below pinned memory waits on the host until workers have brought them (counted; 
 `stall_seconds`, `is_late`, `is_settled` (device waits are known only once they have passed).
 `actckpt.engine.demotion` makes the next step's plan of these figures::
 
-    plan = demotions.begin(sizes)                              # once per step; fixed for the step
+    plan = steps.region()                                      # once per region; fixed for the step
     if plan.wants(place):
         ticket = engine.put(..., must=False)
         if not isinstance(ticket, Kept):
-            plan.moved(place, ticket.timing)
+            plan.moved(place, ticket.timing)                   # and plan.read() when a backward asks for it
 
 `sim`: simulated machines that run random training programs through that protocol, for tests.
 

@@ -9,6 +9,8 @@ heuristic.
 """
 
 import dataclasses
+import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -162,8 +164,7 @@ def order(tape: Any, target: Value) -> tuple[list[Step], set[Value] | None]:
     if plugged is None:
         chosen = default_order(graph)
     else:
-        chosen = list(plugged(graph))
-        _check(graph, chosen)
+        chosen = _checked(graph, plugged(graph))
     stay = None
     if tape.replay_window is not None:
         room = max(tape.replay_window - tape.cached_bytes(), 0)
@@ -208,11 +209,22 @@ def _graph_of(steps: list[Step], target: Value) -> tuple[ReplayGraph, list[Value
     return graph, list(numbers)
 
 
-def _check(graph: ReplayGraph, chosen: list[int]) -> None:
-    """Raise unless `chosen` is an order in which the target can be computed."""
-    unknown = [step for step in chosen if step not in range(len(graph.operators))]
+def _checked(graph: ReplayGraph, answer: Any) -> list[int]:
+    """Return what a plugged function answered; raises unless it is an order in which the target can be computed."""
+    count = len(graph.operators)
+    try:
+        chosen = [operator.index(step) for step in answer]
+    except TypeError as error:
+        raise ValueError(
+            f"replay_order: the function returned {answer!r}, a {type(answer).__name__}. Return the numbers of the "
+            f"{count} steps (range({count})) in the order of execution."
+        ) from error
+    unknown = [step for step in chosen if not 0 <= step < count]
     if unknown:
-        raise ValueError(f"replay_order: {unknown[0]!r} is not one of the {len(graph.operators)} steps.")
+        raise ValueError(f"replay_order: {unknown[0]!r} is not one of the {count} steps.")
+    twice = [step for step, times in Counter(chosen).items() if times > 1]
+    if twice:
+        raise ValueError(f"replay_order: step {twice[0]} ({graph.operators[twice[0]]}) is there twice. Return it once.")
     makers = graph.maker()
     done: set[int] = set()
     for step in chosen:
@@ -230,3 +242,4 @@ def _check(graph: ReplayGraph, chosen: list[int]) -> None:
             f"replay_order: step {makers[graph.target]}, which makes the target, is missing among the {len(chosen)} "
             "steps returned."
         )
+    return chosen
