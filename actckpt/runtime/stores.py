@@ -21,6 +21,7 @@ import torch
 
 from actckpt import _frames, config
 from actckpt.engine import limits, native
+from actckpt.runtime import figures
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class CpuBackend:
     def __init__(self, store: native.CpuStore) -> None:
         self.store = store
         self._num_failed = 0
+        figures.note(self, store)
 
     @classmethod
     def on_disk(cls, settings: config.Settings) -> "CpuBackend":
@@ -74,10 +76,10 @@ class CpuBackend:
         """Tell of writes that failed meanwhile; their tensors stayed."""
         if self.store.num_failed_writes == self._num_failed:
             return
-        figures = self.store.stats()
-        self._num_failed = figures.num_failed_writes
-        num_failed = figures.num_failed_writes - figures.num_gone_sources  # those are no fault of the disk
-        _warn_of_writes(num_failed, figures.num_full_writes, figures.last_error)
+        found = self.store.stats()
+        self._num_failed = found.num_failed_writes
+        num_failed = found.num_failed_writes - found.num_gone_sources  # those are no fault of the disk
+        _warn_of_writes(num_failed, found.num_full_writes, found.last_error)
 
     def saved_again(self, ticket: Any, device: torch.device) -> None:
         pass
@@ -103,6 +105,7 @@ class CudaBackend:
     def __init__(self, engine: native.DeviceEngine) -> None:
         self.engine = engine
         self._num_failed = 0
+        figures.note(self, engine)
 
     @classmethod
     def from_settings(cls, settings: config.Settings) -> "CudaBackend":
@@ -161,10 +164,10 @@ class CudaBackend:
             "the spill file" if tier == "disk" else "pageable memory",
         )
         if tier == "disk":
-            figures = self.engine.stats()
-            if figures.num_failed_writes != self._num_failed:
-                self._num_failed = figures.num_failed_writes
-                _warn_of_writes(figures.num_failed_writes, figures.num_full_writes, figures.spill_error)
+            found = self.engine.stats()
+            if found.num_failed_writes != self._num_failed:
+                self._num_failed = found.num_failed_writes
+                _warn_of_writes(found.num_failed_writes, found.num_full_writes, found.spill_error)
 
     def saved_again(self, ticket: Any, device: torch.device) -> None:
         ticket.use(device.index, torch.cuda.current_stream(device).cuda_stream)

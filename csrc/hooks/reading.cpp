@@ -210,9 +210,8 @@ long long current_task() {
 
 PyObject* offload_sums(PyObject*, PyObject*) {
   const Sums& s = sums();
-  return Py_BuildValue("{s:L,s:L,s:L,s:L}", "offloaded_bytes", s.offloaded_bytes, "reloaded_bytes",
-                       s.reloaded_bytes, "deduplicated_bytes", s.deduplicated_bytes, "kept_full",
-                       s.kept_full);
+  return Py_BuildValue("{s:L,s:L,s:L}", "offloaded_bytes", s.offloaded_bytes, "reloaded_bytes",
+                       s.reloaded_bytes, "deduplicated_bytes", s.deduplicated_bytes);
 }
 
 PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(end_call)},

@@ -196,10 +196,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   if (stays(session, tensor, &storage, &root, &is_cuda)) return new_stays(tensor);
   const Extent extent = extent_of(tensor, root.ptr(), storage.ptr());
   const py::object span = span_for(self, tensor, extent, is_cuda, may_share);
-  if (!span) {
-    sums().kept_full += 1;
-    return new_stays(tensor);
-  }
+  if (!span) return new_stays(tensor);
   return new_moved(tensor, span, extent);
 }
 
