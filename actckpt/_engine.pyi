@@ -293,6 +293,7 @@ class DeviceEngine:
         pageable_limit: int = 0,
         spill_file: SpillFile | None = None,
         bounce_bytes: int = 0,
+        buffer_bytes: int = ...,
         num_workers: int = 2,
     ) -> DeviceEngine: ...
     def put(

@@ -26,8 +26,6 @@ from actckpt.runtime import figures
 _log = logging.getLogger(__name__)
 
 _UNLIMITED = (1 << 64) - 1
-#: Pinned for bounce buffers, half for each direction, out of the limit of pinned memory.
-_BOUNCE_BYTES = 64 << 20
 #: glibc keeps freed blocks below its mmap threshold, which it raises by itself up to 32 MiB.
 _MMAP_THRESHOLD_BYTES = 1 << 20
 
@@ -114,7 +112,7 @@ class CudaBackend:
         if pageable is None:
             pageable = limits.default_pageable_limit(host)
         file = None if settings.spill_dir is None else _spill_file(settings)
-        bounce = min(_BOUNCE_BYTES, host // 4) if pageable or file else 0
+        bounce, buffer = limits.bounce_sizes(host if pageable or file else 0)
         engine = native.DeviceEngine.cuda(
             limit_bytes=host - bounce,
             window_bytes=settings.max_inflight,
@@ -122,6 +120,7 @@ class CudaBackend:
             pageable_limit=pageable,
             spill_file=file,
             bounce_bytes=bounce,
+            buffer_bytes=buffer,
             num_workers=max(1, settings.num_workers),
         )
         return cls(engine)
