@@ -77,6 +77,7 @@ from actckpt._engine import (
     Pool,
     PoolBlock,
     PoolStats,
+    SourceGoneError,
     SpillBlock,
     SpillFile,
     SpillFullError,
@@ -90,6 +91,7 @@ from actckpt._engine import (
     hash64,
     is_memory_folder,
     sim,
+    why_foreign_reads_are_plain,
     why_no_cuda,
 )
 
@@ -112,6 +114,7 @@ __all__ = [
     "Pool",
     "PoolBlock",
     "PoolStats",
+    "SourceGoneError",
     "SpillBlock",
     "SpillFile",
     "SpillFullError",
@@ -125,6 +128,7 @@ __all__ = [
     "hash64",
     "is_memory_folder",
     "sim",
+    "why_foreign_reads_are_plain",
     "why_no_cuda",
 ]
 

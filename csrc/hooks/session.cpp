@@ -114,11 +114,11 @@ py::object put(const SessionObject* session, PyObject* backend, PyObject* source
 py::object move(SessionObject* session, PyObject* tensor, const Extent& extent, PyObject* backend,
                 bool may_share) {
   const py::object source = new_bytes(extent.storage, extent.start);
-  mark_as_source(source.ptr());
+  SourceWatchPointer watch = mark_as_source(source.ptr());
   const py::object ticket = put(session, backend, source.ptr(), number(extent.nbytes).ptr());
   if (ticket.is_none()) return {};
   py::object span =
-      new_span(extent, backend, ticket, attribute(tensor, python().device).ptr(), may_share);
+      new_span(extent, backend, ticket, std::move(watch), attribute(tensor, python().device).ptr(), may_share);
   note_moved(session->record, span_of(span.ptr()));
   return span;
 }
@@ -196,10 +196,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   if (stays(session, tensor, &storage, &root, &is_cuda)) return new_stays(tensor);
   const Extent extent = extent_of(tensor, root.ptr(), storage.ptr());
   const py::object span = span_for(self, tensor, extent, is_cuda, may_share);
-  if (!span) {
-    sums().kept_full += 1;
-    return new_stays(tensor);
-  }
+  if (!span) return new_stays(tensor);
   return new_moved(tensor, span, extent);
 }
 
