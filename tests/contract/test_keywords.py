@@ -236,13 +236,12 @@ def test_context_fn_is_called_once_and_its_contexts_surround_the_runs(method: Ch
     assert contexts.log[3:] == ["enter rerun", "exit rerun"] * 2
 
 
-@pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
-def test_a_forward_context_that_suppresses_an_exception_raises(method: Checkpoint) -> None:
+def test_a_forward_context_that_suppresses_an_exception_raises() -> None:  # torch's leaves its hooks active, up to 2.12
     def fail(x: torch.Tensor) -> torch.Tensor:
         raise KeyError("gone")
 
     with pytest.raises(RuntimeError, match="suppressed"):
-        method(fail, leaf(3), context_fn=Contexts(suppress=True))
+        ours(fail, leaf(3), context_fn=Contexts(suppress=True))
 
 
 def test_a_rerun_context_that_suppresses_an_exception_raises() -> None:
