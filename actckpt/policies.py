@@ -128,8 +128,9 @@ def _is_torch_policy(policy: Callable[..., Any]) -> bool:
 
 
 def _ask_torch(policy: Callable[..., Any], op: Any, args: Any, kwargs: Any, result: Any) -> Action:
-    context: Any = SelectiveCheckpointContext
-    answer = policy(context(is_recompute=False, op_output=result), op, *args, **kwargs)
+    context: Any = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = result  # a keyword from torch 2.13 on
+    answer = policy(context, op, *args, **kwargs)
     try:
         return _ACTION_OF_TORCH[answer]
     except (KeyError, TypeError):

@@ -275,7 +275,7 @@ def _settle_one(tape: Tape, value: Value) -> None:
             value.entry.action = Action.OFFLOAD
         if value.stored is not None:
             return
-    if tape.outer is not None:
+    if tape.outer is not None and (tape.hands_kept_out or value.is_input):
         pack_outer, unpack_outer = tape.outer
         with Paused():
             alias = whole(held)  # what comes back must have the layout of the storage, whatever tensor stood for it

@@ -37,6 +37,8 @@ class Tape(TapeCore):
         self.choice = choice
         #: The hooks that were active where the region was opened.
         self.outer = outer
+        #: Whether they get the bytes of what the policy keeps, not only inputs.
+        self.hands_kept_out = True
         #: The pack hook, by which a region inside recognises this one.
         self.pack_hook: Any = None
         self.is_open = True
