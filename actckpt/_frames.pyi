@@ -151,7 +151,7 @@ class Value:
     cached: Tensor | None
     spare: Tensor | None
     why_opaque: str
-    entry: Any
+    entry: Entry | None
     nbytes: int
     ordinal: int
     index: int
@@ -203,6 +203,18 @@ class Handle:
     audit: Any
     task: int
 
+class Entry:
+    """What a report says of a saved value."""
+
+    operator: str
+    module: str | None
+    action: Action
+    #: Why it got its action, where the policy alone does not say.
+    why: str
+    storage: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    num_replays: int
+
 class TapeCore:
     blocks: dict[int, Block]
     holding: list[Value]
@@ -212,7 +224,7 @@ class TapeCore:
     opaque_places: set[int]
     audited_places: set[int]
     opaque_names: tuple[str, ...]
-    entries: list[Any] | None
+    entries: list[Entry] | None
     outer: Any
     candidates: list[Value]
     num_lost: int
@@ -249,6 +261,7 @@ def add_value(
 def add_results(tape: TapeCore, step: Step, result: Any, action: Action | None, why_opaque: str) -> None: ...
 def is_pending(value: Value, task: int) -> bool: ...
 def num_replayed() -> int: ...
+def add_entry(tape: TapeCore, value: Value, tensor: Tensor) -> Entry: ...
 def new_leaf_bytes(value: Value, at_most: int) -> int: ...
 def settle_held(tape: TapeCore, /) -> list[Value]: ...
 def mark_needed(value: Value) -> None: ...

@@ -25,6 +25,10 @@ ReplayNames interned() {
   n.default_action = PyUnicode_InternFromString("default");
   n.after_call = PyUnicode_InternFromString("after_call");
   n.is_leaf = PyUnicode_InternFromString("is_leaf");
+  n.name = PyUnicode_InternFromString("name");
+  n.made_by_nothing = PyUnicode_InternFromString("(input)");
+  n.no_reason = PyUnicode_InternFromString("");
+  n.why_read = PyUnicode_InternFromString("others are replayed from it");
   n.why_input = PyUnicode_InternFromString("an input of the region");
   n.why_unreadable = PyUnicode_InternFromString("made from a tensor whose storage cannot be read");
   n.changed_unseen = PyUnicode_InternFromString("changed_unseen");
@@ -34,7 +38,6 @@ ReplayNames interned() {
   n.exit = PyUnicode_InternFromString("__exit__");
   n.clear_after = PyUnicode_InternFromString("clear_after");
   n.for_value = PyUnicode_InternFromString("for_value");
-  n.num_replays = PyUnicode_InternFromString("num_replays");
   return n;
 }
 

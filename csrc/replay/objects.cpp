@@ -54,6 +54,24 @@ py::object new_handle(PyObject* tape, PyObject* window) {
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(handle));
 }
 
+EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
+  const ReplayNames& n = names();
+  auto* entry = allocated<EntryObject>(entry_type);
+  const auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(entry));
+  entry->operator_ = is_none(value->operator_) ? Py_NewRef(n.made_by_nothing)
+                                               : attribute(value->operator_, n.name).release().ptr();
+  const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(value->key));
+  assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
+  assign(entry->action, n.keep);
+  assign(entry->why, n.no_reason);
+  entry->storage = untracked(PyWeakref_NewRef(call_method(tensor, n.untyped_storage).ptr(), nullptr));
+  if (entry->storage == nullptr) throw py::error_already_set();
+  entry->nbytes = value->nbytes;
+  if (PyList_Append(tape->entries, result.ptr()) != 0) throw py::error_already_set();
+  assign(value->entry, result.ptr());
+  return entry;
+}
+
 void add_output(StepObject* step, ValueObject* value, long kind, long index) {
   assign(value->step, reinterpret_cast<PyObject*>(step));
   value->index = PyList_GET_SIZE(step->outputs);

@@ -81,6 +81,18 @@ struct HandleObject {
   long long task;
 };
 
+// What a report says of a saved value.
+struct EntryObject {
+  PyObject_HEAD
+  PyObject* operator_;  // its name
+  PyObject* module;
+  PyObject* action;
+  PyObject* why;
+  PyObject* storage;  // a weak reference
+  long long nbytes;
+  long long num_replays;
+};
+
 // The part of a tape that the recorder touches at every operator; actckpt/runtime/replay/tape.py derives from it.
 struct TapeObject {
   PyObject_HEAD
@@ -112,6 +124,7 @@ extern PyTypeObject* step_type;
 extern PyTypeObject* block_type;
 extern PyTypeObject* window_type;
 extern PyTypeObject* handle_type;
+extern PyTypeObject* entry_type;
 extern PyTypeObject* tape_type;
 
 inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
@@ -138,6 +151,9 @@ py::object new_value(long long nbytes, PyObject* device, long long ordinal);
 py::object new_step(PyObject* op, py::object args, py::object kwargs, py::object inputs);
 py::object new_block(PyObject* storage, PyObject* value);
 py::object new_handle(PyObject* tape, PyObject* window);
+
+// Adds a line on `value`, which is what `tensor` holds, to the report of its region; returns the line, borrowed.
+EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor);
 
 // Makes `value` a result of `step`: `kind` 0, the index-th tensor returned; 1, the index-th value written to.
 void add_output(StepObject* step, ValueObject* value, long kind, long index);

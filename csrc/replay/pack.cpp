@@ -10,8 +10,8 @@ namespace actckpt::replay {
 namespace {
 
 // Decides what becomes of a value that autograd saves for the first time. False: `Tape.decide` has to.
-bool decided(TapeObject* tape, ValueObject* value) {
-  if (!is_none(tape->entries) || is_none(value->action) || tape->num_lost != 0) return false;
+bool decided(TapeObject* tape, ValueObject* value, PyObject* tensor) {
+  if (is_none(value->action) || tape->num_lost != 0) return false;
   const bool recomputes = value->action == names().recompute;
   if (recomputes) {
     if (is_none(value->step) || PyObject_IsTrue(value->why_opaque) == 1) return false;
@@ -20,12 +20,19 @@ bool decided(TapeObject* tape, ValueObject* value) {
     tape->recompute_bytes += value->nbytes;
   } else if (value->action == names().keep && !is_none(value->held)) {
     assign(value->step, Py_None);
+    // Tells of later changes as autograd would: aliases may count their own (`Tensor.data`).
+    if (value->is_parameter == 0) assign(value->held, tensor);
   } else {
     return false;
   }
   const auto reference = py::reinterpret_steal<py::object>(
       untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
   append(tape->saved, reference.ptr());
+  if (!is_none(tape->entries) && value->is_parameter == 0) {
+    EntryObject* entry = add_entry(tape, value, tensor);
+    assign(entry->action, value->action);
+    if (value->is_input != 0) assign(entry->why, value->why_opaque);
+  }
   return true;
 }
 
@@ -44,7 +51,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     if (value->handles == nullptr) {
       value->handles = untracked(py::list().release().ptr());
-      if (!decided(tape, value)) {
+      if (!decided(tape, value, tensor)) {
         PyObject* both[] = {arguments[0], found.ptr(), tensor};
         const auto done =
             py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(names().decide, both, 3, nullptr));
@@ -69,8 +76,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 bool is_watched(const TapeObject* tape, const ValueObject* value) {
-  return is_none(tape->outer) && (is_none(tape->entries) || !is_none(value->entry)) &&
-         (value->action == names().keep || value->is_input != 0);
+  return is_none(tape->outer) && (value->action == names().keep || value->is_input != 0);
 }
 
 // The tensor on the bytes of `value` that the region used last: what an operator returned may have been an
@@ -118,6 +124,9 @@ PyObject* settle_held(PyObject*, PyObject* self) {
       auto* value = reinterpret_cast<ValueObject*>(item);
       if (is_none(value->held) || value->is_parameter != 0) continue;
       if (is_alone && is_watched(tape, value)) {
+        if (!is_none(tape->entries) && is_none(value->entry)) {
+          assign(add_entry(tape, value, value->held)->why, names().why_read);
+        }
         watch(value);
       } else {
         others.append(py::reinterpret_borrow<py::object>(item));
@@ -135,6 +144,10 @@ void add_pack_functions(py::module_& module) {
       {"settle_held", settle_held, METH_O, "settle_held(tape)"},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("add_entry", [](const py::handle& tape, const py::handle& value, const py::handle& tensor) {
+    add_entry(reinterpret_cast<TapeObject*>(tape.ptr()), reinterpret_cast<ValueObject*>(value.ptr()), tensor.ptr());
+    return py::reinterpret_borrow<py::object>(reinterpret_cast<ValueObject*>(value.ptr())->entry);
+  });
   module.def("new_leaf_bytes", [](const py::handle& value, long long at_most) {
     return new_leaf_bytes(reinterpret_cast<ValueObject*>(value.ptr()), at_most);
   });

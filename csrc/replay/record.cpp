@@ -212,11 +212,6 @@ py::object asked(PyObject* choice, PyObject* func, PyObject* args, PyObject* kwa
   return py::reinterpret_steal<py::object>(answer);
 }
 
-py::object& no_reason() {
-  static auto* text = new py::object(py::str(""));
-  return *text;
-}
-
 py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs) {
   const py::object choice = py::reinterpret_borrow<py::object>(tape->choice);
   const bool asks_calls = is_true(choice.ptr(), names().asks_calls);
@@ -241,7 +236,7 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   }
   const bool is_blind = tape->num_unreadable != num_unreadable;  // nobody tells when such an argument changes
   long index = 0;
-  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), is_blind ? names().why_unreadable : no_reason().ptr(),
+  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), is_blind ? names().why_unreadable : names().no_reason,
               index);
   return result;
 }

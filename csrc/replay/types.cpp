@@ -15,6 +15,7 @@ PyTypeObject* step_type = nullptr;
 PyTypeObject* block_type = nullptr;
 PyTypeObject* window_type = nullptr;
 PyTypeObject* handle_type = nullptr;
+PyTypeObject* entry_type = nullptr;
 PyTypeObject* tape_type = nullptr;
 
 namespace {
@@ -91,6 +92,11 @@ void handle_dealloc(PyObject* self) {
   if (reinterpret_cast<HandleObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   using H = HandleObject;
   free_object<H>(self, &H::audit, &H::window, &H::tape);
+}
+
+void entry_dealloc(PyObject* self) {
+  using E = EntryObject;
+  free_object<E>(self, &E::operator_, &E::module, &E::action, &E::why, &E::storage);
 }
 
 void tape_dealloc(PyObject* self) {
@@ -243,6 +249,11 @@ PyMemberDef handle_members[] = {
     OBJECT(HandleObject, "audit", audit), NUMBER(HandleObject, "task", task),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
+PyMemberDef entry_members[] = {
+    OBJECT(EntryObject, "operator", operator_), OBJECT(EntryObject, "module", module),
+    OBJECT(EntryObject, "action", action),      OBJECT(EntryObject, "why", why),
+    OBJECT(EntryObject, "storage", storage),    NUMBER(EntryObject, "nbytes", nbytes),
+    NUMBER(EntryObject, "num_replays", num_replays), END};
 PyMemberDef tape_members[] = {
     OBJECT(TapeObject, "blocks", blocks),           OBJECT(TapeObject, "holding", holding),
     OBJECT(TapeObject, "saved", saved),             OBJECT(TapeObject, "choice", choice),
@@ -286,6 +297,7 @@ PyType_Slot window_slots[] = {{Py_tp_dealloc, slot(window_dealloc)},
                               {Py_tp_methods, window_methods},
                               {0, nullptr}};
 PyType_Slot handle_slots[] = {{Py_tp_dealloc, slot(handle_dealloc)}, {Py_tp_members, handle_members}, {0, nullptr}};
+PyType_Slot entry_slots[] = {{Py_tp_dealloc, slot(entry_dealloc)}, {Py_tp_members, entry_members}, {0, nullptr}};
 PyType_Slot tape_slots[] = {{Py_tp_new, slot(PyType_GenericNew)}, {Py_tp_dealloc, slot(tape_dealloc)},
                             {Py_tp_traverse, slot(tape_traverse)}, {Py_tp_clear, slot(tape_clear)},
                             {Py_tp_members, tape_members},         {0, nullptr}};
@@ -308,6 +320,7 @@ void add_replay_types(py::module_& module) {
   block_type = made<BlockObject>(module, "actckpt._frames.Block", block_slots, 0);
   window_type = made<WindowObject>(module, "actckpt._frames.Window", window_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
   handle_type = made<HandleObject>(module, "actckpt._frames.Handle", handle_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  entry_type = made<EntryObject>(module, "actckpt._frames.Entry", entry_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
   tape_type = made<TapeObject>(module, "actckpt._frames.TapeCore", tape_slots, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
 }
 

@@ -169,8 +169,7 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
     return py::object();  // executed once more in Python, which says what is wrong
   }
   if (!is_none(target->entry)) {
-    const long times = PyLong_AsLong(attribute(target->entry, names().num_replays).ptr());
-    PyObject_SetAttr(target->entry, names().num_replays, py::int_(times + 1).ptr());
+    reinterpret_cast<EntryObject*>(target->entry)->num_replays += 1;
   }
   if (task != -1 && is_pending(target, task)) cache(tape, target, result.ptr(), task);
   return result;
