@@ -15,7 +15,6 @@ struct Python {
   PyObject* shape;
   PyObject* dtype;
   PyObject* device;
-  PyObject* version;
   PyObject* requires_grad;
   PyObject* detach;
   PyObject* is_cpu;
@@ -34,6 +33,7 @@ struct Python {
   PyObject* tensor_type;
   PyObject* parameter_type;
   PyObject* module_type;
+  PyObject* storage_type;
   PyObject* lock_type;
   PyObject* state_getters;
   PyObject* cpu_generators;

@@ -5,16 +5,8 @@ namespace {
 
 ReplayNames interned() {
   ReplayNames n{};
-  n.untyped_storage = PyUnicode_InternFromString("untyped_storage");
-  n.nbytes = PyUnicode_InternFromString("nbytes");
-  n.stride = PyUnicode_InternFromString("stride");
-  n.storage_offset = PyUnicode_InternFromString("storage_offset");
-  n.is_conj = PyUnicode_InternFromString("is_conj");
-  n.is_neg = PyUnicode_InternFromString("is_neg");
   n.is_complex = PyUnicode_InternFromString("is_complex");
-  n.base = PyUnicode_InternFromString("_base");
   n.as_strided = PyUnicode_InternFromString("as_strided");
-  n.is_nested = PyUnicode_InternFromString("is_nested");
   n.is_view = PyUnicode_InternFromString("is_view");
   n.is_plain = PyUnicode_InternFromString("is_plain");
   n.callee = PyUnicode_InternFromString("callee");
@@ -24,7 +16,6 @@ ReplayNames interned() {
   n.actions_by_id = PyUnicode_InternFromString("actions_by_id");
   n.default_action = PyUnicode_InternFromString("default");
   n.after_call = PyUnicode_InternFromString("after_call");
-  n.is_leaf = PyUnicode_InternFromString("is_leaf");
   n.name = PyUnicode_InternFromString("name");
   n.made_by_nothing = PyUnicode_InternFromString("(input)");
   n.no_reason = PyUnicode_InternFromString("");

@@ -7,16 +7,8 @@ namespace actckpt::replay {
 
 struct ReplayNames {
   // Interned attribute names.
-  PyObject* untyped_storage;
-  PyObject* nbytes;
-  PyObject* stride;
-  PyObject* storage_offset;
-  PyObject* is_conj;
-  PyObject* is_neg;
   PyObject* is_complex;
-  PyObject* base;
   PyObject* as_strided;
-  PyObject* is_nested;
   PyObject* is_view;
   PyObject* is_plain;
   PyObject* func;
@@ -26,7 +18,6 @@ struct ReplayNames {
   PyObject* actions_by_id;
   PyObject* default_action;
   PyObject* after_call;
-  PyObject* is_leaf;
   PyObject* name;
   PyObject* made_by_nothing;  // what reports call the operator of inputs
   PyObject* no_reason;

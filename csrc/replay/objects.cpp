@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "frames/reads.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -64,7 +65,7 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
   assign(entry->action, n.keep);
   assign(entry->why, n.no_reason);
-  entry->storage = untracked(PyWeakref_NewRef(call_method(tensor, n.untyped_storage).ptr(), nullptr));
+  entry->storage = untracked(PyWeakref_NewRef(reads().untyped_storage(tensor).ptr(), nullptr));
   if (entry->storage == nullptr) throw py::error_already_set();
   entry->nbytes = value->nbytes;
   if (PyList_Append(tape->entries, result.ptr()) != 0) throw py::error_already_set();
@@ -89,12 +90,12 @@ py::object window_of(PyObject* tensor, PyObject* value) {
   auto* window = allocated<WindowObject>(window_type);
   auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(window));
   assign(window->value, value);
-  window->dtype = attribute(tensor, python().dtype).release().ptr();
-  window->shape = untracked(attribute(tensor, python().shape).release().ptr());
-  window->stride = untracked(call_method(tensor, n.stride).release().ptr());
-  window->offset = call_method(tensor, n.storage_offset).release().ptr();
-  window->is_conj = is_true(window->dtype, n.is_complex) && call_method(tensor, n.is_conj).ptr() == Py_True;
-  window->is_neg = call_method(tensor, n.is_neg).ptr() == Py_True;
+  window->dtype = reads().dtype(tensor).release().ptr();
+  window->shape = untracked(reads().shape(tensor).release().ptr());
+  window->stride = untracked(reads().stride(tensor).release().ptr());
+  window->offset = reads().storage_offset(tensor).release().ptr();
+  window->is_conj = is_true(window->dtype, n.is_complex) && reads().is_conj.is_true(tensor);
+  window->is_neg = reads().is_neg.is_true(tensor);
   return result;
 }
 

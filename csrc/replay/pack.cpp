@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "frames/reads.h"
 #include "replay/lineage.h"
 #include "replay/names.h"
 #include "replay/record.h"
@@ -87,8 +88,8 @@ py::object seen_last(const ValueObject* value) {
   PyObject* seen = referent(value->root);
   if (seen == nullptr || seen == held.ptr()) return held;
   py::object root = py::reinterpret_borrow<py::object>(seen);
-  const py::object storage = call_method(root.ptr(), names().untyped_storage);
-  return storage.ptr() == call_method(held.ptr(), names().untyped_storage).ptr() ? root : held;
+  const py::object storage = reads().untyped_storage(root.ptr());
+  return storage.ptr() == reads().untyped_storage(held.ptr()).ptr() ? root : held;
 }
 
 // Holds the bytes of `value` through an alias that tells when they change (Rule 7 of NOTE [ Replay ]).
@@ -98,7 +99,7 @@ void watch(ValueObject* value) {
   if (value->version < 0 || is_none(value->root) || referent(value->root) != root.ptr()) {
     value->version = version_of(held.ptr());
   }
-  assign(value->held, call_method(held.ptr(), python().detach).ptr());
+  assign(value->held, reads().detach(held.ptr()).ptr());
 }
 
 // settle_held(tape): lets go of what no saved tensor needs, and watches what is kept. Returns the values for which

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "frames/held.h"
+#include "frames/reads.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -56,8 +57,8 @@ py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
 
 // The storage, or null for tensors that have none that can be read, or that have no strides to read it by.
 py::object storage_of(PyObject* tensor) {
-  if (is_true(tensor, names().is_nested)) return py::object();
-  PyObject* storage = PyObject_CallMethodNoArgs(tensor, names().untyped_storage);
+  if (reads().is_nested.is_true(tensor)) return py::object();
+  PyObject* storage = reads().untyped_storage.get(tensor);
   if (storage != nullptr) return py::reinterpret_steal<py::object>(storage);
   if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
   PyErr_Clear();
@@ -75,7 +76,7 @@ BlockObject* block_of(TapeObject* tape, PyObject* storage) {
 }
 
 void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
-  if (call_method(tensor, python().is_inference).ptr() == Py_True) return;
+  if (reads().is_inference.is_true(tensor)) return;
   value->version = version_of(tensor);
   PyObject* reference = untracked(PyWeakref_NewRef(root.ptr(), nullptr));
   if (reference == nullptr) throw py::error_already_set();
@@ -124,10 +125,10 @@ py::object frozen_kwargs(TapeObject* tape, PyObject* kwargs, PyObject* inputs) {
 
 // Advances the structure by a new tensor and names the place of its value.
 void advance(TapeObject* tape, ValueObject* value, PyObject* func, PyObject* tensor) {
-  const py::object shape = attribute(tensor, python().shape);
+  const py::object shape = reads().shape(tensor);
   std::uint64_t hash = mixed(static_cast<std::uint64_t>(tape->structure), reinterpret_cast<std::uintptr_t>(func));
   hash = mixed(hash, static_cast<std::uint64_t>(PyObject_Hash(shape.ptr())));
-  hash = mixed(hash, reinterpret_cast<std::uintptr_t>(attribute(tensor, python().dtype).ptr()));
+  hash = mixed(hash, reinterpret_cast<std::uintptr_t>(reads().dtype(tensor).ptr()));
   tape->structure = value->key = static_cast<long long>(hash);
 }
 
@@ -163,12 +164,6 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
   add_output(step, value, kind, index);
 }
 
-long long number(const py::object& object) {
-  const long long found = PyLong_AsLongLong(object.ptr());
-  if (found == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return found;
-}
-
 // Notes a tensor that a call returned; an alias of what is known already is nothing new (Rule 2 of NOTE [ Replay ]).
 void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tensor, long index, PyObject* action,
                 PyObject* why_opaque) {
@@ -176,8 +171,8 @@ void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tens
   if (!storage || block_of(tape, storage.ptr()) != nullptr) return;
   tape->num_values += 1;
   const py::object made =
-      new_value(number(call_method(storage.ptr(), names().nbytes)),
-                attribute(storage.ptr(), python().device).ptr(), tape->num_values);
+      new_value(reads().nbytes.number(storage.ptr()),
+                reads().storage_device(storage.ptr()).ptr(), tape->num_values);
   auto* value = reinterpret_cast<ValueObject*>(made.ptr());
   add_value(tape, value, step, op, 0, index, tensor, action, why_opaque);
   look_at(value, tensor, root_of(tensor));
@@ -277,16 +272,16 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 // Parameters and leaves like them. What a checkpoint outside gave its rerun is a leaf there only.
 bool is_parameter(PyObject* root) {
-  if (!is_true(root, names().is_leaf)) return false;
+  if (!reads().is_leaf.is_true(root)) return false;
   if (PyObject_IsInstance(root, python().parameter_type) == 1) return true;
-  return is_true(root, python().requires_grad) && PyObject_HasAttrString(root, kThawedMark) == 0;
+  return reads().requires_grad.is_true(root) && PyObject_HasAttrString(root, kThawedMark) == 0;
 }
 
 // Takes a storage that nothing recorded made as an input of the region.
 py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
   tape->num_values += 1;
-  py::object made = new_value(number(call_method(storage.ptr(), names().nbytes)),
-                              attribute(storage.ptr(), python().device).ptr(), tape->num_values);
+  py::object made = new_value(reads().nbytes.number(storage.ptr()),
+                              reads().storage_device(storage.ptr()).ptr(), tape->num_values);
   auto* value = reinterpret_cast<ValueObject*>(made.ptr());
   value->is_input = 1;
   assign(value->why_opaque, names().why_input);
@@ -312,7 +307,7 @@ TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject
 bool is_tensor_type(PyObject* type) { return type == python().tensor_type || type == python().parameter_type; }
 
 py::object root_of(PyObject* tensor) {
-  py::object base = attribute(tensor, names().base);
+  py::object base = reads().base(tensor);
   return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
 }
 

@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "frames/reads.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -18,19 +19,19 @@ bool is_equal(const py::object& one, PyObject* other) {
 }
 
 bool has_geometry(PyObject* tensor, const WindowObject* window) {
-  return is_equal(attribute(tensor, python().shape), window->shape) &&
-         is_equal(call_method(tensor, names().stride), window->stride) &&
-         is_equal(call_method(tensor, names().storage_offset), window->offset);
+  return is_equal(reads().shape(tensor), window->shape) &&
+         is_equal(reads().stride(tensor), window->stride) &&
+         is_equal(reads().storage_offset(tensor), window->offset);
 }
 
 // The tensor that a window describes, on the storage of `base`; null where that takes more than strides.
 py::object on(PyObject* base, const WindowObject* window) {
   if (window->is_conj != 0 || window->is_neg != 0) return py::object();
   const ReplayNames& n = names();
-  const py::object dtype = attribute(base, python().dtype);
-  if (dtype.ptr() != window->dtype || call_method(base, n.is_neg).ptr() == Py_True) return py::object();
-  if (is_true(dtype.ptr(), n.is_complex) && call_method(base, n.is_conj).ptr() == Py_True) return py::object();
-  if (has_geometry(base, window)) return call_method(base, python().detach);
+  const py::object dtype = reads().dtype(base);
+  if (dtype.ptr() != window->dtype || reads().is_neg.is_true(base)) return py::object();
+  if (is_true(dtype.ptr(), n.is_complex) && reads().is_conj.is_true(base)) return py::object();
+  if (has_geometry(base, window)) return reads().detach(base);
   PyObject* stack[] = {base, window->shape, window->stride, window->offset};
   PyObject* made = PyObject_VectorcallMethod(n.as_strided, stack, 4, nullptr);
   if (made == nullptr) throw py::error_already_set();
@@ -40,12 +41,12 @@ py::object on(PyObject* base, const WindowObject* window) {
 // Whether a fresh result is the tensor that a window describes.
 bool is_same(PyObject* result, const WindowObject* window) {
   return window->is_conj == 0 && window->is_neg == 0 &&
-         attribute(result, python().dtype).ptr() == window->dtype && has_geometry(result, window);
+         reads().dtype(result).ptr() == window->dtype && has_geometry(result, window);
 }
 
 bool has_size(PyObject* tensor, const ValueObject* value) {
-  const py::object storage = call_method(tensor, names().untyped_storage);
-  return PyLong_AsLongLong(call_method(storage.ptr(), names().nbytes).ptr()) == value->nbytes;
+  const py::object storage = reads().untyped_storage(tensor);
+  return reads().nbytes.number(storage.ptr()) == value->nbytes;
 }
 
 // A tensor on the bytes of `value` that nobody changed nor freed, or null (Rules 7 and 8).
