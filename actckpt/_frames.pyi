@@ -190,8 +190,10 @@ class Block:
 class Window:
     value: Value
     dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
     offset: int
     is_conj: bool
     is_neg: bool

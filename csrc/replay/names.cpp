@@ -1,5 +1,7 @@
 #include "replay/names.h"
 
+#include "replay/geometry.h"
+
 namespace actckpt::replay {
 namespace {
 
@@ -59,6 +61,7 @@ void connect_replay(const py::dict& given) {
   n.any_autocast_enabled = keep("any_autocast_enabled");
   n.num_function_modes = keep("num_function_modes");
   n.num_recorders = keep("num_recorders");
+  connect_exchange(keep("exchange_api"));
 }
 
 }  // namespace actckpt::replay

@@ -1,8 +1,11 @@
 #include "replay/objects.h"
 
+#include <algorithm>
+#include <new>
 #include <utility>
 
 #include "frames/reads.h"
+#include "replay/geometry.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -85,16 +88,26 @@ void add_output(StepObject* step, ValueObject* value, long kind, long index) {
   }
 }
 
+void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, const std::int64_t* strides) {
+  std::int64_t* dims = window->few;
+  if (num_dims > kFewDims) {
+    dims = window->dims = static_cast<std::int64_t*>(PyMem_Malloc(2 * num_dims * sizeof(std::int64_t)));
+    if (dims == nullptr) throw std::bad_alloc();
+  }
+  window->num_dims = num_dims;
+  std::copy_n(sizes, num_dims, dims);
+  std::copy_n(strides, num_dims, dims + num_dims);
+}
+
 py::object window_of(PyObject* tensor, PyObject* value) {
-  const ReplayNames& n = names();
+  const Geometry geometry(tensor);
   auto* window = allocated<WindowObject>(window_type);
   auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(window));
   assign(window->value, value);
-  window->dtype = reads().dtype(tensor).release().ptr();
-  window->shape = untracked(reads().shape(tensor).release().ptr());
-  window->stride = untracked(reads().stride(tensor).release().ptr());
-  window->offset = reads().storage_offset(tensor).release().ptr();
-  window->is_conj = is_true(window->dtype, n.is_complex) && reads().is_conj.is_true(tensor);
+  assign(window->dtype, geometry.dtype());
+  set_dims(window, geometry.num_dims(), geometry.sizes(), geometry.strides());
+  window->offset = reads().storage_offset.number(tensor);
+  window->is_conj = geometry.is_complex() && reads().is_conj.is_true(tensor);
   window->is_neg = reads().is_neg.is_true(tensor);
   return result;
 }

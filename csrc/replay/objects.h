@@ -5,6 +5,8 @@
 // handle to what it is made from, and never back.
 #pragma once
 
+#include <cstdint>
+
 #include "frames/python.h"
 
 namespace actckpt::replay {
@@ -59,14 +61,17 @@ struct BlockObject {
   PyObject* value;
 };
 
+constexpr int kFewDims = 4;
+
 // A tensor, as geometry on a value.
 struct WindowObject {
   PyObject_HEAD
   PyObject* value;
   PyObject* dtype;
-  PyObject* shape;
-  PyObject* stride;
-  PyObject* offset;
+  std::int64_t* dims;  // sizes, then strides; null: in `few`
+  std::int64_t few[2 * kFewDims];
+  long long offset;
+  int num_dims;
   char is_conj;
   char is_neg;
 };
@@ -157,6 +162,12 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor);
 
 // Makes `value` a result of `step`: `kind` 0, the index-th tensor returned; 1, the index-th value written to.
 void add_output(StepObject* step, ValueObject* value, long kind, long index);
+
+inline const std::int64_t* sizes_of(const WindowObject* window) {
+  return window->dims != nullptr ? window->dims : window->few;
+}
+inline const std::int64_t* strides_of(const WindowObject* window) { return sizes_of(window) + window->num_dims; }
+void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, const std::int64_t* strides);
 
 // The geometry of `tensor`, whose bytes are those of `value`.
 py::object window_of(PyObject* tensor, PyObject* value);

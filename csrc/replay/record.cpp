@@ -10,6 +10,7 @@
 
 #include "frames/held.h"
 #include "frames/reads.h"
+#include "replay/geometry.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -125,10 +126,11 @@ py::object frozen_kwargs(TapeObject* tape, PyObject* kwargs, PyObject* inputs) {
 
 // Advances the structure by a new tensor and names the place of its value.
 void advance(TapeObject* tape, ValueObject* value, PyObject* func, PyObject* tensor) {
-  const py::object shape = reads().shape(tensor);
+  const Geometry geometry(tensor);
   std::uint64_t hash = mixed(static_cast<std::uint64_t>(tape->structure), reinterpret_cast<std::uintptr_t>(func));
-  hash = mixed(hash, static_cast<std::uint64_t>(PyObject_Hash(shape.ptr())));
-  hash = mixed(hash, reinterpret_cast<std::uintptr_t>(reads().dtype(tensor).ptr()));
+  hash = mixed(hash, static_cast<std::uint64_t>(geometry.num_dims()));
+  for (int i = 0; i < geometry.num_dims(); ++i) hash = mixed(hash, static_cast<std::uint64_t>(geometry.sizes()[i]));
+  hash = mixed(hash, reinterpret_cast<std::uintptr_t>(geometry.dtype()));
   tape->structure = value->key = static_cast<long long>(hash);
 }
 

@@ -1,6 +1,8 @@
 // The Python types of the objects in objects.h: what they look like from Python, and how they go.
 #include "replay/objects.h"
 
+#include "replay/geometry.h"
+
 #include <structmember.h>
 
 #include <cstddef>
@@ -85,7 +87,8 @@ void block_dealloc(PyObject* self) {
 
 void window_dealloc(PyObject* self) {
   using W = WindowObject;
-  free_object<W>(self, &W::dtype, &W::shape, &W::stride, &W::offset, &W::value);
+  PyMem_Free(reinterpret_cast<W*>(self)->dims);
+  free_object<W>(self, &W::dtype, &W::value);
 }
 
 void handle_dealloc(PyObject* self) {
@@ -201,15 +204,25 @@ PyObject* window_on(PyObject* self, PyObject* value) {
   return guarded([&] {
     const auto* window = reinterpret_cast<WindowObject*>(self);
     auto* copied = allocated<WindowObject>(window_type);
-    *(&copied->is_conj) = window->is_conj;
+    auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(copied));
+    copied->is_conj = window->is_conj;
     copied->is_neg = window->is_neg;
     assign(copied->value, value);
     assign(copied->dtype, window->dtype);
-    assign(copied->shape, window->shape);
-    assign(copied->stride, window->stride);
-    assign(copied->offset, window->offset);
-    return reinterpret_cast<PyObject*>(copied);
+    set_dims(copied, window->num_dims, sizes_of(window), strides_of(window));
+    copied->offset = window->offset;
+    return owner.release().ptr();
   });
+}
+
+PyObject* window_shape(PyObject* self, void*) {
+  const auto* window = reinterpret_cast<WindowObject*>(self);
+  return guarded([&] { return tuple_of(sizes_of(window), window->num_dims).release().ptr(); });
+}
+
+PyObject* window_stride(PyObject* self, void*) {
+  const auto* window = reinterpret_cast<WindowObject*>(self);
+  return guarded([&] { return tuple_of(strides_of(window), window->num_dims).release().ptr(); });
 }
 
 #define OBJECT(type, name, field) {name, T_OBJECT, offsetof(type, field), 0, nullptr}
@@ -241,8 +254,7 @@ PyMemberDef step_members[] = {
 PyMemberDef block_members[] = {OBJECT(BlockObject, "storage", storage), OBJECT(BlockObject, "value", value), END};
 PyMemberDef window_members[] = {
     OBJECT(WindowObject, "value", value),   OBJECT(WindowObject, "dtype", dtype),
-    OBJECT(WindowObject, "shape", shape),   OBJECT(WindowObject, "stride", stride),
-    OBJECT(WindowObject, "offset", offset), FLAG(WindowObject, "is_conj", is_conj),
+    NUMBER(WindowObject, "offset", offset), FLAG(WindowObject, "is_conj", is_conj),
     FLAG(WindowObject, "is_neg", is_neg),   END};
 PyMemberDef handle_members[] = {
     OBJECT(HandleObject, "tape", tape), OBJECT(HandleObject, "window", window),
@@ -269,6 +281,9 @@ PyMemberDef tape_members[] = {
     FLAG(TapeObject, "audits_always", audits_always), END};
 PyGetSetDef value_getters[] = {{"handles", handles_of, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef window_getters[] = {{"shape", window_shape, nullptr, nullptr, nullptr},
+                                {"stride", window_stride, nullptr, nullptr, nullptr},
+                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr},
                                {"take_last_handle", value_take_last_handle, METH_NOARGS, nullptr},
                                {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
@@ -294,6 +309,7 @@ PyType_Slot block_slots[] = {{Py_tp_new, slot(block_new)},
                              {0, nullptr}};
 PyType_Slot window_slots[] = {{Py_tp_dealloc, slot(window_dealloc)},
                               {Py_tp_members, window_members},
+                              {Py_tp_getset, window_getters},
                               {Py_tp_methods, window_methods},
                               {0, nullptr}};
 PyType_Slot handle_slots[] = {{Py_tp_dealloc, slot(handle_dealloc)}, {Py_tp_members, handle_members}, {0, nullptr}};

@@ -1,9 +1,11 @@
 #include "replay/unpack.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "frames/reads.h"
+#include "replay/geometry.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -12,36 +14,34 @@ namespace {
 // Operators executed again by this file since the process began.
 long long num_replayed = 0;
 
-bool is_equal(const py::object& one, PyObject* other) {
-  const int found = PyObject_RichCompareBool(one.ptr(), other, Py_EQ);
-  if (found < 0) throw py::error_already_set();
-  return found == 1;
-}
-
-bool has_geometry(PyObject* tensor, const WindowObject* window) {
-  return is_equal(reads().shape(tensor), window->shape) &&
-         is_equal(reads().stride(tensor), window->stride) &&
-         is_equal(reads().storage_offset(tensor), window->offset);
+bool has_geometry(PyObject* tensor, const Geometry& geometry, const WindowObject* window) {
+  const int count = window->num_dims;
+  return geometry.num_dims() == count && std::equal(geometry.sizes(), geometry.sizes() + count, sizes_of(window)) &&
+         std::equal(geometry.strides(), geometry.strides() + count, strides_of(window)) &&
+         reads().storage_offset.number(tensor) == window->offset;
 }
 
 // The tensor that a window describes, on the storage of `base`; null where that takes more than strides.
 py::object on(PyObject* base, const WindowObject* window) {
   if (window->is_conj != 0 || window->is_neg != 0) return py::object();
-  const ReplayNames& n = names();
-  const py::object dtype = reads().dtype(base);
-  if (dtype.ptr() != window->dtype || reads().is_neg.is_true(base)) return py::object();
-  if (is_true(dtype.ptr(), n.is_complex) && reads().is_conj.is_true(base)) return py::object();
-  if (has_geometry(base, window)) return reads().detach(base);
-  PyObject* stack[] = {base, window->shape, window->stride, window->offset};
-  PyObject* made = PyObject_VectorcallMethod(n.as_strided, stack, 4, nullptr);
+  const Geometry geometry(base);
+  if (geometry.dtype() != window->dtype || reads().is_neg.is_true(base)) return py::object();
+  if (geometry.is_complex() && reads().is_conj.is_true(base)) return py::object();
+  if (has_geometry(base, geometry, window)) return reads().detach(base);
+  const py::object shape = tuple_of(sizes_of(window), window->num_dims);
+  const py::object stride = tuple_of(strides_of(window), window->num_dims);
+  const auto offset = py::reinterpret_steal<py::object>(PyLong_FromLongLong(window->offset));
+  PyObject* stack[] = {base, shape.ptr(), stride.ptr(), offset.ptr()};
+  PyObject* made = PyObject_VectorcallMethod(names().as_strided, stack, 4, nullptr);
   if (made == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(made);
 }
 
 // Whether a fresh result is the tensor that a window describes.
 bool is_same(PyObject* result, const WindowObject* window) {
-  return window->is_conj == 0 && window->is_neg == 0 &&
-         reads().dtype(result).ptr() == window->dtype && has_geometry(result, window);
+  const Geometry geometry(result);
+  return window->is_conj == 0 && window->is_neg == 0 && geometry.dtype() == window->dtype &&
+         has_geometry(result, geometry, window);
 }
 
 bool has_size(PyObject* tensor, const ValueObject* value) {
