@@ -202,6 +202,8 @@ class Window:
 class Handle:
     tape: Any
     window: Window
+    #: A tensor like the window, where one is held.
+    alias: Tensor | None
     audit: Any
     task: int
 

@@ -106,17 +106,22 @@ void call_quietly(PyObject* function, PyObject* argument) {
 bool is_true(PyObject* object, PyObject* name) { return attribute(object, name).ptr() == Py_True; }
 
 long long version_of(PyObject* tensor) {
+  long long version = 0;
+  read_version(tensor, &version);
+  return version;
+}
+
+bool read_version(PyObject* tensor, long long* version) {
   PyObject* found = reads().version.get(tensor);
   if (found == nullptr) {
-    // Inference tensors have no version; nothing is known of what is done to them.
     py::error_already_set error;
-    if (reads().is_inference.is_true(tensor)) return 0;
+    if (reads().is_inference.is_true(tensor)) return false;
     throw error;
   }
-  const auto version = py::reinterpret_steal<py::object>(found);
-  const long long number = PyLong_AsLongLong(version.ptr());
-  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return number;
+  const auto object = py::reinterpret_steal<py::object>(found);
+  *version = PyLong_AsLongLong(object.ptr());
+  if (*version == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return true;
 }
 
 }  // namespace actckpt

@@ -61,8 +61,10 @@ void append_numbers(const py::object& tuple, std::vector<std::int64_t>* numbers)
 
 }  // namespace
 
-Geometry::Geometry(PyObject* tensor) {
-  if (!read_at_once(tensor)) read_one_by_one(tensor);
+const Geometry& Geometry::of(PyObject* tensor) {
+  if (!is_known_) read_one_by_one(tensor);
+  is_known_ = true;
+  return *this;
 }
 
 bool Geometry::read_at_once(PyObject* tensor) {

@@ -99,8 +99,8 @@ void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, con
   std::copy_n(strides, num_dims, dims + num_dims);
 }
 
-py::object window_of(PyObject* tensor, PyObject* value) {
-  const Geometry geometry(tensor);
+py::object window_of(PyObject* tensor, PyObject* value, Geometry* given) {
+  const Geometry& geometry = given->of(tensor);
   auto* window = allocated<WindowObject>(window_type);
   auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(window));
   assign(window->value, value);

@@ -82,6 +82,7 @@ struct HandleObject {
   PyObject* weak_references;
   PyObject* tape;
   PyObject* window;
+  PyObject* alias;  // a tensor like the window, where one is held; else null
   PyObject* audit;
   long long task;
 };
@@ -123,6 +124,8 @@ struct TapeObject {
   char is_audited;
   char audits_always;
 };
+
+class Geometry;
 
 extern PyTypeObject* value_type;
 extern PyTypeObject* step_type;
@@ -170,7 +173,7 @@ inline const std::int64_t* strides_of(const WindowObject* window) { return sizes
 void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, const std::int64_t* strides);
 
 // The geometry of `tensor`, whose bytes are those of `value`.
-py::object window_of(PyObject* tensor, PyObject* value);
+py::object window_of(PyObject* tensor, PyObject* value, Geometry* geometry);
 
 // What a weak reference refers to, null if it is gone; borrowed from whoever holds it alive.
 PyObject* referent(PyObject* reference) noexcept;

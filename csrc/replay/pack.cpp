@@ -44,7 +44,8 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     auto* tape = reinterpret_cast<TapeObject*>(arguments[0]);
     PyObject* tensor = arguments[1];
     const bool is_plain = is_tensor_type(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
-    const py::object found = is_plain ? value_of(tape, tensor) : py::object();
+    Geometry geometry(tensor);
+    const py::object found = is_plain ? value_of(tape, tensor, geometry) : py::object();
     auto* value = reinterpret_cast<ValueObject*>(found.ptr());
     if (value == nullptr || (value->is_parameter != 0 && value->held == tensor)) {
       PyObject* other[] = {arguments[0], tensor, is_plain ? Py_True : Py_False};
@@ -59,7 +60,10 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         if (!done) throw py::error_already_set();
       }
     }
-    py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr()).ptr());
+    py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr(), &geometry).ptr());
+    if (value->is_parameter != 0) {  // it stays: to hold this view of it, as plain autograd does, holds nothing more
+      assign(reinterpret_cast<HandleObject*>(handle.ptr())->alias, tensor);
+    }
     add_handle(value, handle.ptr());
     if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
       tape->num_packed += 1;

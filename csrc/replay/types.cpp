@@ -94,7 +94,7 @@ void window_dealloc(PyObject* self) {
 void handle_dealloc(PyObject* self) {
   if (reinterpret_cast<HandleObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   using H = HandleObject;
-  free_object<H>(self, &H::audit, &H::window, &H::tape);
+  free_object<H>(self, &H::audit, &H::alias, &H::window, &H::tape);
 }
 
 void entry_dealloc(PyObject* self) {
@@ -258,7 +258,7 @@ PyMemberDef window_members[] = {
     FLAG(WindowObject, "is_neg", is_neg),   END};
 PyMemberDef handle_members[] = {
     OBJECT(HandleObject, "tape", tape), OBJECT(HandleObject, "window", window),
-    OBJECT(HandleObject, "audit", audit), NUMBER(HandleObject, "task", task),
+    OBJECT(HandleObject, "alias", alias), OBJECT(HandleObject, "audit", audit), NUMBER(HandleObject, "task", task),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
 PyMemberDef entry_members[] = {

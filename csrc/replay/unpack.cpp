@@ -24,7 +24,8 @@ bool has_geometry(PyObject* tensor, const Geometry& geometry, const WindowObject
 // The tensor that a window describes, on the storage of `base`; null where that takes more than strides.
 py::object on(PyObject* base, const WindowObject* window) {
   if (window->is_conj != 0 || window->is_neg != 0) return py::object();
-  const Geometry geometry(base);
+  Geometry read(base);
+  const Geometry& geometry = read.of(base);
   if (geometry.dtype() != window->dtype || reads().is_neg.is_true(base)) return py::object();
   if (geometry.is_complex() && reads().is_conj.is_true(base)) return py::object();
   if (has_geometry(base, geometry, window)) return reads().detach(base);
@@ -39,7 +40,8 @@ py::object on(PyObject* base, const WindowObject* window) {
 
 // Whether a fresh result is the tensor that a window describes.
 bool is_same(PyObject* result, const WindowObject* window) {
-  const Geometry geometry(result);
+  Geometry read(result);
+  const Geometry& geometry = read.of(result);
   return window->is_conj == 0 && window->is_neg == 0 && geometry.dtype() == window->dtype &&
          has_geometry(result, geometry, window);
 }
@@ -47,6 +49,11 @@ bool is_same(PyObject* result, const WindowObject* window) {
 bool has_size(PyObject* tensor, const ValueObject* value) {
   const py::object storage = reads().untyped_storage(tensor);
   return reads().nbytes.number(storage.ptr()) == value->nbytes;
+}
+
+// Whether both are on one storage. Before a region overwrites a parameter, its bytes are copied elsewhere (Rule 1).
+bool is_on_storage_of(PyObject* one, PyObject* other) {
+  return reads().untyped_storage(one).ptr() == reads().untyped_storage(other).ptr();
 }
 
 // A tensor on the bytes of `value` that nobody changed nor freed, or null (Rules 7 and 8).
@@ -58,10 +65,9 @@ PyObject* at_hand(const ValueObject* value) {
   return !is_none(value->cached) && version_of(value->cached) == value->cached_version ? value->cached : nullptr;
 }
 
+// Whether aliases can be made as things stand; autocast matters to operators only.
 bool is_neutral() {
-  const ReplayNames& n = names();
-  return call(python().is_grad_enabled).ptr() == Py_False && call(n.any_autocast_enabled).ptr() == Py_False &&
-         PyLong_AsLong(call(n.num_function_modes).ptr()) == 0;
+  return call(python().is_grad_enabled).ptr() == Py_False && PyLong_AsLong(call(names().num_function_modes).ptr()) == 0;
 }
 
 // Skips autograd and sets the grad mode of the forward, for one call.
@@ -150,7 +156,10 @@ void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task)
 
 // Executes the one step that makes `target`; null where that is not simple.
 py::object replayed(PyObject* tape, ValueObject* target, long long task) {
-  if (is_none(target->step) || names().below_autograd == nullptr) return py::object();
+  if (is_none(target->step) || names().below_autograd == nullptr ||
+      call(names().any_autocast_enabled).ptr() != Py_False) {
+    return py::object();
+  }
   auto* step = reinterpret_cast<StepObject*>(target->step);
   const py::object keep = py::reinterpret_borrow<py::object>(target->step);
   if (!is_simple(step)) return py::object();
@@ -198,6 +207,8 @@ py::object unpacked(HandleObject* handle) {
   py::object tensor;
   if (is_replay && base && is_none(value->cached) && is_same(base.ptr(), window)) {
     tensor = base;  // nobody else has it
+  } else if (!is_none(handle->alias) && base && is_on_storage_of(base.ptr(), handle->alias)) {
+    tensor = reads().detach(handle->alias);
   } else if (base) {
     tensor = on(base.ptr(), window);
   }

@@ -94,6 +94,7 @@ def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
     if not value.handles:
         tape.decide(value, tensor)
     handle.window = window_of(tensor, value)
+    handle.alias = None
     handle.audit = None
     value.add_handle(handle)
 

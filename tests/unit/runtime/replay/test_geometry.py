@@ -69,6 +69,17 @@ def test_without_the_exchange_api_a_window_has_it_too(name: str) -> None:
     assert _read(tensor) == _expected(tensor)
 
 
+@pytest.mark.usefixtures("_reconnected")
+@pytest.mark.parametrize("exchange_api", ["torch's", None])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", ["nested", "sparse"])
+def test_a_tensor_without_a_storage_to_read_by_strides_has_no_value(layout: str, exchange_api: Any) -> None:
+    if exchange_api is None:
+        _frames.connect_replay(connect.NAMES | {"exchange_api": None})
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) if layout == "nested" else None
+    assert _frames.value_of(_frames.TapeCore(), torch.eye(3).to_sparse() if nested is None else nested) is None
+
+
 _Fill = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
