@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actckpt import config
-from actckpt._frames import Moved, look_at, value_of
+from actckpt._frames import Moved, add_entry, look_at, value_of
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.engine.demotion import RegionPlan
 from actckpt.runtime import stores, torch_private
@@ -20,7 +20,6 @@ from actckpt.runtime.offload import Session
 from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.lineage import Block, TapeCore, Value, is_obtainable, mark_needed, new_leaf_bytes
-from actckpt.runtime.replay.report import Entry
 
 __all__ = ["Paused", "Tape", "paused", "version_of", "whole"]
 
@@ -281,9 +280,7 @@ class Tape(TapeCore):
         why = ""
         entry = None
         if self.entries is not None and not value.is_parameter:
-            made_by = "(input)" if value.operator is None else value.operator.name
-            entry = value.entry = Entry(made_by, self.site.modules.get(value.key), tensor, value.nbytes)
-            self.entries.append(entry)
+            entry = add_entry(self, value, tensor)
         if action is None:
             asked = value.asked
             action = value.action = Action.KEEP if asked is None else asked(self.info_of(value, tensor))
