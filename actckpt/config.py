@@ -71,7 +71,8 @@ def configure(**changes: Any) -> Settings:
     """Change settings; those not named stay. Stores made afterwards follow them.
 
     Args:
-        host_limit: most bytes of pinned host memory, a number or a text like `"64GiB"`; None: automatic.
+        host_limit: most bytes of pinned host memory, a number or a text like `"64GiB"`; None: automatic. Below 32 KiB
+            GPU tensors stay where they are.
         pageable_limit: most bytes of other host memory, used once pinned memory is full; None: automatic.
         disk_limit: most bytes in the spill file; None: no limit of ours.
         spill_dir: folder of the spill file; None: `TMPDIR`, and device tensors never go to disk.

@@ -25,8 +25,8 @@ _ACTION_OF_TORCH = {
     CheckpointPolicy.MUST_RECOMPUTE: Action.RECOMPUTE,
     CheckpointPolicy.PREFER_RECOMPUTE: Action.RECOMPUTE,
     **{
-        getattr(CheckpointPolicy, name): Action.OFFLOAD
-        for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+        getattr(CheckpointPolicy, name): action
+        for name, action in {"MUST_CPU_OFFLOAD": Action.OFFLOAD, "PREFER_CPU_OFFLOAD": Action.PREFER_OFFLOAD}.items()
         if hasattr(CheckpointPolicy, name)
     },
     True: Action.KEEP,
@@ -89,8 +89,8 @@ def choice_of(policy: Any) -> Choice:
             return Choice(after_call=lambda op, args, kwargs, result: _ask_torch(policy, op, args, kwargs, result))
         return Choice(for_value=lambda info: _ask_value(policy, info))
     raise ValueError(
-        f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', an Action, a list of "
-        "operators to keep, actckpt.policies.PerOp, or a function."
+        f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', an "
+        "Action, a list of operators to keep, actckpt.policies.PerOp, or a function."
     )
 
 
@@ -128,8 +128,9 @@ def _is_torch_policy(policy: Callable[..., Any]) -> bool:
 
 
 def _ask_torch(policy: Callable[..., Any], op: Any, args: Any, kwargs: Any, result: Any) -> Action:
-    context: Any = SelectiveCheckpointContext
-    answer = policy(context(is_recompute=False, op_output=result), op, *args, **kwargs)
+    context: Any = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = result  # a keyword from torch 2.13 on
+    answer = policy(context, op, *args, **kwargs)
     try:
         return _ACTION_OF_TORCH[answer]
     except (KeyError, TypeError):

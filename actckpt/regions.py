@@ -24,9 +24,10 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
     number of them, without calling any Python code twice. Also a decorator: `@actckpt.region()`.
 
     Args:
-        policy: `"keep"`, `"recompute"`, `"offload"` or an `Action`, for all values; a list of operators to keep,
-            the rest is recomputed; `policies.PerOp`; a function that takes a `SavedTensorInfo` and returns an
-            `Action`; or a policy function of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+        policy: `"keep"`, `"recompute"`, `"offload"`, `"prefer_offload"` or an `Action`, for all values; a list of
+            operators to keep, the rest is recomputed; `policies.PerOp`; a function that takes a `SavedTensorInfo`
+            and returns an `Action`; or a policy function of
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
     Raises:
         ValueError: it is not a policy, or names an operator that does not exist.
         TypeError: a region is called like a function: `@actckpt.region` without parentheses took the function that it

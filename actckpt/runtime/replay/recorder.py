@@ -263,7 +263,7 @@ def _end_write(
     if block.value.step is step and step is not None:
         return  # two written arguments on one storage
     value = tape.new_value(nbytes, tensor.device)
-    if old is not None and old.action in (Action.KEEP, Action.OFFLOAD):
+    if old is not None and old.action not in (None, Action.RECOMPUTE):
         action = old.action
     was_resized = old is not None and old.why_opaque is _OVERWRITTEN and not _covers_all(tensor, nbytes)
     if was_resized or nbytes != block.value.nbytes:

@@ -1,18 +1,22 @@
 """The tape of an open region: what its storages hold, what must be held, and what autograd saves of it."""
 
 import fnmatch
+import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actckpt import config
-from actckpt._frames import is_pending, look_at, value_of
+from actckpt._frames import Moved, is_pending, look_at, value_of
 from actckpt.action import Action, SavedTensorInfo
-from actckpt.runtime import offload, stores, torch_private
+from actckpt.engine.demotion import RegionPlan
+from actckpt.runtime import stores, torch_private
 from actckpt.runtime.counters import counters
+from actckpt.runtime.offload import Session
 from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
@@ -34,6 +38,8 @@ class Tape(TapeCore):
         self.choice = choice
         #: The hooks that were active where the region was opened.
         self.outer = outer
+        #: Whether they get the bytes of what the policy keeps, not only inputs.
+        self.hands_kept_out = True
         #: The pack hook, by which a region inside recognises this one.
         self.pack_hook: Any = None
         self.is_open = True
@@ -72,7 +78,10 @@ class Tape(TapeCore):
         #: See `configure`.
         self.replay_order: Any = settings.replay_order
         self.replay_window: int | None = settings.replay_window
-        self._session: offload.Session | None = None
+        #: By whether packing may wait for room.
+        self._sessions: dict[bool, Session] = {}
+        #: What `PREFER_OFFLOAD` moves.
+        self._plan: RegionPlan | None = None
         #: Values with cached bytes, by the backward that cached them; and those that others are replayed from.
         self._cached: dict[int, list[weakref.ref[Value]]] = {}
         self._waypoints: list[weakref.ref[Value]] = []
@@ -160,24 +169,57 @@ class Tape(TapeCore):
                 value.held = copied
                 look_at(value, copied)
 
-    def offload(self, value: Value, tensor: Tensor) -> None:
-        """Move the bytes of a value to the store."""
+    def offload(self, value: Value, tensor: Tensor) -> str:
+        """Move the bytes of a value to the store; returns why they stay, or an empty text.
+
+        What prefers to be moved then is a kept value; the store holds what must be moved and finds no room.
+        """
+        if value.action is Action.PREFER_OFFLOAD:
+            why = self._prefer_offload(value, tensor)
+            value.action = Action.KEEP if why else Action.OFFLOAD
+            return why
         with Paused():
-            if self._session is None:
-                self._session = offload.Session("auto", min_bytes=0)
-            packed = self._session.pack(whole(tensor))
-        value.stored = packed.unpack
+            packed = self._session(must=True).pack(whole(tensor))
+        self._let_go(value, packed.unpack)
+        return "" if isinstance(packed, Moved) else "no store takes it or had room for it"
+
+    def _prefer_offload(self, value: Value, tensor: Tensor) -> str:
+        if self._plan is None:
+            self._plan = self.site.steps.region()
+        plan = self._plan
+        place = value.key, value.index
+        if not plan.wants(place):
+            return "an earlier step waited for it"
+        with Paused():
+            packed = self._session(must=False).pack(whole(tensor))
+        if not isinstance(packed, Moved):
+            return "no store takes it or had room for it at once"
+        if packed.timing is not None:
+            plan.moved(place, packed.timing)
+        self._let_go(value, functools.partial(_read, plan, packed))
+        return ""
+
+    def _session(self, *, must: bool) -> Session:
+        session = self._sessions.get(must)
+        if session is None:
+            session = self._sessions[must] = Session("auto", min_bytes=0, must=must)
+        return session
+
+    @staticmethod
+    def _let_go(value: Value, stored: Callable[[], Tensor]) -> None:
+        value.stored = stored
         value.held = None
         value.version = -1
 
     def parked(self, tensor: Tensor) -> Any:
-        """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None."""
+        """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None.
+
+        None also where the store has no room at once: an audit makes nobody wait.
+        """
         if stores.existing("host" if tensor.is_cuda else "disk") is None:
             return None
-        if self._session is None:
-            self._session = offload.Session("auto", min_bytes=0)
-        packed = self._session.pack(tensor.detach().clone())
-        return packed.unpack
+        packed = self._session(must=False).pack(tensor.detach().clone())
+        return packed.unpack if isinstance(packed, Moved) else None
 
     def cache(self, task: int, value: Value, tensor: Tensor) -> None:
         """Keep a replayed value until this backward has unpacked it (Rule 12).
@@ -256,25 +298,33 @@ class Tape(TapeCore):
                 self.opaque_bytes += value.nbytes
         elif action is Action.RECOMPUTE:
             self.recompute_bytes += value.nbytes
+        if action is not Action.RECOMPUTE:
+            action, why_not_moved = self._hold(value, tensor, action)
+            why = why or why_not_moved
         if entry is not None:
             entry.action, entry.why = action, why or (value.why_opaque if value.is_input else "")
         if action is not Action.RECOMPUTE:
-            self._hold(value, tensor, action)
-        elif new_leaf_bytes(value, value.nbytes) > value.nbytes:
+            return
+        if new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.spare = tensor
             self.candidates.append(value)
         else:
             mark_needed(value)
 
-    def _hold(self, value: Value, tensor: Tensor, action: Action) -> None:
+    def _hold(self, value: Value, tensor: Tensor, action: Action) -> tuple[Action, str]:
+        """Keep or move a value; returns what became of it, and why it was not moved although the policy says so."""
         value.step = None
-        if action is Action.OFFLOAD:
-            self.offload(value, tensor)
-            return
+        if action is not Action.KEEP:
+            why = self.offload(value, tensor)
+            if value.stored is not None:
+                return (Action.KEEP if why else Action.OFFLOAD), why
+        else:
+            why = ""
         if value.held is None:
             self.holding.append(value)
         if not value.is_parameter:
             value.held = tensor  # tells of later changes as autograd would: aliases may count their own (`Tensor.data`)
+        return Action.KEEP, why
 
     def info_of(self, value: Value, tensor: Tensor) -> SavedTensorInfo:
         """Return what a policy is told about a value."""
@@ -296,6 +346,11 @@ class Tape(TapeCore):
         if value.step is None or value.why_opaque:
             return False
         return self.num_lost == 0 or self.obtainable.has(value)
+
+
+def _read(plan: RegionPlan, packed: Moved) -> Tensor:
+    plan.read()
+    return packed.unpack()
 
 
 class Paused:
