@@ -73,6 +73,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "outer_hooks",
         "replaced_function_modes",
         "selective_policy",
+        "unsharded_parameter",
         "without_tensor_hooks",
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
