@@ -160,7 +160,7 @@ class Value:
     cached: Tensor | None
     spare: Tensor | None
     why_opaque: str
-    entry: Any
+    entry: Entry | None
     nbytes: int
     ordinal: int
     index: int
@@ -199,8 +199,10 @@ class Block:
 class Window:
     value: Value
     dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
     offset: int
     is_conj: bool
     is_neg: bool
@@ -209,8 +211,22 @@ class Window:
 class Handle:
     tape: Any
     window: Window
+    #: A tensor like the window, where one is held.
+    alias: Tensor | None
     audit: Any
     task: int
+
+class Entry:
+    """What a report says of a saved value."""
+
+    operator: str
+    module: str | None
+    action: Action
+    #: Why it got its action, where the policy alone does not say.
+    why: str
+    storage: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    num_replays: int
 
 class TapeCore:
     blocks: dict[int, Block]
@@ -221,7 +237,7 @@ class TapeCore:
     opaque_places: set[int]
     audited_places: set[int]
     opaque_names: tuple[str, ...]
-    entries: list[Any] | None
+    entries: list[Entry] | None
     outer: Any
     candidates: list[Value]
     num_lost: int
@@ -258,6 +274,7 @@ def add_value(
 def add_results(tape: TapeCore, step: Step, result: Any, action: Action | None, why_opaque: str) -> None: ...
 def is_pending(value: Value, task: int) -> bool: ...
 def num_replayed() -> int: ...
+def add_entry(tape: TapeCore, value: Value, tensor: Tensor) -> Entry: ...
 def new_leaf_bytes(value: Value, at_most: int) -> int: ...
 def settle_held(tape: TapeCore, /) -> list[Value]: ...
 def mark_needed(value: Value) -> None: ...

@@ -50,6 +50,10 @@ any_autocast_enabled: Callable[[], bool] = _optional(torch._C, "_is_any_autocast
 #: place, as `no_grad` does.
 below_autograd: Callable[[], Any] | None = _optional(torch._C, "_AutoDispatchBelowAutograd")
 
+#: A capsule with C functions that describe a tensor in plain numbers (DLPack's C exchange API). Documented, but newer
+#: than the oldest torch that we take. Missing: they are read one by one, which is slower.
+exchange_api: Any = _optional(torch.Tensor, "__dlpack_c_exchange_api__")
+
 #: Whether the backward under way was asked to retain the graph. Missing: assume that it was, and hold what values
 #: were replayed from until their graph is gone.
 keeps_graph: Callable[[], bool] | None = _optional(torch._C._autograd, "_get_current_graph_task_keep_graph")
@@ -178,3 +182,15 @@ def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for hooks, before in zip(dicts, held, strict=True):
             hooks.update(before)
+
+
+def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
+    """Return name and unsharded tensor of a parameter that FSDP2 manages, if `owner` is what it does so with.
+
+    The module has the sharded parameter in its place most of the time. Missing: errors do not name the parameter.
+    """
+    if type(owner).__name__ != "FSDPParam":
+        return None
+    tensor = _optional(owner, "_unsharded_param")
+    name = _optional(owner, "_param_fqn") or _optional(_optional(owner, "_module_info"), "param_name")
+    return None if tensor is None or name is None else (str(name), tensor)

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "frames/python.h"
+#include "frames/reads.h"
 #include "frames/task_end.h"
 
 namespace actckpt {
@@ -78,11 +79,11 @@ PyObject* frame_pack(PyObject* self, PyObject* tensor) {
     Saved saved;
     saved.version = version_of(tensor);
     if (frame->check_metadata) {
-      saved.shape = attribute(tensor, python().shape);
-      saved.dtype = attribute(tensor, python().dtype);
-      saved.device = attribute(tensor, python().device);
+      saved.shape = reads().shape(tensor);
+      saved.dtype = reads().dtype(tensor);
+      saved.device = reads().device(tensor);
     }
-    if (frame->check_metadata && !is_true(tensor, python().requires_grad)) {
+    if (frame->check_metadata && !reads().requires_grad.is_true(tensor)) {
       PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
       if (reference == nullptr) throw py::error_already_set();
       saved.outsider = py::reinterpret_steal<py::object>(reference);

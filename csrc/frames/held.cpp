@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "frames/python.h"
+#include "frames/reads.h"
 
 namespace actckpt {
 namespace {
@@ -34,7 +35,7 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   new (&self->held) py::object();
   new (&self->unpack) py::object();
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
-  self->requires_grad = is_true(tensor, python().requires_grad);
+  self->requires_grad = reads().requires_grad.is_true(tensor);
   self->is_of_leaf = true;
   if (pack != Py_None) {
     const py::object base = py::reinterpret_borrow<py::object>(tensor).attr("_base");
@@ -136,7 +137,7 @@ py::object hold_arguments(PyObject* args, bool* on_device) {
       const Py_ssize_t same = first_same(args, i);
       item = same < i ? py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(held.ptr(), same))
                       : hold(value, Py_None, Py_None);
-      *on_device = *on_device || !is_true(value, python().is_cpu);
+      *on_device = *on_device || !reads().is_cpu.is_true(value);
     } else if (is_plain(value)) {
       item = py::reinterpret_borrow<py::object>(value);
     } else {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "frames/python.h"
+#include "frames/reads.h"
 
 namespace actckpt {
 namespace {
@@ -40,7 +41,7 @@ bool is_plain(PyObject* parameter) {
 }
 
 bool counts(PyObject* parameter) {
-  return is_plain(parameter) && is_true(parameter, python().requires_grad);
+  return is_plain(parameter) && reads().requires_grad.is_true(parameter);
 }
 
 long long sum_versions(PyObject* module) {

@@ -1,5 +1,7 @@
 #include "frames/python.h"
 
+#include "frames/reads.h"
+
 namespace actckpt {
 namespace {
 
@@ -8,7 +10,6 @@ Python interned() {
   names.shape = PyUnicode_InternFromString("shape");
   names.dtype = PyUnicode_InternFromString("dtype");
   names.device = PyUnicode_InternFromString("device");
-  names.version = PyUnicode_InternFromString("_version");
   names.requires_grad = PyUnicode_InternFromString("requires_grad");
   names.detach = PyUnicode_InternFromString("detach");
   names.is_cpu = PyUnicode_InternFromString("is_cpu");
@@ -46,6 +47,8 @@ void connect(const py::dict& names) {
   p.tensor_type = keep("tensor_type");
   p.parameter_type = keep("parameter_type");
   p.module_type = keep("module_type");
+  p.storage_type = keep("storage_type");
+  connect_reads(p.tensor_type, p.parameter_type, p.storage_type);
   p.lock_type = keep("lock_type");
   p.state_getters = keep("state_getters");
   p.cpu_generators = keep("cpu_generators");
@@ -103,17 +106,22 @@ void call_quietly(PyObject* function, PyObject* argument) {
 bool is_true(PyObject* object, PyObject* name) { return attribute(object, name).ptr() == Py_True; }
 
 long long version_of(PyObject* tensor) {
-  PyObject* found = PyObject_GetAttr(tensor, python().version);
+  long long version = 0;
+  read_version(tensor, &version);
+  return version;
+}
+
+bool read_version(PyObject* tensor, long long* version) {
+  PyObject* found = reads().version.get(tensor);
   if (found == nullptr) {
-    // Inference tensors have no version; nothing is known of what is done to them.
     py::error_already_set error;
-    if (call_method(tensor, python().is_inference).ptr() == Py_True) return 0;
+    if (reads().is_inference.is_true(tensor)) return false;
     throw error;
   }
-  const auto version = py::reinterpret_steal<py::object>(found);
-  const long long number = PyLong_AsLongLong(version.ptr());
-  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return number;
+  const auto object = py::reinterpret_steal<py::object>(found);
+  *version = PyLong_AsLongLong(object.ptr());
+  if (*version == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return true;
 }
 
 }  // namespace actckpt

@@ -15,7 +15,6 @@ struct Python {
   PyObject* shape;
   PyObject* dtype;
   PyObject* device;
-  PyObject* version;
   PyObject* requires_grad;
   PyObject* detach;
   PyObject* is_cpu;
@@ -34,6 +33,7 @@ struct Python {
   PyObject* tensor_type;
   PyObject* parameter_type;
   PyObject* module_type;
+  PyObject* storage_type;
   PyObject* lock_type;
   PyObject* state_getters;
   PyObject* cpu_generators;
@@ -75,7 +75,11 @@ py::object call_method(PyObject* object, PyObject* name, PyObject* argument);
 void call_quietly(PyObject* function, PyObject* argument = nullptr);
 
 bool is_true(PyObject* object, PyObject* name);
+// The version of a tensor, 0 for inference tensors: they have none, and nothing is known of what is done to them.
 long long version_of(PyObject* tensor);
+
+// The same; returns false, having read nothing, for inference tensors.
+bool read_version(PyObject* tensor, long long* version);
 
 // The border to Python: runs `body` and turns a C++ exception into a pending Python error.
 template <typename Body>

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "frames/python.h"
+#include "frames/reads.h"
 
 namespace actckpt {
 namespace {
@@ -40,9 +41,9 @@ bool equal(const py::object& a, const py::object& b) {
 }
 
 bool same_metadata(const Saved& saved, PyObject* tensor) {
-  return equal(saved.shape, attribute(tensor, python().shape)) &&
-         equal(saved.dtype, attribute(tensor, python().dtype)) &&
-         equal(saved.device, attribute(tensor, python().device));
+  return equal(saved.shape, reads().shape(tensor)) &&
+         equal(saved.dtype, reads().dtype(tensor)) &&
+         equal(saved.device, reads().device(tensor));
 }
 
 // Ends the rerun: the caller returns null to autograd. Not a C++ exception, which would cost more
@@ -69,8 +70,8 @@ bool is_mismatch(RefillObject* refill, std::size_t index, PyObject* tensor, cons
 }
 
 py::object detached(PyObject* tensor) {
-  if (!is_true(tensor, python().requires_grad)) return py::reinterpret_borrow<py::object>(tensor);
-  return call_method(tensor, python().detach);
+  if (!reads().requires_grad.is_true(tensor)) return py::reinterpret_borrow<py::object>(tensor);
+  return reads().detach(tensor);
 }
 
 PyObject* pack(RefillObject* refill, PyObject* tensor) {

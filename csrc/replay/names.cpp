@@ -1,20 +1,14 @@
 #include "replay/names.h"
 
+#include "replay/geometry.h"
+
 namespace actckpt::replay {
 namespace {
 
 ReplayNames interned() {
   ReplayNames n{};
-  n.untyped_storage = PyUnicode_InternFromString("untyped_storage");
-  n.nbytes = PyUnicode_InternFromString("nbytes");
-  n.stride = PyUnicode_InternFromString("stride");
-  n.storage_offset = PyUnicode_InternFromString("storage_offset");
-  n.is_conj = PyUnicode_InternFromString("is_conj");
-  n.is_neg = PyUnicode_InternFromString("is_neg");
   n.is_complex = PyUnicode_InternFromString("is_complex");
-  n.base = PyUnicode_InternFromString("_base");
   n.as_strided = PyUnicode_InternFromString("as_strided");
-  n.is_nested = PyUnicode_InternFromString("is_nested");
   n.is_view = PyUnicode_InternFromString("is_view");
   n.is_plain = PyUnicode_InternFromString("is_plain");
   n.callee = PyUnicode_InternFromString("callee");
@@ -24,7 +18,10 @@ ReplayNames interned() {
   n.actions_by_id = PyUnicode_InternFromString("actions_by_id");
   n.default_action = PyUnicode_InternFromString("default");
   n.after_call = PyUnicode_InternFromString("after_call");
-  n.is_leaf = PyUnicode_InternFromString("is_leaf");
+  n.name = PyUnicode_InternFromString("name");
+  n.made_by_nothing = PyUnicode_InternFromString("(input)");
+  n.no_reason = PyUnicode_InternFromString("");
+  n.why_read = PyUnicode_InternFromString("others are replayed from it");
   n.why_input = PyUnicode_InternFromString("an input of the region");
   n.why_unreadable = PyUnicode_InternFromString("made from a tensor whose storage cannot be read");
   n.changed_unseen = PyUnicode_InternFromString("changed_unseen");
@@ -34,7 +31,6 @@ ReplayNames interned() {
   n.exit = PyUnicode_InternFromString("__exit__");
   n.clear_after = PyUnicode_InternFromString("clear_after");
   n.for_value = PyUnicode_InternFromString("for_value");
-  n.num_replays = PyUnicode_InternFromString("num_replays");
   return n;
 }
 
@@ -65,6 +61,7 @@ void connect_replay(const py::dict& given) {
   n.any_autocast_enabled = keep("any_autocast_enabled");
   n.num_function_modes = keep("num_function_modes");
   n.num_recorders = keep("num_recorders");
+  connect_exchange(keep("exchange_api"));
 }
 
 }  // namespace actckpt::replay

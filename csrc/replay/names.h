@@ -7,16 +7,8 @@ namespace actckpt::replay {
 
 struct ReplayNames {
   // Interned attribute names.
-  PyObject* untyped_storage;
-  PyObject* nbytes;
-  PyObject* stride;
-  PyObject* storage_offset;
-  PyObject* is_conj;
-  PyObject* is_neg;
   PyObject* is_complex;
-  PyObject* base;
   PyObject* as_strided;
-  PyObject* is_nested;
   PyObject* is_view;
   PyObject* is_plain;
   PyObject* func;
@@ -26,7 +18,10 @@ struct ReplayNames {
   PyObject* actions_by_id;
   PyObject* default_action;
   PyObject* after_call;
-  PyObject* is_leaf;
+  PyObject* name;
+  PyObject* made_by_nothing;  // what reports call the operator of inputs
+  PyObject* no_reason;
+  PyObject* why_read;  // what reports say of what was not saved and is held
   PyObject* why_input;  // what reports say of inputs
   PyObject* why_unreadable;  // and of what is made from tensors without a storage
   PyObject* changed_unseen;
@@ -36,7 +31,6 @@ struct ReplayNames {
   PyObject* exit;
   PyObject* clear_after;
   PyObject* for_value;
-  PyObject* num_replays;
 
   // Set by `connect_replay`.
   PyObject* paused;           // dict: threads in which recorders stand aside

@@ -1,7 +1,11 @@
 #include "replay/objects.h"
 
+#include <algorithm>
+#include <new>
 #include <utility>
 
+#include "frames/reads.h"
+#include "replay/geometry.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -54,6 +58,24 @@ py::object new_handle(PyObject* tape, PyObject* window) {
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(handle));
 }
 
+EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
+  const ReplayNames& n = names();
+  auto* entry = allocated<EntryObject>(entry_type);
+  const auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(entry));
+  entry->operator_ = is_none(value->operator_) ? Py_NewRef(n.made_by_nothing)
+                                               : attribute(value->operator_, n.name).release().ptr();
+  const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(value->key));
+  assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
+  assign(entry->action, n.keep);
+  assign(entry->why, n.no_reason);
+  entry->storage = untracked(PyWeakref_NewRef(reads().untyped_storage(tensor).ptr(), nullptr));
+  if (entry->storage == nullptr) throw py::error_already_set();
+  entry->nbytes = value->nbytes;
+  if (PyList_Append(tape->entries, result.ptr()) != 0) throw py::error_already_set();
+  assign(value->entry, result.ptr());
+  return entry;
+}
+
 void add_output(StepObject* step, ValueObject* value, long kind, long index) {
   assign(value->step, reinterpret_cast<PyObject*>(step));
   value->index = PyList_GET_SIZE(step->outputs);
@@ -66,17 +88,27 @@ void add_output(StepObject* step, ValueObject* value, long kind, long index) {
   }
 }
 
-py::object window_of(PyObject* tensor, PyObject* value) {
-  const ReplayNames& n = names();
+void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, const std::int64_t* strides) {
+  std::int64_t* dims = window->few;
+  if (num_dims > kFewDims) {
+    dims = window->dims = static_cast<std::int64_t*>(PyMem_Malloc(2 * num_dims * sizeof(std::int64_t)));
+    if (dims == nullptr) throw std::bad_alloc();
+  }
+  window->num_dims = num_dims;
+  std::copy_n(sizes, num_dims, dims);
+  std::copy_n(strides, num_dims, dims + num_dims);
+}
+
+py::object window_of(PyObject* tensor, PyObject* value, Geometry* given) {
+  const Geometry& geometry = given->of(tensor);
   auto* window = allocated<WindowObject>(window_type);
   auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(window));
   assign(window->value, value);
-  window->dtype = attribute(tensor, python().dtype).release().ptr();
-  window->shape = untracked(attribute(tensor, python().shape).release().ptr());
-  window->stride = untracked(call_method(tensor, n.stride).release().ptr());
-  window->offset = call_method(tensor, n.storage_offset).release().ptr();
-  window->is_conj = is_true(window->dtype, n.is_complex) && call_method(tensor, n.is_conj).ptr() == Py_True;
-  window->is_neg = call_method(tensor, n.is_neg).ptr() == Py_True;
+  assign(window->dtype, geometry.dtype());
+  set_dims(window, geometry.num_dims(), geometry.sizes(), geometry.strides());
+  window->offset = reads().storage_offset.number(tensor);
+  window->is_conj = geometry.is_complex() && reads().is_conj.is_true(tensor);
+  window->is_neg = reads().is_neg.is_true(tensor);
   return result;
 }
 

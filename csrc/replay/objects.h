@@ -5,6 +5,8 @@
 // handle to what it is made from, and never back.
 #pragma once
 
+#include <cstdint>
+
 #include "frames/python.h"
 
 namespace actckpt::replay {
@@ -59,14 +61,17 @@ struct BlockObject {
   PyObject* value;
 };
 
+constexpr int kFewDims = 4;
+
 // A tensor, as geometry on a value.
 struct WindowObject {
   PyObject_HEAD
   PyObject* value;
   PyObject* dtype;
-  PyObject* shape;
-  PyObject* stride;
-  PyObject* offset;
+  std::int64_t* dims;  // sizes, then strides; null: in `few`
+  std::int64_t few[2 * kFewDims];
+  long long offset;
+  int num_dims;
   char is_conj;
   char is_neg;
 };
@@ -77,8 +82,21 @@ struct HandleObject {
   PyObject* weak_references;
   PyObject* tape;
   PyObject* window;
+  PyObject* alias;  // a tensor like the window, where one is held; else null
   PyObject* audit;
   long long task;
+};
+
+// What a report says of a saved value.
+struct EntryObject {
+  PyObject_HEAD
+  PyObject* operator_;  // its name
+  PyObject* module;
+  PyObject* action;
+  PyObject* why;
+  PyObject* storage;  // a weak reference
+  long long nbytes;
+  long long num_replays;
 };
 
 // The part of a tape that the recorder touches at every operator; actckpt/runtime/replay/tape.py derives from it.
@@ -107,11 +125,14 @@ struct TapeObject {
   char audits_always;
 };
 
+class Geometry;
+
 extern PyTypeObject* value_type;
 extern PyTypeObject* step_type;
 extern PyTypeObject* block_type;
 extern PyTypeObject* window_type;
 extern PyTypeObject* handle_type;
+extern PyTypeObject* entry_type;
 extern PyTypeObject* tape_type;
 
 inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
@@ -139,11 +160,20 @@ py::object new_step(PyObject* op, py::object args, py::object kwargs, py::object
 py::object new_block(PyObject* storage, PyObject* value);
 py::object new_handle(PyObject* tape, PyObject* window);
 
+// Adds a line on `value`, which is what `tensor` holds, to the report of its region; returns the line, borrowed.
+EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor);
+
 // Makes `value` a result of `step`: `kind` 0, the index-th tensor returned; 1, the index-th value written to.
 void add_output(StepObject* step, ValueObject* value, long kind, long index);
 
+inline const std::int64_t* sizes_of(const WindowObject* window) {
+  return window->dims != nullptr ? window->dims : window->few;
+}
+inline const std::int64_t* strides_of(const WindowObject* window) { return sizes_of(window) + window->num_dims; }
+void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, const std::int64_t* strides);
+
 // The geometry of `tensor`, whose bytes are those of `value`.
-py::object window_of(PyObject* tensor, PyObject* value);
+py::object window_of(PyObject* tensor, PyObject* value, Geometry* geometry);
 
 // What a weak reference refers to, null if it is gone; borrowed from whoever holds it alive.
 PyObject* referent(PyObject* reference) noexcept;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "frames/reads.h"
 #include "replay/lineage.h"
 #include "replay/names.h"
 #include "replay/record.h"
@@ -10,8 +11,8 @@ namespace actckpt::replay {
 namespace {
 
 // Decides what becomes of a value that autograd saves for the first time. False: `Tape.decide` has to.
-bool decided(TapeObject* tape, ValueObject* value) {
-  if (!is_none(tape->entries) || is_none(value->action) || tape->num_lost != 0) return false;
+bool decided(TapeObject* tape, ValueObject* value, PyObject* tensor) {
+  if (is_none(value->action) || tape->num_lost != 0) return false;
   const bool recomputes = value->action == names().recompute;
   if (recomputes) {
     if (is_none(value->step) || PyObject_IsTrue(value->why_opaque) == 1) return false;
@@ -20,12 +21,19 @@ bool decided(TapeObject* tape, ValueObject* value) {
     tape->recompute_bytes += value->nbytes;
   } else if (value->action == names().keep && !is_none(value->held)) {
     assign(value->step, Py_None);
+    // Tells of later changes as autograd would: aliases may count their own (`Tensor.data`).
+    if (value->is_parameter == 0) assign(value->held, tensor);
   } else {
     return false;
   }
   const auto reference = py::reinterpret_steal<py::object>(
       untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
   append(tape->saved, reference.ptr());
+  if (!is_none(tape->entries) && value->is_parameter == 0) {
+    EntryObject* entry = add_entry(tape, value, tensor);
+    assign(entry->action, value->action);
+    if (value->is_input != 0) assign(entry->why, value->why_opaque);
+  }
   return true;
 }
 
@@ -36,7 +44,8 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     auto* tape = reinterpret_cast<TapeObject*>(arguments[0]);
     PyObject* tensor = arguments[1];
     const bool is_plain = is_tensor_type(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
-    const py::object found = is_plain ? value_of(tape, tensor) : py::object();
+    Geometry geometry(tensor);
+    const py::object found = is_plain ? value_of(tape, tensor, geometry) : py::object();
     auto* value = reinterpret_cast<ValueObject*>(found.ptr());
     if (value == nullptr || (value->is_parameter != 0 && value->held == tensor)) {
       PyObject* other[] = {arguments[0], tensor, is_plain ? Py_True : Py_False};
@@ -44,14 +53,17 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     if (value->handles == nullptr) {
       value->handles = untracked(py::list().release().ptr());
-      if (!decided(tape, value)) {
+      if (!decided(tape, value, tensor)) {
         PyObject* both[] = {arguments[0], found.ptr(), tensor};
         const auto done =
             py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(names().decide, both, 3, nullptr));
         if (!done) throw py::error_already_set();
       }
     }
-    py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr()).ptr());
+    py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr(), &geometry).ptr());
+    if (value->is_parameter != 0) {  // it stays: to hold this view of it, as plain autograd does, holds nothing more
+      assign(reinterpret_cast<HandleObject*>(handle.ptr())->alias, tensor);
+    }
     add_handle(value, handle.ptr());
     if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
       tape->num_packed += 1;
@@ -69,8 +81,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 bool is_watched(const TapeObject* tape, const ValueObject* value) {
-  return is_none(tape->outer) && (is_none(tape->entries) || !is_none(value->entry)) &&
-         (value->action == names().keep || value->is_input != 0);
+  return is_none(tape->outer) && (value->action == names().keep || value->is_input != 0);
 }
 
 // The tensor on the bytes of `value` that the region used last: what an operator returned may have been an
@@ -81,8 +92,8 @@ py::object seen_last(const ValueObject* value) {
   PyObject* seen = referent(value->root);
   if (seen == nullptr || seen == held.ptr()) return held;
   py::object root = py::reinterpret_borrow<py::object>(seen);
-  const py::object storage = call_method(root.ptr(), names().untyped_storage);
-  return storage.ptr() == call_method(held.ptr(), names().untyped_storage).ptr() ? root : held;
+  const py::object storage = reads().untyped_storage(root.ptr());
+  return storage.ptr() == reads().untyped_storage(held.ptr()).ptr() ? root : held;
 }
 
 // Holds the bytes of `value` through an alias that tells when they change (Rule 7 of NOTE [ Replay ]).
@@ -92,7 +103,7 @@ void watch(ValueObject* value) {
   if (value->version < 0 || is_none(value->root) || referent(value->root) != root.ptr()) {
     value->version = version_of(held.ptr());
   }
-  assign(value->held, call_method(held.ptr(), python().detach).ptr());
+  assign(value->held, reads().detach(held.ptr()).ptr());
 }
 
 // settle_held(tape): lets go of what no saved tensor needs, and watches what is kept. Returns the values for which
@@ -118,6 +129,9 @@ PyObject* settle_held(PyObject*, PyObject* self) {
       auto* value = reinterpret_cast<ValueObject*>(item);
       if (is_none(value->held) || value->is_parameter != 0) continue;
       if (is_alone && is_watched(tape, value)) {
+        if (!is_none(tape->entries) && is_none(value->entry)) {
+          assign(add_entry(tape, value, value->held)->why, names().why_read);
+        }
         watch(value);
       } else {
         others.append(py::reinterpret_borrow<py::object>(item));
@@ -135,6 +149,10 @@ void add_pack_functions(py::module_& module) {
       {"settle_held", settle_held, METH_O, "settle_held(tape)"},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("add_entry", [](const py::handle& tape, const py::handle& value, const py::handle& tensor) {
+    add_entry(reinterpret_cast<TapeObject*>(tape.ptr()), reinterpret_cast<ValueObject*>(value.ptr()), tensor.ptr());
+    return py::reinterpret_borrow<py::object>(reinterpret_cast<ValueObject*>(value.ptr())->entry);
+  });
   module.def("new_leaf_bytes", [](const py::handle& value, long long at_most) {
     return new_leaf_bytes(reinterpret_cast<ValueObject*>(value.ptr()), at_most);
   });

@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "frames/held.h"
+#include "frames/reads.h"
+#include "replay/geometry.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -55,9 +57,9 @@ py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
 }
 
 // The storage, or null for tensors that have none that can be read, or that have no strides to read it by.
-py::object storage_of(PyObject* tensor) {
-  if (is_true(tensor, names().is_nested)) return py::object();
-  PyObject* storage = PyObject_CallMethodNoArgs(tensor, names().untyped_storage);
+py::object storage_of(PyObject* tensor, const Geometry& geometry) {
+  if (!geometry.is_known() && reads().is_nested.is_true(tensor)) return py::object();
+  PyObject* storage = reads().untyped_storage.get(tensor);
   if (storage != nullptr) return py::reinterpret_steal<py::object>(storage);
   if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
   PyErr_Clear();
@@ -75,8 +77,7 @@ BlockObject* block_of(TapeObject* tape, PyObject* storage) {
 }
 
 void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
-  if (call_method(tensor, python().is_inference).ptr() == Py_True) return;
-  value->version = version_of(tensor);
+  if (!read_version(tensor, &value->version)) return;
   PyObject* reference = untracked(PyWeakref_NewRef(root.ptr(), nullptr));
   if (reference == nullptr) throw py::error_already_set();
   Py_XDECREF(std::exchange(value->root, reference));
@@ -84,13 +85,14 @@ void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
 
 py::object frozen(TapeObject* tape, PyObject* argument, PyObject* inputs) {
   if (PyObject_TypeCheck(argument, reinterpret_cast<PyTypeObject*>(python().tensor_type))) {
-    py::object value = value_of(tape, argument);
+    Geometry geometry(argument);
+    py::object value = value_of(tape, argument, geometry);
     if (!value) {
       tape->num_unreadable += 1;
       return py::reinterpret_borrow<py::object>(argument);
     }
     if (PyList_Append(inputs, value.ptr()) != 0) throw py::error_already_set();
-    return window_of(argument, value.ptr());
+    return window_of(argument, value.ptr(), &geometry);
   }
   if (PyList_CheckExact(argument) || PyTuple_CheckExact(argument)) {
     py::list items;
@@ -123,11 +125,11 @@ py::object frozen_kwargs(TapeObject* tape, PyObject* kwargs, PyObject* inputs) {
 }
 
 // Advances the structure by a new tensor and names the place of its value.
-void advance(TapeObject* tape, ValueObject* value, PyObject* func, PyObject* tensor) {
-  const py::object shape = attribute(tensor, python().shape);
+void advance(TapeObject* tape, ValueObject* value, PyObject* func, const Geometry& geometry) {
   std::uint64_t hash = mixed(static_cast<std::uint64_t>(tape->structure), reinterpret_cast<std::uintptr_t>(func));
-  hash = mixed(hash, static_cast<std::uint64_t>(PyObject_Hash(shape.ptr())));
-  hash = mixed(hash, reinterpret_cast<std::uintptr_t>(attribute(tensor, python().dtype).ptr()));
+  hash = mixed(hash, static_cast<std::uint64_t>(geometry.num_dims()));
+  for (int i = 0; i < geometry.num_dims(); ++i) hash = mixed(hash, static_cast<std::uint64_t>(geometry.sizes()[i]));
+  hash = mixed(hash, reinterpret_cast<std::uintptr_t>(geometry.dtype()));
   tape->structure = value->key = static_cast<long long>(hash);
 }
 
@@ -140,12 +142,12 @@ bool needs_a_closer_look(TapeObject* tape, long long key) {
 
 // Notes how a new value comes about and what the policy wants with it.
 void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject* op, long kind, long index,
-               PyObject* tensor, PyObject* action, PyObject* why_opaque) {
+               PyObject* tensor, Geometry* geometry, PyObject* action, PyObject* why_opaque) {
   assign(value->action, action);
   assign(value->operator_, op);
   if (is_none(action)) assign(value->asked, attribute(tape->choice, names().for_value).ptr());
   const py::object func = is_none(op) ? py::none() : attribute(op, names().func);
-  advance(tape, value, func.ptr(), tensor);
+  advance(tape, value, func.ptr(), geometry->of(tensor));
   py::object why = py::reinterpret_borrow<py::object>(why_opaque);
   if (needs_a_closer_look(tape, value->key)) {
     const py::object found = py::reinterpret_steal<py::object>(PyObject_CallMethodOneArg(
@@ -163,23 +165,18 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
   add_output(step, value, kind, index);
 }
 
-long long number(const py::object& object) {
-  const long long found = PyLong_AsLongLong(object.ptr());
-  if (found == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return found;
-}
-
 // Notes a tensor that a call returned; an alias of what is known already is nothing new (Rule 2 of NOTE [ Replay ]).
 void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tensor, long index, PyObject* action,
                 PyObject* why_opaque) {
-  const py::object storage = storage_of(tensor);
+  Geometry geometry(tensor);
+  const py::object storage = storage_of(tensor, geometry);
   if (!storage || block_of(tape, storage.ptr()) != nullptr) return;
   tape->num_values += 1;
   const py::object made =
-      new_value(number(call_method(storage.ptr(), names().nbytes)),
-                attribute(storage.ptr(), python().device).ptr(), tape->num_values);
+      new_value(reads().nbytes.number(storage.ptr()),
+                reads().storage_device(storage.ptr()).ptr(), tape->num_values);
   auto* value = reinterpret_cast<ValueObject*>(made.ptr());
-  add_value(tape, value, step, op, 0, index, tensor, action, why_opaque);
+  add_value(tape, value, step, op, 0, index, tensor, &geometry, action, why_opaque);
   look_at(value, tensor, root_of(tensor));
   const py::object block = new_block(storage.ptr(), made.ptr());
   if (PyDict_SetItem(tape->blocks, key_of(storage.ptr()).ptr(), block.ptr()) != 0) throw py::error_already_set();
@@ -212,11 +209,6 @@ py::object asked(PyObject* choice, PyObject* func, PyObject* args, PyObject* kwa
   return py::reinterpret_steal<py::object>(answer);
 }
 
-py::object& no_reason() {
-  static auto* text = new py::object(py::str(""));
-  return *text;
-}
-
 py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs) {
   const py::object choice = py::reinterpret_borrow<py::object>(tape->choice);
   const bool asks_calls = is_true(choice.ptr(), names().asks_calls);
@@ -241,7 +233,7 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   }
   const bool is_blind = tape->num_unreadable != num_unreadable;  // nobody tells when such an argument changes
   long index = 0;
-  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), is_blind ? names().why_unreadable : no_reason().ptr(),
+  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), is_blind ? names().why_unreadable : names().no_reason,
               index);
   return result;
 }
@@ -282,21 +274,21 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 // Parameters and leaves like them. What a checkpoint outside gave its rerun is a leaf there only.
 bool is_parameter(PyObject* root) {
-  if (!is_true(root, names().is_leaf)) return false;
+  if (!reads().is_leaf.is_true(root)) return false;
   if (PyObject_IsInstance(root, python().parameter_type) == 1) return true;
-  return is_true(root, python().requires_grad) && PyObject_HasAttrString(root, kThawedMark) == 0;
+  return reads().requires_grad.is_true(root) && PyObject_HasAttrString(root, kThawedMark) == 0;
 }
 
 // Takes a storage that nothing recorded made as an input of the region.
 py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
   tape->num_values += 1;
-  py::object made = new_value(number(call_method(storage.ptr(), names().nbytes)),
-                              attribute(storage.ptr(), python().device).ptr(), tape->num_values);
+  py::object made = new_value(reads().nbytes.number(storage.ptr()),
+                              reads().storage_device(storage.ptr()).ptr(), tape->num_values);
   auto* value = reinterpret_cast<ValueObject*>(made.ptr());
   value->is_input = 1;
   assign(value->why_opaque, names().why_input);
   py::object root = root_of(tensor);
-  if (root.ptr() != tensor && storage_of(root.ptr()).ptr() != storage.ptr()) {
+  if (root.ptr() != tensor && storage_of(root.ptr(), Geometry(root.ptr())).ptr() != storage.ptr()) {
     root = py::reinterpret_borrow<py::object>(tensor);
   }
   value->is_parameter = is_parameter(root.ptr());
@@ -317,7 +309,7 @@ TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject
 bool is_tensor_type(PyObject* type) { return type == python().tensor_type || type == python().parameter_type; }
 
 py::object root_of(PyObject* tensor) {
-  py::object base = attribute(tensor, names().base);
+  py::object base = reads().base(tensor);
   return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
 }
 
@@ -330,8 +322,8 @@ void append(PyObject* list, PyObject* item) {
   if (PyList_Append(list, item) != 0) throw py::error_already_set();
 }
 
-py::object value_of(TapeObject* tape, PyObject* tensor) {
-  const py::object storage = storage_of(tensor);
+py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry) {
+  const py::object storage = storage_of(tensor, geometry);
   if (!storage) return py::object();
   BlockObject* block = block_of(tape, storage.ptr());
   PyObject* self = reinterpret_cast<PyObject*>(tape);
@@ -340,8 +332,10 @@ py::object value_of(TapeObject* tape, PyObject* tensor) {
   }
   py::object found = py::reinterpret_borrow<py::object>(block->value);
   auto* value = reinterpret_cast<ValueObject*>(found.ptr());
-  const py::object root = root_of(tensor);
-  if (value->version < 0 || value->root == nullptr || referent(value->root) != root.ptr()) {
+  PyObject* known = value->root == nullptr ? nullptr : referent(value->root);
+  // What was its own root is no view of anything, and does not become one.
+  const py::object root = known == tensor ? py::reinterpret_borrow<py::object>(tensor) : root_of(tensor);
+  if (value->version < 0 || known != root.ptr()) {
     look_at(value, tensor, root);
   } else if (version_of(tensor) > value->version) {
     PyObject* changed = PyObject_CallMethodObjArgs(self, names().changed_unseen, tensor,
@@ -361,11 +355,12 @@ void add_record_functions(py::module_& module) {
   const py::object dispatcher = module.attr("dispatch");
   module.add_object("torch_dispatch", py::reinterpret_steal<py::object>(PyInstanceMethod_New(dispatcher.ptr())));
   module.def("value_of", [](const py::handle& tape, const py::handle& tensor) -> py::object {
-    py::object found = value_of(tape_of(tape), tensor.ptr());
+    py::object found = value_of(tape_of(tape), tensor.ptr(), Geometry(tensor.ptr()));
     return found ? found : py::none();
   });
   module.def("window_of", [](const py::handle& tensor, const py::handle& value) {
-    return window_of(tensor.ptr(), value.ptr());
+    Geometry geometry(tensor.ptr());
+    return window_of(tensor.ptr(), value.ptr(), &geometry);
   });
   module.def("look_at", [](const py::handle& value, const py::handle& tensor) {
     look_at(reinterpret_cast<ValueObject*>(value.ptr()), tensor.ptr(), root_of(tensor.ptr()));
@@ -376,9 +371,10 @@ void add_record_functions(py::module_& module) {
   module.def("add_value", [](const py::handle& tape, const py::handle& value, const py::object& step,
                              const py::handle& op, long index, const py::handle& tensor, const py::handle& action,
                              const py::handle& why) {
+    Geometry geometry(tensor.ptr());
     add_value(tape_of(tape), reinterpret_cast<ValueObject*>(value.ptr()),
               step.is_none() ? nullptr : reinterpret_cast<StepObject*>(step.ptr()), op.ptr(), 1, index, tensor.ptr(),
-              action.ptr(), why.ptr());
+              &geometry, action.ptr(), why.ptr());
   });
   module.def("add_results", [](const py::handle& tape, const py::object& step, const py::handle& result,
                                const py::handle& action, const py::handle& why) {

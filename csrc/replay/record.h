@@ -3,13 +3,14 @@
 
 #include <cstdint>
 
+#include "replay/geometry.h"
 #include "replay/objects.h"
 
 namespace actckpt::replay {
 
 // The value that the storage of `tensor` holds now; takes it as an input if nothing recorded made it. Null for tensors
 // without a storage that can be read.
-py::object value_of(TapeObject* tape, PyObject* tensor);
+py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry);
 
 bool is_tensor_type(PyObject* type);
 

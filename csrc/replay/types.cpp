@@ -1,6 +1,8 @@
 // The Python types of the objects in objects.h: what they look like from Python, and how they go.
 #include "replay/objects.h"
 
+#include "replay/geometry.h"
+
 #include <structmember.h>
 
 #include <cstddef>
@@ -15,6 +17,7 @@ PyTypeObject* step_type = nullptr;
 PyTypeObject* block_type = nullptr;
 PyTypeObject* window_type = nullptr;
 PyTypeObject* handle_type = nullptr;
+PyTypeObject* entry_type = nullptr;
 PyTypeObject* tape_type = nullptr;
 
 namespace {
@@ -84,13 +87,19 @@ void block_dealloc(PyObject* self) {
 
 void window_dealloc(PyObject* self) {
   using W = WindowObject;
-  free_object<W>(self, &W::dtype, &W::shape, &W::stride, &W::offset, &W::value);
+  PyMem_Free(reinterpret_cast<W*>(self)->dims);
+  free_object<W>(self, &W::dtype, &W::value);
 }
 
 void handle_dealloc(PyObject* self) {
   if (reinterpret_cast<HandleObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   using H = HandleObject;
-  free_object<H>(self, &H::audit, &H::window, &H::tape);
+  free_object<H>(self, &H::audit, &H::alias, &H::window, &H::tape);
+}
+
+void entry_dealloc(PyObject* self) {
+  using E = EntryObject;
+  free_object<E>(self, &E::operator_, &E::module, &E::action, &E::why, &E::storage);
 }
 
 void tape_dealloc(PyObject* self) {
@@ -195,15 +204,25 @@ PyObject* window_on(PyObject* self, PyObject* value) {
   return guarded([&] {
     const auto* window = reinterpret_cast<WindowObject*>(self);
     auto* copied = allocated<WindowObject>(window_type);
-    *(&copied->is_conj) = window->is_conj;
+    auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(copied));
+    copied->is_conj = window->is_conj;
     copied->is_neg = window->is_neg;
     assign(copied->value, value);
     assign(copied->dtype, window->dtype);
-    assign(copied->shape, window->shape);
-    assign(copied->stride, window->stride);
-    assign(copied->offset, window->offset);
-    return reinterpret_cast<PyObject*>(copied);
+    set_dims(copied, window->num_dims, sizes_of(window), strides_of(window));
+    copied->offset = window->offset;
+    return owner.release().ptr();
   });
+}
+
+PyObject* window_shape(PyObject* self, void*) {
+  const auto* window = reinterpret_cast<WindowObject*>(self);
+  return guarded([&] { return tuple_of(sizes_of(window), window->num_dims).release().ptr(); });
+}
+
+PyObject* window_stride(PyObject* self, void*) {
+  const auto* window = reinterpret_cast<WindowObject*>(self);
+  return guarded([&] { return tuple_of(strides_of(window), window->num_dims).release().ptr(); });
 }
 
 #define OBJECT(type, name, field) {name, T_OBJECT, offsetof(type, field), 0, nullptr}
@@ -235,14 +254,18 @@ PyMemberDef step_members[] = {
 PyMemberDef block_members[] = {OBJECT(BlockObject, "storage", storage), OBJECT(BlockObject, "value", value), END};
 PyMemberDef window_members[] = {
     OBJECT(WindowObject, "value", value),   OBJECT(WindowObject, "dtype", dtype),
-    OBJECT(WindowObject, "shape", shape),   OBJECT(WindowObject, "stride", stride),
-    OBJECT(WindowObject, "offset", offset), FLAG(WindowObject, "is_conj", is_conj),
+    NUMBER(WindowObject, "offset", offset), FLAG(WindowObject, "is_conj", is_conj),
     FLAG(WindowObject, "is_neg", is_neg),   END};
 PyMemberDef handle_members[] = {
     OBJECT(HandleObject, "tape", tape), OBJECT(HandleObject, "window", window),
-    OBJECT(HandleObject, "audit", audit), NUMBER(HandleObject, "task", task),
+    OBJECT(HandleObject, "alias", alias), OBJECT(HandleObject, "audit", audit), NUMBER(HandleObject, "task", task),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
+PyMemberDef entry_members[] = {
+    OBJECT(EntryObject, "operator", operator_), OBJECT(EntryObject, "module", module),
+    OBJECT(EntryObject, "action", action),      OBJECT(EntryObject, "why", why),
+    OBJECT(EntryObject, "storage", storage),    NUMBER(EntryObject, "nbytes", nbytes),
+    NUMBER(EntryObject, "num_replays", num_replays), END};
 PyMemberDef tape_members[] = {
     OBJECT(TapeObject, "blocks", blocks),           OBJECT(TapeObject, "holding", holding),
     OBJECT(TapeObject, "saved", saved),             OBJECT(TapeObject, "choice", choice),
@@ -258,6 +281,9 @@ PyMemberDef tape_members[] = {
     FLAG(TapeObject, "audits_always", audits_always), END};
 PyGetSetDef value_getters[] = {{"handles", handles_of, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef window_getters[] = {{"shape", window_shape, nullptr, nullptr, nullptr},
+                                {"stride", window_stride, nullptr, nullptr, nullptr},
+                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr},
                                {"take_last_handle", value_take_last_handle, METH_NOARGS, nullptr},
                                {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
@@ -283,9 +309,11 @@ PyType_Slot block_slots[] = {{Py_tp_new, slot(block_new)},
                              {0, nullptr}};
 PyType_Slot window_slots[] = {{Py_tp_dealloc, slot(window_dealloc)},
                               {Py_tp_members, window_members},
+                              {Py_tp_getset, window_getters},
                               {Py_tp_methods, window_methods},
                               {0, nullptr}};
 PyType_Slot handle_slots[] = {{Py_tp_dealloc, slot(handle_dealloc)}, {Py_tp_members, handle_members}, {0, nullptr}};
+PyType_Slot entry_slots[] = {{Py_tp_dealloc, slot(entry_dealloc)}, {Py_tp_members, entry_members}, {0, nullptr}};
 PyType_Slot tape_slots[] = {{Py_tp_new, slot(PyType_GenericNew)}, {Py_tp_dealloc, slot(tape_dealloc)},
                             {Py_tp_traverse, slot(tape_traverse)}, {Py_tp_clear, slot(tape_clear)},
                             {Py_tp_members, tape_members},         {0, nullptr}};
@@ -308,6 +336,7 @@ void add_replay_types(py::module_& module) {
   block_type = made<BlockObject>(module, "actckpt._frames.Block", block_slots, 0);
   window_type = made<WindowObject>(module, "actckpt._frames.Window", window_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
   handle_type = made<HandleObject>(module, "actckpt._frames.Handle", handle_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  entry_type = made<EntryObject>(module, "actckpt._frames.Entry", entry_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
   tape_type = made<TapeObject>(module, "actckpt._frames.TapeCore", tape_slots, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
 }
 

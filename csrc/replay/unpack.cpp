@@ -1,8 +1,11 @@
 #include "replay/unpack.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "frames/reads.h"
+#include "replay/geometry.h"
 #include "replay/names.h"
 
 namespace actckpt::replay {
@@ -11,41 +14,46 @@ namespace {
 // Operators executed again by this file since the process began.
 long long num_replayed = 0;
 
-bool is_equal(const py::object& one, PyObject* other) {
-  const int found = PyObject_RichCompareBool(one.ptr(), other, Py_EQ);
-  if (found < 0) throw py::error_already_set();
-  return found == 1;
-}
-
-bool has_geometry(PyObject* tensor, const WindowObject* window) {
-  return is_equal(attribute(tensor, python().shape), window->shape) &&
-         is_equal(call_method(tensor, names().stride), window->stride) &&
-         is_equal(call_method(tensor, names().storage_offset), window->offset);
+bool has_geometry(PyObject* tensor, const Geometry& geometry, const WindowObject* window) {
+  const int count = window->num_dims;
+  return geometry.num_dims() == count && std::equal(geometry.sizes(), geometry.sizes() + count, sizes_of(window)) &&
+         std::equal(geometry.strides(), geometry.strides() + count, strides_of(window)) &&
+         reads().storage_offset.number(tensor) == window->offset;
 }
 
 // The tensor that a window describes, on the storage of `base`; null where that takes more than strides.
 py::object on(PyObject* base, const WindowObject* window) {
   if (window->is_conj != 0 || window->is_neg != 0) return py::object();
-  const ReplayNames& n = names();
-  const py::object dtype = attribute(base, python().dtype);
-  if (dtype.ptr() != window->dtype || call_method(base, n.is_neg).ptr() == Py_True) return py::object();
-  if (is_true(dtype.ptr(), n.is_complex) && call_method(base, n.is_conj).ptr() == Py_True) return py::object();
-  if (has_geometry(base, window)) return call_method(base, python().detach);
-  PyObject* stack[] = {base, window->shape, window->stride, window->offset};
-  PyObject* made = PyObject_VectorcallMethod(n.as_strided, stack, 4, nullptr);
+  Geometry read(base);
+  const Geometry& geometry = read.of(base);
+  if (geometry.dtype() != window->dtype || reads().is_neg.is_true(base)) return py::object();
+  if (geometry.is_complex() && reads().is_conj.is_true(base)) return py::object();
+  if (has_geometry(base, geometry, window)) return reads().detach(base);
+  const py::object shape = tuple_of(sizes_of(window), window->num_dims);
+  const py::object stride = tuple_of(strides_of(window), window->num_dims);
+  const auto offset = py::reinterpret_steal<py::object>(PyLong_FromLongLong(window->offset));
+  PyObject* stack[] = {base, shape.ptr(), stride.ptr(), offset.ptr()};
+  PyObject* made = PyObject_VectorcallMethod(names().as_strided, stack, 4, nullptr);
   if (made == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(made);
 }
 
 // Whether a fresh result is the tensor that a window describes.
 bool is_same(PyObject* result, const WindowObject* window) {
-  return window->is_conj == 0 && window->is_neg == 0 &&
-         attribute(result, python().dtype).ptr() == window->dtype && has_geometry(result, window);
+  Geometry read(result);
+  const Geometry& geometry = read.of(result);
+  return window->is_conj == 0 && window->is_neg == 0 && geometry.dtype() == window->dtype &&
+         has_geometry(result, geometry, window);
 }
 
 bool has_size(PyObject* tensor, const ValueObject* value) {
-  const py::object storage = call_method(tensor, names().untyped_storage);
-  return PyLong_AsLongLong(call_method(storage.ptr(), names().nbytes).ptr()) == value->nbytes;
+  const py::object storage = reads().untyped_storage(tensor);
+  return reads().nbytes.number(storage.ptr()) == value->nbytes;
+}
+
+// Whether both are on one storage. Before a region overwrites a parameter, its bytes are copied elsewhere (Rule 1).
+bool is_on_storage_of(PyObject* one, PyObject* other) {
+  return reads().untyped_storage(one).ptr() == reads().untyped_storage(other).ptr();
 }
 
 // A tensor on the bytes of `value` that nobody changed nor freed, or null (Rules 7 and 8).
@@ -57,10 +65,9 @@ PyObject* at_hand(const ValueObject* value) {
   return !is_none(value->cached) && version_of(value->cached) == value->cached_version ? value->cached : nullptr;
 }
 
+// Whether aliases can be made as things stand; autocast matters to operators only.
 bool is_neutral() {
-  const ReplayNames& n = names();
-  return call(python().is_grad_enabled).ptr() == Py_False && call(n.any_autocast_enabled).ptr() == Py_False &&
-         PyLong_AsLong(call(n.num_function_modes).ptr()) == 0;
+  return call(python().is_grad_enabled).ptr() == Py_False && PyLong_AsLong(call(names().num_function_modes).ptr()) == 0;
 }
 
 // Skips autograd and sets the grad mode of the forward, for one call.
@@ -149,7 +156,10 @@ void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task)
 
 // Executes the one step that makes `target`; null where that is not simple.
 py::object replayed(PyObject* tape, ValueObject* target, long long task) {
-  if (is_none(target->step) || names().below_autograd == nullptr) return py::object();
+  if (is_none(target->step) || names().below_autograd == nullptr ||
+      call(names().any_autocast_enabled).ptr() != Py_False) {
+    return py::object();
+  }
   auto* step = reinterpret_cast<StepObject*>(target->step);
   const py::object keep = py::reinterpret_borrow<py::object>(target->step);
   if (!is_simple(step)) return py::object();
@@ -169,8 +179,7 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
     return py::object();  // executed once more in Python, which says what is wrong
   }
   if (!is_none(target->entry)) {
-    const long times = PyLong_AsLong(attribute(target->entry, names().num_replays).ptr());
-    PyObject_SetAttr(target->entry, names().num_replays, py::int_(times + 1).ptr());
+    reinterpret_cast<EntryObject*>(target->entry)->num_replays += 1;
   }
   if (task != -1 && is_pending(target, task)) cache(tape, target, result.ptr(), task);
   return result;
@@ -198,6 +207,8 @@ py::object unpacked(HandleObject* handle) {
   py::object tensor;
   if (is_replay && base && is_none(value->cached) && is_same(base.ptr(), window)) {
     tensor = base;  // nobody else has it
+  } else if (!is_none(handle->alias) && base && is_on_storage_of(base.ptr(), handle->alias)) {
+    tensor = reads().detach(handle->alias);
   } else if (base) {
     tensor = on(base.ptr(), window);
   }

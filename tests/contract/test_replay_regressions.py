@@ -344,3 +344,26 @@ def test_the_bytes_behind_the_last_whole_element_are_offloaded_too() -> None:
             return words + (halves[-1:] * x[1, :1].half()).float()
 
     _assert_as_plain(program, actckpt.policies.PerOp({"aten.clone": "offload"}, default="offload"))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_view_of_a_parameter_that_its_region_overwrites_comes_back_as_it_was(times: int) -> None:
+    weight, x = torch.nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4, requires_grad=True)
+    before = weight.detach().clone()
+    with actckpt.region(["aten.mm"]):
+        y = x @ weight.t()
+        with torch.no_grad():
+            for _ in range(times):
+                weight.mul_(2)
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(3, 4) @ before)
+
+
+def test_a_view_of_a_parameter_that_changed_after_its_region_raises() -> None:
+    weight, x = torch.nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4, requires_grad=True)
+    with actckpt.region(["aten.mm"]):
+        y = x @ weight.t()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(actckpt.SavedTensorChangedError, match="modified by an inplace operation"):
+        y.sum().backward()

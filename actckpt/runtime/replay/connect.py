@@ -34,6 +34,7 @@ NAMES: dict[str, Any] = {
     "keeps_graph": torch_private.keeps_graph,
     "any_autocast_enabled": torch_private.any_autocast_enabled,
     "num_function_modes": torch_private.num_function_modes,
+    "exchange_api": torch_private.exchange_api,
     "num_recorders": opened.num_recorders,
 }
 

@@ -2,33 +2,15 @@
 
 import dataclasses
 import json
-import weakref
 from collections import Counter
 from typing import Any
 
 from torch import Tensor
 
+from actckpt._frames import Entry
 from actckpt.action import Action
 
 __all__ = ["Entry", "Report", "Row", "explained"]
-
-
-class Entry:
-    """One saved value."""
-
-    __slots__ = ("action", "dtype", "module", "nbytes", "num_replays", "operator", "shape", "storage", "why")
-
-    def __init__(self, operator: str, module: str | None, tensor: Tensor, nbytes: int) -> None:
-        self.operator = operator
-        self.module = module
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.nbytes = nbytes
-        self.action = Action.KEEP
-        #: Why it got its action, where the policy alone does not say.
-        self.why = ""
-        self.num_replays = 0
-        self.storage = weakref.ref(tensor.untyped_storage())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ from actckpt.runtime import rng, torch_private
 from actckpt.runtime.replay import audit, execute
 from actckpt.runtime.replay.execute import HeldOutside, changed_error
 from actckpt.runtime.replay.lineage import Block, Handle, Value, mark_needed, new_leaf_bytes, window_of
-from actckpt.runtime.replay.report import Entry
 from actckpt.runtime.replay.tape import Paused, Tape, version_of, whole
 
 __all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
@@ -95,6 +94,7 @@ def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
     if not value.handles:
         tape.decide(value, tensor)
     handle.window = window_of(tensor, value)
+    handle.alias = None
     handle.audit = None
     value.add_handle(handle)
 
@@ -218,13 +218,8 @@ def settle(tape: Tape) -> None:
 
 def _report_held(tape: Tape, value: Value, held: Tensor) -> None:
     """Add a line for a value that autograd did not save and that others are replayed from."""
-    entry = value.entry = Entry(_made_by(value), tape.site.modules.get(value.key), held, value.nbytes)
+    entry = _frames.add_entry(tape, value, held)
     entry.why = "others are replayed from it"
-    tape.entries.append(entry)  # type: ignore[union-attr]
-
-
-def _made_by(value: Value) -> str:
-    return "(input)" if value.operator is None else value.operator.name
 
 
 def _warn_of_opaque(tape: Tape) -> None:

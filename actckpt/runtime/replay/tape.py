@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actckpt import config
-from actckpt._frames import Moved, look_at, value_of
+from actckpt._frames import Moved, add_entry, is_pending, look_at, value_of
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.engine.demotion import RegionPlan
 from actckpt.runtime import stores, torch_private
@@ -19,8 +19,8 @@ from actckpt.runtime.counters import counters
 from actckpt.runtime.offload import Session
 from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
-from actckpt.runtime.replay.lineage import Block, TapeCore, Value, is_obtainable, mark_needed, new_leaf_bytes
-from actckpt.runtime.replay.report import Entry
+from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
+from actckpt.runtime.replay.reach import Needed, Obtainable
 
 __all__ = ["Paused", "Tape", "paused", "version_of", "whole"]
 
@@ -54,6 +54,8 @@ class Tape(TapeCore):
         self.candidates = []
         #: Values whose bytes are gone although nothing makes them again.
         self.num_lost = 0
+        self.obtainable = Obtainable()
+        self.needed = Needed(self.saved)
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
         self.recompute_bytes = 0
         self.opaque_bytes = 0
@@ -79,7 +81,9 @@ class Tape(TapeCore):
         self._sessions: dict[bool, Session] = {}
         #: What `PREFER_OFFLOAD` moves.
         self._plan: RegionPlan | None = None
+        #: Values with cached bytes, by the backward that cached them; and those that others are replayed from.
         self._cached: dict[int, list[weakref.ref[Value]]] = {}
+        self._waypoints: list[weakref.ref[Value]] = []
 
     # Values
 
@@ -106,7 +110,7 @@ class Tape(TapeCore):
         """Something that was not recorded changed a storage: what it holds now is opaque."""
         old = block.value
         if old.step is None:
-            self.num_lost += 1
+            self._lose(old)
         old.held = None
         value = self.new_value(old.nbytes, old.device)
         value.action, value.asked = old.action, old.asked
@@ -138,12 +142,16 @@ class Tape(TapeCore):
         value.spare = None
         if value.held is None and value.stored is None:
             return
-        if value.step is None and self._is_needed(value):
+        if value.step is None and self.needed.has(value):
             self._copy(value)
             return
         if value.step is None:
-            self.num_lost += 1
+            self._lose(value)
         value.held = value.stored = None
+
+    def _lose(self, value: Value) -> None:
+        self.num_lost += 1
+        self.obtainable.lose(value)
 
     def _copy(self, value: Value) -> None:
         counters.add("copied_on_write_bytes", value.nbytes)
@@ -159,25 +167,6 @@ class Tape(TapeCore):
             else:
                 value.held = copied
                 look_at(value, copied)
-
-    def _is_needed(self, value: Value) -> bool:
-        """Whether a saved tensor is on `value`, or is replayed from it."""
-        if any(handle() is not None for handle in value.handles):
-            return True
-        seen: set[int] = set()
-        pending = [saved for saved in (reference() for reference in self.saved) if saved is not None]
-        while pending:
-            current = pending.pop()
-            if id(current) in seen or current.ordinal < value.ordinal or current.held is not None:
-                if current is value:
-                    return True
-                continue
-            seen.add(id(current))
-            if current is value:
-                return True
-            if current.step is not None:
-                pending.extend(current.step.inputs)
-        return False
 
     def offload(self, value: Value, tensor: Tensor) -> str:
         """Move the bytes of a value to the store; returns why they stay, or an empty text.
@@ -239,6 +228,8 @@ class Tape(TapeCore):
         """
         value.cached, value.cached_task, value.cached_version = tensor, task, version_of(tensor)
         self.clear_after(task, value)
+        if not is_pending(value, task):
+            self._waypoints.append(weakref.ref(value))
         if torch_private.keeps_graph is None or torch_private.keeps_graph() or value.step is None:
             return
         if any(not read.is_input and (read.held is not None or read.stored is not None) for read in value.step.inputs):
@@ -255,15 +246,25 @@ class Tape(TapeCore):
 
     def drop_cached(self, *, after: Value) -> None:
         """Let go of replayed values that nobody asked for, and that only later values than `after` come from."""
-        for values in self._cached.values():
-            for value in filter(None, (reference() for reference in values)):
-                if value.ordinal > after.ordinal and not any(handle() is not None for handle in value.handles):
-                    value.cached = None
+        waypoints, self._waypoints = self._waypoints, []
+        for reference in waypoints:
+            value = reference()
+            if value is None or value.cached is None:
+                continue
+            if value.ordinal > after.ordinal and not any(handle() is not None for handle in value.handles):
+                value.cached = None
+            else:
+                self._waypoints.append(reference)
 
     def cached_bytes(self) -> int:
         """Return the bytes of replayed values that wait for their turn."""
-        values = {value for values in self._cached.values() for value in (reference() for reference in values)}
-        return sum(value.nbytes for value in values if value is not None and value.cached is not None)
+        waiting: set[Value] = set()
+        for task, references in self._cached.items():
+            values = ((reference, reference()) for reference in references)
+            live = [(reference, value) for reference, value in values if value is not None and value.cached is not None]
+            self._cached[task] = [reference for reference, _ in live]
+            waiting.update(value for _, value in live)
+        return sum(value.nbytes for value in waiting)
 
     def _clear(self, task: int) -> None:
         with self.lock:
@@ -281,9 +282,7 @@ class Tape(TapeCore):
         why = ""
         entry = None
         if self.entries is not None and not value.is_parameter:
-            made_by = "(input)" if value.operator is None else value.operator.name
-            entry = value.entry = Entry(made_by, self.site.modules.get(value.key), tensor, value.nbytes)
-            self.entries.append(entry)
+            entry = add_entry(self, value, tensor)
         if action is None:
             asked = value.asked
             action = value.action = Action.KEEP if asked is None else asked(self.info_of(value, tensor))
@@ -343,7 +342,7 @@ class Tape(TapeCore):
         """Whether a value can be made again, as things stand."""
         if value.step is None or value.why_opaque:
             return False
-        return self.num_lost == 0 or is_obtainable(value)
+        return self.num_lost == 0 or self.obtainable.has(value)
 
 
 def _read(plan: RegionPlan, packed: Moved) -> Tensor:

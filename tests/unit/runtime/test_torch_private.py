@@ -40,6 +40,7 @@ NAMES = [
     (torch.utils.checkpoint, "_enable_checkpoint_early_stop", "optional: set_checkpoint_early_stop does nothing"),
     (torch.utils.checkpoint, "_checkpoint_debug_enabled", "optional: set_checkpoint_debug_enabled does nothing"),
     (torch._C._autograd, "_get_current_graph_task_keep_graph", "optional: bytes are held longer in backward"),
+    (torch.Tensor, "__dlpack_c_exchange_api__", "optional: newer than torch 2.9; geometry is read one by one"),
     (torch.ops.aten.mm.default, "_op", "optional: operators are called through a Python frame"),
     (torch._C, "_AutoDispatchBelowAutograd", "optional: replay turns grad mode off for operators in place"),
     (torch.utils.checkpoint, "_CachingTorchDispatchMode", "optional: context_fn has torch's limits"),
@@ -72,6 +73,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "outer_hooks",
         "replaced_function_modes",
         "selective_policy",
+        "unsharded_parameter",
         "without_tensor_hooks",
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
@@ -82,6 +84,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "current_graph_exec_group",
         "current_graph_task_id",
         "disable_dynamo",
+        "exchange_api",
         "keeps_graph",
         "num_function_modes",
         "pop_hooks",
