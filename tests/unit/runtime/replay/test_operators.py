@@ -229,8 +229,10 @@ DOCUMENTED = {
     "torch.cumsum": {"cumsum", "cumsum_"},
 }
 #: cuDNN documents all its algorithms of a forward convolution as deterministic; sparse tensors are never replayed;
-#: storages that are resized neither.
+#: storages that are resized neither. torch 2.9 named products of matrices for a workspace of cuBLAS that is shared by
+#: streams: what runs them in one stream, as replay does, gets the same bytes.
 HANDLED = {
+    *("torch.mm", "torch.mv"),
     *("torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d", "torch.bmm", "torch.Tensor.resize_"),
 }
 
