@@ -341,10 +341,12 @@ py::object value_of(TapeObject* tape, PyObject* tensor) {
   py::object found = py::reinterpret_borrow<py::object>(block->value);
   auto* value = reinterpret_cast<ValueObject*>(found.ptr());
   const py::object root = root_of(tensor);
-  if (value->version < 0 || value->root == nullptr || referent(value->root) != root.ptr()) {
+  PyObject* last = value->version < 0 || value->root == nullptr ? nullptr : referent(value->root);
+  if (last == nullptr) {
     look_at(value, tensor, root);
-  } else if (version_of(tensor) > value->version) {
-    PyObject* changed = PyObject_CallMethodObjArgs(self, names().changed_unseen, tensor,
+  } else if (last != root.ptr() || version_of(tensor) > value->version) {
+    PyObject* name = last != root.ptr() ? names().another_root : names().changed_unseen;
+    PyObject* changed = PyObject_CallMethodObjArgs(self, name, tensor,
                                                    reinterpret_cast<PyObject*>(block), nullptr);
     if (changed == nullptr) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(changed);
