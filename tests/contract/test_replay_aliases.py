@@ -139,3 +139,50 @@ def test_bytes_copied_before_they_are_overwritten_are_not_watched() -> None:
         y = ((i + 1) * x).sum() + ((d + 2) * x).sum()
         d.mul_(5)
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.full((4, 4), 5.0))
+
+
+def _through_data(when: str, region: Any) -> Tensor:
+    torch.manual_seed(0)
+    x = leaf(4, 4)
+    with region:
+        h = x * 2
+        loss = h.sin().sum()
+        if when == "inside":
+            h.data.mul_(3)
+    if when == "after":
+        h.data.mul_(3)
+    return torch.autograd.grad(loss, x)[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sees"),
+    [
+        pytest.param("keep", {"inside": "new", "after": "new"}, id="keep, nothing recorded"),
+        pytest.param(KEEP, {"inside": "old", "after": "new"}, id="keep"),
+        pytest.param("recompute", {"inside": "old", "after": "old"}, id="recompute"),
+    ],
+)
+def test_what_a_write_through_data_does_is_as_documented(policy: Any, sees: dict[str, str]) -> None:
+    bytes_of = {"old": _through_data("never", nullcontext()), "new": _through_data("after", nullcontext())}
+    assert torch.equal(_through_data("inside", nullcontext()), bytes_of["new"])
+    assert not torch.equal(bytes_of["old"], bytes_of["new"])
+    for when, which in sees.items():
+        assert torch.equal(_through_data(when, actckpt.region(policy)), bytes_of[which]), when
+
+
+def test_a_compiled_function_that_overwrites_what_replay_needs_raises() -> None:
+    @torch.compile(backend="aot_eager")
+    def doubled(x: Tensor) -> Tensor:
+        return x.mul_(2).sin()
+
+    def run(region: Any) -> Tensor:
+        w, x = leaf(3), torch.ones(3)
+        with region:
+            y = (x + 1) * w  # saves x + 1, and needs x to make it again
+            doubled(x)
+        return torch.autograd.grad(y.sum(), w)[0]
+
+    assert torch.equal(run(nullcontext()), torch.full((3,), 2.0))
+    assert torch.equal(run(actckpt.region(["aten.add"])), torch.full((3,), 2.0))
+    with pytest.raises(actckpt.ActckptError, match=r"(?s)cannot be brought back.*a compiled function"):
+        run(actckpt.region())

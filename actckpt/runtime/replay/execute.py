@@ -281,6 +281,7 @@ def _neutral_state() -> Iterator[None]:
 def _lost(value: Value) -> ActckptError:
     return ActckptError(
         f"A saved tensor of {value.nbytes} bytes cannot be brought back: {value.why_opaque or 'its bytes are gone'}, "
-        "and no recorded operator makes it.\nSomething that was not recorded changed a tensor inside the region. Keep "
-        "what is changed there, or use actckpt.checkpoint, which runs the function again."
+        "and no recorded operator makes it.\nSomething that was not recorded (a compiled function, a raw kernel) "
+        "changed a tensor inside the region. Keep what is made from it, change a clone, or use actckpt.checkpoint, "
+        "which runs the function again."
     )
