@@ -13,7 +13,7 @@ from actckpt import _frames
 from actckpt.action import Action
 from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
-from actckpt.runtime.replay import audit, execute
+from actckpt.runtime.replay import audit, casts, execute
 from actckpt.runtime.replay.aliases import changed_error
 from actckpt.runtime.replay.execute import HeldOutside
 from actckpt.runtime.replay.lineage import Block, Handle, Value, mark_needed, new_leaf_bytes, window_of
@@ -209,8 +209,10 @@ def settle(tape: Tape) -> None:
     """Close a tape: release what no saved tensor needs, hold the rest under watch (Rules 7 and 11)."""
     tape.is_open = False
     tape.site.end(tape.structure)
+    casts.note(tape)
     tape.blocks.clear()
     _settle_candidates(tape)
+    casts.replay_from_parameters(tape)
     if tape.opaque_bytes > max(_OPAQUE_BYTES, (tape.recompute_bytes + tape.opaque_bytes) // _OPAQUE_SHARE):
         _warn_of_opaque(tape)
     tape.saved.clear()
