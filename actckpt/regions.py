@@ -13,6 +13,7 @@ from actckpt.runtime.replay.report import Entry, Report, explained
 
 __all__ = ["region"]
 
+_NOT_OPEN = "Not recorded: the region was not opened yet, or where grad mode was off."
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -20,7 +21,7 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
     """Decide per saved tensor of a block of code: keep it, recompute it, or offload it.
 
     The operators of the block are recorded, unless the policy is to keep or to offload everything: that needs no
-    record, and its report is empty. Backward gets what was dropped back by executing again the least
+    record, and its report says so. Backward gets what was dropped back by executing again the least
     number of them, without calling any Python code twice. Also a decorator: `@actckpt.region()`.
 
     Args:
@@ -47,6 +48,7 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
         self._choice = choice_of(policy)
         self._open: OpenRegion | None = None
         self._entries: list[Entry] = []
+        self._note = _NOT_OPEN
 
     def _recreate_cm(self) -> "region":
         return region(self._policy)
@@ -68,6 +70,7 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
             self._entries = []
             frame = sys._getframe(1)
             self._open = OpenRegion(self._choice, (frame.f_code, frame.f_lineno), self._entries)
+            self._note = self._open.why_not_recorded()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -96,4 +99,6 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
             >>> r.report().recomputed_bytes
             64
         """
-        return Report.of(self._entries) if explain is None else explained(self._entries, explain)
+        if explain is None:
+            return Report.of(self._entries, self._note)
+        return explained(self._entries, explain) if self._entries or not self._note else self._note

@@ -25,6 +25,7 @@ ReplayNames interned() {
   n.why_input = PyUnicode_InternFromString("an input of the region");
   n.why_unreadable = PyUnicode_InternFromString("made from a tensor whose storage cannot be read");
   n.changed_unseen = PyUnicode_InternFromString("changed_unseen");
+  n.another_root = PyUnicode_InternFromString("another_root");
   n.why_never = PyUnicode_InternFromString("why_never");
   n.decide = PyUnicode_InternFromString("decide");
   n.enter = PyUnicode_InternFromString("__enter__");

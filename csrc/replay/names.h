@@ -25,6 +25,7 @@ struct ReplayNames {
   PyObject* why_input;  // what reports say of inputs
   PyObject* why_unreadable;  // and of what is made from tensors without a storage
   PyObject* changed_unseen;
+  PyObject* another_root;
   PyObject* why_never;
   PyObject* decide;
   PyObject* enter;

@@ -335,10 +335,12 @@ py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry
   PyObject* known = value->root == nullptr ? nullptr : referent(value->root);
   // What was its own root is no view of anything, and does not become one.
   const py::object root = known == tensor ? py::reinterpret_borrow<py::object>(tensor) : root_of(tensor);
-  if (value->version < 0 || known != root.ptr()) {
+  PyObject* last = value->version < 0 ? nullptr : known;
+  if (last == nullptr) {
     look_at(value, tensor, root);
-  } else if (version_of(tensor) > value->version) {
-    PyObject* changed = PyObject_CallMethodObjArgs(self, names().changed_unseen, tensor,
+  } else if (last != root.ptr() || version_of(tensor) > value->version) {
+    PyObject* name = last != root.ptr() ? names().another_root : names().changed_unseen;
+    PyObject* changed = PyObject_CallMethodObjArgs(self, name, tensor,
                                                    reinterpret_cast<PyObject*>(block), nullptr);
     if (changed == nullptr) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(changed);

@@ -92,3 +92,29 @@ def test_rule_6_the_line_that_the_error_gives_helps() -> None:
     from contextlib import nullcontext
 
     assert_equal(_step(IntoRecordedValue, x, actckpt.region()), _step(IntoRecordedValue, x, nullcontext()))
+
+
+def _num_checksums(shape: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many checksums one call of a region left; all calls have one site."""
+    from actckpt.runtime.replay import audit
+
+    taken: list[Tensor] = []
+    right = audit.checksum
+    monkeypatch.setattr(audit, "checksum", lambda tensor: taken.append(tensor) or right(tensor))
+    x = torch.randn(shape, requires_grad=True)
+    with actckpt.region():
+        y = x.sin().exp()
+    left = len(taken)
+    y.sum().backward()
+    monkeypatch.undo()
+    return left
+
+
+def test_rule_6_more_than_64_structures_per_site_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    actckpt.configure(audit="first")
+    left = [_num_checksums(shape, monkeypatch) for shape in range(1, 66)]
+    assert min(left) > 0  # each of 65 shapes for the first time
+    sampled = [_num_checksums(shape, monkeypatch) for shape in range(66, 66 + 64)]
+    assert sum(count > 0 for count in sampled) == 64 // 16
+    actckpt.configure(audit="always")
+    assert min(_num_checksums(shape, monkeypatch) for shape in range(200, 220)) > 0

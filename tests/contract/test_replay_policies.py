@@ -255,3 +255,40 @@ def test_a_policy_function_still_decorates() -> None:
 def test_a_module_is_no_policy(module: torch.nn.Module) -> None:
     with pytest.raises(ValueError, match=r"policy is a module, .*actckpt\.region\(\)\(module\)"):
         actckpt.region(module)
+
+
+@pytest.mark.parametrize(
+    ("policy", "note"),
+    [
+        ("keep", "Not recorded: policy 'keep' leaves all values to autograd."),
+        ("offload", "Not recorded: policy 'offload' moves all values. actckpt.stats() counts them."),
+    ],
+)
+def test_a_report_of_a_region_that_records_nothing_says_so(policy: str, note: str) -> None:
+    x = leaf(3)
+    with actckpt.region(policy) as region:
+        x.sin()
+    report = region.report()
+    assert str(report) == note
+    assert report.rows == ()
+    assert report.as_dict()["note"] == str(report)
+    assert region.report(explain=x) == str(report)
+
+
+def test_a_report_of_a_region_that_was_not_opened_says_so() -> None:
+    region = actckpt.region()
+    assert "not opened yet" in str(region.report())
+    with torch.no_grad(), region:
+        leaf(3).sin()
+    assert "grad mode was off" in str(region.report())
+    with region:
+        leaf(3).sin()
+    assert region.report().note == ""
+    assert region.report().rows
+
+
+def test_a_report_of_a_region_inside_another_one_points_outside() -> None:
+    with actckpt.region() as outer, actckpt.region(["aten.sin"]) as inner:
+        leaf(3).sin().cos()
+    assert "the region around this one" in str(inner.report())
+    assert {row.operator for row in outer.report().rows} >= {"aten.sin.default"}

@@ -9,7 +9,7 @@ from actckpt.action import Action
 from actckpt.runtime import torch_private
 from actckpt.runtime.replay import opened, recorder, saved
 from actckpt.runtime.replay.operators import Operator, operator_of
-from actckpt.runtime.replay.tape import paused
+from actckpt.runtime.replay.paused import paused
 
 __all__ = ["NAMES"]
 

@@ -16,10 +16,12 @@ from actckpt.runtime import rng, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.messages import parameter_name
 from actckpt.runtime.replay import schedule
+from actckpt.runtime.replay.aliases import Watched, changed_error
 from actckpt.runtime.replay.lineage import Step, Value, Window
-from actckpt.runtime.replay.tape import Paused, Tape, version_of
+from actckpt.runtime.replay.paused import Paused, version_of
+from actckpt.runtime.replay.tape import Tape
 
-__all__ = ["HeldOutside", "bytes_of", "changed_error", "is_pending", "on", "replay"]
+__all__ = ["HeldOutside", "bytes_of", "changed_error", "is_pending", "on", "replay", "watch_roots"]
 
 
 def on(base: Tensor, window: Window) -> Tensor:
@@ -70,13 +72,13 @@ def _let_go(reference: "weakref.ref[HeldOutside]", task: int) -> None:
         held.let_go(task)
 
 
-def bytes_of(tape: Tape, value: Value) -> Tensor:
-    """Return a tensor on the storage of `value`, replayed if need be."""
+def bytes_of(tape: Tape, value: Value, window: Window | None = None) -> Tensor:
+    """Return a tensor on the storage of `value`, replayed if need be; None: all of its bytes are needed."""
     held, cached, stored = value.held, value.cached, value.stored  # another backward may let go of what is cached
     if held is not None:
         if not tape.is_open:
             _check_unchanged(value, held)
-        _check_size(value, held)
+        check_size(held, value.nbytes, _what(value))
         return held
     if cached is not None:
         if version_of(cached) == value.cached_version:
@@ -84,7 +86,9 @@ def bytes_of(tape: Tape, value: Value) -> Tensor:
         if value.step is None:
             raise changed_error(cached.shape, cached.dtype, version_of(cached), value.cached_version)
         value.cached = None  # backward changed what it had unpacked
-    return replay(tape, value) if stored is None else stored()
+    if stored is None:
+        return replay(tape, value)
+    return stored.under(window) if window is not None and isinstance(stored, Watched) else stored()
 
 
 def _check_unchanged(value: Value, held: Tensor) -> None:
@@ -93,21 +97,44 @@ def _check_unchanged(value: Value, held: Tensor) -> None:
         raise changed_error(held.shape, held.dtype, version_of(held), value.version)
 
 
-def _check_size(value: Value, held: Tensor) -> None:
+def _what(value: Value) -> str:
+    return "a parameter" if value.is_parameter else "an input" if value.is_input else "a tensor made in the region"
+
+
+def check_size(held: Tensor, nbytes: int, what: str) -> None:
     """Raise if a storage that we do not own is not what it was (Rule 8)."""
-    nbytes = held.untyped_storage().nbytes()
-    if nbytes != value.nbytes:
+    found = held.untyped_storage().nbytes()
+    if found != nbytes:
         name = parameter_name(held)
-        parameter = f"the parameter {name}" if name else "a parameter"
-        what = (
-            parameter if name or value.is_parameter else "an input" if value.is_input else "a tensor made in the region"
-        )
         raise SavedTensorChangedError(
-            f"Backward needs {what} of shape {tuple(held.shape)}, {held.dtype}, "
-            f"whose storage was freed or resized after the forward: it has {nbytes} bytes now; "
-            f"{value.nbytes} were recorded.\nFSDP2 frees the parameters of a unit after its forward. Put the region "
+            f"Backward needs {f'the parameter {name}' if name else what} of shape {tuple(held.shape)}, {held.dtype}, "
+            f"whose storage was freed or resized after the forward: it has {found} bytes now; "
+            f"{nbytes} were recorded.\nFSDP2 frees the parameters of a unit after its forward. Put the region "
             "inside each unit, as actckpt.apply(model, policy=...) before fully_shard does, not around several."
         )
+
+
+def watch_roots(tape: Tape) -> None:
+    """Watch the values of a closed tape through every tensor that they were seen through (Rule 7)."""
+    for value, others in tape.roots.items():
+        if value.is_parameter or tape.outer is not None or (value.held is None and value.stored is None):
+            continue
+        last = value.held if value.held is not None or value.root is None else value.root()
+        roots = [
+            (root, version) for root, version in ((other(), version) for other, version in others) if root is not None
+        ]
+        if last is not None and value.version >= 0:
+            roots.append((last, value.version))
+        held = value.held
+        get = value.stored if held is None else partial(_sized, held, value.nbytes, _what(value))
+        assert get is not None
+        value.stored, value.held = Watched(get, roots), None
+    tape.roots.clear()
+
+
+def _sized(held: Tensor, nbytes: int, what: str) -> Tensor:
+    check_size(held, nbytes, what)
+    return held
 
 
 def replay(tape: Tape, target: Value) -> Tensor:
@@ -254,16 +281,7 @@ def _neutral_state() -> Iterator[None]:
 def _lost(value: Value) -> ActckptError:
     return ActckptError(
         f"A saved tensor of {value.nbytes} bytes cannot be brought back: {value.why_opaque or 'its bytes are gone'}, "
-        "and no recorded operator makes it.\nSomething that was not recorded changed a tensor inside the region. Keep "
-        "what is changed there, or use actckpt.checkpoint, which runs the function again."
-    )
-
-
-def changed_error(shape: torch.Size, dtype: torch.dtype, version: int, expected: int) -> SavedTensorChangedError:
-    """Word a saved tensor whose bytes changed in place."""
-    return SavedTensorChangedError(
-        "One of the variables needed for gradient computation has been modified by an inplace operation after its "
-        f"region closed: tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {version}; expected version "
-        f"{expected}.\nUse the out-of-place operator, clone the tensor before changing it, or change it inside the "
-        "region."
+        "and no recorded operator makes it.\nSomething that was not recorded (a compiled function, a raw kernel) "
+        "changed a tensor inside the region. Keep what is made from it, change a clone, or use actckpt.checkpoint, "
+        "which runs the function again."
     )

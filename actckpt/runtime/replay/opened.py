@@ -80,6 +80,16 @@ class OpenRegion:
         _local.tape = tape
         num_recorders[0] += 1
 
+    def why_not_recorded(self) -> str:
+        """Return why a report of this region has no rows, an empty text if it may have some."""
+        if self._outer_choice is not None:
+            return "Not recorded here: the region around this one records for it, and its report has both."
+        if self.tape is not None:
+            return ""
+        if self._has_hooks:
+            return "Not recorded: policy 'offload' moves all values. actckpt.stats() counts them."
+        return "Not recorded: policy 'keep' leaves all values to autograd."
+
     def close(self, *, has_failed: bool) -> None:
         """End the region. What it needs is held from here on."""
         if self._outer_choice is not None and self.tape is not None:

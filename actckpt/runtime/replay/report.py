@@ -34,6 +34,8 @@ class Report:
     """What became of the saved tensors of a region. `print` it for a table."""
 
     rows: tuple[Row, ...]
+    #: Why there are no rows, where nothing was recorded; else an empty text.
+    note: str = ""
 
     @property
     def kept_bytes(self) -> int:
@@ -51,17 +53,18 @@ class Report:
         return sum(row.recomputed_bytes for row in self.rows)
 
     @classmethod
-    def of(cls, entries: list[Entry]) -> "Report":
+    def of(cls, entries: list[Entry], note: str = "") -> "Report":
         """Sum entries up by operator and module, in the order of their first value."""
         groups: dict[tuple[str, str | None], list[Entry]] = {}
         for entry in entries:
             groups.setdefault((entry.operator, entry.module), []).append(entry)
-        return cls(tuple(_row(*key, members) for key, members in groups.items()))
+        return cls(tuple(_row(*key, members) for key, members in groups.items()), "" if groups else note)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rows and the sums as plain data."""
         return {
             "rows": [dataclasses.asdict(row) for row in self.rows],
+            "note": self.note,
             "kept_bytes": self.kept_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "recomputed_bytes": self.recomputed_bytes,
@@ -72,7 +75,9 @@ class Report:
         return json.dumps(self.as_dict(), indent=2)
 
     def table(self) -> str:
-        """Return a table for people."""
+        """Return a table for people, or one line that says why there is none."""
+        if self.note:
+            return self.note
         header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "why kept")
         lines = [header, *(_cells(row) for row in self.rows)]
         lines.append(

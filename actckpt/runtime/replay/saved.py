@@ -13,10 +13,12 @@ from actckpt import _frames
 from actckpt.action import Action
 from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
-from actckpt.runtime.replay import audit, execute
-from actckpt.runtime.replay.execute import HeldOutside, changed_error
+from actckpt.runtime.replay import audit, casts, execute
+from actckpt.runtime.replay.aliases import changed_error
+from actckpt.runtime.replay.execute import HeldOutside
 from actckpt.runtime.replay.lineage import Block, Handle, Value, mark_needed, new_leaf_bytes, window_of
-from actckpt.runtime.replay.tape import Paused, Tape, version_of, whole
+from actckpt.runtime.replay.paused import Paused, version_of, whole
+from actckpt.runtime.replay.tape import Tape
 
 __all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
 
@@ -117,7 +119,7 @@ def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
     with swap, tape.lock:
         previous, packed.task = packed.task, torch_private.current_graph_task_id()
         try:
-            base = execute.bytes_of(tape, value)
+            base = execute.bytes_of(tape, value, window)
         except BaseException:
             packed.task = previous
             raise
@@ -207,13 +209,16 @@ def settle(tape: Tape) -> None:
     """Close a tape: release what no saved tensor needs, hold the rest under watch (Rules 7 and 11)."""
     tape.is_open = False
     tape.site.end(tape.structure)
+    casts.note(tape)
     tape.blocks.clear()
     _settle_candidates(tape)
+    casts.replay_from_parameters(tape)
     if tape.opaque_bytes > max(_OPAQUE_BYTES, (tape.recompute_bytes + tape.opaque_bytes) // _OPAQUE_SHARE):
         _warn_of_opaque(tape)
     tape.saved.clear()
     for value in _frames.settle_held(tape):
         _settle_one(tape, value)
+    execute.watch_roots(tape)
 
 
 def _report_held(tape: Tape, value: Value, held: Tensor) -> None:

@@ -17,15 +17,14 @@ from actckpt.engine.demotion import RegionPlan
 from actckpt.runtime import stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.offload import Session
+from actckpt.runtime.replay import aliases
 from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
+from actckpt.runtime.replay.paused import Paused, version_of, whole
 from actckpt.runtime.replay.reach import Needed, Obtainable
 
-__all__ = ["Paused", "Tape", "paused", "version_of", "whole"]
-
-#: Threads in which every recorder stands aside, and how many times over.
-paused: dict[int, int] = {}
+__all__ = ["Tape"]
 
 
 class Tape(TapeCore):
@@ -55,6 +54,8 @@ class Tape(TapeCore):
         #: Values whose bytes are gone although nothing makes them again.
         self.num_lost = 0
         self.obtainable = Obtainable()
+        #: See `aliases`.
+        self.roots: aliases.Roots = weakref.WeakKeyDictionary()
         self.needed = Needed(self.saved)
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
         self.recompute_bytes = 0
@@ -121,6 +122,12 @@ class Tape(TapeCore):
         block.value = value
         return value
 
+    def another_root(self, tensor: Tensor, block: Block) -> Value:
+        """Look at a value through another tensor with a version counter of its own than the last time."""
+        if aliases.note_root(self.roots, block.value, tensor):
+            return block.value
+        return self.changed_unseen(tensor, block)
+
     def why_never(self, value: Value) -> str:
         """Return why a new value must not be replayed where it was made, or an empty text."""
         site, key = self.site, value.key
@@ -162,8 +169,10 @@ class Tape(TapeCore):
                 base = value.stored()
             copied = torch.empty(0, dtype=torch.uint8, device=value.device)
             copied.set_(base.detach().untyped_storage().clone())
+            self.roots.pop(value, None)  # nobody else has the copy
             if value.stored is not None:
                 self.offload(value, copied)
+                value.version = -1
             else:
                 value.held = copied
                 look_at(value, copied)
@@ -208,7 +217,6 @@ class Tape(TapeCore):
     def _let_go(value: Value, stored: Callable[[], Tensor]) -> None:
         value.stored = stored
         value.held = None
-        value.version = -1
 
     def parked(self, tensor: Tensor) -> Any:
         """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None.
@@ -348,45 +356,3 @@ class Tape(TapeCore):
 def _read(plan: RegionPlan, packed: Moved) -> Tensor:
     plan.read()
     return packed.unpack()
-
-
-class Paused:
-    """Every recorder stands aside in this thread, and no graph is built (Rule 9)."""
-
-    __slots__ = ("_grad", "_thread")
-
-    def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        self._grad = torch.is_grad_enabled()
-        paused[self._thread] = paused.get(self._thread, 0) + 1
-        if self._grad:
-            torch_private.set_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        if self._grad:
-            torch_private.set_grad_enabled(True)
-        left = paused[self._thread] - 1
-        if left:
-            paused[self._thread] = left
-        else:
-            del paused[self._thread]
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the version of a tensor; inference tensors have none and never change."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_on(tensor: Tensor, storage: Any) -> bool:
-    try:
-        return tensor.untyped_storage() is storage
-    except (NotImplementedError, RuntimeError):
-        return False
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return an alias of all elements of the storage of `tensor`, with its version counter."""
-    alias = tensor.detach()
-    if alias.is_conj() or alias.is_neg() or alias.untyped_storage().nbytes() % alias.element_size():
-        return torch.empty(0, dtype=torch.uint8, device=alias.device).set_(alias.untyped_storage())
-    return alias.as_strided((alias.untyped_storage().nbytes() // alias.element_size(),), (1,), 0)

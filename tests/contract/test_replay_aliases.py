@@ -1,0 +1,188 @@
+"""Memory with several version counters: a change through any saved alias raises, as plainly, or does no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from oracle import leaf
+from torch import Tensor
+
+import actckpt
+
+aten = torch.ops.aten
+KEEP = [aten.mul, aten.sin]
+OFFLOAD = actckpt.policies.PerOp({"aten.mul": "offload", "aten.sin": "offload"})
+
+Program = Callable[[Tensor, Any], tuple[list[Tensor], Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _no_audit() -> Iterator[None]:
+    before = actckpt.configure().audit
+    actckpt.configure(audit="off")
+    yield
+    actckpt.configure(audit=before)
+
+
+def _data(x: Tensor, region: Any) -> tuple[list[Tensor], Tensor]:
+    with region:
+        h = x * 2
+        d = h.data
+        loss = (h.sin() + d * x).sum()
+    return [h, d], loss
+
+
+def _data_first(x: Tensor, region: Any) -> tuple[list[Tensor], Tensor]:
+    with region:
+        h = x * 2
+        d = h.data
+        loss = (d * x).sum() + h.sin().sum() + (d * x * x).sum() + h.cos().sum()
+    return [h, d], loss
+
+
+def _chunks(x: Tensor, region: Any) -> tuple[list[Tensor], Tensor]:
+    with region:
+        h = x * 2
+        first, second = aten.unsafe_chunk(h, 2)
+        loss = h.sin().sum() + first.cos().sum() + second.cos().sum()
+    return [h, first, second], loss
+
+
+def _chunks_alone(x: Tensor, region: Any) -> tuple[list[Tensor], Tensor]:
+    with region:
+        h = x * 2
+        first, second = aten.unsafe_chunk(h, 2)
+        loss = first.cos().sum() + second.sum()
+    return [h, first, second], loss
+
+
+def _input(x: Tensor, region: Any) -> tuple[list[Tensor], Tensor]:
+    i = torch.ones(4, 4)
+    d = i.data
+    with region:
+        loss = (i * x + d * x * x).sum()
+    return [i, d], loss
+
+
+def _needed_input(x: Tensor, region: Any) -> tuple[list[Tensor], Tensor]:
+    i = torch.ones(4, 4)
+    d = i.data
+    with region:
+        loss = (((i + 1) * x).sin() + ((d + 2) * x).cos()).sum()
+    return [i, d], loss
+
+
+PROGRAMS = [
+    (p, n) for p, k in ((_data, 2), (_data_first, 2), (_chunks, 3), (_chunks_alone, 3), (_input, 2)) for n in range(k)
+]
+
+
+def _run(program: Program, change: int | None, region: Any) -> Tensor | None:
+    """Return the gradient, None if it cannot be had since something changed."""
+    torch.manual_seed(0)
+    x = leaf(4, 4)
+    aliases, loss = program(x, region)
+    if change is not None:
+        with torch.no_grad():
+            aliases[change].mul_(3)
+    try:
+        return torch.autograd.grad(loss, x)[0]
+    except actckpt.SavedTensorChangedError:
+        assert not isinstance(region, nullcontext)
+        return None
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return None
+
+
+@pytest.mark.parametrize("policy", [KEEP, OFFLOAD, "recompute", "keep", "offload"], ids=range(5))
+@pytest.mark.parametrize(("program", "change"), PROGRAMS, ids=lambda p: getattr(p, "__name__", p))
+def test_a_change_that_plain_autograd_notices_never_gives_another_gradient(
+    program: Program, change: int, policy: Any
+) -> None:
+    unchanged = _run(program, None, nullcontext())
+    plain = _run(program, change, nullcontext())
+    found = _run(program, change, actckpt.region(policy))
+    assert unchanged is not None
+    if found is None:
+        assert plain is None or not torch.equal(plain, unchanged)
+    elif plain is None:
+        assert torch.equal(found, unchanged)
+    else:
+        assert torch.equal(found, plain) or torch.equal(found, unchanged)
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_an_input_that_replay_reads_is_watched_through_every_alias(change: int) -> None:
+    assert _run(_needed_input, None, actckpt.region()) is not None
+    assert _run(_needed_input, change, actckpt.region()) is None
+
+
+@pytest.mark.parametrize("policy", [KEEP, OFFLOAD, "recompute"], ids=range(3))
+def test_nothing_is_changed_and_nothing_raises(policy: Any) -> None:
+    for program in (_data, _data_first, _chunks, _chunks_alone, _input, _needed_input):
+        found, expected = _run(program, None, actckpt.region(policy)), _run(program, None, nullcontext())
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+
+
+def test_bytes_copied_before_they_are_overwritten_are_not_watched() -> None:
+    x = leaf(4, 4)
+    i = torch.ones(4, 4)
+    d = i.data
+    with actckpt.region():
+        y = ((i + 1) * x).sum() + ((d + 2) * x).sum()
+        d.mul_(5)
+    assert torch.equal(torch.autograd.grad(y, x)[0], torch.full((4, 4), 5.0))
+
+
+def _through_data(when: str, region: Any) -> Tensor:
+    torch.manual_seed(0)
+    x = leaf(4, 4)
+    with region:
+        h = x * 2
+        loss = h.sin().sum()
+        if when == "inside":
+            h.data.mul_(3)
+    if when == "after":
+        h.data.mul_(3)
+    return torch.autograd.grad(loss, x)[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sees"),
+    [
+        pytest.param("keep", {"inside": "new", "after": "new"}, id="keep, nothing recorded"),
+        pytest.param(KEEP, {"inside": "old", "after": "new"}, id="keep"),
+        pytest.param("recompute", {"inside": "old", "after": "old"}, id="recompute"),
+    ],
+)
+def test_what_a_write_through_data_does_is_as_documented(policy: Any, sees: dict[str, str]) -> None:
+    bytes_of = {"old": _through_data("never", nullcontext()), "new": _through_data("after", nullcontext())}
+    assert torch.equal(_through_data("inside", nullcontext()), bytes_of["new"])
+    assert not torch.equal(bytes_of["old"], bytes_of["new"])
+    for when, which in sees.items():
+        assert torch.equal(_through_data(when, actckpt.region(policy)), bytes_of[which]), when
+
+
+def test_a_compiled_function_that_overwrites_what_replay_needs_raises() -> None:
+    @torch.compile(backend="aot_eager")
+    def doubled(x: Tensor) -> Tensor:
+        return x.mul_(2).sin()
+
+    def run(region: Any) -> Tensor:
+        w, x = leaf(3), torch.ones(3)
+        with region:
+            y = (x + 1) * w  # saves x + 1, and needs x to make it again
+            doubled(x)
+        return torch.autograd.grad(y.sum(), w)[0]
+
+    assert torch.equal(run(nullcontext()), torch.full((3,), 2.0))
+    assert torch.equal(run(actckpt.region(["aten.add"])), torch.full((3,), 2.0))
+    with pytest.raises(actckpt.ActckptError, match=r"(?s)cannot be brought back.*a compiled function"):
+        run(actckpt.region())
