@@ -151,7 +151,7 @@ class Tape(TapeCore):
 
     def _is_needed(self, value: Value) -> bool:
         """Whether a saved tensor is on `value`, or is replayed from it."""
-        if any(handle() is not None for handle in value.handles):
+        if value.is_wanted():
             return True
         seen: set[int] = set()
         pending = [saved for saved in (reference() for reference in self.saved) if saved is not None]
@@ -213,7 +213,7 @@ class Tape(TapeCore):
         """Let go of replayed values that nobody asked for, and that only later values than `after` come from."""
         for values in self._cached.values():
             for value in filter(None, (reference() for reference in values)):
-                if value.ordinal > after.ordinal and not any(handle() is not None for handle in value.handles):
+                if value.ordinal > after.ordinal and not value.is_wanted():
                     value.cached = None
 
     def cached_bytes(self) -> int:
