@@ -14,7 +14,7 @@ void add_inputs(const ValueObject* value, std::vector<ValueObject*>* pending) {
 }
 
 bool is_saved(const ValueObject* value) {
-  return value->handles != nullptr && PyList_GET_SIZE(value->handles) > 0;
+  return value->handles.size > 0;
 }
 
 }  // namespace

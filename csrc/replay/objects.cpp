@@ -34,9 +34,6 @@ py::object new_step(PyObject* op, py::object args, py::object kwargs, py::object
   step->inputs = inputs.release().ptr();
   untracked(step->args);
   untracked(step->inputs);
-  step->outputs = untracked(py::list().release().ptr());
-  step->results = untracked(py::list().release().ptr());
-  step->written = untracked(py::list().release().ptr());
   step->grad_enabled = call(python().is_grad_enabled).ptr() == Py_True;
   return result;
 }
@@ -78,14 +75,13 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
 
 void add_output(StepObject* step, ValueObject* value, long kind, long index) {
   assign(value->step, reinterpret_cast<PyObject*>(step));
+  if (step->outputs == nullptr) step->outputs = untracked(py::list().release().ptr());
+  if (step->results == nullptr) step->results = new std::vector<std::pair<long, long>>();
   value->index = PyList_GET_SIZE(step->outputs);
   const auto reference =
       py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
-  const auto place = py::reinterpret_steal<py::object>(untracked(Py_BuildValue("(ll)", kind, index)));
-  if (!reference || !place || PyList_Append(step->outputs, reference.ptr()) != 0 ||
-      PyList_Append(step->results, place.ptr()) != 0) {
-    throw py::error_already_set();
-  }
+  if (!reference || PyList_Append(step->outputs, reference.ptr()) != 0) throw py::error_already_set();
+  step->results->emplace_back(kind, index);
 }
 
 void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, const std::int64_t* strides) {
@@ -125,19 +121,35 @@ PyObject* referent(PyObject* reference) noexcept {
 }
 
 void add_handle(ValueObject* value, PyObject* handle) {
-  if (value->handles == nullptr) value->handles = untracked(py::list().release().ptr());
-  const auto reference = py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(handle, nullptr)));
-  if (!reference || PyList_Append(value->handles, reference.ptr()) != 0) throw py::error_already_set();
+  auto* added = reinterpret_cast<HandleObject*>(handle);
+  forget_handle(added);
+  Handles& handles = value->handles;
+  const int room = handles.many != nullptr ? handles.room : 2;
+  if (handles.size == room) {
+    auto* more = static_cast<HandleObject**>(PyMem_Malloc(2 * room * sizeof(HandleObject*)));
+    if (more == nullptr) throw std::bad_alloc();
+    std::copy(handles.begin(), handles.end(), more);
+    PyMem_Free(handles.many);
+    handles.many = more;
+    handles.room = 2 * room;
+  }
+  *handles.end() = added;
+  handles.size += 1;
+  added->listed_on = value;
+  value->was_saved = 1;
+}
+
+void forget_handle(HandleObject* handle) noexcept {
+  ValueObject* value = std::exchange(handle->listed_on, nullptr);
+  if (value == nullptr) return;
+  for (HandleObject*& listed : value->handles) {
+    if (listed == handle) listed = nullptr;
+  }
 }
 
 bool is_pending(ValueObject* value, long long task) noexcept {
-  if (value->handles == nullptr) return false;
-  const Py_ssize_t size = PyList_GET_SIZE(value->handles);
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    const PyObject* handle = referent(PyList_GET_ITEM(value->handles, i));
-    if (handle != nullptr && reinterpret_cast<const HandleObject*>(handle)->task != task) return true;
-  }
-  return false;
+  return std::any_of(value->handles.begin(), value->handles.end(),
+                     [&](const HandleObject* handle) { return handle != nullptr && handle->task != task; });
 }
 
 }  // namespace actckpt::replay

@@ -6,10 +6,26 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "frames/python.h"
 
 namespace actckpt::replay {
+
+struct HandleObject;
+
+// The saved tensors on a value, in the order in which they were saved; borrowed, null where one is gone. Not a list of
+// weak references: what is made for every saved tensor of a step sets off the garbage collector, which walks the heap.
+struct Handles {
+  HandleObject** many;  // null: in `few`
+  HandleObject* few[2];
+  int size;
+  int room;  // of `many`
+
+  HandleObject** begin() noexcept { return many != nullptr ? many : few; }
+  HandleObject** end() noexcept { return begin() + size; }
+};
 
 // The bytes of one storage at one version. A null object field reads as None in Python.
 struct ValueObject {
@@ -27,7 +43,7 @@ struct ValueObject {
   PyObject* spare;
   PyObject* why_opaque;
   PyObject* entry;
-  PyObject* handles;  // a list of weak references, null: empty
+  Handles handles;
   long long nbytes;
   long long ordinal;
   long long index;
@@ -35,6 +51,7 @@ struct ValueObject {
   long long cached_task;
   long long cached_version;
   long long key;
+  char was_saved;  // and it is decided what becomes of it
   char is_needed;
   char is_input;
   char is_parameter;
@@ -47,9 +64,9 @@ struct StepObject {
   PyObject* args;
   PyObject* kwargs;
   PyObject* inputs;
-  PyObject* outputs;
-  PyObject* results;
-  PyObject* written;
+  PyObject* outputs;  // weak references; null: none
+  std::vector<std::pair<long, long>>* results;  // of each output: kind and index, see `add_output`; null: none
+  PyObject* written;  // null: none
   PyObject* random;
   char grad_enabled;
 };
@@ -84,6 +101,7 @@ struct HandleObject {
   PyObject* window;
   PyObject* alias;  // a tensor like the window, where one is held; else null
   PyObject* audit;
+  ValueObject* listed_on;  // borrowed: it forgets the handle when one of the two goes
   long long task;
 };
 
@@ -180,6 +198,9 @@ PyObject* referent(PyObject* reference) noexcept;
 
 // Notes that `handle` is on `value`.
 void add_handle(ValueObject* value, PyObject* handle);
+
+// Forgets a handle that is gone, or that is to stand for another value.
+void forget_handle(HandleObject* handle) noexcept;
 
 // Whether a saved tensor on `value` is alive that the backward `task` has not unpacked.
 bool is_pending(ValueObject* value, long long task) noexcept;

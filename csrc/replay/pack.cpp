@@ -51,8 +51,8 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       PyObject* other[] = {arguments[0], tensor, is_plain ? Py_True : Py_False};
       return PyObject_Vectorcall(names().pack_other, other, 3, nullptr);
     }
-    if (value->handles == nullptr) {
-      value->handles = untracked(py::list().release().ptr());
+    if (value->was_saved == 0) {
+      value->was_saved = 1;
       if (!decided(tape, value, tensor)) {
         PyObject* both[] = {arguments[0], found.ptr(), tensor};
         const auto done =

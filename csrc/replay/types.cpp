@@ -5,6 +5,7 @@
 
 #include <structmember.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <utility>
@@ -69,15 +70,21 @@ void free_object(PyObject* self, Fields Object::*... fields) noexcept {
 }
 
 void value_dealloc(PyObject* self) {
-  if (reinterpret_cast<ValueObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
+  auto* value = reinterpret_cast<ValueObject*>(self);
+  if (value->weak_references != nullptr) PyObject_ClearWeakRefs(self);
+  for (HandleObject* handle : value->handles) {
+    if (handle != nullptr) handle->listed_on = nullptr;
+  }
+  PyMem_Free(value->handles.many);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::spare, &V::why_opaque, &V::entry, &V::handles, &V::step);
+                 &V::spare, &V::why_opaque, &V::entry, &V::step);
 }
 
 void step_dealloc(PyObject* self) {
   using S = StepObject;
-  free_object<S>(self, &S::operator_, &S::random, &S::outputs, &S::results, &S::kwargs, &S::args,
+  delete reinterpret_cast<S*>(self)->results;
+  free_object<S>(self, &S::operator_, &S::random, &S::outputs, &S::kwargs, &S::args,
                  &S::written, &S::inputs);
 }
 
@@ -93,6 +100,7 @@ void window_dealloc(PyObject* self) {
 
 void handle_dealloc(PyObject* self) {
   if (reinterpret_cast<HandleObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
+  forget_handle(reinterpret_cast<HandleObject*>(self));
   using H = HandleObject;
   free_object<H>(self, &H::audit, &H::alias, &H::window, &H::tape);
 }
@@ -156,11 +164,13 @@ PyObject* block_new(PyTypeObject*, PyObject* args, PyObject*) {
   return guarded([&] { return new_block(storage, value).release().ptr(); });
 }
 
-PyObject* handles_of(PyObject* self, void*) {
-  auto* value = reinterpret_cast<ValueObject*>(self);
-  if (value->handles == nullptr) return PyTuple_New(0);
-  Py_INCREF(value->handles);
-  return value->handles;
+PyObject* num_handles(PyObject* self, void*) {
+  return PyLong_FromLong(reinterpret_cast<ValueObject*>(self)->handles.size);
+}
+
+PyObject* value_is_wanted(PyObject* self, PyObject*) {
+  Handles& handles = reinterpret_cast<ValueObject*>(self)->handles;
+  return PyBool_FromLong(std::any_of(handles.begin(), handles.end(), [](const HandleObject* h) { return h != nullptr; }));
 }
 
 PyObject* value_is_at_hand(PyObject* self, PyObject*) {
@@ -177,17 +187,42 @@ PyObject* value_add_handle(PyObject* self, PyObject* handle) {
 
 // Takes the handle that was made last from its value, None if there is none.
 PyObject* value_take_last_handle(PyObject* self, PyObject*) {
-  auto* value = reinterpret_cast<ValueObject*>(self);
-  const Py_ssize_t size = value->handles == nullptr ? 0 : PyList_GET_SIZE(value->handles);
-  if (size == 0) Py_RETURN_NONE;
-  PyObject* handle = referent(PyList_GET_ITEM(value->handles, size - 1));
-  if (handle == nullptr) handle = Py_None;
-  Py_INCREF(handle);
-  if (PyList_SetSlice(value->handles, size - 1, size, nullptr) != 0) {
-    Py_DECREF(handle);
-    return nullptr;
-  }
-  return handle;
+  Handles& handles = reinterpret_cast<ValueObject*>(self)->handles;
+  if (handles.size == 0) Py_RETURN_NONE;
+  handles.size -= 1;
+  HandleObject* handle = *handles.end();
+  if (handle == nullptr) Py_RETURN_NONE;
+  handle->listed_on = nullptr;
+  return Py_NewRef(reinterpret_cast<PyObject*>(handle));
+}
+
+PyObject* step_outputs(PyObject* self, void*) {
+  PyObject* outputs = reinterpret_cast<StepObject*>(self)->outputs;
+  return outputs == nullptr ? PyTuple_New(0) : Py_NewRef(outputs);
+}
+
+PyObject* step_results(PyObject* self, void*) {
+  return guarded([&] {
+    py::list places;
+    const auto* results = reinterpret_cast<StepObject*>(self)->results;
+    if (results == nullptr) return places.release().ptr();
+    for (const auto& [kind, index] : *results) places.append(py::make_tuple(kind, index));
+    return places.release().ptr();
+  });
+}
+
+PyObject* step_written(PyObject* self, void*) {
+  PyObject* written = reinterpret_cast<StepObject*>(self)->written;
+  return written == nullptr ? PyTuple_New(0) : Py_NewRef(written);
+}
+
+PyObject* step_add_written(PyObject* self, PyObject* value) {
+  auto* step = reinterpret_cast<StepObject*>(self);
+  return guarded([&] {
+    if (step->written == nullptr) step->written = untracked(py::list().release().ptr());
+    if (PyList_Append(step->written, value) != 0) throw py::error_already_set();
+    Py_RETURN_NONE;
+  });
 }
 
 PyObject* step_add_output(PyObject* self, PyObject* args) {
@@ -248,8 +283,7 @@ PyMemberDef value_members[] = {
 PyMemberDef step_members[] = {
     OBJECT(StepObject, "operator", operator_), OBJECT(StepObject, "args", args),
     OBJECT(StepObject, "kwargs", kwargs),      OBJECT(StepObject, "inputs", inputs),
-    OBJECT(StepObject, "outputs", outputs),    OBJECT(StepObject, "results", results),
-    OBJECT(StepObject, "written", written),    OBJECT(StepObject, "random", random),
+    OBJECT(StepObject, "random", random),
     FLAG(StepObject, "grad_enabled", grad_enabled), END};
 PyMemberDef block_members[] = {OBJECT(BlockObject, "storage", storage), OBJECT(BlockObject, "value", value), END};
 PyMemberDef window_members[] = {
@@ -279,15 +313,22 @@ PyMemberDef tape_members[] = {
     NUMBER(TapeObject, "num_unreadable", num_unreadable),
     FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
     FLAG(TapeObject, "audits_always", audits_always), END};
-PyGetSetDef value_getters[] = {{"handles", handles_of, nullptr, nullptr, nullptr},
+PyGetSetDef value_getters[] = {{"num_handles", num_handles, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef step_getters[] = {{"outputs", step_outputs, nullptr, nullptr, nullptr},
+                              {"results", step_results, nullptr, nullptr, nullptr},
+                              {"written", step_written, nullptr, nullptr, nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyGetSetDef window_getters[] = {{"shape", window_shape, nullptr, nullptr, nullptr},
                                 {"stride", window_stride, nullptr, nullptr, nullptr},
                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr},
                                {"take_last_handle", value_take_last_handle, METH_NOARGS, nullptr},
+                               {"is_wanted", value_is_wanted, METH_NOARGS, nullptr},
                                {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
-PyMethodDef step_methods[] = {{"add_output", step_add_output, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef step_methods[] = {{"add_output", step_add_output, METH_VARARGS, nullptr},
+                              {"add_written", step_add_written, METH_O, nullptr},
+                              {nullptr, nullptr, 0, nullptr}};
 PyMethodDef window_methods[] = {{"on", window_on, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
 template <typename Function>
@@ -301,6 +342,7 @@ PyType_Slot value_slots[] = {{Py_tp_new, slot(value_new)},     {Py_tp_dealloc, s
 PyType_Slot step_slots[] = {{Py_tp_new, slot(step_new)},
                             {Py_tp_dealloc, slot(step_dealloc)},
                             {Py_tp_members, step_members},
+                            {Py_tp_getset, step_getters},
                             {Py_tp_methods, step_methods},
                             {0, nullptr}};
 PyType_Slot block_slots[] = {{Py_tp_new, slot(block_new)},

@@ -95,8 +95,8 @@ class BelowAutograd {
 
 // Whether a step is one plain operator on values at hand, with windows and immutable arguments only.
 bool is_simple(const StepObject* step) {
-  if (!is_none(step->random) || !is_none(step->kwargs) || PyList_GET_SIZE(step->written) != 0 ||
-      PyList_GET_SIZE(step->outputs) != 1) {
+  if (!is_none(step->random) || !is_none(step->kwargs) || step->written != nullptr ||
+      step->outputs == nullptr || PyList_GET_SIZE(step->outputs) != 1) {
     return false;
   }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {

@@ -82,11 +82,18 @@ class Site:
 
 _lock = threading.Lock()
 _by_code: OrderedDict[Any, Site] = OrderedDict()
+#: The same by the identity of the code: to hash one takes as long as a small operator.
+_by_identity: dict[tuple[int, int], tuple[Any, Site]] = {}
 _by_object: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
 
 
 def site_of(caller: Any) -> Site:
     """Return the site of a module, of a function, or of a (code, line)."""
+    if isinstance(caller, tuple):
+        code, line = caller
+        known = _by_identity.get((id(code), line))
+        if known is not None and known[0] is code:
+            return known[1]
     with _lock:
         if isinstance(caller, torch.nn.Module):
             return _by_object.setdefault(caller, Site())
@@ -95,6 +102,10 @@ def site_of(caller: Any) -> Site:
             site = _by_code[caller] = Site()
             if len(_by_code) > _MAX_SITES:
                 _by_code.popitem(last=False)
+        if isinstance(caller, tuple):
+            if len(_by_identity) >= _MAX_SITES:
+                _by_identity.clear()
+            _by_identity[id(code), line] = code, site
         return site
 
 

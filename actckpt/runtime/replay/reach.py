@@ -26,7 +26,7 @@ class Needed:
 
     def has(self, value: Value) -> bool:
         """Whether a saved tensor is on `value`, or is replayed from it."""
-        if any(handle() is not None for handle in value.handles):
+        if value.is_wanted():
             return True
         for reference in self._saved[self._num_walked :]:
             self._walk(reference)

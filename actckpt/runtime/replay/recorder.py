@@ -213,7 +213,7 @@ def _begin_write(tape: Tape, step: Step | None, tensor: Tensor) -> Value | None:
     if step is not None and value not in step.written:
         if step.operator.overwrites and _covers_all(tensor, value.nbytes) and step.inputs.count(value) == 1:
             value = _forget_old(step, value)
-        step.written.append(value)
+        step.add_written(value)
     tape.protect(tape.value_of(tensor))
     return value
 

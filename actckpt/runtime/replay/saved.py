@@ -93,7 +93,7 @@ def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
     """Let a handle stand for what its tensor holds now."""
     value = tape.value_of(tensor)
     assert value is not None
-    if not value.handles:
+    if not value.num_handles:
         tape.decide(value, tensor)
     handle.window = window_of(tensor, value)
     handle.alias = None
@@ -302,7 +302,7 @@ def _settle_candidates(tape: Tape) -> None:
     candidates, tape.candidates = tape.candidates, []
     for value in candidates:
         spare, value.spare = value.spare, None
-        if spare is None or value.is_at_hand() or not any(handle() is not None for handle in value.handles):
+        if spare is None or value.is_at_hand() or not value.is_wanted():
             continue
         if new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.held = spare

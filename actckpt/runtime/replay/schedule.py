@@ -202,7 +202,7 @@ def _graph_of(steps: list[Step], target: Value) -> tuple[ReplayGraph, list[Value
     for step in steps:
         made = [value for value in (reference() for reference in step.outputs) if value is not None]
         makes.append(tuple(numbers.setdefault(value, len(numbers)) for value in made))
-        asked.update(numbers[value] for value in made if any(handle() is not None for handle in value.handles))
+        asked.update(numbers[value] for value in made if value.is_wanted())
     made_here = set(numbers.values())
     reads = tuple(
         tuple(dict.fromkeys(numbers.setdefault(value, len(numbers)) for value in step.inputs)) for step in steps

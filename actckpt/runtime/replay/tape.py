@@ -259,7 +259,7 @@ class Tape(TapeCore):
             value = reference()
             if value is None or value.cached is None:
                 continue
-            if value.ordinal > after.ordinal and not any(handle() is not None for handle in value.handles):
+            if value.ordinal > after.ordinal and not value.is_wanted():
                 value.cached = None
             else:
                 self._waypoints.append(reference)
