@@ -16,8 +16,11 @@ class Action(enum.Enum):
     KEEP = "keep"
     #: Its bytes are dropped; backward computes them again.
     RECOMPUTE = "recompute"
-    #: Its bytes go to a store; backward brings them back.
+    #: Its bytes go to a store, if need be after a wait; backward brings them back.
     OFFLOAD = "offload"
+    #: The same where nobody waits for it: bytes that made an earlier step wait, or for which no store has room
+    #: without waiting, stay. What torch calls `PREFER_CPU_OFFLOAD`.
+    PREFER_OFFLOAD = "prefer_offload"
 
 
 @dataclasses.dataclass(frozen=True)

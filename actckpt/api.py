@@ -24,27 +24,9 @@ __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-#: Keywords of the installed torch's checkpoint that came after this file was written.
-_UNKNOWN_TORCH_KEYWORDS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(torch_checkpoint.checkpoint).parameters.items()
-    if parameter.kind is not inspect.Parameter.VAR_POSITIONAL
-    and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    and name
-    not in (
-        "function",
-        "use_reentrant",
-        "context_fn",
-        "determinism_check",
-        "debug",
-        "early_stop",
-        "preserve_rng_state",
-    )
-}
-
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = False,
     context_fn: ContextFn = noop_context_fn,
@@ -52,6 +34,7 @@ def checkpoint(
     debug: bool = False,
     preserve_rng_state: bool = True,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     policy: Any = None,
     offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
@@ -64,7 +47,7 @@ def checkpoint(
 
     Args:
         function: called with `*args` and `**kwargs`, once now and again in each backward. Must do the same
-            each time.
+            each time. Without it, the result is a decorator: `@checkpoint(early_stop=False)`.
         use_reentrant: False or None. True raises.
         context_fn: returns two context managers, for the forward and for the reruns. Called once.
         determinism_check: `"default"` compares shape, dtype and device of every saved tensor, and
@@ -73,6 +56,8 @@ def checkpoint(
         preserve_rng_state: draw the same random numbers in reruns.
         early_stop: end a rerun as soon as everything needed is back. The context
             `torch.utils.checkpoint.set_checkpoint_early_stop` wins over it.
+        respect_saved_tensors_hooks: None or True: the hooks that are active around the call (`save_on_cpu`) get what
+            a selective `context_fn` or a policy keeps; False: that is held as it is. Has no effect without them.
         policy: None or `"recompute"`: `function` runs again in backward. Any other policy of `region`: nothing runs
             again but single operators, as in `with region(policy):`.
         offload_inputs: move the tensors that the region holds for its reruns to a store, as `offload` does.
@@ -80,7 +65,7 @@ def checkpoint(
         rng_trackers: callables that return random state trackers, in addition to those registered
             with `actckpt.rng.register_tracker`.
     Returns:
-        What `function` returns.
+        What `function` returns; without a function, a decorator.
     Raises:
         ValueError: a bad keyword.
         CheckpointError: in backward, when a rerun saves other tensors than the forward, or when a
@@ -96,6 +81,9 @@ def checkpoint(
         >>> y = actckpt.checkpoint(layer, torch.randn(2, 4))
         >>> y.sum().backward()
     """
+    if function is None:
+        given = locals()
+        return _decorator(args, kwargs, {name: given[name] for name in _KEYWORDS})
     return checkpoint_call(
         function,
         args,
@@ -106,10 +94,41 @@ def checkpoint(
         debug=debug,
         preserve_rng_state=preserve_rng_state,
         early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
         policy=policy,
         offload_inputs=offload_inputs,
         rng_trackers=rng_trackers,
     )
+
+
+_PARAMETERS = inspect.signature(checkpoint).parameters
+_KEYWORDS = [name for name, parameter in _PARAMETERS.items() if parameter.kind is parameter.KEYWORD_ONLY]
+_TORCH_PARAMETERS = inspect.signature(torch_checkpoint.checkpoint).parameters
+#: Keywords of the installed torch's checkpoint that came after this file was written, with their defaults.
+_UNKNOWN_TORCH_KEYWORDS = {
+    name: parameter.default
+    for name, parameter in _TORCH_PARAMETERS.items()
+    if parameter.default is not parameter.empty and name not in _PARAMETERS
+}
+
+
+def _decorator(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Return what `checkpoint` without a function returns."""
+    if args or kwargs:
+        unexpected = [f"{len(args)} arguments"] * bool(args) + [f"keyword {name!r}" for name in kwargs]
+        raise ValueError(
+            f"checkpoint: no function was given, but {', '.join(unexpected)}. Arguments go to the decorated function: "
+            "checkpoint(use_reentrant=False)(fn)(*args)."
+        )
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint_call(function, args, kwargs, **options)
+
+        return checkpointed
+
+    return decorate
 
 
 def checkpoint_call(
@@ -123,6 +142,7 @@ def checkpoint_call(
     debug: bool = False,
     preserve_rng_state: bool = True,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     policy: Any = None,
     offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
@@ -144,6 +164,7 @@ def checkpoint_call(
             debug,
             preserve_rng_state,
             early_stop,
+            respect_saved_tensors_hooks,
             policy,
             offload_inputs,
             rng_trackers,
@@ -155,7 +176,7 @@ def checkpoint_call(
     if state.awaited:
         state.register_awaited()
     if policy is not None and policy != "recompute":
-        return _run_in_region(choice_of(policy), function, args, kwargs)
+        return _run_in_region(choice_of(policy), function, args, kwargs, respect_saved_tensors_hooks is not False)
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
     if forced_early_stop is not None:
@@ -183,7 +204,7 @@ def checkpoint_call(
         region.forward_context, region.rerun_context = context_fn()
         choice = selective_choice(region.forward_context)
         if choice is not None:
-            return _run_in_region(choice, function, args, kwargs)
+            return _run_in_region(choice, function, args, kwargs, respect_saved_tensors_hooks is not False)
     return region.run(function, args, kwargs, early_stop=early_stop, check_metadata=check_metadata)
 
 
@@ -314,9 +335,11 @@ def _check_keywords(
             )
 
 
-def _run_in_region(choice: Choice, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_in_region(
+    choice: Choice, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], respects_hooks: bool
+) -> Any:
     """Run the forward recorded, so that single operators are replayed."""
-    opened = OpenRegion(choice, _code_of(function))
+    opened = OpenRegion(choice, _code_of(function), respects_hooks=respects_hooks)
     try:
         result = function(*args, **kwargs)
     except BaseException:
@@ -363,6 +386,7 @@ def _delegate(
     debug: bool,
     preserve_rng_state: bool,
     early_stop: bool,
+    respect_saved_tensors_hooks: bool | None,
     policy: Any,
     offload_inputs: bool,
     rng_trackers: Sequence[rng.GetTracker],
@@ -392,6 +416,13 @@ def _delegate(
             "restores random state. Leave them out, or keep this call out of the compiled function."
         )
     options: dict[str, Any] = {}
+    if respect_saved_tensors_hooks is not None:
+        if "respect_saved_tensors_hooks" not in _TORCH_PARAMETERS:
+            raise ValueError(
+                f"checkpoint: respect_saved_tensors_hooks={respect_saved_tensors_hooks} cannot be honoured under "
+                f"torch.compile with torch {torch.__version__}, whose checkpoint does not have it. Leave it out."
+            )
+        options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
     if context_fn is not noop_context_fn:
         options["context_fn"] = context_fn
     if debug:

@@ -6,7 +6,9 @@ its `state_dict` keys and its hooks; hooks of the block itself run outside of th
 
 import difflib
 import fnmatch
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -121,8 +123,9 @@ class _CheckpointedForward:
     def _original(self) -> Callable[..., Any]:
         if self.replaced is not None:
             return self.replaced
-        forward: Callable[..., Any] = type(self.block).forward.__get__(self.block)
-        return forward
+        if torch.compiler.is_compiling():  # before torch 2.13 it knows no way to make a bound method
+            return functools.partial(type(self.block).forward, self.block)
+        return types.MethodType(type(self.block).forward, self.block)
 
 
 def _is_applied(module: torch.nn.Module) -> bool:

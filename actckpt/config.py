@@ -4,14 +4,18 @@ import dataclasses
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from typing import Any
+
+from actckpt import operator_names
 
 __all__ = ["Settings", "configure", "parse_bytes"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
+_MAX_BYTES = 2**62
 _PROBE_BYTES = 4096
+#: A name in `opaque` that begins like this is an operator's; other namespaces may also be names of modules.
+_NAMESPACES = ("aten", "prims")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +43,8 @@ class Settings:
     #: When the checksum of a dropped tensor is compared with what replay makes: `"first"`: until its place in the
     #: program came back right once; `"always"`; `"off"`.
     audit: str = "first"
-    #: Operators (`"aten.mul.Tensor"`) and modules (`"blocks.3.attention"`), also with wildcards, whose values are never
-    #: replayed.
+    #: Operators (`"aten.mul.Tensor"`, or `"aten.mul"` for all overloads) and modules (`"blocks.3.attention"`), also
+    #: with wildcards, whose values are never replayed.
     opaque: tuple[str, ...] = ()
     #: In which order operators are replayed. None: see actckpt.runtime.replay.schedule.
     replay_order: Any = None
@@ -67,7 +71,8 @@ def configure(**changes: Any) -> Settings:
     """Change settings; those not named stay. Stores made afterwards follow them.
 
     Args:
-        host_limit: most bytes of pinned host memory, a number or a text like `"64GiB"`; None: automatic.
+        host_limit: most bytes of pinned host memory, a number or a text like `"64GiB"`; None: automatic. Below 32 KiB
+            GPU tensors stay where they are.
         pageable_limit: most bytes of other host memory, used once pinned memory is full; None: automatic.
         disk_limit: most bytes in the spill file; None: no limit of ours.
         spill_dir: folder of the spill file; None: `TMPDIR`, and device tensors never go to disk.
@@ -75,7 +80,7 @@ def configure(**changes: Any) -> Settings:
         num_workers: threads that copy between memory and disk, at least 0 (GPU tensors: at least 1 is used).
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
         audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what replay makes.
-        opaque: names of operators and modules, also with wildcards, whose values are never replayed.
+        opaque: operators (also by name) and names of modules, also with wildcards, whose values are never replayed.
         replay_order: a function from a `ReplayGraph` to the numbers of its steps in the order of execution; None: the
             order with the lowest peak that the built-in rules find.
         replay_window: most bytes of replayed values that wait for their turn in a backward; values beyond it are
@@ -83,7 +88,8 @@ def configure(**changes: Any) -> Settings:
     Returns:
         The settings in force now.
     Raises:
-        ValueError: an unknown setting, a size that is none, or a folder that cannot be written to.
+        ValueError: an unknown setting, a size that is none, a folder that cannot be written to, an operator that does
+            not exist, or a value of another type. No setting is changed then.
 
     Example::
 
@@ -104,6 +110,9 @@ def configure(**changes: Any) -> Settings:
     workers = changes.get("num_workers", 0)
     if not isinstance(workers, int) or isinstance(workers, bool) or not 0 <= workers <= 64:
         raise ValueError(f"configure: num_workers={workers!r}. Pass a whole number from 0 to 64.")
+    fix_malloc = changes.get("fix_malloc", True)
+    if not isinstance(fix_malloc, bool):
+        raise ValueError(f"configure: fix_malloc={fix_malloc!r}. Pass True or False.")
     _check_replay(changes)
     _settings = dataclasses.replace(_settings, **changes)
     generation += 1
@@ -118,10 +127,20 @@ def _check_replay(changes: dict[str, Any]) -> None:
     if order is not None and not callable(order):
         raise ValueError(f"configure: replay_order={order!r} is a {type(order).__name__}. Pass a function or None.")
     if "opaque" in changes:
-        opaque = changes["opaque"]
-        if isinstance(opaque, str) or not all(isinstance(name, str) or hasattr(name, "_schema") for name in opaque):
-            raise ValueError(f"configure: opaque={opaque!r}. Pass a list of names of operators and modules.")
-        changes["opaque"] = tuple(str(name) for name in opaque)
+        changes["opaque"] = _checked_names(changes["opaque"])
+
+
+def _checked_names(opaque: Any) -> tuple[str, ...]:
+    """Return the names in `opaque`; operators of torch must exist."""
+    given = list(opaque) if isinstance(opaque, Iterable) and not isinstance(opaque, str) else [None]
+    if not all(isinstance(name, str) or hasattr(name, "_schema") or hasattr(name, "overloads") for name in given):
+        raise ValueError(f"configure: opaque={opaque!r}. Pass a list of operators and of names of modules.")
+    names = [str(name).replace("::", ".") for name in given]
+    for name in names:
+        if name.split(".")[0] in _NAMESPACES and not operator_names.exists(name):
+            near = operator_names.nearest(name)
+            raise ValueError(f"configure: opaque={name!r} names an operator that does not exist. Nearest: {near}.")
+    return tuple(names)
 
 
 def parse_bytes(size: object, *, what: str) -> int:
@@ -133,12 +152,13 @@ def parse_bytes(size: object, *, what: str) -> int:
     Raises:
         ValueError: it is not a size.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
+    nbytes = size if isinstance(size, int) and not isinstance(size, bool) else -1
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if match and match[2].upper() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].upper()])
+            nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    if 0 <= nbytes <= _MAX_BYTES:
+        return nbytes
     raise ValueError(f"{what}={size!r} is not a size. Pass bytes as a whole number, or a text like '64GiB' or '500MB'.")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from actckpt import operator_names
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.runtime import torch_private
 from actckpt.runtime.replay.choice import Choice
@@ -24,8 +25,8 @@ _ACTION_OF_TORCH = {
     CheckpointPolicy.MUST_RECOMPUTE: Action.RECOMPUTE,
     CheckpointPolicy.PREFER_RECOMPUTE: Action.RECOMPUTE,
     **{
-        getattr(CheckpointPolicy, name): Action.OFFLOAD
-        for name in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+        getattr(CheckpointPolicy, name): action
+        for name, action in {"MUST_CPU_OFFLOAD": Action.OFFLOAD, "PREFER_CPU_OFFLOAD": Action.PREFER_OFFLOAD}.items()
         if hasattr(CheckpointPolicy, name)
     },
     True: Action.KEEP,
@@ -76,6 +77,11 @@ def choice_of(policy: Any) -> Choice:
         return Choice(policy.actions, policy.default)
     if isinstance(policy, Mapping):
         raise ValueError("policy is a dict. Pass actckpt.policies.PerOp(...), which says what happens to the rest.")
+    if isinstance(policy, torch.nn.Module):
+        raise ValueError(
+            f"policy is a module, {type(policy).__name__}, and that is no policy. To run it in a region: "
+            "actckpt.region()(module)."
+        )
     if isinstance(policy, Iterable):
         return _keeping(tuple(policy))
     if callable(policy):
@@ -83,8 +89,8 @@ def choice_of(policy: Any) -> Choice:
             return Choice(after_call=lambda op, args, kwargs, result: _ask_torch(policy, op, args, kwargs, result))
         return Choice(for_value=lambda info: _ask_value(policy, info))
     raise ValueError(
-        f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', an Action, a list of "
-        "operators to keep, actckpt.policies.PerOp, or a function."
+        f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', an "
+        "Action, a list of operators to keep, actckpt.policies.PerOp, or a function."
     )
 
 
@@ -122,8 +128,9 @@ def _is_torch_policy(policy: Callable[..., Any]) -> bool:
 
 
 def _ask_torch(policy: Callable[..., Any], op: Any, args: Any, kwargs: Any, result: Any) -> Action:
-    context: Any = SelectiveCheckpointContext
-    answer = policy(context(is_recompute=False, op_output=result), op, *args, **kwargs)
+    context: Any = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = result  # a keyword from torch 2.13 on
+    answer = policy(context, op, *args, **kwargs)
     try:
         return _ACTION_OF_TORCH[answer]
     except (KeyError, TypeError):
@@ -177,11 +184,8 @@ def _named(name: str) -> Any:
     base, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
     if packet is None:
-        known = sorted({full.partition("::")[2].partition(".")[0] for full in torch._C._dispatch_get_all_op_names()})
-        near = difflib.get_close_matches(base or namespace, known, n=3)
-        raise ValueError(
-            f"policy: there is no operator {name!r}. Nearest: {', '.join(f'aten.{n}' for n in near) or 'none'}."
-        )
+        near = operator_names.nearest(f"{namespace}.{base}" if base else f"aten.{namespace}")
+        raise ValueError(f"policy: there is no operator {name!r}. Nearest: {near}.")
     if not overload:
         return packet
     if overload not in packet.overloads():

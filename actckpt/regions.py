@@ -2,7 +2,8 @@
 
 import contextlib
 import sys
-from typing import Any, overload
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -11,6 +12,8 @@ from actckpt.runtime.replay.opened import OpenRegion
 from actckpt.runtime.replay.report import Entry, Report, explained
 
 __all__ = ["region"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
@@ -21,11 +24,14 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
     number of them, without calling any Python code twice. Also a decorator: `@actckpt.region()`.
 
     Args:
-        policy: `"keep"`, `"recompute"`, `"offload"` or an `Action`, for all values; a list of operators to keep,
-            the rest is recomputed; `policies.PerOp`; a function that takes a `SavedTensorInfo` and returns an
-            `Action`; or a policy function of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+        policy: `"keep"`, `"recompute"`, `"offload"`, `"prefer_offload"` or an `Action`, for all values; a list of
+            operators to keep, the rest is recomputed; `policies.PerOp`; a function that takes a `SavedTensorInfo`
+            and returns an `Action`; or a policy function of
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
     Raises:
         ValueError: it is not a policy, or names an operator that does not exist.
+        TypeError: a region is called like a function: `@actckpt.region` without parentheses took the function that it
+            decorates for a policy.
 
     Example::
 
@@ -44,6 +50,16 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
 
     def _recreate_cm(self) -> "region":
         return region(self._policy)
+
+    def __call__(self, func: _Function = None, /, *more: Any, **keywords: Any) -> _Function:  # type: ignore[assignment]
+        """Return a function that runs in a region with this policy each time: `region(policy)(function)`."""
+        if more or keywords or not callable(func):
+            name = getattr(self._policy, "__qualname__", repr(self._policy))
+            raise TypeError(
+                f"actckpt.region({name}) was called, and not with one function to decorate. If {name} is the function "
+                "to run, rather than a policy: decorate it with @actckpt.region(), with parentheses."
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> "region":
         if self._open is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from actckpt import _frames
 from actckpt.engine import native
-from actckpt.runtime import stores
+from actckpt.runtime import figures, stores
 from actckpt.runtime.counters import counters
 
 __all__ = ["Stats", "reset_stats", "stats"]
@@ -38,9 +38,16 @@ class Stats:
     late_reloads: int
     #: Time that callers, and streams of the program, waited for copies.
     stall_seconds: float
-    #: Tensors that stayed because a store was full, failed, or a stream was capturing.
+    #: Tensors that stayed because a limit was reached, or the disk was full.
     kept_full: int
-    #: Copies to a store that failed; their tensors stayed in memory.
+    #: Tensors that stayed because a copy or a call of the device failed.
+    kept_failed: int
+    #: Tensors that should be moved only where nobody waits (`PREFER_CPU_OFFLOAD`), and stayed because the copies
+    #: before them were not done.
+    kept_busy: int
+    #: Tensors that stayed because their stream was being captured into a CUDA graph.
+    kept_capturing: int
+    #: Copies to disk that failed, also for want of room; their bytes stayed in memory.
     failed_writes: int
     #: Regions run again in backward.
     rerun_regions: int
@@ -54,6 +61,17 @@ class Stats:
 
 _baseline: dict[str, float] = {}
 
+_OF_STORES = (
+    "prefetched_reloads",
+    "late_reloads",
+    "stall_seconds",
+    "kept_full",
+    "kept_failed",
+    "kept_busy",
+    "kept_capturing",
+    "failed_writes",
+)
+
 
 def _totals() -> dict[str, float]:
     totals: dict[str, float] = dict(_frames.offload_sums())
@@ -61,14 +79,9 @@ def _totals() -> dict[str, float]:
     for name in ("replayed_operators", "kept_opaque", "copied_on_write_bytes"):
         totals[name] = counters.value(name)
     totals["replayed_operators"] += _frames.num_replayed()
-    for name in ("prefetched_reloads", "late_reloads", "failed_writes"):
-        totals[name] = 0
-    totals["stall_seconds"] = 0.0
-    for figures in _engines():
-        totals["prefetched_reloads"] += figures.num_prefetched
-        totals["late_reloads"] += figures.num_late
-        totals["stall_seconds"] += figures.stall_seconds
-        totals["failed_writes"] += figures.num_failed_writes
+    of_stores = figures.sums()
+    for name in _OF_STORES:
+        totals[name] = of_stores[name]
     return totals
 
 
@@ -91,21 +104,21 @@ def stats() -> Stats:
         0
     """
     totals = _totals()
-    sums = {name: type(value)(value - _baseline.get(name, 0)) for name, value in totals.items()}
+    sums = {name: value - _baseline.get(name, 0) for name, value in totals.items()}
     held: Counter[str] = Counter()
-    for figures in _engines():
-        held["inflight"] += figures.inflight_bytes
-        held["peak_inflight"] += figures.peak_inflight_bytes
-        if isinstance(figures, native.DeviceStats):
-            held["disk"] += figures.disk_bytes
-            held["pageable"] += figures.pageable_bytes
-            held["host"] += figures.bounce_bytes
-            held["store"] += figures.disk_bytes + figures.pageable_bytes
-            held["peak_store"] += figures.peak_tier_bytes
+    for found in _engines():
+        held["inflight"] += found.inflight_bytes
+        held["peak_inflight"] += found.peak_inflight_bytes
+        if isinstance(found, native.DeviceStats):
+            held["disk"] += found.disk_bytes
+            held["pageable"] += found.pageable_bytes
+            held["host"] += found.bounce_bytes
+            held["store"] += found.disk_bytes + found.pageable_bytes
+            held["peak_store"] += found.peak_tier_bytes
         else:
-            held["disk"] += figures.stored_bytes
-            held["store"] += figures.stored_bytes
-            held["peak_store"] += figures.peak_stored_bytes
+            held["disk"] += found.stored_bytes
+            held["store"] += found.stored_bytes
+            held["peak_store"] += found.peak_stored_bytes
     cuda = stores.existing("host")
     if isinstance(cuda, stores.CudaBackend):
         pool = cuda.engine.pool_stats()
@@ -127,6 +140,9 @@ def stats() -> Stats:
         late_reloads=int(sums["late_reloads"]),
         stall_seconds=float(sums["stall_seconds"]),
         kept_full=int(sums["kept_full"]),
+        kept_failed=int(sums["kept_failed"]),
+        kept_busy=int(sums["kept_busy"]),
+        kept_capturing=int(sums["kept_capturing"]),
         failed_writes=int(sums["failed_writes"]),
         rerun_regions=int(sums["rerun_regions"]),
         replayed_operators=int(sums["replayed_operators"]),

@@ -2,25 +2,29 @@
 
     python benchmarks/gpu_offload.py --layers 8 --tokens 8192
 
-Measures a loop of pinned copies beside ours from 1 to 512 MiB, each way and both at once; ours also over pageable
-memory and disk; then training steps of a Llama-8B-shaped stack: plain, offload (and over pageable memory), torch's
-save_on_cpu(pin_memory=True), checkpoint, and checkpoint with offloaded inputs. The hidden share is
+Measures a loop of pinned copies beside ours from 1 to 512 MiB, each way and both at once; training steps of a
+Llama-8B-shaped stack: plain, offload (and over pageable memory), torch's save_on_cpu(pin_memory=True), checkpoint, and
+checkpoint with offloaded inputs; then our copies over pageable memory and disk. The hidden share is
 1 - (step - step plain) / copy time, from CUDA events; the stalls are what the engine measured itself.
-What fails is written down as such, and the rest goes on.
+What matters most comes first. What fails is written down as such, and the rest goes on; what --minutes leave no time
+for is written down as skipped, and a part that hangs is ended with the program one minute later.
 """
 
 import argparse
+import faulthandler
+import gc
 import json
 import platform
 import statistics
 import sys
 import tempfile
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's name
@@ -188,7 +192,9 @@ class _KeepInput(torch.autograd.Function):
 
 
 def _train(layers: int, tokens: int, method: str, steps: int, folder: str) -> dict[str, Any]:
-    with _only("pageable", folder) if method == "offload, pageable" else nullcontext():
+    # An engine for each: host memory of one method must be gone before the next one pins its own.
+    tier = "pageable" if method == "offload, pageable" else "pinned"
+    with _only(tier, folder) if "offload" in method else nullcontext():
         return _train_steps(layers, tokens, method, steps)
 
 
@@ -227,6 +233,7 @@ def _train_steps(layers: int, tokens: int, method: str, steps: int) -> dict[str,
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
         "moved_bytes_per_step": figures.offloaded_bytes // steps,
         "kept_full": figures.kept_full,
+        "kept_failed": figures.kept_failed,
         "stall_ms_per_step": figures.stall_seconds / steps * 1e3,
         "late_reloads": figures.late_reloads,
     }
@@ -245,43 +252,88 @@ def _copies(tier: str, folder: str, mib: int) -> dict[str, Any]:
     return {"loop": loop, "ours": ours, "share": {name: ours[name] / loop[name] for name in ours}}
 
 
-def _hidden(copies: dict[str, Any], row: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+def _hidden(figures: dict[str, dict[str, Any]], training: str, method: str, base: str) -> dict[str, Any]:
     """Return how much of the copies' time the step does not see."""
-    if "loop" not in copies or "step_ms" not in row or "step_ms" not in base or not row["moved_bytes_per_step"]:
-        return {"hidden_share": None}
+    copies = figures["copies, pinned"]["64 MiB"]
+    row, base_row = figures[training][method], figures[training][base]
+    missing = [name for found, name in ((copies, "loop"), (row, "step_ms"), (base_row, "step_ms")) if name not in found]
+    if missing or not row["moved_bytes_per_step"]:
+        return {"hidden_share": None, "because": f"no {missing[0]}" if missing else "nothing was moved"}
     loop = copies["loop"]
     copy_ms = row["moved_bytes_per_step"] * (1 / loop["out"] + 1 / loop["back"]) * 1e3
-    return {"copy_ms": copy_ms, "hidden_share": 1 - (row["step_ms"] - base["step_ms"]) / copy_ms}
+    return {"copy_ms": copy_ms, "hidden_share": 1 - (row["step_ms"] - base_row["step_ms"]) / copy_ms}
 
 
-class _Report:
+class Part(NamedTuple):
+    """One figure to measure: where it is written, and how it is had."""
+
+    section: str
+    name: str
+    measure: Callable[[], dict[str, Any]]
+
+
+class Report:
     """Figures in a file that is written again with each of them."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, out: Path, about: dict[str, Any]) -> None:
         self.figures: dict[str, dict[str, Any]] = {}
         self.failed: list[str] = []
-        self._out: Path = args.out
-        self._result = {
-            "command": f"python {' '.join(sys.argv)}",
-            "machine": {"gpu": torch.cuda.get_device_name(), "system": platform.platform()},
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "layers": args.layers,
-            "figures": self.figures,
-        }
+        self._out = out
+        self._result = {**about, "figures": self.figures}
 
-    def note(self, section: str, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Measure and write down, or write down what went wrong: the other figures are worth having."""
-        try:
-            found = measure()
-        except Exception as error:
-            found = {"failed": f"{type(error).__name__}: {error}"}
-            self.failed.append(f"{section}, {name}")
-        self.figures.setdefault(section, {})[name] = found
+    def run(self, parts: Iterable[Part], deadline: float) -> None:
+        """Measure what there is time for until `time.monotonic()` reaches `deadline`."""
+        for part in parts:
+            if time.monotonic() < deadline:
+                self._note(part, _measured(part))
+            else:
+                self._note(part, {"skipped": "out of time"})
+
+    def _note(self, part: Part, found: dict[str, Any]) -> None:
+        if "failed" in found:
+            self.failed.append(f"{part.section}, {part.name}")
+        self.figures.setdefault(part.section, {})[part.name] = found
         self._out.parent.mkdir(parents=True, exist_ok=True)
         self._out.write_text(json.dumps(self._result, indent=1) + "\n")
-        print(f"{section}, {name}: {json.dumps(found)}", flush=True)
-        torch.cuda.empty_cache()
-        return found
+        print(f"{part.section}, {part.name}: {json.dumps(found)}", flush=True)
+
+
+def _measured(part: Part) -> dict[str, Any]:
+    """Measure, or say what went wrong: the other figures are worth having."""
+    start = time.monotonic()
+    try:
+        found = part.measure()
+    except Exception as error:
+        found = {"failed": f"{type(error).__name__}: {error}"}
+    try:
+        _give_back_memory()
+    except Exception as error:  # after an error that the device does not recover from
+        found.setdefault("failed", f"{type(error).__name__}: {error}")
+    return found | {"part_seconds": round(time.monotonic() - start, 2)}
+
+
+def _give_back_memory() -> None:
+    gc.collect()  # models that `apply` patched are in cycles
+    torch.cuda.empty_cache()
+    empty_host_cache = getattr(torch._C, "_host_emptyCache", None)  # else torch keeps what it pinned
+    if empty_host_cache is not None and torch.cuda.is_available():
+        empty_host_cache()
+
+
+def plan(layers: int, all_tokens: Sequence[int], steps: int, folder: str, figures: dict[str, Any]) -> Iterator[Part]:
+    """Yield all parts, those of most value first. `figures`: where they will be found, for parts made of others."""
+    for mib in _SIZES:
+        yield Part("copies, pinned", f"{mib} MiB", partial(_copies, "pinned", folder, mib))
+    for tokens in all_tokens:
+        training = f"training, {tokens} tokens"
+        for method in _METHODS:
+            yield Part(training, method, partial(_train, layers, tokens, method, steps, folder))
+        for method, base in (("offload", "plain"), ("checkpoint, offloaded inputs", "checkpoint")):
+            measure = partial(_hidden, figures, training, method, base)
+            yield Part(f"hidden copies, {tokens} tokens", method, measure)
+    for tier in ("pageable", "disk"):
+        for mib in _SIZES[::3]:
+            yield Part(f"copies, {tier}", f"{mib} MiB", partial(_copies, tier, folder, mib))
 
 
 def main() -> int:
@@ -289,29 +341,27 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--steps", type=int, default=6, help="the first two are not counted")
+    parser.add_argument("--minutes", type=float, default=8, help="begins no part after that")
     parser.add_argument("--spill-dir", help="folder of the spill file (default: TMPDIR)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_offload.json")
     args = parser.parse_args()
-    if args.layers < 1 or min(args.tokens) < 1 or args.steps < 3:
-        parser.error("--layers and --tokens must be at least 1, --steps at least 3")
+    if args.layers < 1 or min(args.tokens) < 1 or args.steps < 3 or args.minutes <= 0:
+        parser.error("--layers and --tokens must be at least 1, --steps at least 3, --minutes positive")
     if not torch.cuda.is_available():
         print("gpu_offload: no CUDA device, nothing measured.")
         return 0
-    report = _Report(args)
+    deadline = time.monotonic() + 60 * args.minutes
+    faulthandler.dump_traceback_later(60 * args.minutes + 60, exit=True)  # the file has what is known by then
+    about = {
+        "command": f"python {' '.join(sys.argv)}",
+        "machine": {"gpu": torch.cuda.get_device_name(), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "layers": args.layers,
+    }
+    report = Report(args.out, about)
     with tempfile.TemporaryDirectory(dir=args.spill_dir) as folder:
-        for tier in ("pinned", "pageable", "disk"):
-            for mib in _SIZES if tier == "pinned" else _SIZES[::3]:
-                report.note(f"copies, {tier}", f"{mib} MiB", partial(_copies, tier, folder, mib))
-        for tokens in args.tokens:
-            rows = {}
-            for method in _METHODS:
-                measure = partial(_train, args.layers, tokens, method, args.steps, folder)
-                rows[method] = report.note(f"training, {tokens} tokens", method, measure)
-            for method, base in (("offload", "plain"), ("checkpoint, offloaded inputs", "checkpoint")):
-                copies = report.figures["copies, pinned"]["64 MiB"]
-                report.note(
-                    f"hidden copies, {tokens} tokens", method, partial(_hidden, copies, rows[method], rows[base])
-                )
+        report.run(plan(args.layers, args.tokens, args.steps, folder, report.figures), deadline)
+    faulthandler.cancel_dump_traceback_later()
     print(f"Wrote {args.out}" + (f"; failed: {', '.join(report.failed)}" if report.failed else ""))
     return 1 if report.failed else 0
 

@@ -4,10 +4,13 @@
 
 Tests: tests/gpu/test_te_gpu.py, whose JSON (what passed, where te.checkpoint differs from plain training) goes into the
 result. Training: a stack of TransformerLayers (hidden 4096, 32 heads) in bf16 and with delayed scaling: plain,
-te.checkpoint both ways, TransformerEngine's CPU offloading, and ours. Stops beginning new measurements after --minutes.
+te.checkpoint both ways, TransformerEngine's CPU offloading, and ours. Begins no measurement after --minutes, and ends
+one that hangs a minute and a half later.
 """
 
 import argparse
+import faulthandler
+import gc
 import json
 import os
 import platform
@@ -104,13 +107,14 @@ def _measure(te: Any, method: str, kind: str, layers: int, tokens: int, steps: i
     from transformer_engine.common.recipe import DelayedScaling
 
     torch.manual_seed(0)
-    torch.cuda.empty_cache()
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "hidden_dropout": 0.1, "attention_dropout": 0.0}
-    model = torch.nn.ModuleList(te.TransformerLayer(_HIDDEN, 4 * _HIDDEN, _HEADS, **options) for _ in range(layers))
-    x = torch.randn(tokens, 1, _HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     recipe = DelayedScaling() if kind == "delayed" else None
     milliseconds, peak = [], 0
     try:
+        gc.collect()  # the model of the method before is in cycles
+        torch.cuda.empty_cache()
+        model = torch.nn.ModuleList(te.TransformerLayer(_HIDDEN, 4 * _HIDDEN, _HEADS, **options) for _ in range(layers))
+        x = torch.randn(tokens, 1, _HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         forward = _forwards(te, model)[method]()
         for _ in range(steps):
             torch.cuda.synchronize()
@@ -147,6 +151,7 @@ def main() -> int:
         print(f"gpu_te: TransformerEngine does not load ({error}), nothing measured.")
         return 0
     end = time.monotonic() + 60 * args.minutes
+    faulthandler.dump_traceback_later(60 * args.minutes + 90, exit=True)  # the file has what is known by then
     result: dict[str, Any] = {
         "command": f"python {' '.join(sys.argv)}",
         "machine": {"gpu": torch.cuda.get_device_name(), "system": platform.platform()},
@@ -157,6 +162,7 @@ def main() -> int:
         "training": {},
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     for kind in ("bf16", "delayed"):
         for method in _forwards(te, torch.nn.ModuleList()):
             row: dict[str, Any] = {"skipped": "out of time"}
@@ -165,6 +171,7 @@ def main() -> int:
             result["training"][f"{kind}: {method}"] = row
             print(f"{kind}: {method}: {json.dumps(row)}", flush=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n")  # what is known so far
+    faulthandler.cancel_dump_traceback_later()
     print(f"Tests: exit status {result['tests'].get('exit_status')}. Wrote {args.out}")
     return 0 if result["tests"].get("exit_status") == 0 else 1
 

@@ -1,10 +1,14 @@
 """Benchmarks that are scripts run, at toy size, and what they show holds there too."""
 
+import json
 import runpy
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 _BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 _SIZE, _PATHS = 32, 10
@@ -40,3 +44,78 @@ def test_script_prints_every_method_for_both_orders_and_draws(
     out = capsys.readouterr().out
     assert all(out.count(f"  {name} ") == 2 for name in memory_order["METHODS"])
     assert (tmp_path / "order.svg").read_text().startswith("<?xml")
+
+
+@pytest.fixture(scope="module")
+def gpu_offload() -> dict[str, Any]:
+    return runpy.run_path(str(_BENCHMARKS / "gpu_offload.py"))
+
+
+@pytest.mark.parametrize("name", ["gpu_offload", "gpu_te"])
+def test_gpu_benchmarks_explain_themselves_and_measure_nothing_without_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    main = runpy.run_path(str(_BENCHMARKS / f"{name}.py"))["main"]
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert leaving.value.code == 0 and "--minutes" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path / "out.json")])
+        assert main() == 0
+        assert "nothing measured" in capsys.readouterr().out and not (tmp_path / "out.json").exists()
+
+
+def test_gpu_parts_come_in_the_order_of_their_value(gpu_offload: dict[str, Any]) -> None:
+    parts = list(gpu_offload["plan"](8, [8192, 32768], 6, "folder", {}))
+    assert len({(part.section, part.name) for part in parts}) == len(parts)
+    assert list(dict.fromkeys(part.section for part in parts)) == [
+        "copies, pinned",
+        "training, 8192 tokens",
+        "hidden copies, 8192 tokens",
+        "training, 32768 tokens",
+        "hidden copies, 32768 tokens",
+        "copies, pageable",
+        "copies, disk",
+    ]
+
+
+def _raise() -> dict[str, Any]:
+    raise RuntimeError("CUDA error: out of luck")
+
+
+def test_a_gpu_part_that_fails_or_has_no_time_is_written_down_and_the_rest_goes_on(
+    gpu_offload: dict[str, Any], tmp_path: Path
+) -> None:
+    part, out = gpu_offload["Part"], tmp_path / "new folder" / "out.json"
+    report = gpu_offload["Report"](out, {"layers": 2})
+    written: list[Any] = []
+
+    def look() -> dict[str, Any]:
+        written.append(json.loads(out.read_text()))
+        return {"bytes": 3}
+
+    report.run([part("a", "one", _raise), part("a", "two", look)], time.monotonic() + 60)
+    report.run([part("b", "three", look)], time.monotonic() - 1)
+    assert "out of luck" in written[0]["figures"]["a"]["one"]["failed"], "known before the next part begins"
+    found = json.loads(out.read_text())
+    assert found["layers"] == 2 and found["figures"]["a"]["two"]["bytes"] == 3
+    assert found["figures"]["b"] == {"three": {"skipped": "out of time"}}
+    assert report.failed == ["a, one"] and len(written) == 1
+
+
+@pytest.mark.parametrize("missing", ["copies", "row", "base", "nothing"])
+def test_the_hidden_share_needs_its_parts(gpu_offload: dict[str, Any], missing: str) -> None:
+    good = {"loop": {"out": 1e9, "back": 1e9}}
+    figures = {
+        "copies, pinned": {"64 MiB": {"failed": "x"} if missing == "copies" else good},
+        "training": {
+            "offload": {"skipped": "x"} if missing == "row" else {"step_ms": 120.0, "moved_bytes_per_step": 10**8},
+            "plain": {"out_of_memory": True} if missing == "base" else {"step_ms": 100.0},
+        },
+    }
+    found = gpu_offload["_hidden"](figures, "training", "offload", "plain")
+    if missing == "nothing":
+        assert found == {"copy_ms": pytest.approx(200.0), "hidden_share": pytest.approx(0.9)}
+    else:
+        assert found["hidden_share"] is None and found["because"]

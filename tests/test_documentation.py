@@ -1,5 +1,6 @@
-"""Every example runs: in README.md, docs/, docstrings and examples/."""
+"""Every example runs, in README.md, docs/, docstrings and examples/; every public name and setting is described."""
 
+import dataclasses
 import doctest
 import re
 import runpy
@@ -7,7 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch.utils.checkpoint
 
+import actckpt
 import actckpt.api
 import actckpt.blocks
 import actckpt.policies
@@ -50,3 +53,46 @@ def test_docstring_examples_run(module: ModuleType) -> None:
 def test_links_to_files_are_not_broken(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_links_to_headings_are_not_broken(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        text = (page.parent / target).read_text() if target else page.read_text()
+        headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+        anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings]
+        assert heading in anchors, f"{page.name} links to {target}#{heading}"
+
+
+_SECTIONS = {
+    part.partition("\n")[0]: part
+    for part in re.split(r"^## ", (_ROOT / "docs/reference.md").read_text(), flags=re.MULTILINE)
+}
+
+
+def test_the_reference_has_every_setting_with_its_default() -> None:
+    described = dict(re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", _SECTIONS["Settings"], re.MULTILINE))
+    defaults = {field.name: field.default for field in dataclasses.fields(actckpt.Settings)}
+    assert list(described) == list(defaults)
+    for name, text in described.items():
+        megabytes = re.fullmatch(r"(\d+) MiB", text)
+        assert (int(megabytes[1]) * 2**20 if megabytes else eval(text)) == defaults[name], name
+
+
+def test_configure_describes_every_setting() -> None:
+    documented = re.findall(r"^        (\w+): ", actckpt.configure.__doc__ or "", re.MULTILINE)
+    assert documented == [*(field.name for field in dataclasses.fields(actckpt.Settings)), "ValueError"]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    missing = [name for name in actckpt.__all__ if f"`{name}`" not in _SECTIONS["Names"] + _SECTIONS["Errors"]]
+    errors = [name for name in missing if name == "ActckptError" and "`actckpt.ActckptError`" in _SECTIONS["Errors"]]
+    assert missing == errors
+
+
+def test_the_reference_names_nothing_that_is_not_there() -> None:
+    named = re.findall(r"`(\w+)`", _SECTIONS["Names"])
+    assert set(named) - {"GraphExecGroup"} <= set(actckpt.__all__)
+    from_torch = _SECTIONS["Names"].partition("The other public names")[2]
+    for name in re.findall(r"`(\w+)`", from_torch):
+        assert getattr(actckpt, name, None) is getattr(torch.utils.checkpoint, name, None), name

@@ -1,28 +1,32 @@
-"""Which tensors `PREFER_CPU_OFFLOAD` keeps after all: those whose moving made the previous step wait.
+"""Which tensors `PREFER_OFFLOAD` keeps after all: those whose moving made the previous step wait.
 
 NOTE [ Demotion ]
 
-Rule 1. A structure (whatever tells two steps apart: the sizes that a block moves) has one plan per step, fixed
-        when the step begins: what is moved does not depend on how the machine felt in the middle of it.
-        Within a step only a put that finds no room demotes (`put(..., must=False)` answers why).
-Rule 2. The plan follows from the measured stalls of the previous step of that structure. The first two steps
-        teach the order of backward and grow the pool, so they demote nothing.
+Rule 1. A step has one plan, fixed when it begins: what is moved does not depend on how the machine felt in the
+        middle of it. Within a step only a put that finds no room demotes (`put(..., must=False)` answers why).
+Rule 2. The plan follows from the measured stalls of the previous step. The first two steps teach the order of
+        backward and grow the pool, so they demote nothing.
 Rule 3. Copies share one link, so a late tensor is often late because of others. Each step therefore demotes
         only the worst, those that make up half of the stall, and the next step measures again.
-Rule 4. A demoted tensor stays demoted: plans settle, they do not swing.
+Rule 4. A demoted tensor stays demoted until settings change: plans settle, they do not swing.
+Rule 5. A place of the program (a module, or a line that opens regions) has steps of its own. A step is over when
+        a backward reads what it moved; what the place moves next belongs to the next step, and is told from others
+        by how many regions the place opened in that step before.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Protocol
 
-__all__ = ["Demotions", "StepPlan", "Timing"]
+from actckpt import config
 
-_MAX_STRUCTURES = 64
+__all__ = ["RegionPlan", "StepPlan", "Steps", "Timing"]
+
 _NUM_LEARNING_STEPS = 2
+#: Bounds memory where shapes never repeat, or nothing ever runs backward.
+_MAX_PLACES = 1 << 16
 
 
 class Timing(Protocol):
@@ -42,20 +46,17 @@ class Timing(Protocol):
 
 
 class StepPlan:
-    """What one step of one structure moves. Several threads may use it."""
+    """What one step moves. Several threads may use it."""
 
-    def __init__(self, kept: frozenset[int], step: int) -> None:
+    def __init__(self, kept: frozenset[Hashable], step: int) -> None:
         self.kept = kept
         self.step = step
-        self._timings: dict[int, Timing] = {}
+        self._timings: dict[Hashable, Timing] = {}
 
-    def wants(self, place: int) -> bool:
-        """Whether the tensor saved at `place` (a number that its structure gives it) is moved."""
-        return place not in self.kept
-
-    def moved(self, place: int, timing: Timing) -> None:
-        """Note that it was moved: its stalls count for the next step."""
-        self._timings[place] = timing
+    def moved(self, place: Hashable, timing: Timing) -> None:
+        """Note that what is saved at `place` was moved: its stalls count for the next step."""
+        if len(self._timings) < _MAX_PLACES:
+            self._timings[place] = timing
 
     def next(self) -> StepPlan:
         """Return the plan of the next step, from what is measured so far."""
@@ -63,8 +64,8 @@ class StepPlan:
             return StepPlan(self.kept, self.step + 1)
         stalls = {place: timing.stall_seconds for place, timing in self._timings.items() if timing.is_late}
         excess = sum(stalls.values()) / 2
-        demoted = set(self.kept)
-        for place in sorted(stalls, key=lambda place: (-stalls[place], place)):
+        demoted = set(self.kept) if len(self.kept) < _MAX_PLACES else set()
+        for place in sorted(stalls, key=lambda place: -stalls[place]):
             if excess <= 0:
                 break
             excess -= stalls[place]
@@ -72,19 +73,54 @@ class StepPlan:
         return StepPlan(frozenset(demoted), self.step + 1)
 
 
-class Demotions:
-    """The plans of all structures, least recently used ones forgotten."""
+class RegionPlan:
+    """The part of a step's plan that concerns one region."""
+
+    __slots__ = ("_ordinal", "_plan", "_steps")
+
+    def __init__(self, steps: Steps, plan: StepPlan, ordinal: int) -> None:
+        self._steps = steps
+        self._plan = plan
+        self._ordinal = ordinal
+
+    def wants(self, place: Hashable) -> bool:
+        """Whether the tensor that the region saves at `place` (what tells it from its others) is moved."""
+        return (self._ordinal, place) not in self._plan.kept
+
+    def moved(self, place: Hashable, timing: Timing) -> None:
+        """Note that it was moved."""
+        self._plan.moved((self._ordinal, place), timing)
+
+    def read(self) -> None:
+        """Note that a backward reads it (Rule 5)."""
+        self._steps.end(self._plan)
+
+
+class Steps:
+    """The steps of one place of the program (Rule 5)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: OrderedDict[Hashable, StepPlan] = OrderedDict()
+        self._plan: StepPlan | None = None
+        self._generation = config.generation  # of the settings that the plan was learnt with
+        self._is_over = False
+        self._num_regions = 0
 
-    def begin(self, structure: Hashable) -> StepPlan:
-        """Begin a step; call once per step and structure, before anything of it is saved."""
+    def region(self) -> RegionPlan:
+        """Begin a region that moves something, and a step if the last one is over."""
         with self._lock:
-            previous = self._plans.pop(structure, None)
-            plan = StepPlan(frozenset(), 0) if previous is None else previous.next()
-            self._plans[structure] = plan
-            while len(self._plans) > _MAX_STRUCTURES:
-                self._plans.popitem(last=False)
-            return plan
+            if self._plan is None or self._generation != config.generation:
+                self._plan = StepPlan(frozenset(), 0)
+                self._generation = config.generation
+                self._num_regions = 0
+            elif self._is_over:
+                self._plan = self._plan.next()
+                self._num_regions = 0
+            self._is_over = False
+            self._num_regions += 1
+            return RegionPlan(self, self._plan, self._num_regions - 1)
+
+    def end(self, plan: StepPlan) -> None:
+        """End the step of `plan`, if it is still under way."""
+        if plan is self._plan:
+            self._is_over = True

@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+_MAX_BOUNCE_BYTES = 64 << 20
+_MAX_BUFFER_BYTES = 4 << 20
+_PAGE_BYTES = 4096
+
 
 def default_host_limit(root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
     """Return half of what the machine and this process's cgroups leave, per local rank, in bytes.
@@ -20,6 +24,18 @@ def default_host_limit(root: Path = Path("/"), environ: dict[str, str] | None = 
 def default_pageable_limit(host_limit: int, root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
     """Return what pageable memory may take beside `host_limit` pinned bytes: three quarters in all."""
     return max(0, _share_bytes(root, environ) * 3 // 4 - host_limit)
+
+
+def bounce_sizes(host_limit: int) -> tuple[int, int]:
+    """Return how many pinned bytes are bounce buffers, half per direction, and the bytes of one buffer.
+
+    A quarter of `host_limit`, at most 64 MiB; four buffers or more per direction, of at most 4 MiB. Zero where that
+    leaves no pages for buffers (below 32 KiB): then nothing passes to memory below pinned memory.
+    """
+    buffer = min(host_limit // 4 // 8, _MAX_BUFFER_BYTES) // _PAGE_BYTES * _PAGE_BYTES
+    if buffer == 0:  # too little for four of a page each
+        return (2 * _PAGE_BYTES if host_limit >= 8 * _PAGE_BYTES else 0), _PAGE_BYTES
+    return min(host_limit // 4, _MAX_BOUNCE_BYTES) // (2 * buffer) * 2 * buffer, buffer
 
 
 def _share_bytes(root: Path, environ: dict[str, str] | None) -> int:

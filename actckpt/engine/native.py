@@ -45,11 +45,11 @@ below pinned memory waits on the host until workers have brought them (counted; 
 `stall_seconds`, `is_late`, `is_settled` (device waits are known only once they have passed).
 `actckpt.engine.demotion` makes the next step's plan of these figures::
 
-    plan = demotions.begin(sizes)                              # once per step; fixed for the step
+    plan = steps.region()                                      # once per region; fixed for the step
     if plan.wants(place):
         ticket = engine.put(..., must=False)
         if not isinstance(ticket, Kept):
-            plan.moved(place, ticket.timing)
+            plan.moved(place, ticket.timing)                   # and plan.read() when a backward asks for it
 
 `sim`: simulated machines that run random training programs through that protocol, for tests.
 
@@ -77,6 +77,7 @@ from actckpt._engine import (
     Pool,
     PoolBlock,
     PoolStats,
+    SourceGoneError,
     SpillBlock,
     SpillFile,
     SpillFullError,
@@ -90,6 +91,7 @@ from actckpt._engine import (
     hash64,
     is_memory_folder,
     sim,
+    why_foreign_reads_are_plain,
     why_no_cuda,
 )
 
@@ -112,6 +114,7 @@ __all__ = [
     "Pool",
     "PoolBlock",
     "PoolStats",
+    "SourceGoneError",
     "SpillBlock",
     "SpillFile",
     "SpillFullError",
@@ -125,6 +128,7 @@ __all__ = [
     "hash64",
     "is_memory_folder",
     "sim",
+    "why_foreign_reads_are_plain",
     "why_no_cuda",
 ]
 

@@ -3,6 +3,7 @@
 Everything here runs only once something is wrong, so it may be slow.
 """
 
+import gc
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt.errors import RerunMismatchError, SavedTensorChangedError
+from actckpt.runtime import torch_private
 from actckpt.runtime.stack import modules_on_stack, user_line
 
 if TYPE_CHECKING:
@@ -55,6 +57,22 @@ def name_of(function: Any) -> str:
     if isinstance(function, FunctionType):
         return f"{name} ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"
     return name
+
+
+def parameter_name(tensor: Tensor) -> str:
+    """Return the longest name of the parameter on the storage of a tensor that any module has for it, or an empty text.
+
+    Looks through all objects of the process.
+    """
+    storage = tensor.untyped_storage()
+    named: list[tuple[str, Any]] = []
+    for owner in gc.get_objects():
+        if issubclass(type(owner), torch.nn.Module):
+            named.extend(owner.named_parameters() if "_parameters" in owner.__dict__ else ())
+        elif (unsharded := torch_private.unsharded_parameter(owner)) is not None:
+            named.append(unsharded)
+    plain = ((name, parameter) for name, parameter in named if type(parameter) in (Tensor, torch.nn.Parameter))
+    return max((name for name, parameter in plain if parameter.untyped_storage() is storage), key=len, default="")
 
 
 def mismatch(refill: "_frames.Refill", index: int, tensor: Tensor, problem: str) -> RerunMismatchError:

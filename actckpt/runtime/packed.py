@@ -257,7 +257,8 @@ class SavedThroughFunction:
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
-        self._node: Any = None
+        #: Its node has the tensors. Before torch 2.11 the node alone does not keep them.
+        self._saved: Any = None
 
     def __iter__(self) -> Any:
         return iter((self._pack, self._unpack))
@@ -265,7 +266,7 @@ class SavedThroughFunction:
     def save(self) -> None:
         if self._tensors:
             anchor = torch.empty(0, requires_grad=True)
-            self._node = _SaveForBackward.apply(anchor, *self._tensors).grad_fn  # type: ignore[no-untyped-call]
+            self._saved = _SaveForBackward.apply(anchor, *self._tensors)  # type: ignore[no-untyped-call]
             self._tensors.clear()
 
     def _pack(self, tensor: Tensor) -> int:
@@ -273,7 +274,7 @@ class SavedThroughFunction:
         return len(self._tensors) - 1
 
     def _unpack(self, index: int) -> Tensor:
-        tensor: Tensor = self._node.saved_tensors[index]
+        tensor: Tensor = self._saved.grad_fn.saved_tensors[index]
         return tensor
 
 

@@ -7,12 +7,16 @@ A reference to a storage keeps the storage, not its memory: `untyped_storage().r
 out that is under way would read unmapped memory, or memory that holds something else by now; neither the size
 nor the address tells afterwards, since the same address may be given out again.
 
-Rule 1. What the engine may read is marked (`_frames.mark_source`) from before its copy is queued until the
+Rule 1. What the engine may read is watched (csrc/hooks/sources.h) from before its copy is queued until the
         engine lets go of it.
 Rule 2. From the first copy on, the methods of UntypedStorage that free memory wait for the copies out of a
-        storage that is marked. Others go on as before; there is no cost where nothing is freed.
-Rule 3. Memory that C++ frees is out of reach: `h.resize_(larger)` and an `out=` that must grow. Both change a
-        saved tensor in place, which unpack reports, but the copy may be reading then.
+        storage that is watched. Others go on as before; there is no cost where nothing is freed.
+Rule 3. C++ that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Workers
+        therefore read memory of CPU tensors such that none being there is an error, not the end of the process
+        (csrc/engine/memory/foreign.h): then the tensor stays.
+Rule 4. What was copied while its memory was replaced is never used: unpack takes the bytes from the storage, which
+        took them along when it grew. (If the saved tensor itself grew, unpack raises before that: it was
+        changed in place. An alias with a version counter of its own, as `h.data`, does not change it.)
 """
 
 import functools
@@ -52,6 +56,7 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
     def wait_and_call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         if _frames.is_source(storage):
             _finish_copies(storage.device)
+            _frames.settle_sources(storage)
         return method(storage, *args, **kwargs)
 
     return wait_and_call

@@ -21,12 +21,11 @@ import torch
 
 from actckpt import _frames, config
 from actckpt.engine import limits, native
+from actckpt.runtime import figures
 
 _log = logging.getLogger(__name__)
 
 _UNLIMITED = (1 << 64) - 1
-#: Pinned for bounce buffers, half for each direction, out of the limit of pinned memory.
-_BOUNCE_BYTES = 64 << 20
 #: glibc keeps freed blocks below its mmap threshold, which it raises by itself up to 32 MiB.
 _MMAP_THRESHOLD_BYTES = 1 << 20
 
@@ -57,6 +56,7 @@ class CpuBackend:
     def __init__(self, store: native.CpuStore) -> None:
         self.store = store
         self._num_failed = 0
+        figures.note(self, store)
 
     @classmethod
     def on_disk(cls, settings: config.Settings) -> "CpuBackend":
@@ -74,9 +74,10 @@ class CpuBackend:
         """Tell of writes that failed meanwhile; their tensors stayed."""
         if self.store.num_failed_writes == self._num_failed:
             return
-        figures = self.store.stats()
-        self._num_failed = figures.num_failed_writes
-        _warn_of_writes(figures.num_failed_writes, figures.num_full_writes, figures.last_error)
+        found = self.store.stats()
+        self._num_failed = found.num_failed_writes
+        num_failed = found.num_failed_writes - found.num_gone_sources  # those are no fault of the disk
+        _warn_of_writes(num_failed, found.num_full_writes, found.last_error)
 
     def saved_again(self, ticket: Any, device: torch.device) -> None:
         pass
@@ -102,6 +103,7 @@ class CudaBackend:
     def __init__(self, engine: native.DeviceEngine) -> None:
         self.engine = engine
         self._num_failed = 0
+        figures.note(self, engine)
 
     @classmethod
     def from_settings(cls, settings: config.Settings) -> "CudaBackend":
@@ -110,7 +112,7 @@ class CudaBackend:
         if pageable is None:
             pageable = limits.default_pageable_limit(host)
         file = None if settings.spill_dir is None else _spill_file(settings)
-        bounce = min(_BOUNCE_BYTES, host // 4) if pageable or file else 0
+        bounce, buffer = limits.bounce_sizes(host if pageable or file else 0)
         engine = native.DeviceEngine.cuda(
             limit_bytes=host - bounce,
             window_bytes=settings.max_inflight,
@@ -118,6 +120,7 @@ class CudaBackend:
             pageable_limit=pageable,
             spill_file=file,
             bounce_bytes=bounce,
+            buffer_bytes=buffer,
             num_workers=max(1, settings.num_workers),
         )
         return cls(engine)
@@ -160,10 +163,10 @@ class CudaBackend:
             "the spill file" if tier == "disk" else "pageable memory",
         )
         if tier == "disk":
-            figures = self.engine.stats()
-            if figures.num_failed_writes != self._num_failed:
-                self._num_failed = figures.num_failed_writes
-                _warn_of_writes(figures.num_failed_writes, figures.num_full_writes, figures.spill_error)
+            found = self.engine.stats()
+            if found.num_failed_writes != self._num_failed:
+                self._num_failed = found.num_failed_writes
+                _warn_of_writes(found.num_failed_writes, found.num_full_writes, found.spill_error)
 
     def saved_again(self, ticket: Any, device: torch.device) -> None:
         ticket.use(device.index, torch.cuda.current_stream(device).cuda_stream)

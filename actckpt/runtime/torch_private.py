@@ -182,3 +182,15 @@ def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for hooks, before in zip(dicts, held, strict=True):
             hooks.update(before)
+
+
+def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
+    """Return name and unsharded tensor of a parameter that FSDP2 manages, if `owner` is what it does so with.
+
+    The module has the sharded parameter in its place most of the time. Missing: errors do not name the parameter.
+    """
+    if type(owner).__name__ != "FSDPParam":
+        return None
+    tensor = _optional(owner, "_unsharded_param")
+    name = _optional(owner, "_param_fqn") or _optional(_optional(owner, "_module_info"), "param_name")
+    return None if tensor is None or name is None else (str(name), tensor)

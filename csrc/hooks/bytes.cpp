@@ -1,6 +1,6 @@
 #include "hooks/bytes.h"
 
-#include <unordered_map>
+#include <new>
 
 namespace actckpt {
 namespace {
@@ -9,18 +9,12 @@ struct BytesObject {
   PyObject_HEAD
   PyObject* storage;
   long long start;
-  bool is_source;
+  SourceWatchPointer watch;  // null: not a source
 };
 
 PyTypeObject* bytes_type = nullptr;
 
 BytesObject* bytes_of(PyObject* self) { return reinterpret_cast<BytesObject*>(self); }
-
-// How many sources each storage is behind. Storages by identity: a source holds its storage.
-std::unordered_map<PyObject*, int>& sources() {
-  static auto* counts = new std::unordered_map<PyObject*, int>();
-  return *counts;
-}
 
 PyObject* bytes_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"storage", "start", nullptr};
@@ -34,10 +28,11 @@ PyObject* bytes_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
 
 void bytes_dealloc(PyObject* self) {
   BytesObject* bytes = bytes_of(self);
-  if (bytes->is_source) {
-    const auto found = sources().find(bytes->storage);
-    if (--found->second == 0) sources().erase(found);
+  if (bytes->watch != nullptr) {
+    const bool is_asked_for = bytes->watch.use_count() > 1;  // its span lives
+    if (!is_asked_for || bytes->watch->replaced_storage() == nullptr) bytes->watch->end();
   }
+  bytes->watch.~SourceWatchPointer();
   Py_DECREF(bytes->storage);
   PyTypeObject* type = Py_TYPE(self);
   PyObject_Free(self);
@@ -49,17 +44,12 @@ PyObject* get_storage(PyObject* self, void*) { return Py_NewRef(bytes_of(self)->
 PyObject* get_start(PyObject* self, void*) { return PyLong_FromLongLong(bytes_of(self)->start); }
 
 // is_source(storage) -> bool
-PyObject* is_source(PyObject*, PyObject* storage) {
-  return PyBool_FromLong(sources().count(storage) != 0);
-}
+PyObject* tell_source(PyObject*, PyObject* storage) { return PyBool_FromLong(is_source(storage)); }
 
-// mark_source(bytes)
-PyObject* mark_source(PyObject*, PyObject* bytes) {
-  return guarded([&]() -> PyObject* {
-    if (!is_bytes(bytes)) throw py::type_error("mark_source takes a Bytes object");
-    mark_as_source(bytes);
-    Py_RETURN_NONE;
-  });
+// settle_sources(storage)
+PyObject* settle(PyObject*, PyObject* storage) {
+  settle_sources(storage);
+  Py_RETURN_NONE;
 }
 
 PyGetSetDef getset[] = {{"storage", get_storage, nullptr, "The storage, kept alive.", nullptr},
@@ -75,8 +65,8 @@ PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(bytes_new)},
 PyType_Spec spec = {"actckpt._frames.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS_DEFAULT, slots};
 
 PyMethodDef functions[] = {
-    {"is_source", is_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
-    {"mark_source", mark_source, METH_O, "mark_source(bytes): a copy out reads it until it dies."},
+    {"is_source", tell_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
+    {"settle_sources", settle, METH_O, "settle_sources(storage): all copies out of it have ended."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -86,14 +76,13 @@ py::object new_bytes(PyObject* storage, long long start) {
   if (bytes == nullptr) throw py::error_already_set();
   bytes->storage = Py_NewRef(storage);
   bytes->start = start;
-  bytes->is_source = false;
+  new (&bytes->watch) SourceWatchPointer();
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(bytes));
 }
 
-void mark_as_source(PyObject* bytes) {
-  if (bytes_of(bytes)->is_source) return;
-  ++sources()[bytes_of(bytes)->storage];
-  bytes_of(bytes)->is_source = true;
+SourceWatchPointer mark_as_source(PyObject* bytes) {
+  bytes_of(bytes)->watch = std::make_shared<SourceWatch>(bytes_of(bytes)->storage);
+  return bytes_of(bytes)->watch;
 }
 
 bool is_bytes(PyObject* object) { return Py_TYPE(object) == bytes_type; }

@@ -1,20 +1,20 @@
 // Stretches of storages that the engine reads from or writes to.
 //
-// NOTE [ Sources ]: a Bytes object keeps its storage alive, but a storage may let go of its memory
-// while it lives (`untyped_storage().resize_(0)`). While the engine may read a storage, its Bytes
-// object is marked as a source; actckpt/runtime/sources.py asks for that before memory is freed.
+// While the engine may read a storage, its Bytes object is marked as a source, whose memory is
+// watched: see sources.h.
 // Thread rule: GIL held. Ownership: the engine owns the object until the copy has ended.
 #pragma once
 
 #include "frames/python.h"
+#include "hooks/sources.h"
 
 namespace actckpt {
 
 // Bytes from `start` of `storage`; not a source yet.
 py::object new_bytes(PyObject* storage, long long start);
 
-// From now until it dies, `bytes` is a source.
-void mark_as_source(PyObject* bytes);
+// From now until it dies, `bytes`, which is not one yet, is a source.
+SourceWatchPointer mark_as_source(PyObject* bytes);
 
 bool is_bytes(PyObject* object);
 

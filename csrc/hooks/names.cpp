@@ -29,6 +29,8 @@ HookNames interned() {
   n.unload = PyUnicode_InternFromString("unload");
   n.unpack = PyUnicode_InternFromString("unpack");
   n.untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  n.must = PyTuple_Pack(1, PyUnicode_InternFromString("must"));
+  n.timing = PyUnicode_InternFromString("timing");
   n.dtype_device = PyTuple_Pack(2, python().dtype, python().device);
   return n;
 }

@@ -33,6 +33,8 @@ struct HookNames {
   PyObject* unpack;
   PyObject* untyped_storage;
   PyObject* dtype_device;  // keyword names of `empty`
+  PyObject* must;          // keyword name of `put`
+  PyObject* timing;
 
   // Set by `connect_hooks`.
   PyObject* backend;         // stores.backend

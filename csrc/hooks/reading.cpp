@@ -192,6 +192,8 @@ py::object fetch_once(SpanObject* span) {
   py::object found =
       call_method_with(span->backend, names().fetch, span->ticket, span->nbytes_object, span->device);
   if (!is_bytes(found.ptr())) throw py::type_error("a store gave something else than Bytes");
+  // What was read while its memory was replaced is worthless; the storage has the bytes.
+  if (PyObject* storage = span->watch->replaced_storage()) return new_bytes(storage, span->start);
   return found;
 }
 
@@ -208,9 +210,8 @@ long long current_task() {
 
 PyObject* offload_sums(PyObject*, PyObject*) {
   const Sums& s = sums();
-  return Py_BuildValue("{s:L,s:L,s:L,s:L}", "offloaded_bytes", s.offloaded_bytes, "reloaded_bytes",
-                       s.reloaded_bytes, "deduplicated_bytes", s.deduplicated_bytes, "kept_full",
-                       s.kept_full);
+  return Py_BuildValue("{s:L,s:L,s:L}", "offloaded_bytes", s.offloaded_bytes, "reloaded_bytes",
+                       s.reloaded_bytes, "deduplicated_bytes", s.deduplicated_bytes);
 }
 
 PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(end_call)},

@@ -22,7 +22,6 @@ struct Sums {
   long long offloaded_bytes = 0;
   long long reloaded_bytes = 0;
   long long deduplicated_bytes = 0;
-  long long kept_full = 0;
 };
 Sums& sums();
 

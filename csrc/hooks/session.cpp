@@ -17,6 +17,7 @@ struct SessionObject {
   PyObject_HEAD
   std::shared_ptr<Record> record;
   long long min_bytes;
+  bool must;  // wait for room rather than leave bytes where they are
   Target target;
   PyObject* guarded;  // the backend that memory was last guarded for, or null
 };
@@ -101,16 +102,23 @@ Extent extent_of(PyObject* tensor, PyObject* root, PyObject* storage) {
   return extent;
 }
 
-// Moves `extent`; null where the store is full.
+py::object put(const SessionObject* session, PyObject* backend, PyObject* source, PyObject* nbytes) {
+  if (session->must) return call_method_with(backend, names().put, source, nbytes);
+  PyObject* stack[] = {backend, source, nbytes, Py_False};
+  PyObject* ticket = PyObject_VectorcallMethod(names().put, stack, 3, names().must);
+  if (ticket == nullptr) throw_pending();
+  return py::reinterpret_steal<py::object>(ticket);
+}
+
+// Moves `extent`; null where the store is full, or would make the caller wait who must not.
 py::object move(SessionObject* session, PyObject* tensor, const Extent& extent, PyObject* backend,
                 bool may_share) {
   const py::object source = new_bytes(extent.storage, extent.start);
-  mark_as_source(source.ptr());
-  const py::object ticket =
-      call_method_with(backend, names().put, source.ptr(), number(extent.nbytes).ptr());
+  SourceWatchPointer watch = mark_as_source(source.ptr());
+  const py::object ticket = put(session, backend, source.ptr(), number(extent.nbytes).ptr());
   if (ticket.is_none()) return {};
   py::object span =
-      new_span(extent, backend, ticket, attribute(tensor, python().device).ptr(), may_share);
+      new_span(extent, backend, ticket, std::move(watch), attribute(tensor, python().device).ptr(), may_share);
   note_moved(session->record, span_of(span.ptr()));
   return span;
 }
@@ -188,10 +196,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   if (stays(session, tensor, &storage, &root, &is_cuda)) return new_stays(tensor);
   const Extent extent = extent_of(tensor, root.ptr(), storage.ptr());
   const py::object span = span_for(self, tensor, extent, is_cuda, may_share);
-  if (!span) {
-    sums().kept_full += 1;
-    return new_stays(tensor);
-  }
+  if (!span) return new_stays(tensor);
   return new_moved(tensor, span, extent);
 }
 
@@ -226,10 +231,11 @@ PyObject* session_unpack(PyObject*, PyObject* handle) {
 }
 
 PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* keywords[] = {"to", "min_bytes", nullptr};
+  static const char* keywords[] = {"to", "min_bytes", "must", nullptr};
   const char* to = nullptr;
   long long min_bytes = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sL", const_cast<char**>(keywords), &to, &min_bytes)) {
+  int must = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sL|p", const_cast<char**>(keywords), &to, &min_bytes, &must)) {
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
@@ -237,6 +243,7 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   SessionObject* session = session_of(self);
   new (&session->record) std::shared_ptr<Record>(std::make_shared<Record>());
   session->min_bytes = min_bytes;
+  session->must = must != 0;
   const std::string name = to;
   session->target = name == "host" ? Target::kHost : name == "disk" ? Target::kDisk : Target::kAuto;
   session->guarded = nullptr;
@@ -263,7 +270,7 @@ PyMethodDef methods[] = {
 PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(session_new)},
                        {Py_tp_dealloc, reinterpret_cast<void*>(session_dealloc)},
                        {Py_tp_methods, methods},
-                       {Py_tp_doc, const_cast<char*>("Session(to, min_bytes): one `offload` block.")},
+                       {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
                        {0, nullptr}};
 PyType_Spec spec = {"actckpt._frames.OffloadSession", sizeof(SessionObject), 0,
                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};

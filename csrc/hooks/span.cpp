@@ -67,6 +67,7 @@ void span_dealloc(PyObject* self) {
   if (span->record != nullptr) span->record->forget(span->place);
   using RecordPointer = std::shared_ptr<Record>;
   span->record.~RecordPointer();
+  span->watch.~SourceWatchPointer();
   py::error_scope pending;  // dropping a ticket hands back references, whose ends may run anything
   Py_XDECREF(span->ticket);
   Py_XDECREF(span->backend);
@@ -154,8 +155,8 @@ py::object find_span(const Extent& extent, std::vector<py::object>* overlapping)
   return {};
 }
 
-py::object new_span(const Extent& extent, PyObject* backend, const py::object& ticket, PyObject* device,
-                    bool may_share) {
+py::object new_span(const Extent& extent, PyObject* backend, const py::object& ticket, SourceWatchPointer watch,
+                    PyObject* device, bool may_share) {
   SpanObject* span = PyObject_New(SpanObject, span_type);
   if (span == nullptr) throw_pending();
   span->backend = Py_NewRef(backend);
@@ -172,6 +173,7 @@ py::object new_span(const Extent& extent, PyObject* backend, const py::object& t
   span->ahead_task = -1;
   span->ahead_bytes = 0;
   new (&span->record) std::shared_ptr<Record>();
+  new (&span->watch) SourceWatchPointer(std::move(watch));
   span->place = 0;
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(span));
   span->nbytes_object = number(extent.nbytes).release().ptr();

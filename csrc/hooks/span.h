@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "hooks/names.h"
+#include "hooks/sources.h"
 
 namespace actckpt {
 
@@ -41,6 +42,7 @@ struct SpanObject {
   PyObject* nbytes_object;
   PyObject* storage_reference;  // weak
   PyObject* root_reference;     // weak
+  SourceWatchPointer watch;     // of what its ticket copied out
   PyObject* key;                // the storage, by identity; null: shared with nobody
   long long start;
   long long nbytes;
@@ -70,8 +72,8 @@ inline SpanObject* span_of(PyObject* object) { return reinterpret_cast<SpanObjec
 py::object find_span(const Extent& extent, std::vector<py::object>* overlapping);
 
 // A new span; the last argument says whether others may share it.
-py::object new_span(const Extent& extent, PyObject* backend, const py::object& ticket, PyObject* device,
-                    bool may_share);
+py::object new_span(const Extent& extent, PyObject* backend, const py::object& ticket, SourceWatchPointer watch,
+                    PyObject* device, bool may_share);
 
 // Notes that one more saved tensor shares it.
 void share(SpanObject* span);

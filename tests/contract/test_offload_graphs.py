@@ -361,7 +361,7 @@ def test_blocks_are_offloaded_by_apply() -> None:
     actckpt.remove(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*global hooks on modules")  # see test_offload_found.py
+@pytest.mark.filterwarnings("ignore:.*global hooks on modules")  # see test_offload_regressions.py
 def test_blocks_compiled_before_run_inside() -> None:
     torch._dynamo.reset()
     model = mlp(8, 2)

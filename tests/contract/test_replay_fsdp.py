@@ -60,7 +60,10 @@ def _check(rank: int, port: int) -> None:
         for policy in ("recompute", ["aten.addmm"], "offload"):
             for left, right in zip(_gradients(policy, around=False), expected, strict=True):
                 assert torch.equal(left, right), policy
-        with pytest.raises(actckpt.SavedTensorChangedError, match=r"(?s)FSDP2 frees.*inside each unit"):
+        with pytest.raises(
+            actckpt.SavedTensorChangedError,
+            match=r"(?s)the parameter [012]\.layers\.[02]\.(weight|bias) of.*FSDP2 frees.*inside each unit",
+        ):
             _gradients("recompute", around=True)
     finally:
         dist.destroy_process_group()
@@ -71,3 +74,26 @@ def test_rule_8_regions_inside_fsdp2_units_and_around_them() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.spawn(_check, args=(port,), nprocs=2)
+
+
+def test_rule_8_the_error_names_the_parameter_as_the_whole_model_knows_it() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)))
+    weight = model[0][0].weight
+    with actckpt.region():
+        loss = (model(torch.ones(2, 3)) * weight.exp().sum()).sum()
+    size = weight.untyped_storage().nbytes()
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(
+        actckpt.SavedTensorChangedError, match=rf"the parameter 0\.0\.weight of.* 0 bytes now; {size} were"
+    ):
+        loss.backward()
+
+
+def test_rule_8_a_tensor_that_is_no_parameter_gets_no_name() -> None:
+    x = torch.ones(2, 3)
+    y = torch.ones(2, 3, requires_grad=True)
+    with actckpt.region():
+        loss = ((x * 2) * y).sum()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(actckpt.SavedTensorChangedError, match="Backward needs an input of shape"):
+        loss.backward()

@@ -225,3 +225,33 @@ def test_an_open_region_cannot_be_entered_again() -> None:
 def test_policy_and_context_fn_together_are_refused() -> None:
     with pytest.raises(ValueError, match="policy= and context_fn="):
         actckpt.checkpoint(_block, leaf(2, 2), leaf(2, 2), policy="keep", **_with([aten.mm.default]))
+
+
+def test_a_region_without_parentheses_says_so_when_its_function_is_called() -> None:
+    @actckpt.region
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @actckpt.region
+    def step() -> None:
+        raise AssertionError
+
+    for call in (lambda: block(leaf(2)), lambda: block(x=leaf(2)), lambda: block(leaf(2), 1), lambda: step()):
+        with pytest.raises(TypeError, match=r"actckpt\.region\(.*(block|step)\).* @actckpt\.region\(\)"):
+            call()
+
+
+def test_a_policy_function_still_decorates() -> None:
+    @actckpt.region(lambda info: Action.RECOMPUTE)
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    x = leaf(3)
+    block(x).sum().backward()
+    assert_equal(x.grad, x.detach().cos())
+
+
+@pytest.mark.parametrize("module", [torch.nn.GELU(), torch.nn.Sequential(torch.nn.GELU())], ids=["one", "several"])
+def test_a_module_is_no_policy(module: torch.nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"policy is a module, .*actckpt\.region\(\)\(module\)"):
+        actckpt.region(module)

@@ -261,7 +261,8 @@ def test_many_small_values_of_a_large_one_are_decided_in_linear_time() -> None:
 
     large = torch.rand(1000) * 1
     steps_to(large, 100)
-    assert steps_to(large, 4000) < 40 * steps_to(large, 400)
+    # Ten times as many take ten times as long, where quadratic time would be a hundred times.
+    assert min(steps_to(large, 4000) for _ in range(3)) < 40 * min(steps_to(large, 400) for _ in range(5))
 
 
 def test_a_closed_tape_is_freed_without_garbage_collection() -> None:

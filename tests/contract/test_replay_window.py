@@ -49,3 +49,22 @@ def test_a_quarter_of_the_activations_bounds_the_peak_at_twice_the_operators() -
     assert operators <= 2 * _LAYERS < bounded_operators <= 4 * _LAYERS
     assert bounded_peak <= 0.4 * peak
     assert all(map(torch.equal, gradients, bounded_gradients))
+
+
+def test_a_window_that_takes_nothing_bounds_the_peak_too() -> None:
+    def run(window: int | None) -> tuple[int, torch.Tensor]:
+        h = x = torch.linspace(0, 1, 256, requires_grad=True)
+        actckpt.configure(replay_window=window)
+        with actckpt.region():
+            for _ in range(20):
+                h = h.sin()
+        with LiveStorages() as live:
+            (gradient,) = torch.autograd.grad(h.sum(), x)
+        return live.peak_bytes, gradient
+
+    run(None)  # the audit's
+    unbounded, expected = run(None)
+    for window in (0, 100, 1023):  # one value has 1024 bytes
+        peak, gradient = run(window)
+        assert peak <= 6 * 1024 < 20 * 1024 <= unbounded
+        assert torch.equal(gradient, expected)

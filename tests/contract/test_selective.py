@@ -204,3 +204,24 @@ def test_the_inner_policy_decides_for_values_born_inside() -> None:
     hidden.sum().backward()
     (row,) = [row for row in outer.report().rows if row.operator == "aten.exp.default"]
     assert (row.num_values, row.kept_bytes, row.recomputed_bytes) == (3, 64, 128)
+
+
+@pytest.mark.parametrize("selective", ["context_fn", "policy"])
+@pytest.mark.parametrize("respects", [None, True, False])
+def test_hooks_outside_get_what_is_kept_unless_told_otherwise(selective: str, respects: bool | None) -> None:
+    packed: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).sin()
+
+    x, w = leaf(4, 5), leaf(5, 6)
+    options = {"context_fn": _contexts([_MM])} if selective == "context_fn" else {"policy": [_MM]}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = ours(function, x, w, respect_saved_tensors_hooks=respects, **options)
+    assert ((24,) in packed) is (respects is not False)  # the product, all 4 * 6 elements of its storage
+    y.sum().backward()
+    assert_equal((x.grad, w.grad), torch.autograd.grad(function(x, w).sum(), (x, w)))

@@ -160,4 +160,5 @@ def test_a_distributed_input_gives_the_same_gradients_on_two_ranks(tmp_path: Pat
     ]
     outputs = [rank.communicate(timeout=240) for rank in ranks]
     for out, err in outputs:
-        assert out.decode().strip() == "same", err.decode()[-3000:]
+        # gloo may print lines of its own before
+        assert out.decode().splitlines()[-1:] == ["same"], err.decode()[-3000:]

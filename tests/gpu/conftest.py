@@ -17,14 +17,24 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # oracle, offload_oracle
 
 
+#: Warnings are errors; these of torch are about the device, or about how we look at it.
+_EXPECTED_WARNINGS = (
+    "ignore:.*deterministic",  # operators that have no such form: those results are compared with themselves first
+    "ignore:.*Synchronization debug mode is a prototype",
+    "ignore:.*AccumulateGrad node's stream does not match",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what lies in this folder."""
-    if torch.cuda.is_available():
-        return
     here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here):
+        if not item.path.is_relative_to(here):
+            continue
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        for expected in _EXPECTED_WARNINGS:
+            item.add_marker(pytest.mark.filterwarnings(expected))
 
 
 @pytest.fixture(autouse=True)

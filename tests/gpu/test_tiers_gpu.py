@@ -122,6 +122,26 @@ def test_prefer_never_waits_for_a_bounce_buffer(tmp_path: Path) -> None:
         assert (engine.stats().num_kept_busy - num_busy, engine.stats().num_host_waits) == (2, 0)
 
 
+@pytest.mark.parametrize("host_limit", [0, 64 << 10, 3 * MIB])
+def test_little_or_no_pinned_memory_gives_the_right_gradients(
+    restored: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host_limit: int
+) -> None:
+    monkeypatch.setattr(stores, "_warned", set())
+    actckpt.configure(host_limit=host_limit, pageable_limit=1 << 30)
+    actckpt.reset_stats()
+    x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    expected = _gradient(x)
+    for _ in range(3):
+        with actckpt.offload(min_bytes=0):
+            y = _deep(x)
+        settle()
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+    figures = actckpt.stats()
+    assert figures.host_bytes <= host_limit
+    assert (figures.kept_full > 0) == (host_limit == 0) and (figures.offloaded_bytes > 0) == (host_limit > 0)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("position", [0, MIB + 5, 6 * MIB])
 def test_a_disk_that_fails_gives_the_right_gradients(tmp_path: Path, position: int, code: int) -> None:

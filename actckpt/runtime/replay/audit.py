@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt.engine.demotion import Steps
 from actckpt.errors import AuditError
 from actckpt.runtime.stack import module_name
 
@@ -39,7 +40,7 @@ _MULTIPLIER = -7046029254386353131
 class Site:
     """What is known about one place in the user's code that opens regions."""
 
-    __slots__ = ("audited", "has_warned", "modules", "num_calls", "opaque", "structures")
+    __slots__ = ("audited", "has_warned", "modules", "num_calls", "opaque", "steps", "structures")
 
     def __init__(self) -> None:
         #: Places that came back right.
@@ -51,6 +52,8 @@ class Site:
         #: Module whose forward ran last in a structure.
         self.modules: dict[int, str | None] = {}
         self.num_calls = 0
+        #: What `PREFER_OFFLOAD` moves here.
+        self.steps = Steps()
         #: Whether it was said that replay does not help here.
         self.has_warned = False
 

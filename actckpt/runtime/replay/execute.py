@@ -14,6 +14,7 @@ from actckpt._frames import is_pending
 from actckpt.errors import ActckptError, SavedTensorChangedError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.counters import counters
+from actckpt.runtime.messages import parameter_name
 from actckpt.runtime.replay import schedule
 from actckpt.runtime.replay.lineage import Step, Value, Window
 from actckpt.runtime.replay.tape import Paused, Tape, version_of
@@ -96,7 +97,11 @@ def _check_size(value: Value, held: Tensor) -> None:
     """Raise if a storage that we do not own is not what it was (Rule 8)."""
     nbytes = held.untyped_storage().nbytes()
     if nbytes != value.nbytes:
-        what = "a parameter" if value.is_parameter else "an input" if value.is_input else "a tensor made in the region"
+        name = parameter_name(held)
+        parameter = f"the parameter {name}" if name else "a parameter"
+        what = (
+            parameter if name or value.is_parameter else "an input" if value.is_input else "a tensor made in the region"
+        )
         raise SavedTensorChangedError(
             f"Backward needs {what} of shape {tuple(held.shape)}, {held.dtype}, "
             f"whose storage was freed or resized after the forward: it has {nbytes} bytes now; "

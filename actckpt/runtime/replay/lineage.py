@@ -35,23 +35,7 @@ __all__ = [
     "TapeCore",
     "Value",
     "Window",
-    "is_obtainable",
     "mark_needed",
     "new_leaf_bytes",
     "window_of",
 ]
-
-
-def is_obtainable(value: Value) -> bool:
-    """Whether the bytes are at hand, or can be replayed from what is."""
-    seen: set[int] = set()
-    pending = [value]
-    while pending:
-        current = pending.pop()
-        if id(current) in seen or current.is_at_hand():
-            continue
-        if current.step is None:
-            return False
-        seen.add(id(current))
-        pending.extend(current.step.inputs)
-    return True

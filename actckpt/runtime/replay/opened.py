@@ -33,11 +33,21 @@ _local = _Local()
 
 
 class OpenRegion:
-    """A region between its opening and its closing."""
+    """A region between its opening and its closing.
+
+    Args:
+        choice: the policy.
+        caller: what names the place that opens it, see `audit.site_of`.
+        entries: gets the lines of the report.
+        respects_hooks: whether the hooks that are active where it is opened get the bytes of what it keeps, not only
+            of its inputs.
+    """
 
     __slots__ = ("_has_hooks", "_outer_choice", "_outer_tape", "_recorder", "tape")
 
-    def __init__(self, choice: Choice, caller: Any, entries: list[Entry] | None = None) -> None:
+    def __init__(
+        self, choice: Choice, caller: Any, entries: list[Entry] | None = None, *, respects_hooks: bool = True
+    ) -> None:
         outer_hooks = torch_private.outer_hooks()
         current = _local.tape
         self._outer_tape = current
@@ -61,6 +71,7 @@ class OpenRegion:
             return
         self.tape = tape = Tape(choice, outer_hooks, site_of(caller))
         tape.entries = entries
+        tape.hands_kept_out = respects_hooks
         tape.pack_hook = functools.partial(pack_recorded, tape)
         self._recorder = _local.idle.pop() if _local.idle else Recorder()
         self._recorder.tape = tape

@@ -13,14 +13,20 @@ _aten = torch.ops.aten
 
 #: They allocate and write nothing (Rule 4).
 _UNINITIALISED = frozenset(
-    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized"}
+    {
+        *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
+        *("empty_quantized", "_empty_affine_quantized", "_empty_per_channel_affine_quantized"),
+    }
 )
+
+#: They read bytes that no tensor holds, and that others may change.
+_READ_OUTSIDE = frozenset({"from_file"})
 
 #: They write every element of the tensor that they change, whatever it held.
 _OVERWRITE = frozenset(
     {
         *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"),
-        *("cauchy_", "log_normal_", "set_data_"),
+        *("cauchy_", "log_normal_"),
     }
 )
 
@@ -28,7 +34,7 @@ _OVERWRITE = frozenset(
 _WRITE_NOTHING = frozenset({"record_stream"})
 
 #: They change what a storage is, rather than what it holds: never executed again.
-_RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "resize_output_", "_resize_output_", "swap_"})
+_RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 #: Namespaces whose operators talk to other processes (Rule 5).
 _COLLECTIVE = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
@@ -73,9 +79,13 @@ _NONDETERMINISTIC_ON_CUDA = frozenset(
         *("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "scatter"),
         *("scatter_", "index_put", "index_put_", "_index_put_impl_", "put", "put_", "index_copy", "index_copy_"),
         *("histc", "bincount", "kthvalue", "median", "nanmedian", "cumsum", "cumsum_", "index_reduce"),
-        *("index_reduce_", "_embedding_bag", "_unsafe_index_put"),
+        *("index_reduce_", "_embedding_bag", "_unsafe_index_put", "max_unpool2d", "max_unpool3d"),
+        *("nll_loss2d_forward",),
     }
 )
+
+#: The same where an argument is true: its position. cuDNN runs transposed convolutions with algorithms of gradients.
+_NONDETERMINISTIC_ON_CUDA_IF = {"convolution": 6}
 
 
 class Operator:
@@ -96,7 +106,9 @@ class Operator:
         "is_uninitialised",
         "is_view",
         "name",
+        "nondeterministic_flag",
         "overwrites",
+        "reads_outside",
         "reshapes_storage",
         "saved_before_written",
         "written",
@@ -124,6 +136,7 @@ class Operator:
         #: It makes no new bytes: what it returns are windows on its arguments.
         self.is_view = returns_alias and not writes and namespace == "aten"
         self.is_uninitialised = namespace == "aten" and base in _UNINITIALISED
+        self.reads_outside = namespace == "aten" and base in _READ_OUTSIDE
         self.overwrites = bool(writes) and namespace == "aten" and (base in _OVERWRITE or _is_out_variant(schema))
         self.reshapes_storage = namespace == "aten" and base in _RESHAPE_STORAGE
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
@@ -137,13 +150,18 @@ class Operator:
         saved_name = _SAVED_BEFORE_WRITTEN.get(schema.name)
         #: Position of the argument that autograd saves before this operator writes to it, -1: none.
         self.saved_before_written = [a.name for a in schema.arguments].index(saved_name) if saved_name else -1
-        self.is_nondeterministic_on_cuda = namespace == "aten" and base in _NONDETERMINISTIC_ON_CUDA
+        #: Position of the argument without which it is deterministic, None if none makes it so.
+        self.nondeterministic_flag = _NONDETERMINISTIC_ON_CUDA_IF.get(base) if namespace == "aten" else None
+        self.is_nondeterministic_on_cuda = namespace == "aten" and (
+            base in _NONDETERMINISTIC_ON_CUDA or self.nondeterministic_flag is not None
+        )
         #: The keyword that takes a `torch.Generator`, None if there is none.
         self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)
         #: None of the above needs a look at each call.
         self.is_plain = not (
             writes
             or self.is_uninitialised
+            or self.reads_outside
             or self.is_random
             or self.is_foreign
             or self.is_collective

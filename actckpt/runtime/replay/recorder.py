@@ -155,8 +155,12 @@ def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bo
         return "its storage was replaced or resized"
     if has_hidden_writes and not operator.has_form_without_effect:
         return "an operator with effects"
+    if operator.reads_outside:
+        return "read from outside of the program"
+    flag = operator.nondeterministic_flag
     if (
         operator.is_nondeterministic_on_cuda
+        and (flag is None or args[flag])
         and not torch.are_deterministic_algorithms_enabled()
         and any(tensor.is_cuda for tensor in _tensors_in(args))
     ):
@@ -259,7 +263,7 @@ def _end_write(
     if block.value.step is step and step is not None:
         return  # two written arguments on one storage
     value = tape.new_value(nbytes, tensor.device)
-    if old is not None and old.action in (Action.KEEP, Action.OFFLOAD):
+    if old is not None and old.action not in (None, Action.RECOMPUTE):
         action = old.action
     was_resized = old is not None and old.why_opaque is _OVERWRITTEN and not _covers_all(tensor, nbytes)
     if was_resized or nbytes != block.value.nbytes:

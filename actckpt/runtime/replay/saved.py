@@ -219,7 +219,6 @@ def settle(tape: Tape) -> None:
 def _report_held(tape: Tape, value: Value, held: Tensor) -> None:
     """Add a line for a value that autograd did not save and that others are replayed from."""
     entry = _frames.add_entry(tape, value, held)
-    entry.action = Action.KEEP if value.is_input or value.action is not Action.OFFLOAD else Action.OFFLOAD
     entry.why = "others are replayed from it"
 
 
@@ -265,9 +264,13 @@ def _settle_one(tape: Tape, value: Value) -> None:
     elif version_of(alias) != value.version:
         value.held = alias  # unpack raises: it changed behind the recorder's back
         return
-    if value.action is Action.OFFLOAD and not value.is_input:
-        tape.offload(value, alias)
-    elif tape.outer is not None:
+    if value.action in (Action.OFFLOAD, Action.PREFER_OFFLOAD) and not value.is_input:
+        why = tape.offload(value, alias)
+        if value.entry is not None and not why:
+            value.entry.action = Action.OFFLOAD
+        if value.stored is not None:
+            return
+    if tape.outer is not None and (tape.hands_kept_out or value.is_input):
         pack_outer, unpack_outer = tape.outer
         with Paused():
             alias = whole(held)  # what comes back must have the layout of the storage, whatever tensor stood for it

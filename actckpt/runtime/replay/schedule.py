@@ -8,7 +8,10 @@ finishes one subtree before the next; a value is freed after its last use. Where
 heuristic.
 """
 
+import bisect
 import dataclasses
+import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,19 +118,25 @@ def retained(graph: ReplayGraph, order: Sequence[int], window_bytes: int) -> set
         for position in range(made, last_use.get(value, made)):
             crossing[position] += graph.nbytes[value]
     asked_bytes = [sum(graph.nbytes[v] for v in graph.makes[step] if v in asked) for step in order]
-    cuts = _cuts(crossing, asked_bytes, window_bytes)
-    found = {value for value in asked if made_at.get(value, -1) > (cuts[0] if cuts else -1)}
-    for cut in cuts:
-        found |= {value for value, made in made_at.items() if made <= cut < last_use.get(value, made)}
+    cuts, start = _cuts(crossing, asked_bytes, window_bytes)
+    found = {value for value in asked if made_at.get(value, -1) > (cuts[0] if cuts else start)}
+    cuts.reverse()
+    for value, made in made_at.items():
+        first = bisect.bisect_left(cuts, made)
+        if first < len(cuts) and cuts[first] < last_use.get(value, made):
+            found.add(value)
     return found - {graph.target}
 
 
-def _cuts(crossing: list[int], asked_bytes: list[int], window_bytes: int) -> list[int]:
-    """Return positions after which to keep what leads on, last first; as few as reach the start."""
+def _cuts(crossing: list[int], asked_bytes: list[int], window_bytes: int) -> tuple[list[int], int]:
+    """Return positions after which to keep what leads on, last first; as few as reach the start.
+
+    And the position after which all that backward asks for fits, -1: the start.
+    """
     cost = min((size for size in crossing if size), default=1)
     best: list[int] = []
     best_start = len(crossing)
-    for number in range(max(window_bytes // cost, 0) + 1):
+    for number in range(min(window_bytes // cost, len(crossing)) + 1):
         cuts: list[int] = []
         start = end = len(crossing) - 1
         for cut in range(number + 1):
@@ -140,11 +149,12 @@ def _cuts(crossing: list[int], asked_bytes: list[int], window_bytes: int) -> lis
             span = range(start, start + max(1, (end - start) // 4))
             start = end = min(span, key=lambda position: (crossing[position], position))
             cuts.append(start)
-        if start < best_start:
-            best, best_start = cuts, start
+        if start >= best_start:  # one more does not lead any further
+            break
+        best, best_start = cuts, start
         if start < 0:
             break
-    return best
+    return best, best_start
 
 
 #: What `configure(replay_order=...)` takes.
@@ -162,11 +172,11 @@ def order(tape: Any, target: Value) -> tuple[list[Step], set[Value] | None]:
     if plugged is None:
         chosen = default_order(graph)
     else:
-        chosen = list(plugged(graph))
-        _check(graph, chosen)
+        chosen = _checked(graph, plugged(graph))
     stay = None
     if tape.replay_window is not None:
-        room = max(tape.replay_window - tape.cached_bytes(), 0)
+        asks_more = bool(graph.retained - {graph.target})
+        room = max(tape.replay_window - tape.cached_bytes(), 0) if asks_more else 0
         stay = {values[number] for number in retained(graph, chosen, room)}
     return [steps[number] for number in chosen], stay
 
@@ -208,11 +218,22 @@ def _graph_of(steps: list[Step], target: Value) -> tuple[ReplayGraph, list[Value
     return graph, list(numbers)
 
 
-def _check(graph: ReplayGraph, chosen: list[int]) -> None:
-    """Raise unless `chosen` is an order in which the target can be computed."""
-    unknown = [step for step in chosen if step not in range(len(graph.operators))]
+def _checked(graph: ReplayGraph, answer: Any) -> list[int]:
+    """Return what a plugged function answered; raises unless it is an order in which the target can be computed."""
+    count = len(graph.operators)
+    try:
+        chosen = [operator.index(step) for step in answer]
+    except TypeError as error:
+        raise ValueError(
+            f"replay_order: the function returned {answer!r}, a {type(answer).__name__}. Return the numbers of the "
+            f"{count} steps (range({count})) in the order of execution."
+        ) from error
+    unknown = [step for step in chosen if not 0 <= step < count]
     if unknown:
-        raise ValueError(f"replay_order: {unknown[0]!r} is not one of the {len(graph.operators)} steps.")
+        raise ValueError(f"replay_order: {unknown[0]!r} is not one of the {count} steps.")
+    twice = [step for step, times in Counter(chosen).items() if times > 1]
+    if twice:
+        raise ValueError(f"replay_order: step {twice[0]} ({graph.operators[twice[0]]}) is there twice. Return it once.")
     makers = graph.maker()
     done: set[int] = set()
     for step in chosen:
@@ -230,3 +251,4 @@ def _check(graph: ReplayGraph, chosen: list[int]) -> None:
             f"replay_order: step {makers[graph.target]}, which makes the target, is missing among the {len(chosen)} "
             "steps returned."
         )
+    return chosen

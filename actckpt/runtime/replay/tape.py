@@ -1,21 +1,26 @@
 """The tape of an open region: what its storages hold, what must be held, and what autograd saves of it."""
 
 import fnmatch
+import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actckpt import config
-from actckpt._frames import add_entry, look_at, value_of
+from actckpt._frames import Moved, add_entry, is_pending, look_at, value_of
 from actckpt.action import Action, SavedTensorInfo
-from actckpt.runtime import offload, stores, torch_private
+from actckpt.engine.demotion import RegionPlan
+from actckpt.runtime import stores, torch_private
 from actckpt.runtime.counters import counters
+from actckpt.runtime.offload import Session
 from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
-from actckpt.runtime.replay.lineage import Block, TapeCore, Value, is_obtainable, mark_needed, new_leaf_bytes
+from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
+from actckpt.runtime.replay.reach import Needed, Obtainable
 
 __all__ = ["Paused", "Tape", "paused", "version_of", "whole"]
 
@@ -32,6 +37,8 @@ class Tape(TapeCore):
         self.choice = choice
         #: The hooks that were active where the region was opened.
         self.outer = outer
+        #: Whether they get the bytes of what the policy keeps, not only inputs.
+        self.hands_kept_out = True
         #: The pack hook, by which a region inside recognises this one.
         self.pack_hook: Any = None
         self.is_open = True
@@ -47,6 +54,8 @@ class Tape(TapeCore):
         self.candidates = []
         #: Values whose bytes are gone although nothing makes them again.
         self.num_lost = 0
+        self.obtainable = Obtainable()
+        self.needed = Needed(self.saved)
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
         self.recompute_bytes = 0
         self.opaque_bytes = 0
@@ -68,8 +77,13 @@ class Tape(TapeCore):
         #: See `configure`.
         self.replay_order: Any = settings.replay_order
         self.replay_window: int | None = settings.replay_window
-        self._session: offload.Session | None = None
+        #: By whether packing may wait for room.
+        self._sessions: dict[bool, Session] = {}
+        #: What `PREFER_OFFLOAD` moves.
+        self._plan: RegionPlan | None = None
+        #: Values with cached bytes, by the backward that cached them; and those that others are replayed from.
         self._cached: dict[int, list[weakref.ref[Value]]] = {}
+        self._waypoints: list[weakref.ref[Value]] = []
 
     # Values
 
@@ -96,7 +110,7 @@ class Tape(TapeCore):
         """Something that was not recorded changed a storage: what it holds now is opaque."""
         old = block.value
         if old.step is None:
-            self.num_lost += 1
+            self._lose(old)
         old.held = None
         value = self.new_value(old.nbytes, old.device)
         value.action, value.asked = old.action, old.asked
@@ -115,7 +129,8 @@ class Tape(TapeCore):
         if site.opaque and key in site.opaque:
             return "it came back wrong before"
         if self.opaque_names and value.operator is not None:
-            names = [value.operator.name, site.modules.get(key) or ""]
+            operator = value.operator.name
+            names = [operator, operator.rpartition(".")[0], site.modules.get(key) or ""]
             if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.opaque_names):
                 return "configure(opaque=...) names it"
         return ""
@@ -127,12 +142,16 @@ class Tape(TapeCore):
         value.spare = None
         if value.held is None and value.stored is None:
             return
-        if value.step is None and self._is_needed(value):
+        if value.step is None and self.needed.has(value):
             self._copy(value)
             return
         if value.step is None:
-            self.num_lost += 1
+            self._lose(value)
         value.held = value.stored = None
+
+    def _lose(self, value: Value) -> None:
+        self.num_lost += 1
+        self.obtainable.lose(value)
 
     def _copy(self, value: Value) -> None:
         counters.add("copied_on_write_bytes", value.nbytes)
@@ -149,43 +168,57 @@ class Tape(TapeCore):
                 value.held = copied
                 look_at(value, copied)
 
-    def _is_needed(self, value: Value) -> bool:
-        """Whether a saved tensor is on `value`, or is replayed from it."""
-        if value.is_wanted():
-            return True
-        seen: set[int] = set()
-        pending = [saved for saved in (reference() for reference in self.saved) if saved is not None]
-        while pending:
-            current = pending.pop()
-            if id(current) in seen or current.ordinal < value.ordinal or current.held is not None:
-                if current is value:
-                    return True
-                continue
-            seen.add(id(current))
-            if current is value:
-                return True
-            if current.step is not None:
-                pending.extend(current.step.inputs)
-        return False
+    def offload(self, value: Value, tensor: Tensor) -> str:
+        """Move the bytes of a value to the store; returns why they stay, or an empty text.
 
-    def offload(self, value: Value, tensor: Tensor) -> None:
-        """Move the bytes of a value to the store."""
+        What prefers to be moved then is a kept value; the store holds what must be moved and finds no room.
+        """
+        if value.action is Action.PREFER_OFFLOAD:
+            why = self._prefer_offload(value, tensor)
+            value.action = Action.KEEP if why else Action.OFFLOAD
+            return why
         with Paused():
-            if self._session is None:
-                self._session = offload.Session("auto", min_bytes=0)
-            packed = self._session.pack(whole(tensor))
-        value.stored = packed.unpack
+            packed = self._session(must=True).pack(whole(tensor))
+        self._let_go(value, packed.unpack)
+        return "" if isinstance(packed, Moved) else "no store takes it or had room for it"
+
+    def _prefer_offload(self, value: Value, tensor: Tensor) -> str:
+        if self._plan is None:
+            self._plan = self.site.steps.region()
+        plan = self._plan
+        place = value.key, value.index
+        if not plan.wants(place):
+            return "an earlier step waited for it"
+        with Paused():
+            packed = self._session(must=False).pack(whole(tensor))
+        if not isinstance(packed, Moved):
+            return "no store takes it or had room for it at once"
+        if packed.timing is not None:
+            plan.moved(place, packed.timing)
+        self._let_go(value, functools.partial(_read, plan, packed))
+        return ""
+
+    def _session(self, *, must: bool) -> Session:
+        session = self._sessions.get(must)
+        if session is None:
+            session = self._sessions[must] = Session("auto", min_bytes=0, must=must)
+        return session
+
+    @staticmethod
+    def _let_go(value: Value, stored: Callable[[], Tensor]) -> None:
+        value.stored = stored
         value.held = None
         value.version = -1
 
     def parked(self, tensor: Tensor) -> Any:
-        """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None."""
+        """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None.
+
+        None also where the store has no room at once: an audit makes nobody wait.
+        """
         if stores.existing("host" if tensor.is_cuda else "disk") is None:
             return None
-        if self._session is None:
-            self._session = offload.Session("auto", min_bytes=0)
-        packed = self._session.pack(tensor.detach().clone())
-        return packed.unpack
+        packed = self._session(must=False).pack(tensor.detach().clone())
+        return packed.unpack if isinstance(packed, Moved) else None
 
     def cache(self, task: int, value: Value, tensor: Tensor) -> None:
         """Keep a replayed value until this backward has unpacked it (Rule 12).
@@ -195,6 +228,8 @@ class Tape(TapeCore):
         """
         value.cached, value.cached_task, value.cached_version = tensor, task, version_of(tensor)
         self.clear_after(task, value)
+        if not is_pending(value, task):
+            self._waypoints.append(weakref.ref(value))
         if torch_private.keeps_graph is None or torch_private.keeps_graph() or value.step is None:
             return
         if any(not read.is_input and (read.held is not None or read.stored is not None) for read in value.step.inputs):
@@ -211,15 +246,25 @@ class Tape(TapeCore):
 
     def drop_cached(self, *, after: Value) -> None:
         """Let go of replayed values that nobody asked for, and that only later values than `after` come from."""
-        for values in self._cached.values():
-            for value in filter(None, (reference() for reference in values)):
-                if value.ordinal > after.ordinal and not value.is_wanted():
-                    value.cached = None
+        waypoints, self._waypoints = self._waypoints, []
+        for reference in waypoints:
+            value = reference()
+            if value is None or value.cached is None:
+                continue
+            if value.ordinal > after.ordinal and not value.is_wanted():
+                value.cached = None
+            else:
+                self._waypoints.append(reference)
 
     def cached_bytes(self) -> int:
         """Return the bytes of replayed values that wait for their turn."""
-        values = {value for values in self._cached.values() for value in (reference() for reference in values)}
-        return sum(value.nbytes for value in values if value is not None and value.cached is not None)
+        waiting: set[Value] = set()
+        for task, references in self._cached.items():
+            values = ((reference, reference()) for reference in references)
+            live = [(reference, value) for reference, value in values if value is not None and value.cached is not None]
+            self._cached[task] = [reference for reference, _ in live]
+            waiting.update(value for _, value in live)
+        return sum(value.nbytes for value in waiting)
 
     def _clear(self, task: int) -> None:
         with self.lock:
@@ -250,25 +295,33 @@ class Tape(TapeCore):
                 self.opaque_bytes += value.nbytes
         elif action is Action.RECOMPUTE:
             self.recompute_bytes += value.nbytes
+        if action is not Action.RECOMPUTE:
+            action, why_not_moved = self._hold(value, tensor, action)
+            why = why or why_not_moved
         if entry is not None:
             entry.action, entry.why = action, why or (value.why_opaque if value.is_input else "")
         if action is not Action.RECOMPUTE:
-            self._hold(value, tensor, action)
-        elif new_leaf_bytes(value, value.nbytes) > value.nbytes:
+            return
+        if new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.spare = tensor
             self.candidates.append(value)
         else:
             mark_needed(value)
 
-    def _hold(self, value: Value, tensor: Tensor, action: Action) -> None:
+    def _hold(self, value: Value, tensor: Tensor, action: Action) -> tuple[Action, str]:
+        """Keep or move a value; returns what became of it, and why it was not moved although the policy says so."""
         value.step = None
-        if action is Action.OFFLOAD:
-            self.offload(value, tensor)
-            return
+        if action is not Action.KEEP:
+            why = self.offload(value, tensor)
+            if value.stored is not None:
+                return (Action.KEEP if why else Action.OFFLOAD), why
+        else:
+            why = ""
         if value.held is None:
             self.holding.append(value)
         if not value.is_parameter:
             value.held = tensor  # tells of later changes as autograd would: aliases may count their own (`Tensor.data`)
+        return Action.KEEP, why
 
     def info_of(self, value: Value, tensor: Tensor) -> SavedTensorInfo:
         """Return what a policy is told about a value."""
@@ -289,7 +342,12 @@ class Tape(TapeCore):
         """Whether a value can be made again, as things stand."""
         if value.step is None or value.why_opaque:
             return False
-        return self.num_lost == 0 or is_obtainable(value)
+        return self.num_lost == 0 or self.obtainable.has(value)
+
+
+def _read(plan: RegionPlan, packed: Moved) -> Tensor:
+    plan.read()
+    return packed.unpack()
 
 
 class Paused:

@@ -54,6 +54,7 @@ void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
   std::unique_ptr<StoredBytes> stored;
   std::string error;
   bool is_full = false;
+  bool is_gone = false;
   try {
     stored = ticket->store->write(ticket->src, ticket->bytes);
   } catch (const SpillFullError& failed) {
@@ -62,6 +63,9 @@ void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
   } catch (const HostPoolFullError& failed) {
     error = failed.what();
     is_full = true;
+  } catch (const SourceGoneError& failed) {
+    error = failed.what();
+    is_gone = true;
   } catch (const std::exception& failed) {
     error = failed.what();
   }
@@ -78,8 +82,11 @@ void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
     ticket->out = OutState::kKept;
     ++stats_.num_failed_writes;
     stats_.num_full_writes += is_full ? 1 : 0;
+    stats_.num_gone_sources += is_gone ? 1 : 0;
     num_failed_writes_ = stats_.num_failed_writes;
-    stats_.last_error = error;
+    if (!is_gone) {
+      stats_.last_error = error;
+    }
     stats_.kept_bytes += ticket->dropped ? 0 : ticket->bytes;
   }
   if (ticket->dropped) {

@@ -57,10 +57,11 @@ struct HostStats {
   std::uint64_t num_late = 0;            // gets that had to wait or load themselves
   std::uint64_t num_failed_writes = 0;
   std::uint64_t num_full_writes = 0;     // of these: limit or disk had no room
+  std::uint64_t num_gone_sources = 0;    // of these: the source's memory was freed
   std::uint64_t num_kept_busy = 0;       // puts that did not want to wait for the window
   std::uint64_t kept_bytes = 0;          // sources held because their write failed
   double stall_seconds = 0.0;            // callers' time in make_room and wait
-  std::string last_error;
+  std::string last_error;  // of the store
 };
 
 // What a get finds. Busy: call `wait`, then look again.

@@ -10,6 +10,7 @@
 
 #include "engine/cuda/cuda_backend.h"
 #include "engine/errors.h"
+#include "engine/memory/extents.h"
 #include "engine/protocol/device_engine.h"
 #include "engine/python/bindings.h"
 #include "engine/python/device_handles.h"
@@ -47,7 +48,8 @@ const cuda::OpenedDriver& opened_driver() {
 std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::uint64_t window_bytes,
                                         const py::object& release, std::uint64_t pageable_limit,
                                         std::shared_ptr<SpillFile> file,
-                                        std::uint64_t bounce_bytes, int num_workers) {
+                                        std::uint64_t bounce_bytes, std::uint64_t buffer_bytes,
+                                        int num_workers) {
   const cuda::OpenedDriver& opened = opened_driver();
   if (opened.driver == nullptr) {
     throw DeviceError("the CUDA backend is unusable: " + opened.why + ".");
@@ -55,12 +57,17 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::uint64_t
   if (num_workers < 1) {
     throw py::value_error("num_workers must be at least 1, got " + std::to_string(num_workers));
   }
+  if (buffer_bytes == 0 || buffer_bytes % kGranule != 0) {
+    throw py::value_error("buffer_bytes must be a multiple of " + std::to_string(kGranule) +
+                          ", got " + std::to_string(buffer_bytes));
+  }
   HandleSettings settings;
   settings.pool.limit_bytes = limit_bytes;
   settings.window_bytes = window_bytes;
   settings.pageable_limit_bytes = pageable_limit;
   settings.file = std::move(file);
   settings.bounce_bytes = bounce_bytes;
+  settings.buffer_bytes = buffer_bytes;
   settings.num_workers = num_workers;
   auto handle = std::make_shared<DeviceHandle>(
       std::make_shared<cuda::CudaBackend>(opened.driver), settings, release);
@@ -150,6 +157,7 @@ void bind_device(py::module_& module) {
       .def_static("cuda", &open_cuda, py::kw_only(), py::arg("limit_bytes"),
                   py::arg("window_bytes"), py::arg("release"), py::arg("pageable_limit") = 0,
                   py::arg("spill_file") = nullptr, py::arg("bounce_bytes") = 0,
+                  py::arg("buffer_bytes") = SpillSettings().buffer_bytes,
                   py::arg("num_workers") = 2)
       .def("put", &DeviceHandle::put, py::arg("ptr"), py::arg("nbytes"), py::arg("device"),
            py::arg("stream"), py::arg("keep"), py::kw_only(), py::arg("must") = true,

@@ -174,6 +174,7 @@ void bind_stats(py::module_& module) {
       .def_readonly("num_late", &HostStats::num_late)
       .def_readonly("num_failed_writes", &HostStats::num_failed_writes)
       .def_readonly("num_full_writes", &HostStats::num_full_writes)
+      .def_readonly("num_gone_sources", &HostStats::num_gone_sources)
       .def_readonly("num_kept_busy", &HostStats::num_kept_busy)
       .def_readonly("kept_bytes", &HostStats::kept_bytes)
       .def_readonly("stall_seconds", &HostStats::stall_seconds)

@@ -2,6 +2,7 @@
 
 #include "engine/disk/hash.h"
 #include "engine/errors.h"
+#include "engine/memory/foreign.h"
 #include "engine/process_memory.h"
 #include "engine/python/bindings.h"
 #include "engine/python/device_handles.h"
@@ -15,6 +16,7 @@ void bind_errors(py::module_& module) {
   const auto& write =
       py::register_exception<SpillWriteError>(module, "SpillWriteError", base);
   py::register_exception<SpillFullError>(module, "SpillFullError", write);
+  py::register_exception<SourceGoneError>(module, "SourceGoneError", base);
   py::register_exception<SpillReadError>(module, "SpillReadError", base);
   py::register_exception<ForkedError>(module, "ForkedError", base);
   py::register_exception<ClosedError>(module, "ClosedError", base);
@@ -41,6 +43,8 @@ PYBIND11_MODULE(_engine, module, ACTCKPT_GIL_USED) {
   python::bind_sim(module);
   // Keeps the GIL: one system call.
   module.def("fix_mmap_threshold", &fix_mmap_threshold, py::arg("nbytes"));
+  // Keeps the GIL: a few system calls, once.
+  module.def("why_foreign_reads_are_plain", &why_foreign_reads_are_plain);
   // Releases the GIL: reads all bytes.
   module.def(
       "hash64",

@@ -1,4 +1,4 @@
-"""Plans of PREFER_CPU_OFFLOAD follow from the stalls of the step before."""
+"""Plans of PREFER_OFFLOAD follow from the stalls of the step before."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from actckpt.engine.demotion import Demotions, StepPlan
+from actckpt.engine import demotion
+from actckpt.engine.demotion import Steps
 
 
 @dataclasses.dataclass
@@ -19,24 +20,31 @@ class Stall:
         return self.stall_seconds >= 50e-6
 
 
-def run_step(demotions: Demotions, stalls: list[float], structure: object = "s") -> StepPlan:
-    plan = demotions.begin(structure)
-    for place, seconds in enumerate(stalls):
-        if plan.wants(place):
-            plan.moved(place, Stall(seconds))
-    return plan
+def run_step(steps: Steps, *regions: list[float]) -> list[set[int]]:
+    """Run forward and backward of some regions that stall so long for each place; returns what each kept."""
+    plans, kept = [], []
+    for stalls in regions:
+        plan = steps.region()
+        plans.append(plan)
+        wanted = {place for place in range(len(stalls)) if plan.wants(place)}
+        kept.append(set(range(len(stalls))) - wanted)
+        for place in sorted(wanted):
+            plan.moved(place, Stall(stalls[place]))
+    for plan in reversed(plans):
+        plan.read()
+    return kept
 
 
 def test_the_first_two_steps_demote_nothing() -> None:
-    demotions = Demotions()
-    kept = [run_step(demotions, [1.0, 0.0]).kept for _ in range(3)]
-    assert kept == [frozenset(), frozenset(), frozenset({0})]
+    steps = Steps()
+    kept = [run_step(steps, [1.0, 0.0])[0] for _ in range(3)]
+    assert kept == [set(), set(), {0}]
 
 
 def test_the_worst_half_of_the_stall_is_demoted_per_step_and_stays_so() -> None:
-    demotions = Demotions()
+    steps = Steps()
     stalls = [0.001, 0.004, 0.0, 0.002, 0.001]
-    kept = [run_step(demotions, stalls).kept for _ in range(7)]
+    kept = [run_step(steps, stalls)[0] for _ in range(7)]
     assert kept[2] == {1}
     assert kept[3] == {1, 3}
     assert kept[4] == {0, 1, 3}
@@ -44,34 +52,57 @@ def test_the_worst_half_of_the_stall_is_demoted_per_step_and_stays_so() -> None:
 
 
 def test_waits_no_longer_than_asking_demote_nothing() -> None:
-    demotions = Demotions()
-    assert all(run_step(demotions, [10e-6] * 20).kept == frozenset() for _ in range(5))
+    steps = Steps()
+    assert [run_step(steps, [10e-6] * 20)[0] for _ in range(5)] == [set()] * 5
 
 
 def test_a_plan_does_not_change_within_its_step() -> None:
-    demotions = Demotions()
+    steps = Steps()
     for _ in range(2):
-        run_step(demotions, [0.0])
-    plan = demotions.begin("s")
-    plan.moved(0, Stall(5.0))
-    assert plan.wants(0)
-    assert not demotions.begin("s").wants(0)
+        run_step(steps, [0.0])
+    first = steps.region()
+    first.moved(0, Stall(5.0))
+    assert first.wants(0) and steps.region().wants(0)
+    first.read()
+    assert first.wants(0) and not steps.region().wants(0)
 
 
-def test_structures_are_apart_and_old_ones_forgotten() -> None:
-    demotions = Demotions()
-    for _ in range(3):
-        run_step(demotions, [1.0], "a")
-        run_step(demotions, [0.0], "b")
-    assert not demotions.begin("a").wants(0) and demotions.begin("b").wants(0)
-    for n in range(100):
-        demotions.begin(n)
-    assert demotions.begin("a").wants(0)
+def test_regions_of_one_place_are_told_apart_by_their_order_in_the_step() -> None:
+    steps = Steps()
+    kept = [run_step(steps, [0.0], [1.0], [0.0]) for _ in range(4)]
+    assert kept[2] == kept[3] == [set(), {0}, set()]
+
+
+def test_a_backward_of_an_older_step_does_not_end_the_one_under_way() -> None:
+    steps = Steps()
+    for _ in range(2):
+        run_step(steps, [0.0])
+    old = steps.region()
+    old.moved(0, Stall(0.0))
+    old.read()
+    new = steps.region()
+    new.moved(0, Stall(1.0))
+    old.read()  # again, as with retain_graph
+    assert steps.region().wants(0)  # the second region of the same step
+    new.read()
+    assert not steps.region().wants(0)
+
+
+def test_places_without_end_do_not_grow_the_plan_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demotion, "_MAX_PLACES", 10)
+    steps = Steps()
+    for step in range(100):
+        plan = steps.region()
+        for place in range(20):
+            plan.moved((step, place), Stall(1.0))
+        assert len(plan._plan._timings) == 10
+        assert len(plan._plan.kept) < 20
+        plan.read()
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_equal_stalls_are_demoted_in_order_of_saving(count: int) -> None:
-    demotions = Demotions()
+    steps = Steps()
     for _ in range(2):
-        run_step(demotions, [0.001] * count)
-    assert demotions.begin("s").kept == set(range((count + 1) // 2))
+        run_step(steps, [0.001] * count)
+    assert run_step(steps, [0.001] * count) == [set(range((count + 1) // 2))]

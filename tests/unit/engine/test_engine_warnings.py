@@ -100,9 +100,9 @@ class Engine:
         return SimpleNamespace(stored_bytes=3 << 20, limit_bytes=4 << 20)
 
     def stats(self) -> Any:
-        return SimpleNamespace(
-            last_error="cuX returned (700)", num_failed_writes=2, num_full_writes=2, spill_error="No space left"
-        )
+        counts = dict.fromkeys((name for name in dir(native.DeviceStats) if name.startswith("num_")), 0)
+        told = {"last_error": "cuX returned (700)", "spill_error": "No space left"}
+        return SimpleNamespace(**(counts | told | {"num_failed_writes": 2, "num_full_writes": 2, "stall_seconds": 0.0}))
 
 
 def put_all(monkeypatch: pytest.MonkeyPatch, answers: list[Any], **options: bool) -> list[Any]:

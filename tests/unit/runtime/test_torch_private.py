@@ -44,6 +44,7 @@ NAMES = [
     (torch.ops.aten.mm.default, "_op", "optional: operators are called through a Python frame"),
     (torch._C, "_AutoDispatchBelowAutograd", "optional: replay turns grad mode off for operators in place"),
     (torch.utils.checkpoint, "_CachingTorchDispatchMode", "optional: context_fn has torch's limits"),
+    (torch._C, "_dispatch_get_all_op_names", "optional, in operator_names: names are not checked, none are suggested"),
     (torch, "_disable_dynamo", "optional: the compiler looks into regions of TransformerEngine"),
     (torch.Tensor, "_backward_hooks", "required: hooks of parameters must not run twice"),
 ]
@@ -72,6 +73,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "outer_hooks",
         "replaced_function_modes",
         "selective_policy",
+        "unsharded_parameter",
         "without_tensor_hooks",
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions

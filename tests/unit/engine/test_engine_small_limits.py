@@ -1,0 +1,113 @@
+"""Limits of pinned memory down to none: tensors pass through small buffers, or stay, and there is one warning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actckpt import config
+from actckpt.engine import limits, native
+from actckpt.engine.native import sim
+from actckpt.runtime import stores
+
+PAGE, MIB = 4096, 1 << 20
+
+
+@pytest.mark.parametrize("host", [*(n * PAGE for n in range(70)), *(n * MIB + 5 for n in (1, 31, 32, 255, 256, 9999))])
+def test_bounce_buffers_are_whole_pages_within_a_quarter_of_the_limit(host: int) -> None:
+    bounce, buffer = limits.bounce_sizes(host)
+    assert buffer % PAGE == 0 and bounce % (2 * buffer) == 0
+    assert bounce <= min(host // 4, 64 * MIB) and buffer <= 4 * MIB
+    assert (bounce > 0) == (host >= 8 * PAGE)
+
+
+def test_large_limits_have_eight_buffers_of_four_mib_for_each_direction() -> None:
+    assert limits.bounce_sizes(64 << 30) == (64 * MIB, 4 * MIB)
+    assert limits.bounce_sizes(16 * MIB) == (4 * MIB, MIB // 2)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[sim.MockCuda]:
+    """A mock of the driver under `CudaBackend.from_settings`."""
+    mock = sim.MockCuda()
+
+    def engine(*, num_workers: int, release: Any, **options: Any) -> native.DeviceEngine:
+        return mock.engine(release=lambda keep, uses: None, **options)
+
+    monkeypatch.setattr(stores, "_warned", set())
+    monkeypatch.setattr(stores, "_files", {})  # other tests may have opened one, with another limit
+    monkeypatch.setattr(native, "DeviceEngine", SimpleNamespace(cuda=engine))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    yield mock
+    assert mock.faults == []
+
+
+class _Source:
+    """A stretch of the mock's device, in place of `Bytes`."""
+
+    start = 0
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        address = (1 << 60) + number * (64 << 20)
+        self.nbytes = nbytes
+        self.storage = SimpleNamespace(data_ptr=lambda: address, device=SimpleNamespace(index=0))
+
+
+def _put_all(mock: sim.MockCuda, settings: config.Settings, count: int, nbytes: int) -> tuple[list[str], Any]:
+    """Put tensors one after the other; return where each went, and the backend."""
+    backend = stores.CudaBackend.from_settings(settings)
+    places, tickets = [], []
+    for number in range(count):
+        ticket = backend.put(_Source(number, nbytes), nbytes)  # type: ignore[arg-type]
+        places.append("device" if ticket is None else ticket.tier)
+        tickets.append(ticket)
+        for _ in range(8):
+            mock.drain()
+            backend.engine._work()
+            backend.engine.poll()
+        held = backend.engine.pool_stats().pool_bytes + backend.engine.stats().bounce_bytes
+        assert held <= (settings.host_limit or 0), "never more pinned than allowed"
+    for number, ticket in enumerate(tickets):
+        if ticket is not None:
+            buffer = _Source(100 + number, nbytes)
+            assert ticket.load(0, 0, buffer.storage.data_ptr(), buffer, urgent=True)
+            assert ticket.get(0, 0) == (buffer, True)
+    return places, backend
+
+
+@pytest.mark.parametrize("host", [8 * PAGE, 9 * PAGE, 100 * PAGE, 1 * MIB, 16 * MIB, 31 * MIB])
+def test_small_limits_pass_tensors_on_to_pageable_memory_and_disk(
+    cuda: sim.MockCuda, folder: str, host: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(
+        config.settings(), host_limit=host, pageable_limit=80 * MIB, spill_dir=folder, disk_limit=40 * MIB
+    )
+    places, _ = _put_all(cuda, settings, 4, 40 * MIB)
+    assert places == ["pageable", "pageable", "disk", "device"]
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(messages) == 3 and "No store has room" in messages[-1]
+
+
+@pytest.mark.parametrize("host", [0, 1, PAGE, 8 * PAGE - 1])
+def test_no_pinned_memory_to_speak_of_keeps_tensors_with_one_warning(
+    cuda: sim.MockCuda, host: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(config.settings(), host_limit=host, pageable_limit=1 << 30)
+    places, backend = _put_all(cuda, settings, 3, 8 * PAGE)
+    assert places == ["device"] * 3
+    assert backend.engine.stats().num_kept_full == 3
+    (message,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "stays on the GPU" in message and "host_limit" in message
+
+
+def test_nothing_below_pinned_memory_takes_no_bounce_buffers(cuda: sim.MockCuda) -> None:
+    settings = replace(config.settings(), host_limit=MIB, pageable_limit=0, spill_dir=None)
+    places, backend = _put_all(cuda, settings, 5, MIB // 4)
+    assert places == ["pinned"] * 4 + ["device"]
+    assert backend.engine.stats().bounce_bytes == 0

@@ -1,0 +1,140 @@
+"""`stats()` counts each reason for which a tensor stays by its name, over all stores of the process."""
+
+from __future__ import annotations
+
+import errno
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import actckpt
+from actckpt import config
+from actckpt.engine import native
+from actckpt.engine.native import sim
+from actckpt.runtime import stores
+
+PAGE = 4096
+REASONS = ("kept_full", "kept_failed", "kept_busy", "kept_capturing", "failed_writes")
+
+
+@pytest.fixture(autouse=True)
+def _stores_of_our_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(stores, "_backends", {})
+    monkeypatch.setattr(stores, "_warned", set())
+    actckpt.reset_stats()
+    yield
+    actckpt.reset_stats()
+
+
+def _kept() -> dict[str, int]:
+    found = actckpt.stats()
+    return {name: getattr(found, name) for name in REASONS if getattr(found, name)}
+
+
+def _use(store: native.CpuStore) -> stores.CpuBackend:
+    backend = stores.CpuBackend(store)
+    stores._backends["disk"] = config.generation, backend
+    return backend
+
+
+def _train(count: int = 3) -> None:
+    """Save `count` tensors of a page each, and bring them back."""
+    xs = [torch.randn(PAGE // 4, requires_grad=True) for _ in range(count)]
+    hs = [x * 1.5 for x in xs]
+    with actckpt.offload(min_bytes=0):
+        ys = [h.sin() for h in hs]
+    backend = stores.existing("disk")
+    assert isinstance(backend, stores.CpuBackend)
+    backend.store.flush()
+    for x, h, y in zip(xs, hs, ys, strict=True):
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], h.detach().cos() * 1.5)
+
+
+def test_nothing_is_kept_where_there_is_room(tmp_path: Path) -> None:
+    _use(native.CpuStore.on_disk(str(tmp_path)))
+    _train()
+    assert _kept() == {} and actckpt.stats().offloaded_bytes == 3 * PAGE
+
+
+def test_a_limit_and_a_full_disk_are_full(tmp_path: Path) -> None:
+    _use(native.CpuStore.on_disk(str(tmp_path), limit_bytes=2 * PAGE))
+    _train()
+    assert _kept() == {"kept_full": 1, "failed_writes": 1}
+    io, faults = native.FaultyFileIo(), native.Faults()
+    faults.fail_write_at, faults.write_errno = 0, errno.ENOSPC
+    io.set(faults)
+    _use(native.CpuStore.on_disk(str(tmp_path), faults=io))
+    _train()
+    assert _kept() == {"kept_full": 4, "failed_writes": 4}, "those of the store before it still count"
+
+
+def test_a_broken_disk_is_a_failure(tmp_path: Path) -> None:
+    io, faults = native.FaultyFileIo(), native.Faults()
+    faults.fail_write_at, faults.write_errno = 0, errno.EIO
+    io.set(faults)
+    _use(native.CpuStore.on_disk(str(tmp_path), faults=io))
+    _train()
+    assert _kept() == {"kept_failed": 3, "failed_writes": 3}
+
+
+def test_sums_outlive_their_store_and_reset_sets_them_to_zero(tmp_path: Path) -> None:
+    _use(native.CpuStore.on_disk(str(tmp_path), limit_bytes=0))
+    _train()
+    stores._backends.clear()
+    gc.collect()
+    assert _kept() == {"kept_full": 3, "failed_writes": 3}
+    actckpt.reset_stats()
+    assert _kept() == {}
+
+
+def test_what_would_wait_for_the_window_and_must_not_is_busy(tmp_path: Path) -> None:
+    io, faults = native.FaultyFileIo(), native.Faults()
+    faults.hold_writes = True
+    io.set(faults)
+    backend = _use(native.CpuStore.on_disk(str(tmp_path), window_bytes=PAGE, faults=io))
+    sources = [stores.Bytes(torch.randn(PAGE // 4).untyped_storage(), 0) for _ in range(3)]
+    tickets = [backend.put(source, PAGE, must=False) for source in sources]
+    assert [ticket is None for ticket in tickets] == [False, True, True]
+    assert _kept() == {"kept_busy": 2}
+    io.set(native.Faults())
+    backend.store.flush()
+
+
+class _Device:
+    """An engine over a mock of the driver."""
+
+    def __init__(self, *, pinned: int, **options: int) -> None:
+        self.cuda = sim.MockCuda()
+        options = {"window_bytes": 1 << 20, **options}
+        self.engine = self.cuda.engine(limit_bytes=pinned, release=lambda keep, uses: None, **options)
+        stores._backends["host"] = config.generation, stores.CudaBackend(self.engine)
+        self.count = 0
+
+    def put(self, *, must: bool = True) -> native.DeviceTicket | native.Kept:
+        self.count += 1
+        return self.engine.put((1 << 60) + self.count * PAGE, PAGE, 0, 0, object(), must=must)
+
+
+def test_each_reason_on_a_device_has_its_name() -> None:
+    full = _Device(pinned=PAGE)
+    held = [full.put() for _ in range(3)]
+    assert _kept() == {"kept_full": 2}
+
+    capturing = _Device(pinned=PAGE)
+    capturing.cuda.set_capturing(0, True)
+    assert capturing.put() == native.Kept.CAPTURING
+    assert _kept() == {"kept_full": 2, "kept_capturing": 1}
+
+    busy = _Device(pinned=0, pageable_limit=1 << 20, bounce_bytes=2 * PAGE, buffer_bytes=PAGE)
+    held += [busy.put(must=False), busy.put(must=False)]
+    assert held[-1] == native.Kept.BUSY
+    assert _kept() == {"kept_full": 2, "kept_capturing": 1, "kept_busy": 1}
+
+    failing = _Device(pinned=1 << 20)
+    failing.put()
+    failing.cuda.fail_at(1, 700)
+    assert {failing.put(), failing.put()} <= {native.Kept.STRANDED, native.Kept.FAILED}
+    assert _kept() == {"kept_full": 2, "kept_capturing": 1, "kept_busy": 1, "kept_failed": 2}
