@@ -41,6 +41,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[sim.MockCuda]:
         return mock.engine(release=lambda keep, uses: None, **options)
 
     monkeypatch.setattr(stores, "_warned", set())
+    monkeypatch.setattr(stores, "_files", {})  # an earlier test may have made one without a limit
     monkeypatch.setattr(native, "DeviceEngine", SimpleNamespace(cuda=engine))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     yield mock
