@@ -141,6 +141,17 @@ def _into_part_of_buffer(pool: Pool, a: int, b: int, c: int) -> Any:
     return product, buffer[:6] * 2
 
 
+def _by_rows_or_columns(pool: Pool, a: int, b: int, c: int) -> Any:
+    sources = _square(pool, a), _square(pool, b)
+    buffer = torch.empty(4, 4) if b % 2 else torch.empty(4, 4).t()
+    rows = buffer if c % 2 else buffer.t()
+    for i in ((0, 1, 2, 3), (3, 1, 0, 2), (1, 2, 3))[c % 3]:
+        rows[i] = sources[i % 2][i]
+        if i == a % 4:
+            rows[i].mul_(0.5)
+    return (rows[1:] * 2, rows[1]) if c % 3 == 2 else (buffer, buffer.cos())
+
+
 @torch.no_grad()
 def _out(pool: Pool, a: int, b: int, c: int) -> Any:
     left, right = _square(pool, a), _square(pool, b)
@@ -317,6 +328,7 @@ _FACTORIES: dict[str, Operator] = {
     "numpy": lambda p, a, b, c: torch.from_numpy(torch.arange(16.0).view(4, 4).numpy() * (c + 1)) * _square(p, a),
     "buffer": _into_buffer,
     "part of buffer": _into_part_of_buffer,
+    "rows into buffer": _by_rows_or_columns,
     "out": _out,
 }
 

@@ -16,6 +16,8 @@ A value whose bytes are at hand (`held`, `stored`, `cached`) needs no step. One 
 The classes are in C++ (csrc/replay/objects.h), since some are made at every operator.
 """
 
+from typing import Any
+
 from actckpt._frames import (
     Block,
     Handle,
@@ -35,7 +37,32 @@ __all__ = [
     "TapeCore",
     "Value",
     "Window",
+    "blank_of",
     "mark_needed",
     "new_leaf_bytes",
+    "redirect",
     "window_of",
 ]
+
+
+def blank_of(value: Value, why_opaque: str) -> Value:
+    """Return a value that stands for memory in the place of `value` whose bytes do not matter."""
+    blank = Value(value.nbytes, value.device, value.ordinal)
+    blank.action = value.action
+    blank.why_opaque = why_opaque
+    return blank
+
+
+def redirect(step: Step, old: Value, new: Value) -> None:
+    """Let a step read and write `new` where it was to read and write `old`; a value without a step is not read."""
+    step.inputs.remove(old)
+    if new.step is not None:
+        step.inputs.append(new)
+
+    def replaced(arg: Any) -> Any:
+        if isinstance(arg, Window):
+            return arg.on(new) if arg.value is old else arg
+        return [replaced(item) for item in arg] if isinstance(arg, list) else arg
+
+    step.args = [replaced(arg) for arg in step.args]
+    step.kwargs = {name: replaced(arg) for name, arg in (step.kwargs or {}).items()}

@@ -14,8 +14,8 @@ Rule 3.  Randomness. The states of the generators are captured before a random o
          private generator where the operator takes one, else swapped in under the lock of NOTE [ Random state ]. An
          operator that is not torch's own is random if it moved a default generator.
 Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
-         nothing recorded has fully written, what compiled code returns, storages that cannot be read (sparse, nested)
-         and what is made from them, since nobody tells when they change.
+         nothing recorded has fully written (see `filling`), what compiled code returns, storages that cannot be read
+         (sparse, nested) and what is made from them, since nobody tells when they change.
 Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back, and operators that are
          nondeterministic on CUDA are not executed again, or only in a form without the effect.
 Rule 6.  Audit. See `audit`.
@@ -42,8 +42,8 @@ from actckpt import _frames
 from actckpt._frames import add_results, add_value, frozen
 from actckpt.action import Action
 from actckpt.runtime import rng
-from actckpt.runtime.replay import saved
-from actckpt.runtime.replay.lineage import Step, Value, Window
+from actckpt.runtime.replay import filling, saved
+from actckpt.runtime.replay.lineage import Step, Value, Window, blank_of, redirect
 from actckpt.runtime.replay.operators import Operator
 from actckpt.runtime.replay.tape import Tape
 
@@ -94,7 +94,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         step.inputs = _values_in(step.args)
     generators = _begin_random(tape, step, args, kwargs)
     early = _saved_too_early(tape, operator, args)
-    old = [_begin_write(tape, step, tensor) for tensor in written]
+    filled = filling.proceed(tape, step, written, why_opaque) if tape.filling else None
+    old = [_begin_write(tape, step, tensor, filled) for tensor in written]
     for tensor in hidden:
         _begin_write(tape, None, tensor)
 
@@ -107,8 +108,11 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     action = choice.of(func)
     if choice.asks_calls:
         action = choice.after_call(func, args, kwargs, result)
+    why_unfilled = filled.written(written[0]) if filled is not None else ""
     for tensor, value in zip(written, old, strict=True):
-        _end_write(tape, step, tensor, value, action, why_opaque)
+        _end_write(tape, step, tensor, value, action, why_opaque or why_unfilled)
+    if filled is not None and why_unfilled:
+        filling.go_on(tape, step, filled, written[0])
     for tensor in hidden:
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
     if early is not None:
@@ -116,6 +120,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     if not step.inputs:
         pin_dtype(step, result)
     add_results(tape, step, result, action, why_opaque)
+    if operator.is_uninitialised and not written:
+        filling.begin(tape, result)
     return result
 
 
@@ -205,34 +211,21 @@ def _saved_too_early(tape: Tape, operator: Operator, args: tuple[Any, ...]) -> A
     return value.take_last_handle() if value is not None else None
 
 
-def _begin_write(tape: Tape, step: Step | None, tensor: Tensor) -> Value | None:
+def _begin_write(tape: Tape, step: Step | None, tensor: Tensor, filled: filling.Filling | None = None) -> Value | None:
     """Prepare for an overwrite: save what it destroys where that is needed (Rule 1)."""
     value = tape.value_of(tensor)
     if value is None:
         return None
-    if step is not None and value not in step.written:
+    if step is not None and filled is not None:
+        value = filled.lineage
+        step.add_written(value)
+    elif step is not None and value not in step.written:
         if step.operator.overwrites and _covers_all(tensor, value.nbytes) and step.inputs.count(value) == 1:
-            value = _forget_old(step, value)
+            old, value = value, blank_of(value, _OVERWRITTEN)
+            redirect(step, old, value)
         step.add_written(value)
     tape.protect(tape.value_of(tensor))
     return value
-
-
-def _forget_old(step: Step, value: Value) -> Value:
-    """Let a step that overwrites all bytes of `value` not depend on them."""
-    blank = Value(value.nbytes, value.device, value.ordinal)
-    blank.action = value.action
-    blank.why_opaque = _OVERWRITTEN
-    step.inputs.remove(value)
-
-    def replaced(arg: Any) -> Any:
-        if isinstance(arg, Window):
-            return arg.on(blank) if arg.value is value else arg
-        return [replaced(item) for item in arg] if isinstance(arg, list) else arg
-
-    step.args = [replaced(arg) for arg in step.args]
-    step.kwargs = {name: replaced(arg) for name, arg in (step.kwargs or {}).items()}
-    return blank
 
 
 def _covers_all(tensor: Tensor, nbytes: int) -> bool:

@@ -20,6 +20,7 @@ from actckpt.runtime.offload import Session
 from actckpt.runtime.replay import aliases
 from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
+from actckpt.runtime.replay.filling import Filling
 from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
 from actckpt.runtime.replay.paused import Paused, version_of, whole
 from actckpt.runtime.replay.reach import Needed, Obtainable
@@ -54,6 +55,8 @@ class Tape(TapeCore):
         #: Values whose bytes are gone although nothing makes them again.
         self.num_lost = 0
         self.obtainable = Obtainable()
+        #: See NOTE [ Filling ].
+        self.filling: dict[Value, Filling] = {}
         #: See `aliases`.
         self.roots: aliases.Roots = weakref.WeakKeyDictionary()
         self.needed = Needed(self.saved)
