@@ -116,6 +116,8 @@ def check_size(held: Tensor, nbytes: int, what: str) -> None:
 
 def watch_roots(tape: Tape) -> None:
     """Watch the values of a closed tape through every tensor that they were seen through (Rule 7)."""
+    if tape.roots is None:
+        return
     for value, others in tape.roots.items():
         if value.is_parameter or tape.outer is not None or (value.held is None and value.stored is None):
             continue
@@ -129,7 +131,7 @@ def watch_roots(tape: Tape) -> None:
         get = value.stored if held is None else partial(_sized, held, value.nbytes, _what(value))
         assert get is not None
         value.stored, value.held = Watched(get, roots), None
-    tape.roots.clear()
+    tape.roots = None
 
 
 def _sized(held: Tensor, nbytes: int, what: str) -> Tensor:

@@ -124,6 +124,8 @@ def begin(tape: "Tape", result: object) -> None:
     """Note that an empty factory returned `result`."""
     value = tape.value_of(result) if type(result) is Tensor else None
     if value is not None and value.nbytes and _is_recomputed(value):
+        if tape.filling is None:
+            tape.filling = {}
         tape.filling[value] = Filling(result, blank_of(value, UNINITIALISED))  # type: ignore[arg-type]
 
 
@@ -134,7 +136,7 @@ def _is_recomputed(value: Value) -> bool:
 def proceed(tape: "Tape", step: Step, written: list[Tensor], why_opaque: str) -> Filling | None:
     """Let a step that is about to write continue the lineage of what it writes to; None: it does or can not."""
     value = tape.value_of(written[0]) if len(written) == 1 else None
-    filling = tape.filling.pop(value, None) if value is not None else None
+    filling = tape.filling.pop(value, None) if value is not None and tape.filling is not None else None
     operator = step.operator
     if filling is None or value is None or why_opaque or operator.reshapes_storage or step.inputs.count(value) != 1:
         return None
@@ -157,4 +159,5 @@ def go_on(tape: "Tape", step: Step, filling: Filling, tensor: Tensor) -> None:
     lineage.action, lineage.operator = value.action, value.operator
     step.add_output(lineage, (1, 0))
     filling.lineage = lineage
+    assert tape.filling is not None  # `proceed` took the lineage from there
     tape.filling[value] = filling

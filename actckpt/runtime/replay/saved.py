@@ -211,7 +211,7 @@ def settle(tape: Tape) -> None:
     tape.site.end(tape.structure)
     casts.note(tape)
     tape.blocks.clear()
-    tape.filling.clear()
+    tape.filling = None
     _settle_candidates(tape)
     casts.replay_from_parameters(tape)
     if tape.opaque_bytes > max(_OPAQUE_BYTES, (tape.recompute_bytes + tape.opaque_bytes) // _OPAQUE_SHARE):

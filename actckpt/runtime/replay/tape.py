@@ -42,8 +42,6 @@ class Tape(TapeCore):
         #: The pack hook, by which a region inside recognises this one.
         self.pack_hook: Any = None
         self.is_open = True
-        #: Backwards that unpacked something before it closed.
-        self.tasks_inside: set[int] = set()
         #: By id() of the storage, checked by identity (Rule 2).
         self.blocks = {}
         #: Values that hold their bytes while the region is open.
@@ -54,12 +52,10 @@ class Tape(TapeCore):
         self.candidates = []
         #: Values whose bytes are gone although nothing makes them again.
         self.num_lost = 0
-        self.obtainable = Obtainable()
         #: See NOTE [ Filling ].
-        self.filling: dict[Value, Filling] = {}
+        self.filling: dict[Value, Filling] | None = None
         #: See `aliases`.
-        self.roots: aliases.Roots = weakref.WeakKeyDictionary()
-        self.needed = Needed(self.saved)
+        self.roots: aliases.Roots | None = None
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
         self.recompute_bytes = 0
         self.opaque_bytes = 0
@@ -81,13 +77,37 @@ class Tape(TapeCore):
         #: See `configure`.
         self.replay_order: Any = settings.replay_order
         self.replay_window: int | None = settings.replay_window
-        #: By whether packing may wait for room.
-        self._sessions: dict[bool, Session] = {}
         #: What `PREFER_OFFLOAD` moves.
         self._plan: RegionPlan | None = None
-        #: Values with cached bytes, by the backward that cached them; and those that others are replayed from.
+        #: Values with cached bytes, by the backward that cached them.
         self._cached: dict[int, list[weakref.ref[Value]]] = {}
-        self._waypoints: list[weakref.ref[Value]] = []
+
+    # What few regions need, made when it is: a region may be as short as two operators
+
+    @functools.cached_property
+    def tasks_inside(self) -> set[int]:
+        """Backwards that unpacked something before it closed."""
+        return set()
+
+    @functools.cached_property
+    def obtainable(self) -> Obtainable:
+        """Values that can be brought back although others were lost."""
+        return Obtainable()
+
+    @functools.cached_property
+    def needed(self) -> Needed:
+        """What saved values are replayed from."""
+        return Needed(self.saved)
+
+    @functools.cached_property
+    def _sessions(self) -> dict[bool, Session]:
+        """By whether packing may wait for room."""
+        return {}
+
+    @functools.cached_property
+    def _waypoints(self) -> list[weakref.ref[Value]]:
+        """Values with cached bytes that others are replayed from."""
+        return []
 
     # Values
 
@@ -127,6 +147,8 @@ class Tape(TapeCore):
 
     def another_root(self, tensor: Tensor, block: Block) -> Value:
         """Look at a value through another tensor with a version counter of its own than the last time."""
+        if self.roots is None:
+            self.roots = weakref.WeakKeyDictionary()
         if aliases.note_root(self.roots, block.value, tensor):
             return block.value
         return self.changed_unseen(tensor, block)
@@ -172,7 +194,8 @@ class Tape(TapeCore):
                 base = value.stored()
             copied = torch.empty(0, dtype=torch.uint8, device=value.device)
             copied.set_(base.detach().untyped_storage().clone())
-            self.roots.pop(value, None)  # nobody else has the copy
+            if self.roots is not None:
+                self.roots.pop(value, None)  # nobody else has the copy
             if value.stored is not None:
                 self.offload(value, copied)
                 value.version = -1
