@@ -191,6 +191,13 @@ def checkpoint_call(
         if result is not NotImplemented:
             return result
 
+    contexts = None
+    if context_fn is not noop_context_fn and not debug:
+        contexts = context_fn()
+        choice = selective_choice(contexts[0])
+        if choice is not None:
+            _check_replays(offload_inputs, "context_fn")
+            return _run_in_region(choice, function, args, kwargs, respect_saved_tensors_hooks is not False)
     if offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
@@ -200,11 +207,8 @@ def checkpoint_call(
         region.random = rng.RandomState(inputs.devices, inputs.generators, rng_trackers)
     if debug:
         _trace(region, context_fn)
-    elif context_fn is not noop_context_fn:
-        region.forward_context, region.rerun_context = context_fn()
-        choice = selective_choice(region.forward_context)
-        if choice is not None:
-            return _run_in_region(choice, function, args, kwargs, respect_saved_tensors_hooks is not False)
+    elif contexts is not None:
+        region.forward_context, region.rerun_context = contexts
     return region.run(function, args, kwargs, early_stop=early_stop, check_metadata=check_metadata)
 
 
@@ -318,11 +322,8 @@ def _check_keywords(
             "checkpoint: policy= and context_fn= both say what to recompute. Pass one of the two; a policy function of "
             "torch's create_selective_checkpoint_contexts can be passed as policy= unchanged."
         )
-    if policy is not None and policy != "recompute" and offload_inputs:
-        raise ValueError(
-            "checkpoint: offload_inputs=True goes with policy=None, whose reruns hold the inputs of the region. With "
-            f"policy={policy!r} operators are replayed: let the policy return Action.OFFLOAD where is_input is True."
-        )
+    if policy is not None and policy != "recompute":
+        _check_replays(offload_inputs, f"policy={policy!r}")
     if determinism_check not in ("default", "none"):
         raise ValueError(
             f"checkpoint: determinism_check should be one of ['default', 'none'], but got {determinism_check!r}."
@@ -333,6 +334,15 @@ def _check_keywords(
                 f"checkpoint: the keyword {name!r} of torch {torch.__version__} is newer than this version of "
                 f"actckpt, which honours its default {_UNKNOWN_TORCH_KEYWORDS[name]!r} only. Leave it out."
             )
+
+
+def _check_replays(offload_inputs: bool, what: str) -> None:
+    if offload_inputs:
+        raise ValueError(
+            "checkpoint: offload_inputs=True goes with policy=None, whose reruns hold the inputs of the region. With "
+            f"this {what} operators are replayed: use a policy= function that returns Action.OFFLOAD where its "
+            "SavedTensorInfo.is_input is True."
+        )
 
 
 def _run_in_region(

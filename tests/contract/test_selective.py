@@ -225,3 +225,9 @@ def test_hooks_outside_get_what_is_kept_unless_told_otherwise(selective: str, re
     assert ((24,) in packed) is (respects is not False)  # the product, all 4 * 6 elements of its storage
     y.sum().backward()
     assert_equal((x.grad, w.grad), torch.autograd.grad(function(x, w).sum(), (x, w)))
+
+
+def test_offloading_inputs_of_a_region_that_replays_is_refused() -> None:
+    for options in ({"context_fn": _contexts([_MM])}, {"policy": [_MM]}):
+        with pytest.raises(ValueError, match=r"offload_inputs=True goes with policy=None[\s\S]*is_input"):
+            ours(_program, leaf(4, 4), leaf(4, 4), offload_inputs=True, **options)
