@@ -52,6 +52,8 @@ NAMES = [
 
 @pytest.mark.parametrize(("owner", "name", "without"), NAMES, ids=[name for _, name, _ in NAMES])
 def test_installed_torch_has_the_private_name(owner: Any, name: str, without: str) -> None:
+    if name == "__dlpack_c_exchange_api__" and torch.__version__ < (2, 10):
+        pytest.skip(f"torch {torch.__version__} is older than {name}")
     assert hasattr(owner, name), (
         f"torch {torch.__version__} has no {name} any more ({without}). Look for its public successor, use it in "
         "actckpt/runtime/torch_private.py, and delete this entry."
