@@ -12,33 +12,34 @@ __all__ = ["note", "sums"]
 
 Engine = native.CpuStore | native.DeviceEngine
 
-_lock = threading.RLock()  # the garbage collector may end a backend at any time
+_lock = threading.RLock()  # the garbage collector may end a backend at any time, also while this thread sums up
 _keys = itertools.count()
-_engines: dict[int, Engine] = {}
-#: Of engines that are gone.
-_past: Counter[str] = Counter()
+#: Engines, and what those counted that are gone.
+_counts: "dict[int, Engine | dict[str, float]]" = {}
 
 
 def note(backend: object, engine: Engine) -> None:
     """Count what `engine` does from now on; `backend` is its only user."""
     with _lock:
         key = next(_keys)
-        _engines[key] = engine
+        _counts[key] = engine
     weakref.finalize(backend, _retire, key).atexit = False
 
 
 def _retire(key: int) -> None:
     with _lock, suppress(native.ForkedError):
-        engine = _engines.pop(key)
-        _past.update(_sums_of(engine.stats()))
+        engine = _counts[key]
+        assert isinstance(engine, Engine)
+        _counts[key] = {}
+        _counts[key] = _sums_of(engine.stats())
 
 
 def sums() -> "Counter[str]":
     """Return sums by the names of `actckpt.Stats`."""
     with _lock:
-        total = Counter(_past)
-        for engine in _engines.values():
-            total.update(_sums_of(engine.stats()))
+        total: Counter[str] = Counter()
+        for found in list(_counts.values()):
+            total.update(_sums_of(found.stats()) if isinstance(found, Engine) else found)
         return total
 
 

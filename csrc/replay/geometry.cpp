@@ -1,5 +1,7 @@
 #include "replay/geometry.h"
 
+#include <cstddef>
+#include <string>
 #include <unordered_map>
 
 #include "frames/reads.h"
@@ -37,12 +39,17 @@ struct ExchangeTable {
 
 constexpr std::uint32_t kMajor = 1;
 constexpr std::uint32_t kFirstMinor = 3;
+constexpr std::uint8_t kIntCode = 0;
+constexpr std::uint8_t kUIntCode = 1;
 constexpr std::uint8_t kComplexCode = 5;
 
 int (*exchange)(void*, DlTensor*) = nullptr;
 
 // torch's dtype for one of DLPack's, found with the first tensor that has it; torch keeps its dtypes for good.
 PyObject* dtype_of(const DlTensor& from, PyObject* tensor) {
+  // torch describes its integers of less than a byte (`torch.int4`) as whole bytes: these are asked one by one.
+  const bool is_ambiguous = from.dtype.bits == 8 && (from.dtype.code == kIntCode || from.dtype.code == kUIntCode);
+  if (is_ambiguous) return reads().dtype(tensor).ptr();
   static auto* known = new std::unordered_map<std::uint32_t, PyObject*>();
   const std::uint32_t key = from.dtype.code | from.dtype.bits << 8 | static_cast<std::uint32_t>(from.dtype.lanes) << 16;
   const auto at = known->find(key);
@@ -88,6 +95,11 @@ void Geometry::read_one_by_one(PyObject* tensor) {
   append_numbers(reads().shape(tensor), &own_);
   num_dims_ = static_cast<int>(own_.size());
   append_numbers(reads().stride(tensor), &own_);
+  if (own_.size() != 2 * static_cast<std::size_t>(num_dims_)) {  // a subclass may say anything
+    throw py::value_error("a tensor of type " + std::string(Py_TYPE(tensor)->tp_name) + " says that it has " +
+                          std::to_string(num_dims_) + " dimensions, but its strides are " +
+                          std::to_string(own_.size() - num_dims_) + ". Its `shape` and `stride()` must agree.");
+  }
   sizes_ = own_.data();
   strides_ = own_.data() + num_dims_;
 }

@@ -62,7 +62,10 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr(), &geometry).ptr());
     if (value->is_parameter != 0) {  // it stays: to hold this view of it, as plain autograd does, holds nothing more
-      assign(reinterpret_cast<HandleObject*>(handle.ptr())->alias, tensor);
+      // Not with its graph: where the node that saves it made it, the two would hold each other for good.
+      const bool is_leaf = reads().is_leaf.is_true(tensor);
+      const py::object alias = is_leaf ? py::reinterpret_borrow<py::object>(tensor) : reads().detach(tensor);
+      assign(reinterpret_cast<HandleObject*>(handle.ptr())->alias, alias.ptr());
     }
     add_handle(value, handle.ptr());
     if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {

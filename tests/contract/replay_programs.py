@@ -69,20 +69,22 @@ def policy_of(kind: str, seed: int) -> Any:
             "mul_",
             "native_dropout",
         )
-        return actckpt.policies.PerOp(
-            {getattr(torch.ops.aten, n): actions[drawn(n) % 3] for n in names if drawn(n) % 4}, actions[seed % 3]
-        )
+        drawn_names = [name for name in names if drawn(name) % 4]
+        of_op = {getattr(torch.ops.aten, name): actions[drawn(name, "action") % 4] for name in drawn_names}
+        return actckpt.policies.PerOp(of_op, actions[seed % 4])
     if kind == "list":
         return [op for op in (torch.ops.aten.mul, torch.ops.aten.mm, torch.ops.aten.tanh) if drawn(str(op)) % 2]
     if kind == "values":
-        return lambda info: actions[drawn(info.op, info.index, info.shape) % 3]
+        return lambda info: actions[drawn(info.op, info.index, info.shape) % 4]
     if kind == "torch":
-        chosen = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-        return lambda ctx, op, *args, **kwargs: chosen[drawn(op, len(args)) % 3]
+        chosen = [getattr(CheckpointPolicy, name) for name in _OF_TORCH if hasattr(CheckpointPolicy, name)]
+        return lambda ctx, op, *args, **kwargs: chosen[drawn(op, len(args)) % len(chosen)]
     return kind
 
 
-POLICIES = ("recompute", "keep", "offload", "per op", "list", "values", "torch")
+POLICIES = ("recompute", "keep", "offload", "prefer_offload", "per op", "list", "values", "torch")
+#: The last two came with torch 2.11.
+_OF_TORCH = ("MUST_SAVE", "MUST_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracle import leaf, mlp, ours
 
+import actckpt
 from actckpt.report.memory import LiveStorages
 
 STEPS = 2000
@@ -176,3 +177,31 @@ def test_values_of_a_backward_that_fails_elsewhere_are_freed() -> None:
     with suppress(KeyError):
         y.backward(retain_graph=True)
     assert storages[0]() is None
+
+
+class _ViewThatSavesItself(torch.autograd.Function):
+    """Returns a view of its input and saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.t()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return (grad * y).t()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload", "prefer_offload"])
+def test_a_node_that_saves_the_view_of_a_parameter_that_it_made_is_freed(policy: str) -> None:
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    with actckpt.region(policy):
+        y = _ViewThatSavesItself.apply(weight)
+    node = weakref.ref(y.grad_fn)
+    (grad,) = torch.autograd.grad(y.sum(), weight, retain_graph=True)
+    assert torch.equal(grad, weight)
+    del y
+    assert node() is None

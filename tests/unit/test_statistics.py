@@ -14,7 +14,7 @@ import actckpt
 from actckpt import config
 from actckpt.engine import native
 from actckpt.engine.native import sim
-from actckpt.runtime import stores
+from actckpt.runtime import figures, stores
 
 PAGE = 4096
 REASONS = ("kept_full", "kept_failed", "kept_busy", "kept_capturing", "failed_writes")
@@ -138,3 +138,29 @@ def test_each_reason_on_a_device_has_its_name() -> None:
     failing.cuda.fail_at(1, 700)
     assert {failing.put(), failing.put()} <= {native.Kept.STRANDED, native.Kept.FAILED}
     assert _kept() == {"kept_full": 2, "kept_capturing": 1, "kept_busy": 1, "kept_failed": 2}
+
+
+def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may end a store anywhere, in this very loop too."""
+    ending = stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path)))
+    stores._backends["disk"] = config.generation, ending
+    _train()
+    before = figures.sums()
+    assert before["prefetched_reloads"] + before["late_reloads"] > 0
+    held = [ending]
+    del ending
+    stores._backends.clear()
+    count = figures._sums_of
+
+    def counted(found: native.HostStats | native.DeviceStats) -> dict[str, float]:
+        held.clear()
+        gc.collect()
+        return count(found)
+
+    other = stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path)))
+    monkeypatch.setattr(figures, "_sums_of", counted)
+    assert figures.sums() == before
+    assert figures.sums() == before
+    assert not held and other.store is not None

@@ -69,6 +69,30 @@ def test_without_the_exchange_api_a_window_has_it_too(name: str) -> None:
     assert _read(tensor) == _expected(tensor)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_data_type_is_told_from_those_read_before() -> None:
+    """DLPack has one description for `torch.int4` and `torch.int8`, whichever comes first."""
+    dtypes = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+    dtypes = [dtype for dtype in dtypes if not str(dtype).startswith("torch.q")]  # `empty` gives these no quantizer
+    for order in (dtypes, dtypes[::-1]):
+        for dtype in order:
+            tensor = torch.empty(2, 3, dtype=dtype)[1:]
+            assert _read(tensor) == _expected(tensor)
+
+
+class _Longer(Tensor):
+    """Says that it has more dimensions than it has strides."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size([1] * 9)
+
+
+def test_a_shape_that_does_not_go_with_the_strides_raises() -> None:
+    with pytest.raises(ValueError, match=r"_Longer says that it has 9 dimensions, but its strides are 2\."):
+        _read(torch.randn(2, 3).as_subclass(_Longer))
+
+
 @pytest.mark.usefixtures("_reconnected")
 @pytest.mark.parametrize("exchange_api", ["torch's", None])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
