@@ -7,16 +7,20 @@ Rule 1. A step has one plan, fixed when it begins: what is moved does not depend
 Rule 2. The plan follows from the measured stalls of the previous step. The first two steps teach the order of
         backward and grow the pool, so they demote nothing.
 Rule 3. Copies share one link, so a late tensor is often late because of others. Each step therefore demotes
-        only the worst, those that make up half of the stall, and the next step measures again.
+        only the worst, those that make up half of the stall, and the next step measures again. A stall of less
+        than a hundredth of the step is not worth the memory.
 Rule 4. A demoted tensor stays demoted until settings change: plans settle, they do not swing.
 Rule 5. A place of the program (a module, or a line that opens regions) has steps of its own. A step is over when
-        a backward reads what it moved; what the place moves next belongs to the next step, and is told from others
-        by how many regions the place opened in that step before.
+        a backward reads what it moved or kept, or when such a region is gone; what the place moves next belongs to
+        the next step, and is told from others by how many regions the place opened in that step before.
+Rule 6. What is read first in a backward cannot have been read ahead, and is late. Where it is kept instead,
+        reading it begins to read ahead.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Hashable
 from typing import Protocol
 
@@ -25,6 +29,8 @@ from actckpt import config
 __all__ = ["RegionPlan", "StepPlan", "Steps", "Timing"]
 
 _NUM_LEARNING_STEPS = 2
+#: Of the time of a step.
+_NEGLIGIBLE = 0.01
 #: Bounds memory where shapes never repeat, or nothing ever runs backward.
 _MAX_PLACES = 1 << 16
 
@@ -51,6 +57,7 @@ class StepPlan:
     def __init__(self, kept: frozenset[Hashable], step: int) -> None:
         self.kept = kept
         self.step = step
+        self._began = time.perf_counter()
         self._timings: dict[Hashable, Timing] = {}
 
     def moved(self, place: Hashable, timing: Timing) -> None:
@@ -63,7 +70,10 @@ class StepPlan:
         if self.step + 1 < _NUM_LEARNING_STEPS:
             return StepPlan(self.kept, self.step + 1)
         stalls = {place: timing.stall_seconds for place, timing in self._timings.items() if timing.is_late}
-        excess = sum(stalls.values()) / 2
+        total = sum(stalls.values())
+        if total < _NEGLIGIBLE * (time.perf_counter() - self._began):
+            return StepPlan(self.kept, self.step + 1)
+        excess = total / 2
         demoted = set(self.kept) if len(self.kept) < _MAX_PLACES else set()
         for place in sorted(stalls, key=lambda place: -stalls[place]):
             if excess <= 0:
@@ -92,7 +102,10 @@ class RegionPlan:
         self._plan.moved((self._ordinal, place), timing)
 
     def read(self) -> None:
-        """Note that a backward reads it (Rule 5)."""
+        """Note that a backward reads what was moved, or kept by the plan (Rule 5)."""
+        self._steps.end(self._plan)
+
+    def __del__(self) -> None:
         self._steps.end(self._plan)
 
 

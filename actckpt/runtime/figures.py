@@ -29,7 +29,7 @@ def note(backend: object, engine: Engine) -> None:
 def _retire(key: int) -> None:
     with _lock, suppress(native.ForkedError):
         engine = _counts[key]
-        assert isinstance(engine, Engine)
+        assert not isinstance(engine, dict)
         _counts[key] = {}
         _counts[key] = _sums_of(engine.stats())
 
@@ -39,7 +39,7 @@ def sums() -> "Counter[str]":
     with _lock:
         total: Counter[str] = Counter()
         for found in list(_counts.values()):
-            total.update(_sums_of(found.stats()) if isinstance(found, Engine) else found)
+            total.update(found if isinstance(found, dict) else _sums_of(found.stats()))
         return total
 
 

@@ -202,6 +202,13 @@ bool is_whole(const SpanObject* span, const py::object& found) {
   return integer_of_call(storage_of(found.ptr()), names().nbytes) >= needed;
 }
 
+// A backward has come to `record`.
+void arrive(const RecordPointer& record, long long task) {
+  if (record->task != task) window.limit = PyLong_AsLongLong(call(names().max_inflight).ptr());
+  prepare(record.get(), task);
+  if (!record->will_be_told) tell_end(record, task);
+}
+
 long long current_task() {
   const long long task = PyLong_AsLongLong(call(python().graph_task_id).ptr());
   if (task == -1 && PyErr_Occurred() != nullptr) throw_pending();
@@ -266,15 +273,22 @@ py::object fetch(SpanObject* span) {
   leave_window(span);
   const RecordPointer record = span->record;
   if (task != -1 && record != nullptr) {
-    if (record->task != task) window.limit = PyLong_AsLongLong(call(names().max_inflight).ptr());
-    prepare(record.get(), task);
-    if (!record->will_be_told) tell_end(record, task);
+    arrive(record, task);
     note_seen(record, span->place, task);
     read_on(record, task);
   }
   if (span->num_saved == 1 || task == -1) unload(span);
   return found;
 }
+
+void read_ahead_of(const RecordPointer& record) {
+  const long long task = current_task();
+  if (task == -1) return;
+  arrive(record, task);
+  read_on(record, task);
+}
+
+std::shared_ptr<Record> last_moved() { return last_record().lock(); }
 
 void add_reading_functions(py::module_& module) {
   end_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));

@@ -11,6 +11,12 @@ namespace actckpt {
 // Bytes of `span`; blocks on the CPU, never on a device. Begins to read ahead.
 py::object fetch(SpanObject* span);
 
+// A backward has come to what `record` moved, or to what stayed beside it: begins to read ahead.
+void read_ahead_of(const std::shared_ptr<Record>& record);
+
+// What this thread moved last, or null.
+std::shared_ptr<Record> last_moved();
+
 // `span` is asked for, or gone: it takes no room among what is read ahead.
 void leave_window(SpanObject* span) noexcept;
 

@@ -211,6 +211,14 @@ PyObject* session_pack(PyObject* self, PyObject* const* args, Py_ssize_t nargs, 
   });
 }
 
+// read_ahead()
+PyObject* session_read_ahead(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    read_ahead_of(session_of(self)->record);
+    Py_RETURN_NONE;
+  });
+}
+
 // move(tensor, backend, start, nbytes) -> Span | None
 PyObject* session_move(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
@@ -242,6 +250,7 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   if (self == nullptr) return nullptr;
   SessionObject* session = session_of(self);
   new (&session->record) std::shared_ptr<Record>(std::make_shared<Record>());
+  session->record->previous = last_moved();  // until it moves something itself
   session->min_bytes = min_bytes;
   session->must = must != 0;
   const std::string name = to;
@@ -264,6 +273,8 @@ PyMethodDef methods[] = {
     {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(session_pack)),
      METH_FASTCALL | METH_KEYWORDS, "pack(tensor, may_share=True) -> handle: the pack hook."},
     {"unpack", session_unpack, METH_O | METH_STATIC, "unpack(handle) -> Tensor: the unpack hook."},
+    {"read_ahead", session_read_ahead, METH_NOARGS,
+     "read_ahead(): a backward has come here; begin to bring back what it needs next."},
     {"move", fast(session_move), METH_FASTCALL, "move(tensor, backend, start, nbytes) -> Span or None."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -177,7 +177,7 @@ def test_forward_does_not_wait_for_a_disk_that_is_behind(tmp_path: Path) -> None
 
 
 def test_what_made_earlier_steps_wait_stays_from_the_third_step_on(tmp_path: Path) -> None:
-    with _scripted(tmp_path, {32 * _KIB: 0.004, 64 * _KIB: 0.001}):
+    with _scripted(tmp_path, {32 * _KIB: 4.0, 64 * _KIB: 1.0}):
         results = [_step(_per_op) for _ in range(5)]
     for grads, _ in results:
         assert_equal(grads, _plain())
@@ -187,7 +187,7 @@ def test_what_made_earlier_steps_wait_stays_from_the_third_step_on(tmp_path: Pat
 
 
 def test_new_settings_begin_to_learn_anew(tmp_path: Path) -> None:
-    with _scripted(tmp_path, {32 * _KIB: 0.004}) as backend:
+    with _scripted(tmp_path, {32 * _KIB: 4.0}) as backend:
         for _ in range(3):
             report = _step(_per_op)[1][0]
         assert _moved(report) == 80 * _KIB
@@ -197,7 +197,7 @@ def test_new_settings_begin_to_learn_anew(tmp_path: Path) -> None:
 
 
 def test_what_must_move_moves_however_long_it_takes(tmp_path: Path) -> None:
-    with _scripted(tmp_path, {32 * _KIB: 0.004}):
+    with _scripted(tmp_path, {32 * _KIB: 4.0}):
         moved = [_moved(_step(actckpt.policies.PerOp({_MM: Action.OFFLOAD}))[1][0]) // _KIB for _ in range(4)]
     assert moved == [112] * 4
 
@@ -209,7 +209,7 @@ def test_regions_that_one_line_opens_are_planned_apart(tmp_path: Path) -> None:
 
         def late_at_first(ticket: Any, nbytes: int, device: torch.device) -> stores.Bytes:
             num_fetched[0] += 1
-            ticket.timing.stall_seconds += 0.01 if step < 3 and num_fetched[0] <= 1 else 0.0
+            ticket.timing.stall_seconds += 1.0 if step < 3 and num_fetched[0] <= 1 else 0.0
             return fetch(ticket, nbytes, device)
 
         backend.fetch = late_at_first  # type: ignore[method-assign]
@@ -264,3 +264,29 @@ def test_bytes_held_for_replay_alone_prefer_to_move_too(tmp_path: Path) -> None:
         grads = torch.autograd.grad(y, (x, w))
     x, w = _inputs()
     assert_equal(grads, torch.autograd.grad((torch.mm(x, w) + 1).sin().sum(), (x, w)))
+
+
+def test_where_everything_is_late_nothing_is_moved_any_more(tmp_path: Path) -> None:
+    with _scripted(tmp_path, {nbytes * _KIB: 1.0 for nbytes in (16, 32, 64)}):
+        moved = [_moved(_step(_per_op)[1][0]) // _KIB for _ in range(10)]
+    assert moved[:2] == [112, 112] and moved[5:] == [0] * 5
+
+
+def test_reading_what_is_kept_begins_to_read_ahead(tmp_path: Path) -> None:
+    with _scripted(tmp_path, {64 * _KIB: 1.0}) as backend:
+        for _ in range(3):
+            _step(_per_op)
+        calls: list[tuple[str, int]] = []
+        prefetch, fetch = backend.prefetch, backend.fetch
+
+        def note_prefetch(ticket: Any, nbytes: int, device: torch.device) -> bool:
+            calls.append(("prefetch", nbytes // _KIB))
+            return prefetch(ticket, nbytes, device)
+
+        def note_fetch(ticket: Any, nbytes: int, device: torch.device) -> stores.Bytes:
+            calls.append(("fetch", nbytes // _KIB))
+            return fetch(ticket, nbytes, device)
+
+        backend.prefetch, backend.fetch = note_prefetch, note_fetch  # type: ignore[method-assign]
+        _step(_per_op)
+    assert calls[:3] == [("prefetch", 32), ("prefetch", 16), ("fetch", 32)]

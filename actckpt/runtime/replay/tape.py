@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt import config
-from actckpt._frames import Moved, add_entry, is_pending, look_at, value_of
+from actckpt import _frames, config
+from actckpt._frames import Moved, add_entry, is_pending, look_at, stays, value_of
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.engine.demotion import RegionPlan
 from actckpt.runtime import stores, torch_private
@@ -222,10 +222,14 @@ class Tape(TapeCore):
             self._plan = self.site.steps.region()
         plan = self._plan
         place = value.key, value.index
+        session = self._session(must=False)
         if not plan.wants(place):
+            if self.outer is None:
+                with Paused():
+                    self._let_go(value, functools.partial(_read_kept, plan, session, stays(whole(tensor))))
             return "an earlier step waited for it"
         with Paused():
-            packed = self._session(must=False).pack(whole(tensor))
+            packed = session.pack(whole(tensor))
         if not isinstance(packed, Moved):
             return "no store takes it or had room for it at once"
         if packed.timing is not None:
@@ -382,3 +386,10 @@ class Tape(TapeCore):
 def _read(plan: RegionPlan, packed: Moved) -> Tensor:
     plan.read()
     return packed.unpack()
+
+
+def _read_kept(plan: RegionPlan, session: Session, kept: "_frames.OffloadHandle") -> Tensor:
+    """Read what a plan keeps: what was moved before it is needed next (Rule 6 of NOTE [ Demotion ])."""
+    plan.read()
+    session.read_ahead()
+    return kept.unpack()

@@ -56,6 +56,25 @@ def test_waits_no_longer_than_asking_demote_nothing() -> None:
     assert [run_step(steps, [10e-6] * 20)[0] for _ in range(5)] == [set()] * 5
 
 
+def test_stalls_of_less_than_a_hundredth_of_the_step_demote_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(demotion.time, "perf_counter", lambda: now[0])
+    for seconds, expected in ((1.1, set()), (0.9, {0})):
+        steps = Steps()
+        for _ in range(2):
+            run_step(steps, [0.01, 0.0])
+            now[0] += seconds
+        assert run_step(steps, [0.01, 0.0]) == [expected]
+
+
+def test_a_region_that_is_gone_ends_its_step() -> None:
+    steps = Steps()
+    for _ in range(2):
+        run_step(steps, [1.0])
+    for _ in range(3):
+        assert not steps.region().wants(0)  # the first of its step, each time
+
+
 def test_a_plan_does_not_change_within_its_step() -> None:
     steps = Steps()
     for _ in range(2):
