@@ -62,10 +62,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr(), &geometry).ptr());
     if (value->is_parameter != 0) {  // it stays: to hold this view of it, as plain autograd does, holds nothing more
-      // Not with its graph: where the node that saves it made it, the two would hold each other for good.
-      const bool is_leaf = reads().is_leaf.is_true(tensor);
-      const py::object alias = is_leaf ? py::reinterpret_borrow<py::object>(tensor) : reads().detach(tensor);
-      assign(reinterpret_cast<HandleObject*>(handle.ptr())->alias, alias.ptr());
+      assign(reinterpret_cast<HandleObject*>(handle.ptr())->alias, tensor);
     }
     add_handle(value, handle.ptr());
     if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
@@ -109,6 +106,18 @@ void watch(ValueObject* value) {
   assign(value->held, reads().detach(held.ptr()).ptr());
 }
 
+// Lets go of the graph of the views of a parameter that handles hold: a node that saves the view that it returned
+// and its handle would hold each other for good. Now, since no recorder sees it any more.
+void cut_off_views(const ValueObject* parameter) {
+  if (parameter->handles == nullptr) return;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parameter->handles); ++i) {
+    const auto held = py::reinterpret_borrow<py::object>(referent(PyList_GET_ITEM(parameter->handles, i)));
+    auto* handle = reinterpret_cast<HandleObject*>(held.ptr());
+    if (handle == nullptr || is_none(handle->alias) || reads().is_leaf.is_true(handle->alias)) continue;
+    assign(handle->alias, reads().detach(handle->alias).ptr());
+  }
+}
+
 // settle_held(tape): lets go of what no saved tensor needs, and watches what is kept. Returns the values for which
 // more is to be done.
 PyObject* settle_held(PyObject*, PyObject* self) {
@@ -130,6 +139,7 @@ PyObject* settle_held(PyObject*, PyObject* self) {
       PyObject* item = PyList_GET_ITEM(list, i);
       if (item == Py_None) continue;
       auto* value = reinterpret_cast<ValueObject*>(item);
+      if (value->is_parameter != 0) cut_off_views(value);
       if (is_none(value->held) || value->is_parameter != 0) continue;
       if (is_alone && is_watched(tape, value)) {
         if (!is_none(tape->entries) && is_none(value->entry)) {
