@@ -1,6 +1,7 @@
 #include "replay/pack.h"
 
 #include <cstdint>
+#include <vector>
 
 #include "frames/reads.h"
 #include "replay/lineage.h"
@@ -108,12 +109,16 @@ void watch(ValueObject* value) {
 
 // Lets go of the graph of the views of a parameter that handles hold: a node that saves the view that it returned
 // and its handle would hold each other for good. Now, since no recorder sees it any more.
-void cut_off_views(const ValueObject* parameter) {
-  if (parameter->handles == nullptr) return;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parameter->handles); ++i) {
-    const auto held = py::reinterpret_borrow<py::object>(referent(PyList_GET_ITEM(parameter->handles, i)));
-    auto* handle = reinterpret_cast<HandleObject*>(held.ptr());
-    if (handle == nullptr || is_none(handle->alias) || reads().is_leaf.is_true(handle->alias)) continue;
+void cut_off_views(ValueObject* parameter) {
+  std::vector<py::object> alive;  // what is let go of may end others
+  for (HandleObject* handle : parameter->handles) {
+    if (handle != nullptr) {
+      alive.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(handle)));
+    }
+  }
+  for (const py::object& object : alive) {
+    auto* handle = reinterpret_cast<HandleObject*>(object.ptr());
+    if (is_none(handle->alias) || reads().is_leaf.is_true(handle->alias)) continue;
     assign(handle->alias, reads().detach(handle->alias).ptr());
   }
 }
