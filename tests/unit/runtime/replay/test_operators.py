@@ -215,6 +215,7 @@ DOCUMENTED = {
     "torch.Tensor.put_": {"put", "put_"},
     "torch.Tensor.scatter_add_": {"scatter_add", "scatter_add_"},
     "torch.index_add": {"index_add", "index_add_"},
+    "torch.Tensor.index_reduce": {"index_reduce", "index_reduce_"},
     "torch.Tensor.index_copy": {"index_copy", "index_copy_"},
     "torch.Tensor.scatter": {"scatter", "scatter_"},
     "torch.Tensor.scatter_reduce": {"scatter_reduce", "scatter_reduce_"},
