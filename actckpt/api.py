@@ -1,5 +1,6 @@
 """The public functions: `checkpoint`, `checkpoint_sequential` and `offload`."""
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -116,10 +117,20 @@ def _decorator(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str,
     """Return what `checkpoint` without a function returns."""
     if args or kwargs:
         unexpected = [f"{len(args)} arguments"] * bool(args) + [f"keyword {name!r}" for name in kwargs]
+        near = [match for name in kwargs for match in difflib.get_close_matches(name, _KEYWORDS, n=1)]
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise ValueError(
             f"checkpoint: no function was given, but {', '.join(unexpected)}. Arguments go to the decorated function: "
-            "checkpoint(use_reentrant=False)(fn)(*args)."
+            f"checkpoint(use_reentrant=False)(fn)(*args).{hint}"
         )
+    _check_keywords(
+        options["use_reentrant"],
+        options["policy"],
+        options["context_fn"],
+        options["offload_inputs"],
+        options["determinism_check"],
+        {},
+    )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

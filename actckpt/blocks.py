@@ -40,7 +40,7 @@ def apply(
         The qualified names of the blocks that are checkpointed now.
     Raises:
         BlocksError: no block matches, a name matches nothing, or a block is checkpointed already.
-        ValueError: the policy, or an option, is not known.
+        ValueError: the policy, or an option, is not known, or `offload` does not take its value.
 
     Example::
 
@@ -61,6 +61,8 @@ def apply(
             f"apply: unknown option {', '.join(unknown)} for policy={policy!r}. Known: "
             f"{', '.join(sorted(set(known) - {'function', 'args', 'kwargs', 'policy'}))}."
         )
+    if policy == "offload":
+        offload(**options)  # raises if it cannot be called so
     chosen = _find(model, blocks)
     if not chosen:
         raise BlocksError(_nothing_found(model, blocks))

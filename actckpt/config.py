@@ -30,7 +30,7 @@ class Settings:
     pageable_limit: int | None = None
     #: Most bytes in the spill file. None: what the file system has.
     disk_limit: int | None = None
-    #: Folder of the spill file. None: TMPDIR, and device tensors never go to disk.
+    #: Folder of the spill file. None: that of `tempfile`, and device tensors never go to disk.
     spill_dir: str | None = None
     #: Most bytes on their way to a store, and most bytes read ahead of backward.
     max_inflight: int = 256 * 2**20
@@ -75,7 +75,7 @@ def configure(**changes: Any) -> Settings:
             GPU tensors stay where they are.
         pageable_limit: most bytes of other host memory, used once pinned memory is full; None: automatic.
         disk_limit: most bytes in the spill file; None: no limit of ours.
-        spill_dir: folder of the spill file; None: `TMPDIR`, and device tensors never go to disk.
+        spill_dir: folder of the spill file; None: that of `tempfile`, and device tensors never go to disk.
         max_inflight: most bytes on their way to a store, and most bytes read ahead of backward.
         num_workers: threads that copy between memory and disk, at least 0 (GPU tensors: at least 1 is used).
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.

@@ -19,6 +19,8 @@ from actckpt.runtime.replay.choice import Choice
 
 __all__ = ["PerOp", "choice_of", "compiled_form", "selective_choice"]
 
+_NAMES = tuple(action.value for action in Action)
+
 _ACTION_OF_TORCH = {
     CheckpointPolicy.MUST_SAVE: Action.KEEP,
     CheckpointPolicy.PREFER_SAVE: Action.KEEP,
@@ -53,6 +55,11 @@ class PerOp:
     """
 
     def __init__(self, actions: Mapping[Any, Action | str], default: Action | str = Action.RECOMPUTE) -> None:
+        if not isinstance(actions, Mapping):
+            raise ValueError(
+                f"PerOp: {actions!r} is a {type(actions).__name__}. Pass a dict {{operator: action}}; to keep what "
+                "some operators make, pass the list of them itself as policy."
+            )
         self.actions = {
             overload: _action(action, f"the action of {op}")
             for op, action in actions.items()
@@ -71,7 +78,7 @@ def choice_of(policy: Any) -> Choice:
     Raises:
         ValueError: it is none.
     """
-    if isinstance(policy, (str, Action)):
+    if isinstance(policy, (str, Action, CheckpointPolicy)):
         return Choice(default=_action(policy, "policy"))
     if isinstance(policy, PerOp):
         return Choice(policy.actions, policy.default)
@@ -144,21 +151,28 @@ def _ask_value(policy: Callable[..., Any], info: SavedTensorInfo) -> Action:
     answer = policy(info)
     if isinstance(answer, Action):
         return answer
+    if isinstance(answer, str) and answer in _NAMES:
+        return Action(answer)
     raise ValueError(
         f"The policy returned {answer!r}, a {type(answer).__name__}, for a saved tensor of {info.op or 'the region'} "
-        f"of shape {info.shape}. A function of a SavedTensorInfo returns an actckpt.Action."
+        f"of shape {info.shape}. A function of a SavedTensorInfo returns an actckpt.Action, or one of "
+        f"{', '.join(map(repr, _NAMES))}."
     )
 
 
 def _action(action: Any, what: str) -> Action:
     if isinstance(action, Action):
         return action
-    names = [known.value for known in Action]
-    if isinstance(action, str) and action in names:
+    if isinstance(action, str) and action in _NAMES:
         return Action(action)
-    near = difflib.get_close_matches(str(action), names, n=1)
+    if isinstance(action, CheckpointPolicy):
+        raise ValueError(
+            f"{what}=CheckpointPolicy.{action.name} is what torch's policy functions return. Pass "
+            f"actckpt.{_ACTION_OF_TORCH[action]}, or a function (ctx, op, *args, **kwargs) that returns it."
+        )
+    near = difflib.get_close_matches(str(action), _NAMES, n=1)
     raise ValueError(
-        f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, names))}, or an actckpt.Action."
+        f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, _NAMES))}, or an actckpt.Action."
         + (f" Did you mean {near[0]!r}?" if near else "")
     )
 

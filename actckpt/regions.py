@@ -99,6 +99,10 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
             >>> r.report().recomputed_bytes
             64
         """
+        if explain is not None and not isinstance(explain, torch.Tensor):
+            raise TypeError(
+                f"report: explain={explain!r} is a {type(explain).__name__}. It takes a tensor of the region."
+            )
         if explain is None:
             return Report.of(self._entries, self._note)
         return explained(self._entries, explain) if self._entries or not self._note else self._note

@@ -16,9 +16,9 @@ __all__ = ["Stats", "reset_stats", "stats"]
 class Stats:
     """Sums since the last `reset_stats`, and what is held now. Bytes, counts and seconds."""
 
-    #: Bytes moved to a store, each storage once.
+    #: Bytes handed to a store, each storage once; also those that then stayed because it was full or failed.
     offloaded_bytes: int
-    #: Bytes that unpacks asked back.
+    #: Bytes that unpacks asked back. An offloaded value that others are replayed from is read twice.
     reloaded_bytes: int
     #: Bytes of saved tensors that needed no copy, because they share one that was moved.
     deduplicated_bytes: int

@@ -16,6 +16,7 @@ import actckpt.api
 import actckpt.blocks
 import actckpt.policies
 import actckpt.regions
+from actckpt.engine import native
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
@@ -84,6 +85,19 @@ def test_configure_describes_every_setting() -> None:
     text = inspect.getdoc(actckpt.configure) or ""  # without its indentation, which Python 3.13 leaves out
     documented = re.findall(r"^    (\w+): ", text, re.MULTILINE)
     assert documented == [*(field.name for field in dataclasses.fields(actckpt.Settings)), "ValueError"]
+
+
+def test_the_reference_has_every_field_of_stats() -> None:
+    described = re.findall(r"^\| `(\w+)` \|", _SECTIONS["Stats"], re.MULTILINE)
+    assert described == [field.name for field in dataclasses.fields(actckpt.Stats)]
+
+
+def test_the_reference_has_every_error_of_the_engine() -> None:
+    described = re.findall(r"^\| `(\w+)` \|", _SECTIONS["Errors"].partition("kind of `EngineError`")[2], re.MULTILINE)
+    kinds = [name for name, kind in vars(native).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert sorted([*described, "EngineError"]) == sorted(kinds)
+    assert issubclass(native.EngineError, RuntimeError)
+    assert not issubclass(native.EngineError, actckpt.ActckptError)
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -202,7 +202,7 @@ def test_a_policy_that_is_none_is_refused_where_it_is_given(policy: Any, match: 
 
 @pytest.mark.parametrize(
     "policy",
-    [lambda info: "keep", lambda info: None, lambda ctx, op, *args, **kwargs: Action.KEEP, lambda ctx, op, *a, **k: 7],
+    [lambda info: "kept", lambda info: None, lambda ctx, op, *args, **kwargs: Action.KEEP, lambda ctx, op, *a, **k: 7],
     ids=["text", "nothing", "action for a call", "number"],
 )
 def test_a_policy_that_returns_something_else_raises_in_forward(policy: Any) -> None:
