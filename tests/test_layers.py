@@ -14,7 +14,7 @@ _ROOMS = [
     ["_version", "errors", "action", "operator_names", "config", "_frames", "_engine"],
     ["engine"],
     ["runtime"],
-    ["policies"],
+    ["compiled", "policies"],
     ["rng", "regions", "api"],
     ["blocks", "statistics"],
     ["te"],
