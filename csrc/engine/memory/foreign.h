@@ -5,7 +5,7 @@
 //
 // Contract: `copy_foreign` gives dst[:bytes] = src[:bytes], or throws SourceGoneError where no
 // memory is at `src` any more; `dst` then holds garbage. It asks the system to read
-// (process_vm_readv of this process), which costs 75 us per MiB more than memcpy. Where the system
+// (process_vm_readv of this process), which takes longer than memcpy. Where the system
 // refuses that, as some sandboxes do, it is memcpy; that is found out once, at the first call.
 // Thread rule: any thread. Ownership: none.
 
