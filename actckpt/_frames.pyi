@@ -253,6 +253,7 @@ class TapeCore:
     num_values: int
     num_packed: int
     num_unreadable: int
+    began_at: int
     is_open: bool
     is_audited: bool
     audits_always: bool

@@ -17,8 +17,8 @@ from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import is_of_module
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
 from actckpt.runtime.packed import held_inputs
-from actckpt.runtime.replay.choice import Choice
-from actckpt.runtime.replay.opened import OpenRegion
+from actckpt.runtime.replay.audit import site_of
+from actckpt.runtime.replay.calls import code_of, run_in_region
 from actckpt.runtime.rerun import Region
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
@@ -186,7 +186,10 @@ def checkpoint_call(
     if state.awaited:
         state.register_awaited()
     if policy is not None and policy != "recompute":
-        return _run_in_region(choice_of(policy), function, args, kwargs, respect_saved_tensors_hooks is not False)
+        choice, site = choice_of(policy), site_of(code_of(function))
+        if not site.is_rerun:
+            return run_in_region(choice, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
+        preserve_rng_state = True  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
     if forced_early_stop is not None:
@@ -204,10 +207,13 @@ def checkpoint_call(
     contexts = None
     if context_fn is not noop_context_fn and not debug:
         contexts = context_fn()
-        choice = selective_choice(contexts[0])
-        if choice is not None:
+        selective = selective_choice(contexts[0])
+        if selective is not None:
             _check_replays(offload_inputs, "context_fn")
-            return _run_in_region(choice, function, args, kwargs, respect_saved_tensors_hooks is not False)
+            site = site_of(code_of(function))
+            if not site.is_rerun:
+                return run_in_region(selective, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
+            contexts, preserve_rng_state = None, True
     if offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
@@ -353,30 +359,6 @@ def _check_replays(offload_inputs: bool, what: str) -> None:
             f"this {what} operators are replayed: use a policy= function that returns Action.OFFLOAD where its "
             "SavedTensorInfo.is_input is True."
         )
-
-
-def _run_in_region(
-    choice: Choice, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], respects_hooks: bool
-) -> Any:
-    """Run the forward recorded, so that single operators are replayed."""
-    opened = OpenRegion(choice, _code_of(function), respects_hooks=respects_hooks)
-    try:
-        result = function(*args, **kwargs)
-    except BaseException:
-        opened.close(has_failed=True)
-        raise
-    opened.close(has_failed=False)
-    return result
-
-
-def _code_of(function: Callable[..., Any]) -> Any:
-    """Return what names a function across calls: a module, or the code of anything else."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = getattr(function, "__self__", function)
-    if isinstance(owner, torch.nn.Module):
-        return owner
-    return getattr(function, "__code__", type(function))
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

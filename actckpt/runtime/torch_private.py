@@ -58,6 +58,21 @@ exchange_api: Any = _optional(torch.Tensor, "__dlpack_c_exchange_api__")
 #: were replayed from until their graph is gone.
 keeps_graph: Callable[[], bool] | None = _optional(torch._C._autograd, "_get_current_graph_task_keep_graph")
 
+#: The number that autograd gives to the next node of this thread. Missing: tensors that an autograd.Function makes
+#: inside of a region count as inputs of the region, which stay.
+next_sequence_number: Callable[[], int] | None = _optional(torch._C._autograd, "_get_sequence_nr")
+
+#: What every node of a Python autograd.Function is an instance of. Required.
+function_node_type: type = torch._C._FunctionBase
+
+#: The code of `torch.autograd.Function.apply`, which is the innermost Python frame while autograd saves for a Function.
+#: Missing: what compiled code saves counts as an input.
+apply_code: Any = _optional(_optional(torch.autograd.Function.apply, "__func__"), "__code__")
+
+#: What the names of the modules of compiled code begin with. Where torch calls it otherwise, operators of compiled code
+#: are recorded like any others, and the audit finds what its kernels do in between.
+COMPILED_PREFIX = "torch._inductor"
+
 #: Getters and setters of the SDPA backend flags and their priority. A missing one is left alone.
 _SDPA_FLAGS = [
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
@@ -131,6 +146,11 @@ def callee_of(overload: Any) -> Callable[..., Any]:
         return overload  # type: ignore[no-any-return]
     callee: Callable[..., Any] = getattr(overload, "_op", overload)
     return callee
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether an autograd.Function runs code that torch.compile made. Missing: none is taken for one."""
+    return hasattr(function, "_aot_id")
 
 
 def function_modes() -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ ReplayNames interned() {
   n.after_call = PyUnicode_InternFromString("after_call");
   n.name = PyUnicode_InternFromString("name");
   n.made_by_nothing = PyUnicode_InternFromString("(input)");
+  n.made_unseen = PyUnicode_InternFromString("(not recorded)");
   n.no_reason = PyUnicode_InternFromString("");
   n.why_read = PyUnicode_InternFromString("others are replayed from it");
   n.why_input = PyUnicode_InternFromString("an input of the region");
@@ -32,6 +33,11 @@ ReplayNames interned() {
   n.exit = PyUnicode_InternFromString("__exit__");
   n.clear_after = PyUnicode_InternFromString("clear_after");
   n.for_value = PyUnicode_InternFromString("for_value");
+  n.globals = PyUnicode_InternFromString("f_globals");
+  n.module_name = PyUnicode_InternFromString("__name__");
+  n.code_name = PyUnicode_InternFromString("co_name");
+  n.dispatch_name = PyUnicode_InternFromString("__torch_dispatch__");
+  n.torch_prefix = PyUnicode_InternFromString("torch.");
   return n;
 }
 
@@ -62,6 +68,11 @@ void connect_replay(const py::dict& given) {
   n.any_autocast_enabled = keep("any_autocast_enabled");
   n.num_function_modes = keep("num_function_modes");
   n.num_recorders = keep("num_recorders");
+  n.made_by_function = keep("made_by_function");
+  n.saved_by_function = keep("saved_by_function");
+  n.function_type = keep("function_type");
+  n.apply_code = keep("apply_code");
+  n.compiled_prefix = keep("compiled_prefix");
   connect_exchange(keep("exchange_api"));
 }
 

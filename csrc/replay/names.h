@@ -20,6 +20,7 @@ struct ReplayNames {
   PyObject* after_call;
   PyObject* name;
   PyObject* made_by_nothing;  // what reports call the operator of inputs
+  PyObject* made_unseen;      // and of what no recorded operator made inside of the region
   PyObject* no_reason;
   PyObject* why_read;  // what reports say of what was not saved and is held
   PyObject* why_input;  // what reports say of inputs
@@ -32,6 +33,11 @@ struct ReplayNames {
   PyObject* exit;
   PyObject* clear_after;
   PyObject* for_value;
+  PyObject* globals;
+  PyObject* module_name;  // a module's global of its own name
+  PyObject* code_name;
+  PyObject* dispatch_name;  // of the handler of a dispatch mode
+  PyObject* torch_prefix;   // of the names of torch's modules
 
   // Set by `connect_replay`.
   PyObject* paused;           // dict: threads in which recorders stand aside
@@ -48,6 +54,11 @@ struct ReplayNames {
   PyObject* any_autocast_enabled;
   PyObject* num_function_modes;
   PyObject* num_recorders;    // [number of recorders that are active in the process]
+  PyObject* made_by_function;   // (tape, value, node)
+  PyObject* saved_by_function;  // (tape, value, tensor)
+  PyObject* function_type;      // of the nodes of autograd.Functions
+  PyObject* apply_code;         // of `autograd.Function.apply`
+  PyObject* compiled_prefix;    // of the names of modules of compiled code
 };
 
 ReplayNames& names();

@@ -138,6 +138,7 @@ struct TapeObject {
   long long num_values;
   long long num_packed;
   long long num_unreadable;  // tensor arguments without a storage that can be read
+  long long began_at;        // number that autograd would have given to a node when it was opened, -1: not known
   char is_open;
   char is_audited;
   char audits_always;

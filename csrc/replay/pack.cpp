@@ -7,6 +7,7 @@
 #include "replay/lineage.h"
 #include "replay/names.h"
 #include "replay/record.h"
+#include "replay/unseen.h"
 
 namespace actckpt::replay {
 namespace {
@@ -54,6 +55,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     if (value->was_saved == 0) {
       value->was_saved = 1;
+      look_at_saver(tape, value, tensor);
       if (!decided(tape, value, tensor)) {
         PyObject* both[] = {arguments[0], found.ptr(), tensor};
         const auto done =

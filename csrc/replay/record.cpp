@@ -12,6 +12,7 @@
 #include "frames/reads.h"
 #include "replay/geometry.h"
 #include "replay/names.h"
+#include "replay/unseen.h"
 
 namespace actckpt::replay {
 namespace {
@@ -254,7 +255,7 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     PyObject* func = arguments[1];
     PyObject* args = arguments[3];
     PyObject* kwargs = count == 4 || arguments[4] == Py_None ? nullptr : arguments[4];
-    if (is_paused()) return called(func, args, kwargs).release().ptr();
+    if (is_paused() || is_in_compiled_code()) return called(func, args, kwargs).release().ptr();
     if (PyObject_Size(arguments[2]) > 0 && has_other_types(arguments[2])) {
       // The subclass calls operators on its inner tensors, and these are recorded (Rule 4 of NOTE [ Replay ]).
       Py_RETURN_NOTIMPLEMENTED;
@@ -299,6 +300,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   const py::object block = new_block(storage.ptr(), made.ptr());
   if (PyDict_SetItem(tape->blocks, key_of(storage.ptr()).ptr(), block.ptr()) != 0) throw py::error_already_set();
   append(tape->holding, made.ptr());
+  look_at_maker(tape, value, root.ptr());
   return made;
 }
 

@@ -7,7 +7,7 @@ import torch
 from actckpt import _frames
 from actckpt.action import Action
 from actckpt.runtime import torch_private
-from actckpt.runtime.replay import opened, recorder, saved
+from actckpt.runtime.replay import opened, recorder, saved, unseen
 from actckpt.runtime.replay.operators import Operator, operator_of
 from actckpt.runtime.replay.paused import paused
 
@@ -36,6 +36,11 @@ NAMES: dict[str, Any] = {
     "num_function_modes": torch_private.num_function_modes,
     "exchange_api": torch_private.exchange_api,
     "num_recorders": opened.num_recorders,
+    "made_by_function": unseen.made_by_function,
+    "saved_by_function": unseen.saved_by_function,
+    "function_type": torch_private.function_node_type,
+    "apply_code": torch_private.apply_code,
+    "compiled_prefix": torch_private.COMPILED_PREFIX,
 }
 
 _frames.connect_replay(NAMES)

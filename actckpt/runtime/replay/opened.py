@@ -8,7 +8,7 @@ from actckpt._frames import pack_recorded, unpack_recorded
 from actckpt.action import Action
 from actckpt.runtime import offload, torch_private
 from actckpt.runtime.replay import saved
-from actckpt.runtime.replay.audit import site_of
+from actckpt.runtime.replay.audit import Site, site_of
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.recorder import Recorder
 from actckpt.runtime.replay.report import Entry
@@ -37,13 +37,13 @@ class OpenRegion:
 
     Args:
         choice: the policy.
-        caller: what names the place that opens it, see `audit.site_of`.
+        caller: the site of the place that opens it, or what names it, see `audit.site_of`.
         entries: gets the lines of the report.
         respects_hooks: whether the hooks that are active where it is opened get the bytes of what it keeps, not only
             of its inputs.
     """
 
-    __slots__ = ("_has_hooks", "_outer_choice", "_outer_tape", "_recorder", "tape")
+    __slots__ = ("_before", "_has_hooks", "_outer_choice", "_outer_tape", "_recorder", "tape")
 
     def __init__(
         self, choice: Choice, caller: Any, entries: list[Entry] | None = None, *, respects_hooks: bool = True
@@ -53,12 +53,14 @@ class OpenRegion:
         self._outer_tape = current
         if current is not None and outer_hooks is not None and outer_hooks[0] is current.pack_hook:
             self.tape: Tape | None = current  # Rule 11
+            self._before = (current.recompute_bytes, current.opaque_bytes, current.compiled_bytes)
             self._outer_choice: Choice | None = current.choice
             current.choice = choice
             self._recorder: Recorder | None = None
             self._has_hooks = False
             return
         self._outer_choice = None
+        self._before = (0, 0, 0)
         self._recorder = None
         self.tape = None
         if choice.always is Action.KEEP:
@@ -69,7 +71,7 @@ class OpenRegion:
             session = offload.Session("auto", offload.DEFAULT_MIN_BYTES)
             torch_private.push_hooks(*session.hooks)
             return
-        self.tape = tape = Tape(choice, outer_hooks, site_of(caller))
+        self.tape = tape = Tape(choice, outer_hooks, caller if isinstance(caller, Site) else site_of(caller))
         tape.entries = entries
         tape.hands_kept_out = respects_hooks
         tape.pack_hook = functools.partial(pack_recorded, tape)
@@ -89,6 +91,20 @@ class OpenRegion:
         if self._has_hooks:
             return "Not recorded: policy 'offload' moves all values. actckpt.stats() counts them."
         return "Not recorded: policy 'keep' leaves all values to autograd."
+
+    def take_compiled_bytes(self) -> tuple[int, int] | None:
+        """Return how much of the bytes to recompute compiled code made, if it is much; who asks tells the user."""
+        tape = self.tape
+        if tape is None or not tape.compiled_bytes:
+            return None
+        recompute, opaque, compiled = self._before
+        compiled_bytes = tape.compiled_bytes - compiled
+        total_bytes = tape.recompute_bytes + tape.opaque_bytes - recompute - opaque
+        if not saved.is_much(compiled_bytes, total_bytes):
+            return None
+        tape.opaque_bytes -= compiled_bytes
+        tape.compiled_bytes -= compiled_bytes
+        return compiled_bytes, total_bytes
 
     def close(self, *, has_failed: bool) -> None:
         """End the region. What it needs is held from here on."""

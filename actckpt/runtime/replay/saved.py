@@ -20,7 +20,7 @@ from actckpt.runtime.replay.lineage import Block, Handle, Value, mark_needed, ne
 from actckpt.runtime.replay.paused import Paused, version_of, whole
 from actckpt.runtime.replay.tape import Tape
 
-__all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
+__all__ = ["begin_audit", "is_much", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
 
 
 _NO_SWAP: Any = nullcontext()
@@ -214,12 +214,17 @@ def settle(tape: Tape) -> None:
     tape.filling = None
     _settle_candidates(tape)
     casts.replay_from_parameters(tape)
-    if tape.opaque_bytes > max(_OPAQUE_BYTES, (tape.recompute_bytes + tape.opaque_bytes) // _OPAQUE_SHARE):
-        _warn_of_opaque(tape)
     tape.saved.clear()
     for value in _frames.settle_held(tape):
         _settle_one(tape, value)
     execute.watch_roots(tape)
+    if is_much(tape.opaque_bytes, tape.recompute_bytes + tape.opaque_bytes):
+        _warn_of_opaque(tape)
+
+
+def is_much(opaque_bytes: int, total_bytes: int) -> bool:
+    """Whether so much of what a policy wants recomputed cannot be replayed that the user should know."""
+    return opaque_bytes > max(_OPAQUE_BYTES, total_bytes // _OPAQUE_SHARE)
 
 
 def _report_held(tape: Tape, value: Value, held: Tensor) -> None:

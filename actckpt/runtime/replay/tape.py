@@ -25,7 +25,10 @@ from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, 
 from actckpt.runtime.replay.paused import Paused, version_of, whole
 from actckpt.runtime.replay.reach import Needed, Obtainable
 
-__all__ = ["Tape"]
+__all__ = ["COMPILED", "Tape"]
+
+#: Why what compiled code returns or saves is not replayed.
+COMPILED = "made by compiled code"
 
 
 class Tape(TapeCore):
@@ -59,6 +62,9 @@ class Tape(TapeCore):
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
         self.recompute_bytes = 0
         self.opaque_bytes = 0
+        #: Of the latter, those of compiled code.
+        self.compiled_bytes = 0
+        self.began_at = -1 if torch_private.next_sequence_number is None else torch_private.next_sequence_number()
         self.lock = threading.RLock()
         #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
         self.swap = -1
@@ -331,6 +337,8 @@ class Tape(TapeCore):
             if not value.is_input:
                 counters.add("kept_opaque", 1)
                 self.opaque_bytes += value.nbytes
+                if value.why_opaque is COMPILED:
+                    self.compiled_bytes += value.nbytes
         elif action is Action.RECOMPUTE:
             self.recompute_bytes += value.nbytes
         if action is not Action.RECOMPUTE:

@@ -47,6 +47,9 @@ NAMES = [
     (torch._C, "_dispatch_get_all_op_names", "optional, in operator_names: names are not checked, none are suggested"),
     (torch, "_disable_dynamo", "optional: the compiler looks into regions of TransformerEngine"),
     (torch.Tensor, "_backward_hooks", "required: hooks of parameters must not run twice"),
+    (torch._C, "_FunctionBase", "required: how what an autograd.Function made is recognised"),
+    (torch._C._autograd, "_get_sequence_nr", "optional: what compiled code returns counts as an input of a region"),
+    (torch.autograd.Function.apply, "__func__", "optional: what compiled code saves counts as an input of a region"),
 ]
 
 
@@ -69,6 +72,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
     public = {"Any", "Callable", "Hooks", "Iterator", "Sequence", "Variable", "contextmanager", "torch"}
     functions = {
         "callee_of",
+        "is_compiled_function",
         "forced_by_context",
         "function_modes",
         "knows_outer_hooks",
@@ -80,14 +84,18 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
     assert names == {
+        "COMPILED_PREFIX",
         "FREEING_METHODS",
         "any_autocast_enabled",
+        "apply_code",
         "below_autograd",
         "current_graph_exec_group",
         "current_graph_task_id",
         "disable_dynamo",
         "exchange_api",
+        "function_node_type",
         "keeps_graph",
+        "next_sequence_number",
         "num_function_modes",
         "pop_hooks",
         "push_hooks",
@@ -228,3 +236,29 @@ def test_without_tensor_hooks_a_gradient_does_not_meet_them() -> None:
     assert torch.equal(torch.autograd.grad(product, x, retain_graph=True)[0], 2 * torch.ones(2)) and log
     handle.remove()
     assert torch.equal(torch.autograd.grad(product, x)[0], torch.ones(2))
+
+
+def test_without_sequence_numbers_what_an_autograd_function_made_counts_as_an_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class ByNumpy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(2 * x.detach().numpy())
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return 2 * grads[0]
+
+    x = torch.randn(8, requires_grad=True)
+    expected = torch.autograd.grad(ByNumpy.apply(x).sin().sum(), x)[0]
+    operators = []
+    for name in ("next_sequence_number", None):
+        if name is not None:
+            monkeypatch.setattr(torch_private, name, None)
+        with actckpt.region() as region:
+            y = ByNumpy.apply(x).sin()
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+        operators.append(region.report().rows[0].operator)
+        monkeypatch.undo()
+    assert operators == ["(input)", "(not recorded)"]
