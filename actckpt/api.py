@@ -4,14 +4,13 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from actckpt import _frames, config
-from actckpt.compiled import TORCH_PARAMETERS, compiled_checkpoint
+from actckpt.compiled import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
 from actckpt.policies import choice_of, selective_choice
 from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import is_of_module
@@ -22,8 +21,6 @@ from actckpt.runtime.replay.calls import code_of, run_in_region
 from actckpt.runtime.rerun import Region
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
-
-ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 def checkpoint(
@@ -164,6 +161,24 @@ def checkpoint_call(
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
     """
     if torch.compiler.is_compiling():
+        if not goes_by_operator(policy):
+            torch_private.graph_break(BY_OPERATOR)
+            return _checkpoint_eagerly(
+                function,
+                args,
+                kwargs,
+                use_reentrant=use_reentrant,
+                context_fn=context_fn,
+                determinism_check=determinism_check,
+                debug=debug,
+                preserve_rng_state=preserve_rng_state,
+                early_stop=early_stop,
+                respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+                policy=policy,
+                offload_inputs=offload_inputs,
+                rng_trackers=rng_trackers,
+                input_hooks=input_hooks,
+            )
         return compiled_checkpoint(
             function,
             args,
@@ -226,6 +241,10 @@ def checkpoint_call(
     elif contexts is not None:
         region.forward_context, region.rerun_context = contexts
     return region.run(function, args, kwargs, early_stop=early_stop, check_metadata=check_metadata)
+
+
+#: The same where the compiler would trace it and must not: it runs in between two compiled graphs.
+_checkpoint_eagerly = torch_private.disable_dynamo(checkpoint_call)
 
 
 def checkpoint_sequential(

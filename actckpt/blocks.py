@@ -16,7 +16,7 @@ import torch
 
 from actckpt.api import checkpoint, checkpoint_call, offload
 from actckpt.errors import BlocksError
-from actckpt.policies import choice_of, compiled_form
+from actckpt.policies import choice_of
 
 __all__ = ["apply", "remove"]
 
@@ -104,8 +104,6 @@ class _CheckpointedForward:
     def __init__(self, block: torch.nn.Module, policy: Any, options: dict[str, Any]) -> None:
         self.block = block
         self.policy = policy
-        #: What the compiler takes for it, None: nothing else.
-        self.compiled_policy = None if policy in (None, "recompute") else compiled_form(policy)
         self.options = options
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
@@ -117,10 +115,7 @@ class _CheckpointedForward:
             # method that it must carry over, which is this very object.
             with offload(**self.options):
                 return self._original()(*args, **kwargs)
-        policy = self.policy
-        if torch.compiler.is_compiling() and self.compiled_policy is not None:
-            policy = self.compiled_policy
-        return checkpoint_call(self._original(), args, kwargs, policy=policy, **self.options)
+        return checkpoint_call(self._original(), args, kwargs, policy=self.policy, **self.options)
 
     def _original(self) -> Callable[..., Any]:
         if self.replaced is not None:

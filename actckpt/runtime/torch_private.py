@@ -93,6 +93,12 @@ sdpa_setters: tuple[Callable[[Any], None], ...] = tuple(setter for _, setter in 
 #: Keeps torch.compile out of a function, without importing the compiler. Missing: it looks inside.
 disable_dynamo: Callable[[Any], Any] = _optional(torch, "_disable_dynamo") or (lambda function: function)
 
+
+def graph_break(why: str) -> None:
+    """Break the graph that is being traced; with `fullgraph=True` that is an error with this text."""
+    torch._dynamo.graph_break(why.strip())  # the error shows results of calls, and global variables it does not
+
+
 #: The stack of function modes of this thread. Missing: function modes are not restored.
 num_function_modes: Callable[[], int] = _optional(torch._C, "_len_torch_function_stack") or (lambda: 0)
 _function_mode_at: Callable[[int], Any] = _optional(torch._C, "_get_function_stack_at")
@@ -138,6 +144,11 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
         return None
     policy: Callable[..., Any] | None = _optional(context, "policy_fn")
     return policy
+
+
+def set_selective_policy(context: Any, policy: Callable[..., Any]) -> None:
+    """Let a mode for which `selective_policy` returns one ask another policy function."""
+    context.policy_fn = policy
 
 
 def callee_of(overload: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ ReplayNames interned() {
   n.as_strided = PyUnicode_InternFromString("as_strided");
   n.is_view = PyUnicode_InternFromString("is_view");
   n.is_plain = PyUnicode_InternFromString("is_plain");
+  n.is_recorded = PyUnicode_InternFromString("is_recorded");
   n.callee = PyUnicode_InternFromString("callee");
   n.tape = PyUnicode_InternFromString("tape");
   n.func = PyUnicode_InternFromString("func");
@@ -24,6 +25,7 @@ ReplayNames interned() {
   n.no_reason = PyUnicode_InternFromString("");
   n.why_read = PyUnicode_InternFromString("others are replayed from it");
   n.why_input = PyUnicode_InternFromString("an input of the region");
+  n.why_higher_order = PyUnicode_InternFromString("made by a higher-order operator");
   n.why_unreadable = PyUnicode_InternFromString("made from a tensor whose storage cannot be read");
   n.changed_unseen = PyUnicode_InternFromString("changed_unseen");
   n.another_root = PyUnicode_InternFromString("another_root");

@@ -11,6 +11,7 @@ struct ReplayNames {
   PyObject* as_strided;
   PyObject* is_view;
   PyObject* is_plain;
+  PyObject* is_recorded;
   PyObject* func;
   PyObject* callee;
   PyObject* tape;
@@ -24,6 +25,7 @@ struct ReplayNames {
   PyObject* no_reason;
   PyObject* why_read;  // what reports say of what was not saved and is held
   PyObject* why_input;  // what reports say of inputs
+  PyObject* why_higher_order;  // and of what higher-order operators make
   PyObject* why_unreadable;  // and of what is made from tensors without a storage
   PyObject* changed_unseen;
   PyObject* another_root;
@@ -41,7 +43,7 @@ struct ReplayNames {
 
   // Set by `connect_replay`.
   PyObject* paused;           // dict: threads in which recorders stand aside
-  PyObject* describe;         // func -> Operator, None for what is not recorded
+  PyObject* describe;         // func -> Operator, or HigherOrder
   PyObject* record_special;   // (tape, operator, args, kwargs) -> result
   PyObject* pin_dtype;        // (step, result)
   PyObject* begin_audit;      // (tape, handle, place, tensor)

@@ -21,7 +21,8 @@ namespace {
 struct Known {
   py::object func;  // keeps the address taken
   py::object callee;  // what to call for it
-  py::object op;  // null: not recorded
+  py::object op;
+  bool is_recorded = false;
   bool is_view = false;
   bool is_plain = false;
 };
@@ -33,11 +34,9 @@ const Known& known(PyObject* func) {
   Known entry;
   entry.func = py::reinterpret_borrow<py::object>(func);
   entry.op = call(names().describe, func);
-  if (entry.op.is_none()) {
-    entry.op = py::object();
-    entry.callee = entry.func;
-  } else {
-    entry.callee = attribute(entry.op.ptr(), names().callee);
+  entry.is_recorded = is_true(entry.op.ptr(), names().is_recorded);
+  entry.callee = attribute(entry.op.ptr(), names().callee);
+  if (entry.is_recorded) {
     entry.is_view = is_true(entry.op.ptr(), names().is_view);
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
   }
@@ -160,6 +159,7 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
   const bool stays = !is_none(action) && action != names().recompute;
   if (step == nullptr || stays || PyObject_IsTrue(why.ptr()) == 1) {
     assign(value->held, tensor);
+    value->index = index;
     append(tape->holding, reinterpret_cast<PyObject*>(value));
     return;
   }
@@ -239,6 +239,15 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   return result;
 }
 
+// Notes what a higher-order operator returned, which is not executed again: its arguments may be functions.
+void add_unrecorded(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs, PyObject* result) {
+  const bool asks_calls = is_true(tape->choice, names().asks_calls);
+  const py::object action = asks_calls ? asked(tape->choice, entry.func.ptr(), args, kwargs, result)
+                                       : static_action(tape->choice, entry.func.ptr());
+  long index = 0;
+  add_results(tape, nullptr, entry.op.ptr(), result, action.ptr(), names().why_higher_order, index);
+}
+
 bool has_other_types(PyObject* types) {
   for (const py::handle type : py::reinterpret_borrow<py::sequence>(types)) {
     if (!is_tensor_type(type.ptr())) return true;
@@ -261,7 +270,11 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       Py_RETURN_NOTIMPLEMENTED;
     }
     const Known& entry = known(func);
-    if (!entry.op) return called(func, args, kwargs).release().ptr();
+    if (!entry.is_recorded) {
+      py::object result = called(func, args, kwargs);
+      add_unrecorded(tape, entry, args, kwargs, result.ptr());
+      return result.release().ptr();
+    }
     if (entry.is_view) {
       py::object result = called(entry.callee.ptr(), args, kwargs);
       if (is_true(tape->choice, names().asks_calls)) asked(tape->choice, func, args, kwargs, result.ptr());

@@ -2,27 +2,20 @@
 
 from typing import Any
 
-import torch
-
 from actckpt import _frames
 from actckpt.action import Action
 from actckpt.runtime import torch_private
 from actckpt.runtime.replay import opened, recorder, saved, unseen
-from actckpt.runtime.replay.operators import Operator, operator_of
+from actckpt.runtime.replay.operators import operator_of
 from actckpt.runtime.replay.paused import paused
 
 __all__ = ["NAMES"]
 
 
-def _describe(func: Any) -> Operator | None:
-    """Return the facts about an overload; None for higher-order operators, which are not recorded (Rule 10)."""
-    return operator_of(func) if isinstance(func, torch._ops.OpOverload) else None
-
-
 #: By the names of the fields in csrc/replay/names.h; None where torch has no such thing.
 NAMES: dict[str, Any] = {
     "paused": paused,
-    "describe": _describe,
+    "describe": operator_of,
     "record_special": recorder.record_special,
     "pin_dtype": recorder.pin_dtype,
     "begin_audit": saved.begin_audit,

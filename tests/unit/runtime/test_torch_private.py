@@ -75,10 +75,12 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "is_compiled_function",
         "forced_by_context",
         "function_modes",
+        "graph_break",
         "knows_outer_hooks",
         "outer_hooks",
         "replaced_function_modes",
         "selective_policy",
+        "set_selective_policy",
         "unsharded_parameter",
         "without_tensor_hooks",
     }
