@@ -16,6 +16,7 @@ import torch
 
 from actckpt.api import checkpoint, checkpoint_call, offload
 from actckpt.errors import BlocksError
+from actckpt.operator_names import portable
 from actckpt.policies import choice_of
 
 __all__ = ["apply", "remove"]
@@ -108,6 +109,9 @@ class _CheckpointedForward:
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
         self.__wrapped__ = block.forward  # the signature, for `inspect`
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"policy": portable(self.policy), "options": portable(self.options)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy == "offload":

@@ -69,6 +69,9 @@ class PerOp:
         #: Whether anything is to be moved.
         self.moves = not {self.default, *self.actions.values()} <= {Action.KEEP, Action.RECOMPUTE}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return operator_names.portable(self.__dict__)  # type: ignore[no-any-return]
+
     def __repr__(self) -> str:
         actions = ", ".join(f"{op}: {action.value}" for op, action in self.actions.items())
         return f"PerOp({{{actions}}}, default={self.default.value})"
@@ -180,21 +183,4 @@ def _overloads(op: Any) -> list[Any]:
             f"policy: {op!r} is a {type(op).__name__}, not an operator. Pass for example torch.ops.aten.mm.default, "
             "torch.ops.aten.mm, or 'aten.mm'."
         )
-    return _overloads(_named(op))
-
-
-def _named(name: str) -> Any:
-    namespace, _, rest = name.replace("::", ".").removeprefix("torch.ops.").partition(".")
-    base, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
-    if packet is None:
-        near = operator_names.nearest(f"{namespace}.{base}" if base else f"aten.{namespace}")
-        raise ValueError(f"policy: there is no operator {name!r}. Nearest: {near}.")
-    if not overload:
-        return packet
-    known = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
-    if overload not in known:
-        raise ValueError(
-            f"policy: {namespace}.{base} has no overload {overload!r}; it has {', '.join(known) or 'none'}."
-        )
-    return getattr(packet, overload)
+    return _overloads(operator_names.named(op))

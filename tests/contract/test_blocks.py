@@ -6,11 +6,16 @@ import copy
 import inspect
 import io
 import pickle
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracle import assert_equal, gradients, leaf
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import actckpt
 
@@ -262,3 +267,95 @@ def test_evaluation_without_grad_runs_each_block_once() -> None:
     with torch.no_grad():
         assert_equal(model(torch.ones(2, 8)), expected.detach())
     assert [layer.calls for layer in model.layers] == [1, 1, 1]
+
+
+_ADDMM = torch.ops.aten.addmm.default
+
+
+def _keep_addmm(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return op == _ADDMM
+
+
+def _keep_values_of_addmm(info: actckpt.SavedTensorInfo) -> str:
+    return "keep" if info.op == _ADDMM else "recompute"
+
+
+_POLICIES: dict[str, dict[str, Any]] = {
+    "overload": {"policy": [_ADDMM]},
+    "packet": {"policy": [torch.ops.aten.addmm]},
+    "name": {"policy": ["aten.addmm"]},
+    "tuple": {"policy": (_ADDMM, torch.ops.higher_order.cond)},
+    "set": {"policy": {_ADDMM}},
+    "PerOp": {"policy": actckpt.policies.PerOp({torch.ops.aten.addmm: "keep", torch.ops.higher_order.cond: "offload"})},
+    "context_fn": {"context_fn": partial(create_selective_checkpoint_contexts, [_ADDMM])},
+    "function": {"policy": _keep_addmm},
+    "values": {"policy": _keep_values_of_addmm},
+    "action": {"policy": actckpt.Action.RECOMPUTE},
+}
+
+_LOAD = """
+import sys, torch, actckpt
+model = torch.load(sys.argv[1], weights_only=False)
+x = torch.linspace(-1, 1, 16).view(2, 8)
+actckpt.reset_stats()
+model(x).square().sum().backward()
+assert actckpt.stats().replayed_operators == int(sys.argv[2]), actckpt.stats()
+torch.save([p.grad for p in model.parameters()], sys.argv[1])
+"""
+
+
+def _layers() -> torch.nn.Sequential:
+    torch.manual_seed(2)
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
+
+
+def _num_replayed(model: torch.nn.Module) -> int:
+    actckpt.reset_stats()
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 16).view(2, 8)).square().sum().backward()
+    return actckpt.stats().replayed_operators
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch", "deepcopy"])
+@pytest.mark.parametrize("options", _POLICIES)
+def test_an_applied_model_can_be_saved_and_copied_whatever_its_policy(options: str, way: str) -> None:
+    model = _layers()
+    actckpt.apply(model, **({"policy": None} | _POLICIES[options]))
+    _num_replayed(model)  # audited
+    expected = _num_replayed(model)
+    if way == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    elif way == "torch":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    else:
+        twin = copy.deepcopy(model)
+    _num_replayed(twin)
+    assert _num_replayed(twin) == expected
+    assert_equal(gradients(twin), gradients(model))
+    assert actckpt.remove(twin) == actckpt.remove(model) == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("options", ["packet", "PerOp"])
+def test_a_saved_model_is_loaded_by_a_fresh_process(options: str, tmp_path: Path) -> None:
+    model = _layers()
+    actckpt.apply(model, **_POLICIES[options])
+    expected = _num_replayed(model)
+    torch.save(model, tmp_path / "model.pt")
+    subprocess.run([sys.executable, "-c", _LOAD, str(tmp_path / "model.pt"), str(expected)], check=True)
+    assert_equal(torch.load(tmp_path / "model.pt"), gradients(model))
+
+
+def test_an_operator_that_the_loading_process_does_not_have_is_named() -> None:
+    class Gone(type(_ADDMM)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
+
+        def __str__(self) -> str:
+            return "mylib.gone.default"
+
+    data = pickle.dumps(actckpt.operator_names.portable([Gone()]))
+    with pytest.raises(ValueError, match=r"There is no operator 'mylib\.gone\.default'"):
+        pickle.loads(data)
