@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from actckpt import policies, rng, te
+from actckpt import memory, policies, rng, te
 from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
@@ -69,6 +69,7 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
+    "memory",
     "noop_context_fn",
     "offload",
     "policies",
