@@ -5,7 +5,6 @@ its `state_dict` keys and its hooks; hooks of the block itself run outside of th
 """
 
 import difflib
-import fnmatch
 import functools
 import inspect
 import types
@@ -18,6 +17,7 @@ from actckpt.api import checkpoint, checkpoint_call, offload
 from actckpt.errors import BlocksError
 from actckpt.operator_names import portable
 from actckpt.policies import choice_of
+from actckpt.selectors import is_pattern, matches
 
 __all__ = ["apply", "remove"]
 
@@ -33,8 +33,10 @@ def apply(
         model: changed in place.
         policy: `"recompute"` or None: as in `checkpoint`. `"offload"`: each call runs under `offload`. Any other policy
             of `region`: each call is such a region.
-        blocks: which of its modules: a type or several, qualified names (`"layers.0"`, also with
-            wildcards: `"layers.*"`), or a predicate on modules. None: the repeated blocks, which are
+        blocks: which of its modules: a type or several, qualified names (`"layers.0"`), also with wildcards, which
+            stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp, see `actckpt.selectors.matches`), or a
+            predicate on modules. Of matches inside each other the outermost are taken; a name without wildcards is
+            always taken. None: the repeated blocks, which are
             the outermost modules of one type that stand together in a ModuleList, Sequential or ModuleDict.
         **options: keywords of `checkpoint`, or of `offload`, for every block.
     Returns:
@@ -136,18 +138,26 @@ def _is_applied(module: torch.nn.Module) -> bool:
 def _find(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.Module]:
     if blocks is None:
         return dict(_repeated(model, ""))
-    if isinstance(blocks, Sequence) and not isinstance(blocks, str):
-        found: dict[str, torch.nn.Module] = {}
-        for block in blocks:
-            found |= _find_one(model, block)
-        return {name: module for name, module in model.named_modules() if name in found}
-    return _find_one(model, blocks)
+    several = blocks if isinstance(blocks, Sequence) and not isinstance(blocks, str) else [blocks]
+    named: set[str] = set()
+    matched: set[str] = set()
+    for block in several:
+        is_name = isinstance(block, str) and not is_pattern(block)
+        (named if is_name else matched).update(_find_one(model, block))
+    outermost = {name for name in matched if not any(other in matched for other in _names_around(name))}
+    return {name: module for name, module in model.named_modules() if name in named | outermost}
+
+
+def _names_around(name: str) -> Iterator[str]:
+    """Yield the names of the modules that a module is in, but for the whole model."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
     modules: dict[str, torch.nn.Module] = {name: module for name, module in model.named_modules() if name}
     if isinstance(block, str):
-        found = {name: module for name, module in modules.items() if fnmatch.fnmatchcase(name, block)}
+        found = {name: module for name, module in modules.items() if matches(block, name)}
         if not found:
             near = difflib.get_close_matches(block, modules, n=3)
             raise BlocksError(
@@ -158,8 +168,8 @@ def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
     if isinstance(block, type):
         return {name: module for name, module in modules.items() if isinstance(module, block)}
     if callable(block):
-        matches: Callable[[torch.nn.Module], bool] = block
-        return {name: module for name, module in modules.items() if matches(module)}
+        accepts: Callable[[torch.nn.Module], bool] = block
+        return {name: module for name, module in modules.items() if accepts(module)}
     raise BlocksError(
         f"apply: blocks={block!r} is a {type(block).__name__}. Pass module types, qualified names, or a predicate."
     )

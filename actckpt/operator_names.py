@@ -3,11 +3,12 @@ by name, since they cannot be pickled.
 """
 
 import difflib
-import fnmatch
 import functools
 from typing import Any
 
 import torch
+
+from actckpt.selectors import matches
 
 __all__ = ["exists", "known", "named", "nearest", "portable"]
 
@@ -26,7 +27,7 @@ def known() -> set[str]:
 def exists(pattern: str) -> bool:
     """Whether an operator has a name, which may have wildcards; True where torch does not tell."""
     names = known()
-    return not names or bool(fnmatch.filter(names, pattern))
+    return not names or pattern in names or any(matches(pattern, name) for name in names)
 
 
 def nearest(name: str) -> str:

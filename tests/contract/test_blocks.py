@@ -78,7 +78,13 @@ def _reruns(model: Any) -> list[int]:
         (Block, NAMES),
         ((Block, torch.nn.LayerNorm), (*NAMES, "head.0")),
         ("layers.1", ("layers.1",)),
-        ("layers.*", None),
+        ("layers.*", NAMES),
+        ("layers.**", NAMES),
+        ("**", ("embed", "layers", "head")),
+        ("layers.[!1]", ("layers.0", "layers.2")),
+        ("**.linear", tuple(f"{name}.linear" for name in NAMES)),
+        (["layers.*", "**.linear", "layers.1.act"], (*NAMES[:2], "layers.1.act", NAMES[2])),
+        ([Block, torch.nn.Linear], ("embed", *NAMES, "head.1")),
         ("layers.?", NAMES),
         (["layers.2", "layers.0"], ("layers.0", "layers.2")),
         (["head", Block], (*NAMES, "head")),
@@ -88,10 +94,7 @@ def _reruns(model: Any) -> list[int]:
 def test_blocks_are_found_by_type_name_pattern_predicate_or_repetition(blocks: Any, names: Any) -> None:
     model = Model()
     expected = _step(model)
-    applied = actckpt.apply(model, blocks=blocks)
-    if names is None:
-        names = tuple(name for name, _ in model.named_modules() if name.startswith("layers."))
-    assert applied == names
+    assert actckpt.apply(model, blocks=blocks) == names
     assert_equal(_step(model), expected)
     assert actckpt.remove(model) == names
     assert_equal(_step(model), expected)

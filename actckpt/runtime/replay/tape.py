@@ -1,6 +1,5 @@
 """The tape of an open region: what its storages hold, what must be held, and what autograd saves of it."""
 
-import fnmatch
 import functools
 import threading
 import weakref
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt import _frames, config
+from actckpt import _frames, config, selectors
 from actckpt._frames import Moved, add_entry, is_pending, look_at, stays, value_of
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.engine.demotion import RegionPlan
@@ -169,7 +168,7 @@ class Tape(TapeCore):
         if self.opaque_names and value.operator is not None:
             operator = value.operator.name
             names = [operator, operator.rpartition(".")[0], site.modules.get(key) or ""]
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.opaque_names):
+            if any(selectors.matches(pattern, name) for name in names for pattern in self.opaque_names):
                 return "configure(opaque=...) names it"
         return ""
 
