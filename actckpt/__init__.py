@@ -26,7 +26,7 @@ from actckpt import memory, policies, rng, te
 from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
-from actckpt.blocks import apply, remove
+from actckpt.blocks import apply, remove, report
 from actckpt.config import Settings, configure
 from actckpt.errors import (
     ActckptError,
@@ -37,6 +37,7 @@ from actckpt.errors import (
     SavedTensorChangedError,
     TransformerEngineError,
 )
+from actckpt.model_report import ModelReport
 from actckpt.regions import region
 from actckpt.runtime import connect as _connect  # noqa: F401 - imported for its effect
 from actckpt.runtime.replay import connect as _connect_replay  # noqa: F401 - imported for its effect
@@ -53,6 +54,7 @@ __all__ = [
     "CheckpointPolicy",
     "DefaultDeviceType",
     "InputChangedError",
+    "ModelReport",
     "RerunMismatchError",
     "SavedTensorChangedError",
     "SavedTensorInfo",
@@ -75,6 +77,7 @@ __all__ = [
     "policies",
     "region",
     "remove",
+    "report",
     "reset_stats",
     "rng",
     "set_checkpoint_debug_enabled",

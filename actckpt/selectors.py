@@ -44,9 +44,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile("".join(_expression(token) for token in _TOKEN.findall(pattern)), re.DOTALL)
     except re.error as error:
-        raise ValueError(
-            f"The pattern {pattern!r} is none: {error}. Between brackets: characters, or a-z."
-        ) from None
+        raise ValueError(f"The pattern {pattern!r} is none: {error}. Between brackets: characters, or a-z.") from None
 
 
 def _expression(token: str) -> str:

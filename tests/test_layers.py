@@ -16,7 +16,7 @@ _ROOMS = [
     ["runtime"],
     ["compiled", "policies"],
     ["rng", "regions", "api"],
-    ["blocks", "statistics"],
+    ["finding", "model_report", "blocks", "statistics"],
     ["te"],
     ["memory", "_plot", "doctor"],
     ["demo", "cli", "__main__"],

@@ -80,7 +80,8 @@ def _reruns(model: Any) -> list[int]:
         ("layers.1", ("layers.1",)),
         ("layers.*", NAMES),
         ("layers.**", NAMES),
-        ("**", ("embed", "layers", "head")),
+        ("**", ("embed", *NAMES, "head")),
+        (lambda module: not isinstance(module, torch.nn.Linear), (*NAMES, "head")),
         ("layers.[!1]", ("layers.0", "layers.2")),
         ("**.linear", tuple(f"{name}.linear" for name in NAMES)),
         (["layers.*", "**.linear", "layers.1.act"], (*NAMES[:2], "layers.1.act", NAMES[2])),
@@ -230,6 +231,8 @@ def test_removing_from_an_untouched_model_raises() -> None:
         ([], "no block"),
         (3, "a int"),
         (["layers.0", 4], "a int"),
+        ("layers", r"'layers' is a ModuleList, which is never called.* 'layers\.\*'"),
+        (torch.nn.ModuleList, "no block that matches"),
     ],
 )
 def test_blocks_that_match_nothing_are_named(blocks: Any, words: str) -> None:
@@ -362,3 +365,73 @@ def test_an_operator_that_the_loading_process_does_not_have_is_named() -> None:
     data = pickle.dumps(actckpt.operator_names.portable([Gone()]))
     with pytest.raises(ValueError, match=r"There is no operator 'mylib\.gone\.default'"):
         pickle.loads(data)
+
+
+class _Skipping(Model):
+    """Calls the parts of its second block, not the block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embed(x))
+        x = self.layers[1].act(self.layers[1].linear(x))
+        return self.head(self.layers[2](x))
+
+
+def test_a_block_that_does_not_run_in_a_step_with_a_backward_is_told_once() -> None:
+    model = _Skipping()
+    actckpt.apply(model)
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    model(torch.ones(2, 8)).sum()  # no backward
+    with pytest.warns(
+        UserWarning, match=r"1 of 3 blocks did not run in a step that called backward: layers\.1\."
+    ) as warned:
+        _step(model)
+    assert len(warned) == 1
+    _step(model)
+    report = actckpt.report(model)
+    assert report.blocks_patched == NAMES and report.blocks_ran == ("layers.0", "layers.2")
+    assert str(report) == "2 of 3 blocks ran\nnot run: layers.1"
+    assert report.as_dict()["blocks_ran"] == ("layers.0", "layers.2")
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "offload", "min_bytes": 0}, {"policy": ["aten.addmm"]}], ids=str)
+def test_where_all_blocks_run_nothing_is_told_and_nothing_is_left_on_what_they_return(options: dict[str, Any]) -> None:
+    model = Model()
+    actckpt.apply(model, **options)
+    assert actckpt.report(model).blocks_ran == ()
+    for _ in range(2):
+        _step(model)
+        assert actckpt.report(model).blocks_ran == actckpt.report(model).blocks_patched == NAMES
+    hidden = model.layers[0](torch.ones(2, 8, requires_grad=True))
+    assert hidden._backward_hooks is None
+
+
+@pytest.mark.parametrize("wrap", [tuple, list, lambda parts: {"first": parts[0], "second": [parts[1]]}])
+def test_blocks_that_return_containers_are_watched_too(wrap: Any) -> None:
+    class Several(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return wrap([x.detach(), self.linear(x)])
+
+    model = torch.nn.ModuleList([Several(), Several()])
+    actckpt.apply(model, blocks=Several)
+    result = model[1](torch.ones(2, 8))
+    last = result["second"][0] if isinstance(result, dict) else result[1]
+    with pytest.warns(UserWarning, match="1 of 2 blocks did not run"):
+        last.sum().backward()
+
+
+def test_a_report_of_a_model_without_applied_blocks_raises() -> None:
+    with pytest.raises(actckpt.BlocksError, match=r"^report: none of the .* Call report on the model that was given"):
+        actckpt.report(Model())
+
+
+def test_the_action_offload_takes_the_options_of_its_name() -> None:
+    model = Model()
+    actckpt.apply(model, policy=actckpt.Action.OFFLOAD, min_bytes=0)
+    actckpt.reset_stats()
+    _step(model)
+    assert actckpt.stats().offloaded_bytes > 0
