@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
+import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch.autograd import Variable
 
@@ -115,6 +116,34 @@ FREEING_METHODS = tuple(
 def outer_hooks() -> Hooks | None:
     """Return the (pack, unpack) that a tensor saved now would go through, or None."""
     return None if top_hooks is None else top_hooks(False)
+
+
+def are_on_top(hooks: Hooks | None) -> bool:
+    """Whether these hooks were pushed last, of those not popped. Where `top_hooks` is missing, none are."""
+    found = outer_hooks()
+    return hooks is not None and found is not None and found[0] is hooks[0]
+
+
+def remove_dispatch_mode(mode: Any) -> None:
+    """Take a dispatch mode off the stack of this thread, if it is there, after its enter or exit was cut short.
+
+    Also puts right the flags that torch keeps beside the stack. Required in that case only.
+    """
+    names: Any = torch.utils._python_dispatch
+    stack = [names._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    if any(other is mode for other in stack):
+        above = []
+        while (top := names._pop_mode()) is not mode:
+            above.append(top)
+        for other in reversed(above):
+            names._push_mode(other)
+        stack = [other for other in stack if other is not mode]
+    names._is_in_torch_dispatch_mode = bool(stack)
+    names._is_in_non_infra_torch_dispatch_mode = any(not other.is_infra_mode() for other in stack)
+    if hasattr(names, "set_is_in_mode_without_ignore_compile_internals"):
+        traced = any(not other.ignore_compile_internals() for other in stack)
+        names._is_in_any_mode_without_ignore_compile_internals = traced
+        names.set_is_in_mode_without_ignore_compile_internals(traced)
 
 
 def knows_outer_hooks() -> bool:

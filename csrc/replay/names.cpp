@@ -56,7 +56,6 @@ void connect_replay(const py::dict& given) {
     py::object value = given[name];
     return value.is_none() ? nullptr : value.release().ptr();
   };
-  n.paused = keep("paused");
   n.describe = keep("describe");
   n.record_special = keep("record_special");
   n.pin_dtype = keep("pin_dtype");
@@ -69,7 +68,7 @@ void connect_replay(const py::dict& given) {
   n.keeps_graph = keep("keeps_graph");
   n.any_autocast_enabled = keep("any_autocast_enabled");
   n.num_function_modes = keep("num_function_modes");
-  n.num_recorders = keep("num_recorders");
+  n.recording = keep("recording");
   n.made_by_function = keep("made_by_function");
   n.saved_by_function = keep("saved_by_function");
   n.function_type = keep("function_type");

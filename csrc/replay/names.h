@@ -42,7 +42,6 @@ struct ReplayNames {
   PyObject* torch_prefix;   // of the names of torch's modules
 
   // Set by `connect_replay`.
-  PyObject* paused;           // dict: threads in which recorders stand aside
   PyObject* describe;         // func -> Operator, or HigherOrder
   PyObject* record_special;   // (tape, operator, args, kwargs) -> result
   PyObject* pin_dtype;        // (step, result)
@@ -55,7 +54,7 @@ struct ReplayNames {
   PyObject* keeps_graph;      // null where torch does not tell
   PyObject* any_autocast_enabled;
   PyObject* num_function_modes;
-  PyObject* num_recorders;    // [number of recorders that are active in the process]
+  PyObject* recording;        // set: tapes whose recorders are active, in any thread
   PyObject* made_by_function;   // (tape, value, node)
   PyObject* saved_by_function;  // (tape, value, tensor)
   PyObject* function_type;      // of the nodes of autograd.Functions

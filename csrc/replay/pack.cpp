@@ -140,7 +140,7 @@ PyObject* settle_held(PyObject*, PyObject* self) {
         if (PyList_SetItem(list, i, Py_None) != 0) throw py::error_already_set();
       }
     }
-    const bool is_alone = PyLong_AsLong(PyList_GET_ITEM(names().num_recorders, 0)) == 0;
+    const bool is_alone = PySet_GET_SIZE(names().recording) == 0;
     py::list others;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
       PyObject* item = PyList_GET_ITEM(list, i);

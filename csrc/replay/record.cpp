@@ -2,8 +2,6 @@
 // return new tensors are recorded here; all others by `record_special` in actckpt/runtime/replay/recorder.py.
 #include "replay/record.h"
 
-#include <pythread.h>
-
 #include <cstdint>
 #include <unordered_map>
 #include <utility>
@@ -12,6 +10,7 @@
 #include "frames/reads.h"
 #include "replay/geometry.h"
 #include "replay/names.h"
+#include "replay/paused.h"
 #include "replay/unseen.h"
 
 namespace actckpt::replay {
@@ -41,13 +40,6 @@ const Known& known(PyObject* func) {
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
   }
   return found->emplace(func, std::move(entry)).first->second;
-}
-
-bool is_paused() {
-  PyObject* paused = names().paused;
-  if (PyDict_GET_SIZE(paused) == 0) return false;
-  const auto thread = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
-  return PyDict_GetItem(paused, thread.ptr()) != nullptr;
 }
 
 py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {

@@ -24,17 +24,11 @@ def run_in_region(
     respects_hooks: bool,
 ) -> Any:
     """Run the forward recorded, so that single operators are replayed."""
-    opened = OpenRegion(choice, site, respects_hooks=respects_hooks)
-    try:
+    with OpenRegion(choice, site, respects_hooks=respects_hooks, runs_function=True) as opened:
         result = function(*args, **kwargs)
-    except BaseException:
-        opened.close(has_failed=True)
-        raise
-    compiled = opened.take_compiled_bytes()
-    opened.close(has_failed=False)
-    if compiled is not None:
+    if opened.compiled is not None:
         site.is_rerun = True
-        _warn_of_compiled(function, *compiled)
+        _warn_of_compiled(function, *opened.compiled)
     return result
 
 

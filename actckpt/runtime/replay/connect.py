@@ -7,14 +7,12 @@ from actckpt.action import Action
 from actckpt.runtime import torch_private
 from actckpt.runtime.replay import opened, recorder, saved, unseen
 from actckpt.runtime.replay.operators import operator_of
-from actckpt.runtime.replay.paused import paused
 
 __all__ = ["NAMES"]
 
 
 #: By the names of the fields in csrc/replay/names.h; None where torch has no such thing.
 NAMES: dict[str, Any] = {
-    "paused": paused,
     "describe": operator_of,
     "record_special": recorder.record_special,
     "pin_dtype": recorder.pin_dtype,
@@ -28,7 +26,7 @@ NAMES: dict[str, Any] = {
     "any_autocast_enabled": torch_private.any_autocast_enabled,
     "num_function_modes": torch_private.num_function_modes,
     "exchange_api": torch_private.exchange_api,
-    "num_recorders": opened.num_recorders,
+    "recording": opened.recording,
     "made_by_function": unseen.made_by_function,
     "saved_by_function": unseen.saved_by_function,
     "function_type": torch_private.function_node_type,

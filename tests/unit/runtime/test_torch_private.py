@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch.autograd import Variable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -48,6 +49,12 @@ NAMES = [
     (torch, "_disable_dynamo", "optional: the compiler looks into regions of TransformerEngine"),
     (torch.Tensor, "_backward_hooks", "required: hooks of parameters must not run twice"),
     (torch._C, "_FunctionBase", "required: how what an autograd.Function made is recognised"),
+    (torch._C, "_len_torch_dispatch_stack", "required where a signal handler raises while a region opens or closes"),
+    (torch.utils._python_dispatch, "_get_dispatch_stack_at", "goes with _len_torch_dispatch_stack"),
+    (torch.utils._python_dispatch, "_pop_mode", "goes with _len_torch_dispatch_stack"),
+    (torch.utils._python_dispatch, "_push_mode", "goes with _len_torch_dispatch_stack"),
+    (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", "goes with _len_torch_dispatch_stack"),
+    (torch.utils._python_dispatch, "_is_in_non_infra_torch_dispatch_mode", "goes with _len_torch_dispatch_stack"),
     (torch._C._autograd, "_get_sequence_nr", "optional: what compiled code returns counts as an input of a region"),
     (torch.autograd.Function.apply, "__func__", "optional: what compiled code saves counts as an input of a region"),
 ]
@@ -71,6 +78,7 @@ def test_installed_torch_has_the_sdpa_flag(flag: str) -> None:
 def test_every_private_name_of_torch_is_checked_here() -> None:
     public = {"Any", "Callable", "Hooks", "Iterator", "Sequence", "Variable", "contextmanager", "torch"}
     functions = {
+        "are_on_top",
         "callee_of",
         "is_compiled_function",
         "forced_by_context",
@@ -78,6 +86,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "graph_break",
         "knows_outer_hooks",
         "outer_hooks",
+        "remove_dispatch_mode",
         "replaced_function_modes",
         "selective_policy",
         "set_selective_policy",
