@@ -9,7 +9,7 @@ from typing import Any
 
 from actckpt import operator_names
 
-__all__ = ["Settings", "configure", "parse_bytes"]
+__all__ = ["Settings", "configure", "format_bytes", "parse_bytes"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _MAX_BYTES = 2**62
@@ -178,3 +178,11 @@ def _checked_folder(folder: object) -> str:
             f"(errno {error.errno}). Pass another one."
         ) from None
     return path
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return a size for people: `"512 B"`, `"12.0 KiB"`, `"3.5 GiB"`."""
+    if nbytes < 10 * 2**10:
+        return f"{nbytes} B"
+    unit, size = next(((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20)) if nbytes < 10 * 2**10 * s), ("GiB", 2**30))
+    return f"{nbytes / size:.1f} {unit}"

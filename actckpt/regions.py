@@ -51,6 +51,10 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
         self._entries: list[Entry] = []
         self._note = _NOT_OPEN
 
+    def __repr__(self) -> str:
+        policy = getattr(self._policy, "__qualname__", None) or repr(self._policy)
+        return f"<actckpt.region({policy}){', open' if self._open is not None else ''}>"
+
     def _recreate_cm(self) -> "region":
         return region(self._policy)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from actckpt._frames import Entry
 from actckpt.action import Action
+from actckpt.config import format_bytes
 
 __all__ = ["Entry", "Report", "Row", "explained"]
 
@@ -81,7 +82,7 @@ class Report:
         header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "why kept")
         lines = [header, *(_cells(row) for row in self.rows)]
         lines.append(
-            ("all", "", "", *map(_size, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
+            ("all", "", "", *map(format_bytes, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
         )
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
@@ -112,7 +113,7 @@ def _explained_one(entry: Entry) -> str:
     done = {Action.KEEP: "kept", Action.OFFLOAD: "offloaded", Action.RECOMPUTE: "dropped"}[entry.action]
     why = entry.why or "the policy says so"
     replays = f"; replayed {entry.num_replays} times so far" if entry.action is Action.RECOMPUTE else ""
-    return f"Made by {entry.operator}{where}, {_size(entry.nbytes)}: {done}, because {why}{replays}."
+    return f"Made by {entry.operator}{where}, {format_bytes(entry.nbytes)}: {done}, because {why}{replays}."
 
 
 def _row(operator: str, module: str | None, entries: list[Entry]) -> Row:
@@ -133,11 +134,5 @@ def _row(operator: str, module: str | None, entries: list[Entry]) -> Row:
 
 def _cells(row: Row) -> tuple[str, ...]:
     reasons = ", ".join(f"{count} x {reason}" for reason, count in row.not_replayed.items())
-    sizes = map(_size, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
+    sizes = map(format_bytes, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
     return (row.operator, row.module or "", str(row.num_values), *sizes, str(row.num_replays), reasons)
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 10 * 2**10:
-        return f"{nbytes} B"
-    return f"{nbytes / 2**10:.1f} KiB" if nbytes < 10 * 2**20 else f"{nbytes / 2**20:.1f} MiB"
