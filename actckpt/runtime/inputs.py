@@ -321,7 +321,10 @@ def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChang
 
 def _input_error(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
     """Word an input that is not as it was after the forward."""
-    message = f"{place}, an input of a checkpointed region, {how} after its forward, and backward has to run it again"
+    message = (
+        f"{place}, an input of a checkpointed region, {how} since the region began, by its own function or after it, "
+        "and backward has to run that again"
+    )
     if tensor is not None:
         message += (
             f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, {version(tensor)} "
