@@ -140,6 +140,15 @@ def saved_tensor_changed(frame: "_frames.Frame", index: int, tensor: Tensor, exp
     )
 
 
+def changed_in_place(shape: torch.Size, dtype: torch.dtype, found: int, expected: int) -> SavedTensorChangedError:
+    """Word a saved tensor whose bytes changed in place."""
+    return SavedTensorChangedError(
+        "One of the variables needed for gradient computation has been modified by an inplace operation: saved "
+        f"tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {found}; expected version {expected}.\n"
+        "Use the out-of-place operator, or clone the tensor before changing it."
+    )
+
+
 def traced(error: BaseException, trace: Trace) -> BaseException:
     """Add the operators of both runs to an error, for `debug=True`."""
     first = next(

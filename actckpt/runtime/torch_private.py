@@ -184,6 +184,16 @@ def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
+def wait_for_collective(tensor: Any) -> None:
+    """Wait until the collective that `tensor` stands for has written its bytes.
+
+    torch's functional collectives return such tensors, which wait when an operator takes them. Missing: other ones
+    wait for nothing.
+    """
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        tensor.trigger_wait()
+
+
 def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
     """Return name and unsharded tensor of a parameter that FSDP2 manages, if `owner` is what it does so with.
 

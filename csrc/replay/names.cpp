@@ -52,6 +52,7 @@ void connect_replay(const py::dict& given) {
   n.describe = keep("describe");
   n.record_special = keep("record_special");
   n.pin_dtype = keep("pin_dtype");
+  n.note_wrappers = keep("note_wrappers");
   n.begin_audit = keep("begin_audit");
   n.pack_other = keep("pack_other");
   n.unpack_slowly = keep("unpack_slowly");

@@ -38,6 +38,7 @@ struct ReplayNames {
   PyObject* describe;         // func -> Operator, None for what is not recorded
   PyObject* record_special;   // (tape, operator, args, kwargs) -> result
   PyObject* pin_dtype;        // (step, result)
+  PyObject* note_wrappers;    // (tape, arguments)
   PyObject* begin_audit;      // (tape, handle, place, tensor)
   PyObject* pack_other;       // (tape, tensor, value or None) -> what autograd holds
   PyObject* unpack_slowly;    // (handle) -> tensor

@@ -5,6 +5,7 @@
 #include <pythread.h>
 
 #include <cstdint>
+#include <cstring>
 #include <unordered_map>
 #include <utility>
 
@@ -238,6 +239,15 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   return result;
 }
 
+// Whether shapes are computed: such tensors have no bytes, and a DTensor computes with them on the side. To return
+// NotImplemented would pass their mode by.
+bool has_fakes(PyObject* types) {
+  for (const py::handle type : py::reinterpret_borrow<py::sequence>(types)) {
+    if (std::strcmp(reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name, "FakeTensor") == 0) return true;
+  }
+  return false;
+}
+
 bool has_other_types(PyObject* types) {
   for (const py::handle type : py::reinterpret_borrow<py::sequence>(types)) {
     if (!is_tensor_type(type.ptr())) return true;
@@ -256,7 +266,15 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     PyObject* kwargs = count == 4 || arguments[4] == Py_None ? nullptr : arguments[4];
     if (is_paused()) return called(func, args, kwargs).release().ptr();
     if (PyObject_Size(arguments[2]) > 0 && has_other_types(arguments[2])) {
+      if (has_fakes(arguments[2])) return called(func, args, kwargs).release().ptr();
       // The subclass calls operators on its inner tensors, and these are recorded (Rule 4 of NOTE [ Replay ]).
+      for (PyObject* given : {args, kwargs}) {
+        if (given == nullptr) continue;
+        PyObject* noted[] = {current.ptr(), given};
+        if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().note_wrappers, noted, 2, nullptr))) {
+          throw py::error_already_set();
+        }
+      }
       Py_RETURN_NOTIMPLEMENTED;
     }
     const Known& entry = known(func);

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from actckpt.runtime.replay.aliases import Watched, changed_error
 from actckpt.runtime.replay.lineage import Step, Value, Window
 from actckpt.runtime.replay.paused import Paused, version_of
 from actckpt.runtime.replay.tape import Tape
+from actckpt.runtime.replay.wrappers import Witness
 
 __all__ = ["HeldOutside", "bytes_of", "changed_error", "is_pending", "on", "replay", "watch_roots"]
 
@@ -114,23 +115,30 @@ def check_size(held: Tensor, nbytes: int, what: str) -> None:
         )
 
 
-def watch_roots(tape: Tape) -> None:
-    """Watch the values of a closed tape through every tensor that they were seen through (Rule 7)."""
-    if tape.roots is None:
-        return
-    for value, others in tape.roots.items():
-        if value.is_parameter or tape.outer is not None or (value.held is None and value.stored is None):
+def watch_roots(tape: Tape, made_of: Mapping[Value, Sequence[Witness]]) -> None:
+    """Watch the values of a closed tape through every tensor that they were seen through (Rule 7).
+
+    Args:
+        tape: what it holds is settled.
+        made_of: tensors that are made of values.
+    """
+    seen = {} if tape.roots is None else dict(tape.roots)
+    for value in {**seen, **made_of}:
+        is_watched = value in made_of or not value.is_parameter
+        if not is_watched or tape.outer is not None or (value.held is None and value.stored is None):
             continue
         last = value.held if value.held is not None or value.root is None else value.root()
         roots = [
-            (root, version) for root, version in ((other(), version) for other, version in others) if root is not None
+            (root, version)
+            for root, version in ((other(), version) for other, version in seen.get(value, ()))
+            if root is not None
         ]
         if last is not None and value.version >= 0:
             roots.append((last, value.version))
         held = value.held
         get = value.stored if held is None else partial(_sized, held, value.nbytes, _what(value))
         assert get is not None
-        value.stored, value.held = Watched(get, roots), None
+        value.stored, value.held = Watched(get, roots, made_of.get(value, ())), None
     tape.roots = None
 
 

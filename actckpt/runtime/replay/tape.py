@@ -24,6 +24,7 @@ from actckpt.runtime.replay.filling import Filling
 from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
 from actckpt.runtime.replay.paused import Paused, version_of, whole
 from actckpt.runtime.replay.reach import Needed, Obtainable
+from actckpt.runtime.replay.wrappers import Seen
 
 __all__ = ["Tape"]
 
@@ -56,6 +57,8 @@ class Tape(TapeCore):
         self.filling: dict[Value, Filling] | None = None
         #: See `aliases`.
         self.roots: aliases.Roots | None = None
+        #: By id(), see `wrappers`.
+        self.wrappers: dict[int, Seen] | None = None
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
         self.recompute_bytes = 0
         self.opaque_bytes = 0
