@@ -102,7 +102,7 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
     }
     Value& entry = refill->values->slots[index];
     entry.tensor = value;
-    entry.version = version;
+    entry.witness = Witness(tensor, version, value.ptr());
     entry.state = Value::State::kHeld;
   }
   if (refill->early_stop && index + 1 >= refill->num_needed) return stop(refill);
