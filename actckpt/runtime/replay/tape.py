@@ -14,6 +14,7 @@ from actckpt import _frames, config
 from actckpt._frames import Moved, add_entry, is_pending, look_at, stays, value_of
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.engine.demotion import RegionPlan
+from actckpt.engine.native import EngineError
 from actckpt.runtime import stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.offload import Session
@@ -251,11 +252,14 @@ class Tape(TapeCore):
     def parked(self, tensor: Tensor) -> Any:
         """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None.
 
-        None also where the store has no room at once: an audit makes nobody wait.
+        None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
         """
-        if stores.existing("host" if tensor.is_cuda else "disk") is None:
+        if not stores.is_ready("host" if tensor.is_cuda else "disk"):
             return None
-        packed = self._session(must=False).pack(tensor.detach().clone())
+        try:
+            packed = self._session(must=False).pack(tensor.detach().clone())
+        except (EngineError, torch.OutOfMemoryError):
+            return None
         return packed.unpack if isinstance(packed, Moved) else None
 
     def cache(self, task: int, value: Value, tensor: Tensor) -> None:
