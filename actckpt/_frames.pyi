@@ -252,7 +252,8 @@ class TapeCore:
     structure: int
     num_values: int
     num_packed: int
-    num_unreadable: int
+    num_untold: int
+    why_untold: str
     is_open: bool
     is_audited: bool
     audits_always: bool

@@ -6,7 +6,7 @@ import torch
 
 from actckpt import _frames
 from actckpt.runtime import messages, rerun, rng, state, torch_private
-from actckpt.runtime.inputs import HeldTensorChanged, changed_error, parameter_error
+from actckpt.runtime.inputs import HeldTensorChanged, changed_error, has_same_bytes, own_copy, parameter_error
 
 NAMES = {
     "tensor_type": torch.Tensor,
@@ -33,6 +33,9 @@ NAMES = {
     "queue_callback": torch_private.queue_callback,
     # Reruns that are not of the common kind.
     "refill": rerun.refill,
+    # Inference tensors, which have no version.
+    "own_copy": own_copy,
+    "has_same_bytes": has_same_bytes,
     # Errors.
     "mismatch_error": rerun.mismatch_error,
     "modified_error": messages.saved_tensor_changed,

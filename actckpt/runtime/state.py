@@ -38,6 +38,7 @@ GETTERS: tuple[Callable[[], Any], ...] = (
     torch_private.any_autocast_enabled,
     torch_private.num_function_modes,
     _current_device if torch.backends.cuda.is_built() else _frames.none,
+    torch.is_inference_mode_enabled,
     torch.get_default_dtype,
     *torch_private.sdpa_getters,
 )
@@ -145,10 +146,12 @@ def restored(state: GlobalState, outside: GlobalState) -> Iterator[None]:
 
 def _differences(state: GlobalState, outside: GlobalState) -> Iterator[AbstractContextManager[Any]]:
     count = len(GETTERS)
-    _, _, device, dtype, *flags = state[:count]
-    _, _, device_outside, dtype_outside, *flags_outside = outside[:count]
+    _, _, device, inference, dtype, *flags = state[:count]
+    _, _, device_outside, inference_outside, dtype_outside, *flags_outside = outside[:count]
     autocast, modes = state[count:] or (None, ())
     autocast_outside, modes_outside = outside[count:] or (None, ())
+    if inference != inference_outside:
+        yield torch.inference_mode(inference)
     if dtype != dtype_outside:
         yield _default_dtype(dtype, dtype_outside)
     if device is not None and device != device_outside:

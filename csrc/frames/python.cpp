@@ -67,6 +67,8 @@ void connect(const py::dict& names) {
   p.mismatch_error = keep("mismatch_error");
   p.modified_error = keep("modified_error");
   p.changed_error = keep("changed_error");
+  p.own_copy = keep("own_copy");
+  p.has_same_bytes = keep("has_same_bytes");
   p.input_error = keep("input_error");
   p.failure = keep("failure");
   p.parameter_error = keep("parameter_error");

@@ -52,6 +52,8 @@ struct Python {
   PyObject* mismatch_error;
   PyObject* modified_error;
   PyObject* changed_error;
+  PyObject* own_copy;
+  PyObject* has_same_bytes;
   PyObject* input_error;
   PyObject* failure;
   PyObject* parameter_error;

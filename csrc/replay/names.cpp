@@ -57,6 +57,7 @@ void connect_replay(const py::dict& given) {
   n.unpack_slowly = keep("unpack_slowly");
   n.recompute = keep("recompute");
   n.keep = keep("keep");
+  n.why_inference = keep("why_inference");
   n.below_autograd = keep("below_autograd");
   n.keeps_graph = keep("keeps_graph");
   n.any_autocast_enabled = keep("any_autocast_enabled");

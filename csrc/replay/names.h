@@ -43,6 +43,7 @@ struct ReplayNames {
   PyObject* unpack_slowly;    // (handle) -> tensor
   PyObject* recompute;        // Action.RECOMPUTE
   PyObject* keep;             // Action.KEEP
+  PyObject* why_inference;    // what reports say of what is made from inference tensors
   PyObject* below_autograd;   // null where torch has no such guard
   PyObject* keeps_graph;      // null where torch does not tell
   PyObject* any_autocast_enabled;

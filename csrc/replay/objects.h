@@ -137,7 +137,8 @@ struct TapeObject {
   long long structure;
   long long num_values;
   long long num_packed;
-  long long num_unreadable;  // tensor arguments without a storage that can be read
+  long long num_untold;  // tensor arguments of which nobody tells when they change
+  PyObject* why_untold;  // of the last of them
   char is_open;
   char is_audited;
   char audits_always;

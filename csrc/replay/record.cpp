@@ -83,14 +83,21 @@ void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
   Py_XDECREF(std::exchange(value->root, reference));
 }
 
+// Notes an argument of which nobody tells when it changes: what is made from it must not be made again.
+void note_untold(TapeObject* tape, PyObject* why) {
+  tape->num_untold += 1;
+  assign(tape->why_untold, why);
+}
+
 py::object frozen(TapeObject* tape, PyObject* argument, PyObject* inputs) {
   if (PyObject_TypeCheck(argument, reinterpret_cast<PyTypeObject*>(python().tensor_type))) {
     Geometry geometry(argument);
     py::object value = value_of(tape, argument, geometry);
     if (!value) {
-      tape->num_unreadable += 1;
+      note_untold(tape, names().why_unreadable);
       return py::reinterpret_borrow<py::object>(argument);
     }
+    if (reinterpret_cast<ValueObject*>(value.ptr())->version < 0) note_untold(tape, names().why_inference);
     if (PyList_Append(inputs, value.ptr()) != 0) throw py::error_already_set();
     return window_of(argument, value.ptr(), &geometry);
   }
@@ -214,7 +221,7 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   const bool asks_calls = is_true(choice.ptr(), names().asks_calls);
   py::object action = asks_calls ? py::none() : static_action(choice.ptr(), entry.func.ptr());
   const bool stays = !action.is_none() && action.ptr() != names().recompute;
-  const long long num_unreadable = tape->num_unreadable;
+  const long long num_untold = tape->num_untold;
   py::object step;
   if (!stays) {  // what stays is never made again, so nobody will ask what it was made from
     const py::list inputs;
@@ -231,10 +238,10 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
       throw py::error_already_set();
     }
   }
-  const bool is_blind = tape->num_unreadable != num_unreadable;  // nobody tells when such an argument changes
+  const py::object why =
+      py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold : names().no_reason);
   long index = 0;
-  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), is_blind ? names().why_unreadable : names().no_reason,
-              index);
+  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), why.ptr(), index);
   return result;
 }
 

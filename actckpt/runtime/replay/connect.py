@@ -7,7 +7,7 @@ import torch
 from actckpt import _frames
 from actckpt.action import Action
 from actckpt.runtime import torch_private
-from actckpt.runtime.replay import opened, recorder, saved
+from actckpt.runtime.replay import aliases, opened, recorder, saved
 from actckpt.runtime.replay.operators import Operator, operator_of
 from actckpt.runtime.replay.paused import paused
 
@@ -30,6 +30,7 @@ NAMES: dict[str, Any] = {
     "unpack_slowly": saved.unpack_slowly,
     "keep": Action.KEEP,
     "recompute": Action.RECOMPUTE,
+    "why_inference": aliases.WHY_INFERENCE,
     "below_autograd": torch_private.below_autograd,
     "keeps_graph": torch_private.keeps_graph,
     "any_autocast_enabled": torch_private.any_autocast_enabled,

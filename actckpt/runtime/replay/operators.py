@@ -45,6 +45,8 @@ _HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
     "aten::miopen_batch_norm": ((3, 4), 5),
+    "aten::batch_norm": ((3, 4), 5),  # seen in inference mode only, like the next one
+    "aten::instance_norm": ((3, 4), 5),
     "aten::batch_norm_update_stats": ((1, 2), None),
     "aten::batch_norm_gather_stats": ((3, 4), None),
     "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),

@@ -15,7 +15,7 @@ Rule 3.  Randomness. The states of the generators are captured before a random o
          operator that is not torch's own is random if it moved a default generator.
 Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
          nothing recorded has fully written (see `filling`), what compiled code returns, storages that cannot be read
-         (sparse, nested) and what is made from them, since nobody tells when they change.
+         (sparse, nested) and what is made from them or from inference tensors, since nobody tells when they change.
 Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back, and operators that are
          nondeterministic on CUDA are not executed again, or only in a form without the effect.
 Rule 6.  Audit. See `audit`.
@@ -78,7 +78,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     kwargs = kwargs or {}
     choice = tape.choice
     inputs: list[Value] = []
-    num_unreadable = tape.num_unreadable
+    num_untold = tape.num_untold
     arguments = [frozen(tape, arg, inputs) for arg in args]
     keywords = {k: frozen(tape, v, inputs) for k, v in kwargs.items()}
     step = Step(operator, arguments, keywords, inputs)
@@ -87,8 +87,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     if operator.is_collective and not written:
         hidden = [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
     why_opaque = _why_opaque(operator, args, bool(hidden))
-    if not why_opaque and tape.num_unreadable != num_unreadable:
-        why_opaque = "made from a tensor whose storage cannot be read"
+    if tape.num_untold != num_untold:
+        why_opaque = why_opaque or tape.why_untold
     if hidden and operator.has_form_without_effect:
         step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)

@@ -148,6 +148,10 @@ class Tape(TapeCore):
 
     def another_root(self, tensor: Tensor, block: Block) -> Value:
         """Look at a value through another tensor with a version counter of its own than the last time."""
+        if tensor.is_inference():
+            self.num_untold += 1
+            self.why_untold = aliases.WHY_INFERENCE
+            return block.value
         if self.roots is None:
             self.roots = weakref.WeakKeyDictionary()
         if aliases.note_root(self.roots, block.value, tensor):
@@ -268,6 +272,8 @@ class Tape(TapeCore):
         Where the graph goes with this backward, what the value was replayed from is let go of: a kept value then goes
         with its last need, not with the node that saved what was made from it.
         """
+        if tensor.is_inference():  # made in a backward in inference mode: nobody would tell if that changes it
+            return
         value.cached, value.cached_task, value.cached_version = tensor, task, version_of(tensor)
         self.clear_after(task, value)
         if not is_pending(value, task):
