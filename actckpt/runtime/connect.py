@@ -27,6 +27,7 @@ NAMES = {
     "pop_hooks": torch_private.pop_hooks,
     "is_grad_enabled": torch.is_grad_enabled,
     "set_grad_enabled": torch_private.set_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     # Which backward is under way, and what to do when it ends.
     "graph_task_id": torch_private.current_graph_task_id,
     "graph_exec_group": torch_private.current_graph_exec_group,

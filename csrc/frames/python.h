@@ -42,6 +42,7 @@ struct Python {
   PyObject* pop_hooks;
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
+  PyObject* is_inference_mode_enabled;
   PyObject* graph_task_id;
   PyObject* graph_exec_group;  // null where torch has none
   PyObject* queue_callback;    // null where torch has none

@@ -11,6 +11,7 @@ struct ReplayNames {
   PyObject* as_strided;
   PyObject* is_view;
   PyObject* is_plain;
+  PyObject* is_elementwise;
   PyObject* func;
   PyObject* callee;
   PyObject* tape;
@@ -37,7 +38,6 @@ struct ReplayNames {
   PyObject* paused;           // dict: threads in which recorders stand aside
   PyObject* describe;         // func -> Operator, None for what is not recorded
   PyObject* record_special;   // (tape, operator, args, kwargs) -> result
-  PyObject* pin_dtype;        // (step, result)
   PyObject* begin_audit;      // (tape, handle, place, tensor)
   PyObject* pack_other;       // (tape, tensor, value or None) -> what autograd holds
   PyObject* unpack_slowly;    // (handle) -> tensor

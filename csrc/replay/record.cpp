@@ -23,6 +23,7 @@ struct Known {
   py::object op;  // null: not recorded
   bool is_view = false;
   bool is_plain = false;
+  Numerics which = Numerics::kAll;  // settings that it may depend on
 };
 
 const Known& known(PyObject* func) {
@@ -39,6 +40,7 @@ const Known& known(PyObject* func) {
     entry.callee = attribute(entry.op.ptr(), names().callee);
     entry.is_view = is_true(entry.op.ptr(), names().is_view);
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
+    if (is_true(entry.op.ptr(), names().is_elementwise)) entry.which = Numerics::kOfElements;
   }
   return found->emplace(func, std::move(entry)).first->second;
 }
@@ -227,17 +229,11 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
     const py::list inputs;
     py::object list = frozen_args(tape, args, inputs.ptr());
     py::object dict = frozen_kwargs(tape, kwargs, inputs.ptr());
-    step = new_step(entry.op.ptr(), std::move(list), std::move(dict), inputs);
+    step = new_step(entry.op.ptr(), entry.which, std::move(list), std::move(dict), inputs);
   }
   py::object result = called(entry.callee.ptr(), args, kwargs);
   if (asks_calls) action = asked(choice.ptr(), entry.func.ptr(), args, kwargs, result.ptr());
   auto* raw = reinterpret_cast<StepObject*>(step.ptr());
-  if (raw != nullptr && PyList_GET_SIZE(raw->inputs) == 0) {
-    PyObject* pair[] = {step.ptr(), result.ptr()};
-    if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().pin_dtype, pair, 2, nullptr))) {
-      throw py::error_already_set();
-    }
-  }
   const py::object why =
       py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold : names().no_reason);
   long index = 0;

@@ -24,7 +24,6 @@ NAMES: dict[str, Any] = {
     "paused": paused,
     "describe": _describe,
     "record_special": recorder.record_special,
-    "pin_dtype": recorder.pin_dtype,
     "begin_audit": saved.begin_audit,
     "pack_other": saved.pack_other,
     "unpack_slowly": saved.unpack_slowly,

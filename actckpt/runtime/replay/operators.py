@@ -101,6 +101,7 @@ class Operator:
         "has_workspace",
         "hidden_writes",
         "is_collective",
+        "is_elementwise",
         "is_foreign",
         "is_nondeterministic_on_cuda",
         "is_plain",
@@ -157,6 +158,8 @@ class Operator:
         self.is_nondeterministic_on_cuda = namespace == "aten" and (
             base in _NONDETERMINISTIC_ON_CUDA or self.nondeterministic_flag is not None
         )
+        #: Each element of the result depends on one of each argument: not on how sums are formed (NOTE [ Settings ]).
+        self.is_elementwise = not self.is_foreign and torch.Tag.pointwise in func.tags
         #: The keyword that takes a `torch.Generator`, None if there is none.
         self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)
         #: None of the above needs a look at each call.

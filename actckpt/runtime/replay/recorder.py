@@ -22,7 +22,8 @@ Rule 6.  Audit. See `audit`.
 Rule 7.  Outside changes. If replay needs bytes that changed after the region closed, unpack raises. The aliases that
          tell are made outside of the dispatch handler: inside, `detach()` does not share the version counter.
 Rule 8.  Outside storages. Before replay reads a storage from outside, its size must be the recorded one.
-Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`). A tensor that
+Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`), each operator under the
+         settings that it had in forward (NOTE [ Settings ]). A tensor that
          unpack returned while the region is open is known to the region as what it is.
 Rule 10. Compile. The recorder ignores compiled code and lets higher-order operators through.
 Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
@@ -47,7 +48,7 @@ from actckpt.runtime.replay.lineage import Step, Value, Window, blank_of, redire
 from actckpt.runtime.replay.operators import Operator
 from actckpt.runtime.replay.tape import Tape
 
-__all__ = ["Recorder", "pin_dtype", "record_special"]
+__all__ = ["Recorder", "record_special"]
 
 #: Of what stands for bytes that a step does not read.
 _OVERWRITTEN = "overwritten"
@@ -117,8 +118,6 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
     if early is not None:
         saved.point_at(tape, early, args[operator.saved_before_written])
-    if not step.inputs:
-        pin_dtype(step, result)
     add_results(tape, step, result, action, why_opaque)
     if operator.is_uninitialised and not written:
         filling.begin(tape, result)
@@ -266,9 +265,3 @@ def _end_write(
     add_value(tape, value, step, operator, place, tensor, action, why_opaque)
     value.version = -1  # counted up after this handler returns
     block.value = value
-
-
-def pin_dtype(step: Step, result: Any) -> None:
-    """Let a factory not depend on the default dtype of the day."""
-    if type(result) is Tensor and any(a.name == "dtype" for a in step.operator.func._schema.arguments):
-        step.kwargs = {"dtype": result.dtype} | {k: v for k, v in (step.kwargs or {}).items() if v is not None}
