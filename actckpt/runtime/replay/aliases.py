@@ -17,7 +17,10 @@ from actckpt.runtime.replay.lineage import Value, Window
 from actckpt.runtime.replay.paused import Paused, version_of
 from actckpt.runtime.replay.wrappers import Witness
 
-__all__ = ["Roots", "Watched", "changed_error", "note_root"]
+__all__ = ["WHY_INFERENCE", "Roots", "Watched", "changed_error", "note_root"]
+
+#: Why what is made from an inference tensor is never made again: it has no version.
+WHY_INFERENCE = "made from an inference tensor: nobody tells when it changes"
 
 #: For values that were seen through several: all but the last, with their versions.
 Roots = weakref.WeakKeyDictionary[Value, list[tuple[weakref.ref[Tensor], int]]]

@@ -1,5 +1,6 @@
 """Execute recorded steps again, from values at hand to the one that backward asks for."""
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt import _frames
 from actckpt._frames import is_pending
 from actckpt.errors import ActckptError, SavedTensorChangedError
-from actckpt.runtime import rng, torch_private
+from actckpt.runtime import numerics, rng, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.messages import parameter_name
 from actckpt.runtime.replay import schedule
@@ -23,6 +25,10 @@ from actckpt.runtime.replay.tape import Tape
 from actckpt.runtime.replay.wrappers import Witness
 
 __all__ = ["HeldOutside", "bytes_of", "changed_error", "is_pending", "on", "replay", "watch_roots"]
+
+
+#: Held while a replayed operator runs under settings of its own: two threads must not put back each other's.
+_lock = threading.RLock()
 
 
 def on(base: Tensor, window: Window) -> Tensor:
@@ -193,7 +199,7 @@ class _Run:
             if value not in bases:
                 found = self._made.get(value)
                 bases[value] = found if found is not None else bytes_of(self._tape, value)
-        with _neutral_state():
+        with _state_of(step):
             for value in step.written:
                 bases[value] = self._private(value, bases.get(value))
             args = [_thawed(arg, bases) for arg in step.args]
@@ -273,8 +279,8 @@ def _called_with_random_state(step: Step, args: list[Any], kwargs: dict[str, Any
 
 
 @contextmanager
-def _neutral_state() -> Iterator[None]:
-    """Run the body as below autograd: no grad, no autocast, no recorder, no function modes (Rule 9)."""
+def _state_of(step: Step) -> Iterator[None]:
+    """Run the body below autograd, without autocast, recorders and function modes, under settings of old (Rule 9)."""
     with ExitStack() as stack:
         stack.enter_context(Paused())
         if torch_private.below_autograd is not None:
@@ -285,6 +291,9 @@ def _neutral_state() -> Iterator[None]:
                 stack.enter_context(torch.autocast(torch.accelerator.current_accelerator().type, enabled=False))  # type: ignore[union-attr]
         if torch_private.num_function_modes():
             stack.enter_context(torch_private.replaced_function_modes(()))
+        if not _frames.are_numerics(step.numerics):
+            stack.enter_context(_lock)
+            stack.enter_context(numerics.restored(step.numerics))
         yield
 
 

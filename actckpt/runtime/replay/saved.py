@@ -4,7 +4,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from actckpt import _frames
 from actckpt._frames import stays
 from actckpt.action import Action
+from actckpt.engine.native import EngineError
 from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.replay import audit, casts, execute, wrappers
@@ -117,16 +118,19 @@ def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     if value.index > 0 and value.operator.has_workspace:
         tape.site.audited.add(place)
         return
-    with Paused():
+    with Paused(), suppress(torch.OutOfMemoryError):  # an audit fails nothing: it is left out here
         handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
-    tape.audited.append(weakref.ref(handle))
+        tape.audited.append(weakref.ref(handle))
 
 
 def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
     """Return `tensor` if it is what was saved, else the original; raises if there is none."""
     tape = handle.tape
-    with Paused():
-        is_right = torch.equal(audit.checksum(tensor), expected.checksum)
+    try:
+        with Paused():
+            is_right = torch.equal(audit.checksum(tensor), expected.checksum)
+    except torch.OutOfMemoryError:
+        return tensor
     if is_right:
         tape.site.audited.add(expected.place)
         if not tape.audits_always:
@@ -134,11 +138,15 @@ def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
         return tensor
     value = handle.window.value
     tape.site.opaque.add(value.key)
-    if expected.original is not None:
-        audit.warn_of_original(_described(handle))
+    if expected.original is None:
+        raise _failure(handle)
+    try:
         with Paused():
-            return expected.original()
-    raise _failure(handle)
+            original = expected.original()
+    except EngineError as error:
+        raise _failure(handle) from error
+    audit.warn_of_original(_described(handle))
+    return original
 
 
 def _failure(first: Handle) -> AuditError:
