@@ -81,6 +81,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
     assert names == {
         "FREEING_METHODS",
+        "SCRIPT_FAILURE",  # checked in tests/contract/test_keywords.py
         "any_autocast_enabled",
         "below_autograd",
         "current_graph_exec_group",
