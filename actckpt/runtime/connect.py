@@ -45,6 +45,7 @@ NAMES = {
     "failure": rerun.failure,
     "parameter_error": parameter_error,
     "swap_timeout_error": rng.swap_timeout_error,
+    "script_failure": torch_private.SCRIPT_FAILURE,
 }
 
 _frames.connect(NAMES)

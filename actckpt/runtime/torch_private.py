@@ -44,6 +44,10 @@ push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
+#: How the error begins that TorchScript raises in the place of what a hook raised inside of a scripted function, for
+#: example a rerun's early stop. Worded otherwise: such a rerun raises, as torch's own checkpoint does.
+SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter."
+
 #: Whether autocast is on for any device. Missing: assume that it is and look closer.
 any_autocast_enabled: Callable[[], bool] = _optional(torch._C, "_is_any_autocast_enabled") or (lambda: True)
 

@@ -73,6 +73,7 @@ void connect(const py::dict& names) {
   p.input_error = keep("input_error");
   p.failure = keep("failure");
   p.parameter_error = keep("parameter_error");
+  p.script_failure = keep("script_failure");
 }
 
 py::object attribute(PyObject* object, PyObject* name) {

@@ -58,6 +58,7 @@ struct Python {
   PyObject* input_error;
   PyObject* failure;
   PyObject* parameter_error;
+  PyObject* script_failure;  // how TorchScript words that a hook has raised
 };
 
 Python& python();

@@ -118,6 +118,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "NUMERIC_OF_CUDA",
         "NUMERIC_OF_ELEMENTS",
         "NUMERIC_OF_HIP",
+        "SCRIPT_FAILURE",  # checked in tests/contract/test_keywords.py
         "any_autocast_enabled",
         "below_autograd",
         "current_graph_exec_group",
