@@ -185,6 +185,17 @@ PyObject* value_add_handle(PyObject* self, PyObject* handle) {
   });
 }
 
+// The windows of the saved tensors on it that are alive, in the order of saving.
+PyObject* value_windows(PyObject* self, PyObject*) {
+  return guarded([&] {
+    py::list windows;
+    for (const HandleObject* handle : reinterpret_cast<ValueObject*>(self)->handles) {
+      if (handle != nullptr) windows.append(py::reinterpret_borrow<py::object>(handle->window));
+    }
+    return windows.release().ptr();
+  });
+}
+
 // Takes the handle that was made last from its value, None if there is none.
 PyObject* value_take_last_handle(PyObject* self, PyObject*) {
   Handles& handles = reinterpret_cast<ValueObject*>(self)->handles;
@@ -325,6 +336,7 @@ PyGetSetDef window_getters[] = {{"shape", window_shape, nullptr, nullptr, nullpt
 PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr},
                                {"take_last_handle", value_take_last_handle, METH_NOARGS, nullptr},
                                {"is_wanted", value_is_wanted, METH_NOARGS, nullptr},
+                               {"windows", value_windows, METH_NOARGS, nullptr},
                                {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMethodDef step_methods[] = {{"add_output", step_add_output, METH_VARARGS, nullptr},
                               {"add_written", step_add_written, METH_O, nullptr},
