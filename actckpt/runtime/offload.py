@@ -6,13 +6,15 @@ Rule 1. Parameters, buffers and their views stay: somebody else keeps them anywa
         that requires grad, or of type Parameter; once one was seen, its storage is known, so that aliases
         without a base (`w.detach()`, `w.data`) stay too. Buffers are looked up in the modules whose forward
         runs, and in what a region with `offload_inputs` calls.
-Rule 2. What stays is held as a detached alias, unless it is a leaf: an output held as such would keep its own
-        graph alive.
+Rule 2. What stays is held as a detached alias, unless it is a parameter: an output held as such would keep its own
+        graph alive, and so may what the attributes of any tensor refer to.
 Rule 3. Hooks switch autograd's version check off, so every handle has one of its own. For a moved tensor a
         canary does it: an alias that shares the version counter but not the storage. Of a subclass, whose
         inner tensors do not count what is done to it, the tensor itself is asked as long as it lives.
 Rule 4. Every unpack gives a fresh alias: users (TransformerEngine) clear what they were given. It shares the
-        canary's version counter, so a backward that changes what it saved is noticed by the next unpack.
+        canary's version counter, so a backward that changes what it saved is noticed by the next unpack. But what needs
+        no grad, stayed, and is held by the program still, comes back as the very object, as in plain autograd, unless
+        TransformerEngine saved it. An alias has the attributes of the object (csrc/frames/original.h).
 Rule 5. Bytes that were brought back are let go of after their unpack, since with `retain_graph` the handle
         lives on; those saved several times, when backward ends. See also NOTE [ Reading ahead ].
 Rule 6. Nothing is moved during a rerun: what it saves is needed at once.

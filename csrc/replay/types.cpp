@@ -101,6 +101,10 @@ void window_dealloc(PyObject* self) {
 void handle_dealloc(PyObject* self) {
   if (reinterpret_cast<HandleObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   forget_handle(reinterpret_cast<HandleObject*>(self));
+  if (const Original* original = std::exchange(reinterpret_cast<HandleObject*>(self)->original, nullptr)) {
+    py::error_scope pending;
+    delete original;
+  }
   using H = HandleObject;
   free_object<H>(self, &H::audit, &H::alias, &H::window, &H::tape);
 }

@@ -98,7 +98,7 @@ def unpack_slowly(packed: _Packed) -> Tensor:
         known = tape.blocks.get(id(storage))
         if known is None or known.storage() is not storage:
             tape.blocks[id(storage)] = Block(storage, value)  # Rule 9
-    return tensor
+    return _frames.as_saved(packed, tensor)
 
 
 def _as_hooks_gave_it(value: Value, window: Window) -> Tensor | None:
