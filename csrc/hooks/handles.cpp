@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "frames/original.h"
+#include "frames/reads.h"
 #include "frames/witness.h"
 #include "hooks/bytes.h"
 #include "hooks/reading.h"
@@ -69,10 +70,11 @@ py::object owned(Object* self) {
 
 // A parameter, or a leaf like one.
 bool is_parameter_itself(PyObject* tensor) {
-  if (!is_true(tensor, names().is_leaf)) return false;
+  if (!reads().is_leaf.is_true(tensor)) return false;
+  if (reads().requires_grad.is_true(tensor)) return true;
   const int is_instance = PyObject_IsInstance(tensor, python().parameter_type);
   if (is_instance < 0) throw_pending();
-  return is_instance == 1 || is_true(tensor, python().requires_grad);
+  return is_instance == 1;
 }
 
 py::object unpack_stays(StaysObject* self) {
@@ -82,7 +84,7 @@ py::object unpack_stays(StaysObject* self) {
     raise_changed(attribute(tensor, python().shape).ptr(), attribute(tensor, python().dtype).ptr(), found, expected);
   }
   if (self->is_held_itself) return self->tensor;
-  py::object alias = call_method(tensor, python().detach);
+  py::object alias = reads().detach(tensor);
   return self->original != nullptr ? self->original->resolved(std::move(alias)) : alias;
 }
 
@@ -190,7 +192,7 @@ py::object new_stays(PyObject* tensor) {
   // may lead there too.
   self->is_held_itself = is_parameter_itself(tensor);
   self->tensor =
-      self->is_held_itself ? py::reinterpret_borrow<py::object>(tensor) : call_method(tensor, python().detach);
+      self->is_held_itself ? py::reinterpret_borrow<py::object>(tensor) : reads().detach(tensor);
   if (!self->is_held_itself) self->original = Original::of(tensor);
   self->witness = Witness(tensor, version_of(tensor), self->tensor.ptr());
   return handle;

@@ -184,7 +184,7 @@ def settle(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
     casts.note(tape)
-    made_of = wrappers.witnesses(tape)
+    made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
     tape.blocks.clear()
     tape.filling = None
     _settle_candidates(tape)
@@ -195,7 +195,8 @@ def settle(tape: Tape) -> None:
     tape.saved.clear()
     for value in _frames.settle_held(tape):
         _settle_one(tape, value, reads.get(value))
-    execute.watch_roots(tape, made_of)
+    if tape.roots is not None or made_of:
+        execute.watch_roots(tape, made_of)
     tape.outer = None  # whoever holds something of this region holds it now
 
 
