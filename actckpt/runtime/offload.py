@@ -36,6 +36,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError
 from actckpt.runtime import reading, stays, stores, torch_private
+from actckpt.runtime.counters import counters
 from actckpt.runtime.inputs import contents_of
 from actckpt.runtime.messages import changed_in_place
 from actckpt.runtime.sources import guard
@@ -43,10 +44,12 @@ from actckpt.runtime.spans import join
 from actckpt.runtime.stack import modules_on_stack
 from actckpt.runtime.taken_apart import TakenApart
 
-__all__ = ["DEFAULT_MIN_BYTES", "Offloading", "Session", "keep_in_place"]
+__all__ = ["DEFAULT_MIN_BYTES", "EVERYTHING_STAYS", "Offloading", "Session", "keep_in_place"]
 
 #: Below it the bookkeeping costs more than the memory is worth.
 DEFAULT_MIN_BYTES = 1 << 20
+#: No tensor is as large: under such a session everything stays.
+EVERYTHING_STAYS = 1 << 62
 
 
 class Session(_frames.OffloadSession):
@@ -73,12 +76,15 @@ class Offloading(ContextDecorator):
         session = Session(self._to, self._min_bytes)
         hooks = saved_tensors_hooks(*session.hooks)
         hooks.__enter__()
-        if not hasattr(self._entered, "hooks"):
-            self._entered.hooks = []
-        self._entered.hooks.append(hooks)
+        if not hasattr(self._entered, "open"):
+            self._entered.open = []
+        self._entered.open.append((session, hooks))
 
     def __exit__(self, *exception: object) -> None:
-        self._entered.hooks.pop().__exit__(*exception)
+        session, hooks = self._entered.open.pop()
+        hooks.__exit__(*exception)
+        if not session.has_moved and self._min_bytes < EVERYTHING_STAYS and not _frames.is_rerunning():
+            counters.add("idle_offloads", 1)
 
 
 def _pack_otherwise(session: "_frames.OffloadSession", tensor: Tensor) -> "_frames.OffloadHandle":
