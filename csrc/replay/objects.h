@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "frames/numerics.h"
+#include "frames/original.h"
 #include "frames/python.h"
 
 namespace actckpt::replay {
@@ -102,6 +103,7 @@ struct HandleObject {
   PyObject* tape;
   PyObject* window;
   PyObject* alias;  // a tensor like the window, where one is held; else null
+  Original* original;  // null: see frames/original.h
   PyObject* audit;
   ValueObject* listed_on;  // borrowed: it forgets the handle when one of the two goes
   long long task;

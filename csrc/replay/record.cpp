@@ -293,11 +293,13 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   });
 }
 
-// Parameters and leaves like them. What a checkpoint outside gave its rerun is a leaf there only.
-bool is_parameter(PyObject* root) {
+// Parameters, and leaves like them unless there are hooks outside, which get those as inputs. What such hooks gave a
+// rerun is a leaf there, and a parameter only if it was one in the forward.
+bool is_parameter(const TapeObject* tape, PyObject* root) {
   if (!reads().is_leaf.is_true(root)) return false;
   if (PyObject_IsInstance(root, python().parameter_type) == 1) return true;
-  return reads().requires_grad.is_true(root) && PyObject_HasAttrString(root, kThawedMark) == 0;
+  if (is_none(tape->outer)) return reads().requires_grad.is_true(root);
+  return PyObject_HasAttrString(root, kParameterMark) != 0;
 }
 
 // Takes a storage that nothing recorded made as an input of the region.
@@ -312,7 +314,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   if (root.ptr() != tensor && storage_of(root.ptr(), Geometry(root.ptr())).ptr() != storage.ptr()) {
     root = py::reinterpret_borrow<py::object>(tensor);
   }
-  value->is_parameter = is_parameter(root.ptr());
+  value->is_parameter = is_parameter(tape, root.ptr());
   assign(value->held, root.ptr());
   look_at(value, root.ptr(), root_of(root.ptr()));
   assign(value->asked, attribute(tape->choice, names().for_value).ptr());

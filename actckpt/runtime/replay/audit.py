@@ -45,7 +45,7 @@ _MULTIPLIER = -7046029254386353131
 class Site:
     """What is known about one place in the user's code that opens regions."""
 
-    __slots__ = ("audited", "has_warned", "modules", "num_calls", "opaque", "steps", "structures")
+    __slots__ = ("audited", "has_other_hooks", "has_warned", "modules", "num_calls", "opaque", "steps", "structures")
 
     def __init__(self) -> None:
         #: Places that came back right.
@@ -59,6 +59,8 @@ class Site:
         self.num_calls = 0
         #: What `PREFER_OFFLOAD` moves here.
         self.steps = Steps()
+        #: Whether hooks around the region give back other bytes than they were handed.
+        self.has_other_hooks = False
         #: Whether it was said that replay does not help here.
         self.has_warned = False
 

@@ -71,7 +71,7 @@ class Tape(TapeCore):
         self.modules = site.modules
         self.opaque_places = site.opaque
         self.audited_places = site.audited
-        self.is_audited = site.begin(settings.audit)
+        self.is_audited = site.begin(settings.audit) and not (outer is not None and site.has_other_hooks)
         self.audits_always = settings.audit == "always"
         self.audited: list[weakref.ref[Any]] = []
         #: Names whose values are never replayed.
