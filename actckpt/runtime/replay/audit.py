@@ -24,9 +24,10 @@ from torch import Tensor
 
 from actckpt.engine.demotion import Steps
 from actckpt.errors import AuditError
+from actckpt.runtime import rng
 from actckpt.runtime.stack import module_name
 
-__all__ = ["Site", "checksum", "failed_error", "site_of", "warn_of_original"]
+__all__ = ["Site", "can_compare", "checksum", "failed_error", "site_of", "warn_of_original"]
 
 _MAX_SITES = 4096
 _MAX_STRUCTURES = 64
@@ -109,6 +110,11 @@ def site_of(caller: Any) -> Site:
                 _by_identity.clear()
             _by_identity[id(code), line] = code, site
         return site
+
+
+def can_compare(tensor: Tensor) -> bool:
+    """Whether a checksum of a tensor would say anything."""
+    return not (tensor.is_meta or rng.is_capturing())
 
 
 def checksum(tensor: Tensor) -> Tensor:
