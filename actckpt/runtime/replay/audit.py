@@ -28,10 +28,11 @@ from torch import Tensor
 
 from actckpt.engine.demotion import Steps
 from actckpt.errors import AuditError
+from actckpt.runtime import rng
 from actckpt.runtime.inputs import contents_of
 from actckpt.runtime.stack import module_name
 
-__all__ = ["Site", "caller_of", "checksum", "failed_error", "site_of", "warn_of_original"]
+__all__ = ["Site", "caller_of", "can_compare", "checksum", "failed_error", "site_of", "warn_of_original"]
 
 _MAX_SITES = 4096
 _MAX_STRUCTURES = 64
@@ -177,6 +178,11 @@ def _itself(item: Any) -> Any:
         return _Itself(item)
     except TypeError:  # takes no weak references
         return type(item)
+
+
+def can_compare(tensor: Tensor) -> bool:
+    """Whether a checksum of a tensor would say anything."""
+    return not (tensor.is_meta or rng.is_capturing())
 
 
 def checksum(tensor: Tensor) -> Tensor:

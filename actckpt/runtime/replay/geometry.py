@@ -29,6 +29,12 @@ class Geometry(NamedTuple):
         offset = int(tensor.storage_offset())
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
+    @classmethod
+    def of_bytes(cls, nbytes: int, tensor: Tensor) -> "Geometry":
+        """Return one of all `nbytes` of a storage, in the type of a tensor on it if that fits."""
+        dtype = torch.uint8 if nbytes % tensor.element_size() else tensor.dtype
+        return cls(dtype, (nbytes // dtype.itemsize,), (1,), 0, False, False)
+
     def span(self) -> tuple[int, int]:
         """Return the first byte, and the one after the last."""
         if 0 in self.shape:

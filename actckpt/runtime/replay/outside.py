@@ -26,7 +26,7 @@ from actckpt.runtime.replay import audit
 from actckpt.runtime.replay.execute import on
 from actckpt.runtime.replay.geometry import Geometry
 from actckpt.runtime.replay.lineage import Value, Window
-from actckpt.runtime.replay.paused import Paused, whole
+from actckpt.runtime.replay.paused import Paused
 
 if TYPE_CHECKING:
     from actckpt.runtime.replay.tape import Tape
@@ -74,7 +74,7 @@ def _windows_in(arguments: Iterable[Any]) -> Iterator[Window]:
 
 def _pieces(value: Value, reads: Reads, given: Tensor) -> list[Geometry]:
     """Return in which pieces to hand out the bytes of a value (Rule 1)."""
-    as_given, every = Geometry.of_tensor(given), Geometry.of_tensor(whole(given))
+    as_given, every = Geometry.of_tensor(given), Geometry.of_bytes(value.nbytes, given)
     found = dict.fromkeys(Geometry.of(window) for window in value.windows())
     needed = [*reads.windows, every] if reads.needs_all else list(reads.windows)
     missing = [
@@ -116,7 +116,7 @@ def hand_out(tape: "Tape", value: Value, given: Tensor, reads: Reads | None) -> 
         with Paused():
             is_object = geometry == as_given and value.is_input and given.grad_fn is None
             tensor = given if is_object else on(given.detach(), geometry)
-            checksum = audit.checksum(tensor) if tape.is_audited else None
+            checksum = audit.checksum(tensor) if tape.is_audited and audit.can_compare(tensor) else None
         with torch.no_grad():
             pieces.append(_Piece(geometry, pack(tensor), checksum))
     return HeldOutside(pieces, value.nbytes, unpack, tape.site)

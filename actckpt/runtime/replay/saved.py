@@ -15,7 +15,7 @@ from actckpt._frames import stays
 from actckpt.action import Action
 from actckpt.engine.native import EngineError
 from actckpt.errors import AuditError
-from actckpt.runtime import rng, torch_private
+from actckpt.runtime import torch_private
 from actckpt.runtime.replay import audit, casts, execute, wrappers
 from actckpt.runtime.replay.lineage import Block, Handle, Value, Window, mark_needed, new_leaf_bytes, window_of
 from actckpt.runtime.replay.outside import HeldOutside, Reads, hand_out, reads_of
@@ -120,7 +120,7 @@ class Audit(NamedTuple):
 
 def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     """Leave a checksum of a dropped tensor whose place has not come back right yet."""
-    if rng.is_capturing() or tensor.is_meta:
+    if not audit.can_compare(tensor):
         return
     value = handle.window.value
     if value.index > 0 and value.operator.has_workspace:
