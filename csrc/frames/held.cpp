@@ -66,8 +66,7 @@ py::object thaw(PyObject* object) {
     const py::object unpacked = call(self->unpack.ptr(), self->held.ptr());
     const py::object tensor =
         self->is_copy ? call(python().own_copy, unpacked.ptr()) : call_method(unpacked.ptr(), python().detach);
-    if (!self->requires_grad) return tensor;
-    call_method(tensor.ptr(), python().requires_grad_);
+    if (self->requires_grad) call_method(tensor.ptr(), python().requires_grad_);
     // Regions inside must take it for a parameter where they did so in the forward, and only there.
     if (self->is_of_parameter) tensor.attr(kParameterMark) = py::bool_(true);
     return tensor;
