@@ -22,11 +22,11 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from actckpt import policies, rng, te
+from actckpt import memory, policies, rng, te
 from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
-from actckpt.blocks import apply, remove
+from actckpt.blocks import apply, remove, report
 from actckpt.config import Settings, configure
 from actckpt.errors import (
     ActckptError,
@@ -37,6 +37,7 @@ from actckpt.errors import (
     SavedTensorChangedError,
     TransformerEngineError,
 )
+from actckpt.model_report import ModelReport
 from actckpt.regions import region
 from actckpt.runtime import connect as _connect  # noqa: F401 - imported for its effect
 from actckpt.runtime.replay import connect as _connect_replay  # noqa: F401 - imported for its effect
@@ -53,6 +54,7 @@ __all__ = [
     "CheckpointPolicy",
     "DefaultDeviceType",
     "InputChangedError",
+    "ModelReport",
     "RerunMismatchError",
     "SavedTensorChangedError",
     "SavedTensorInfo",
@@ -69,11 +71,13 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
+    "memory",
     "noop_context_fn",
     "offload",
     "policies",
     "region",
     "remove",
+    "report",
     "reset_stats",
     "rng",
     "set_checkpoint_debug_enabled",

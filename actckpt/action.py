@@ -27,8 +27,8 @@ class Action(enum.Enum):
 class SavedTensorInfo:
     """What a policy is told about a value, the first time that autograd saves it."""
 
-    #: The operator that made it, a `torch._ops.OpOverload`; None for inputs of the region and for
-    #: bytes that no recorded operator made.
+    #: The operator that made it, a `torch._ops.OpOverload` or a higher-order operator; None for inputs of the region
+    #: and for bytes that no operator made.
     op: Any
     #: Which of the operator's results it is.
     index: int

@@ -12,7 +12,6 @@ Rule 2. With retain_graph, no node of TransformerEngine may be outside a region 
 """
 
 import difflib
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,6 +23,7 @@ from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, EVERYTHING_STAYS, Offloading, Session
+from actckpt.selectors import matches
 from actckpt.te import registration
 from actckpt.te.fresh import call_with_fresh_graphs
 from actckpt.te.state import is_te_module
@@ -49,7 +49,8 @@ def wrap(
         module: a module of TransformerEngine, a container of such modules, or a model that has some. Changed in place.
         policy: `"recompute"`: run the module again in backward. `"offload"`: move what it saves off the GPU. `"keep"`:
             leave it. One for all outermost modules of TransformerEngine, or a dict of several: its keys are qualified
-            names of submodules or their ends (`"self_attention"`), wildcards, types, or names of types.
+            names of submodules or their ends (`"self_attention"`), also with wildcards (`"layers.*"`, see
+            `actckpt.selectors.matches`), types, or names of types.
         retain_graph: let backward run any number of times, which TransformerEngine's modules cannot: each wrapped
             module is run again in each backward. `"offload"` then moves the inputs that this needs; `"keep"` raises.
         get_rng_state_tracker: as in `te.checkpoint`.
@@ -234,7 +235,7 @@ def _matching(module: torch.nn.Module, key: str | type[torch.nn.Module]) -> list
 
 def _matches(name: str, module: torch.nn.Module, key: str) -> bool:
     ends = name == key or name.endswith(f".{key}")
-    return ends or type(module).__name__ == key or (bool(name) and fnmatch.fnmatchcase(name, key))
+    return ends or type(module).__name__ == key or (bool(name) and matches(f"**.{key}", name))
 
 
 def _check_nesting(found: dict[str, str]) -> None:

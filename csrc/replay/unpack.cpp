@@ -191,7 +191,7 @@ py::object unpacked(HandleObject* handle) {
   auto* window = reinterpret_cast<WindowObject*>(handle->window);
   auto* value = reinterpret_cast<ValueObject*>(window->value);
   if (tape->is_open != 0 || !is_none(handle->audit) || !is_neutral() ||
-      PyLong_AsLong(PyList_GET_ITEM(names().num_recorders, 0)) != 0) {
+      PySet_GET_SIZE(names().recording) != 0) {
     return py::object();
   }
   py::object base;

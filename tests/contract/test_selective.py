@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import actckpt
 from actckpt import Action, SavedTensorInfo
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 _MM = torch.ops.aten.mm.default
 

@@ -46,7 +46,10 @@ _MULTIPLIER = -7046029254386353131
 class Site:
     """What is known about one place in the user's code that opens regions."""
 
-    __slots__ = ("audited", "has_other_hooks", "has_warned", "modules", "num_calls", "opaque", "steps", "structures")
+    __slots__ = (
+        *("audited", "has_other_hooks", "has_warned", "is_rerun", "modules", "num_calls", "opaque", "steps"),
+        "structures",
+    )
 
     def __init__(self) -> None:
         #: Places that came back right.
@@ -64,6 +67,8 @@ class Site:
         self.has_other_hooks = False
         #: Whether it was said that replay does not help here.
         self.has_warned = False
+        #: Whether its function runs again in backward, since compiled code makes what its policy wants replayed.
+        self.is_rerun = False
 
     def begin(self, mode: str) -> bool:
         """Count a call; returns whether it is audited at all."""

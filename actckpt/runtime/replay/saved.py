@@ -23,7 +23,7 @@ from actckpt.runtime.replay.paused import Paused, version_of
 from actckpt.runtime.replay.tape import Tape
 from actckpt.runtime.taken_apart import TakenApart
 
-__all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
+__all__ = ["begin_audit", "is_much", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
 
 
 #: What autograd holds in the place of a saved tensor.
@@ -197,7 +197,7 @@ def settle(tape: Tape) -> None:
     tape.filling = None
     _settle_candidates(tape)
     casts.replay_from_parameters(tape)
-    if tape.opaque_bytes > max(_OPAQUE_BYTES, (tape.recompute_bytes + tape.opaque_bytes) // _OPAQUE_SHARE):
+    if is_much(tape.opaque_bytes, tape.recompute_bytes + tape.opaque_bytes):
         _warn_of_opaque(tape)
     reads = reads_of(tape) if tape.outer is not None else {}
     tape.saved.clear()
@@ -206,6 +206,11 @@ def settle(tape: Tape) -> None:
     if tape.roots is not None or made_of:
         execute.watch_roots(tape, made_of)
     tape.outer = None  # whoever holds something of this region holds it now
+
+
+def is_much(opaque_bytes: int, total_bytes: int) -> bool:
+    """Whether so much of what a policy wants recomputed cannot be replayed that the user should know."""
+    return opaque_bytes > max(_OPAQUE_BYTES, total_bytes // _OPAQUE_SHARE)
 
 
 def _report_held(tape: Tape, value: Value, held: Tensor) -> None:
