@@ -4,6 +4,9 @@ The names of torch.utils.checkpoint are here too, so that code which imports tha
 this one instead.
 """
 
+import importlib as _importlib
+import types as _types
+
 import torch.utils.checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
@@ -32,7 +35,9 @@ from actckpt.errors import (
     ActckptError,
     AuditError,
     BlocksError,
+    CostTableError,
     InputChangedError,
+    PlanInfeasibleError,
     RerunMismatchError,
     SavedTensorChangedError,
     TransformerEngineError,
@@ -51,8 +56,10 @@ __all__ = [
     "CheckpointError",
     "CheckpointFunction",
     "CheckpointPolicy",
+    "CostTableError",
     "DefaultDeviceType",
     "InputChangedError",
+    "PlanInfeasibleError",
     "RerunMismatchError",
     "SavedTensorChangedError",
     "SavedTensorInfo",
@@ -71,6 +78,7 @@ __all__ = [
     "get_device_states",
     "noop_context_fn",
     "offload",
+    "planner",
     "policies",
     "region",
     "remove",
@@ -87,3 +95,9 @@ if hasattr(_torch_checkpoint, "GraphExecGroup"):  # from torch 2.10 on
     from torch.utils.checkpoint import GraphExecGroup
 
     __all__ += ["GraphExecGroup"]
+
+
+def __getattr__(name: str) -> _types.ModuleType:
+    if name == "planner":  # imported when it is first asked for: most programs need none
+        return _importlib.import_module("actckpt.planner")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
