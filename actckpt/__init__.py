@@ -4,6 +4,9 @@ The names of torch.utils.checkpoint are here too, so that code which imports tha
 this one instead.
 """
 
+import importlib as _importlib
+import types as _types
+
 import torch.utils.checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
@@ -32,7 +35,9 @@ from actckpt.errors import (
     ActckptError,
     AuditError,
     BlocksError,
+    CostTableError,
     InputChangedError,
+    PlanInfeasibleError,
     RerunMismatchError,
     SavedTensorChangedError,
     TransformerEngineError,
@@ -52,9 +57,11 @@ __all__ = [
     "CheckpointError",
     "CheckpointFunction",
     "CheckpointPolicy",
+    "CostTableError",
     "DefaultDeviceType",
     "InputChangedError",
     "ModelReport",
+    "PlanInfeasibleError",
     "RerunMismatchError",
     "SavedTensorChangedError",
     "SavedTensorInfo",
@@ -74,6 +81,7 @@ __all__ = [
     "memory",
     "noop_context_fn",
     "offload",
+    "planner",
     "policies",
     "region",
     "remove",
@@ -91,3 +99,9 @@ if hasattr(_torch_checkpoint, "GraphExecGroup"):  # from torch 2.10 on
     from torch.utils.checkpoint import GraphExecGroup
 
     __all__ += ["GraphExecGroup"]
+
+
+def __getattr__(name: str) -> _types.ModuleType:
+    if name == "planner":  # imported when it is first asked for: most programs need none
+        return _importlib.import_module("actckpt.planner")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,16 @@
-"""Plain data of policies: what can be done with a saved tensor, and what a policy is told about one."""
+"""Plain data of policies: what can be done with a saved tensor, and what a policy is told about one.
+
+Does not import torch, as the planner that works with actions does not.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Action", "SavedTensorInfo"]
 

@@ -16,8 +16,8 @@ from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import is_of_module
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
 from actckpt.runtime.packed import held_inputs
-from actckpt.runtime.replay.audit import site_of
-from actckpt.runtime.replay.calls import code_of, run_in_region
+from actckpt.runtime.replay.audit import caller_of, site_of
+from actckpt.runtime.replay.calls import run_in_region
 from actckpt.runtime.rerun import Region
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
@@ -238,7 +238,7 @@ def checkpoint_call(
     if state.awaited:
         state.register_awaited()
     if policy is not None and policy != "recompute":
-        choice, site = choice_of(policy), site_of(code_of(function))
+        choice, site = choice_of(policy), site_of(caller_of(function, args, kwargs))
         if not site.is_rerun:
             return run_in_region(choice, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
         preserve_rng_state = True  # as replay does
@@ -262,7 +262,7 @@ def checkpoint_call(
         selective = selective_choice(contexts[0])
         if selective is not None:
             _check_replays(offload_inputs, "context_fn")
-            site = site_of(code_of(function))
+            site = site_of(caller_of(function, args, kwargs))
             if not site.is_rerun:
                 return run_in_region(selective, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
             contexts, preserve_rng_state = None, True

@@ -11,7 +11,19 @@ _PACKAGE = Path(__file__).parents[1] / "actckpt"
 
 #: Lower rooms first: a module may import from rooms that stand before its own, and from its own.
 _ROOMS = [
-    ["_version", "errors", "action", "selectors", "operator_names", "config", "_frames", "_engine"],
+    [
+        "_version",
+        "error_base",
+        "errors",
+        "action",
+        "sizes",
+        "selectors",
+        "operator_names",
+        "config",
+        "_frames",
+        "_engine",
+    ],
+    ["planner"],
     ["engine"],
     ["runtime"],
     ["compiled", "policies"],

@@ -22,7 +22,7 @@ from actckpt import config
 from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
 from actckpt.runtime import rng, torch_private
-from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session
+from actckpt.runtime.offload import DEFAULT_MIN_BYTES, EVERYTHING_STAYS, Offloading, Session
 from actckpt.selectors import matches
 from actckpt.te import registration
 from actckpt.te.fresh import call_with_fresh_graphs
@@ -31,8 +31,6 @@ from actckpt.te.state import is_te_module
 __all__ = ["unwrap", "wrap"]
 
 _ACTIONS = ("keep", "recompute", "offload")
-#: No tensor is as large: under such a session everything stays.
-_NOTHING = 1 << 62
 
 Policy = str | Mapping[str | type[torch.nn.Module], str]
 
@@ -129,7 +127,7 @@ class _WrappedForward:
             return Offloading("auto", self.min_bytes)
         if torch_private.outer_hooks() is None:
             return nullcontext()
-        return Offloading("auto", _NOTHING)  # inside one that is offloaded
+        return Offloading("auto", EVERYTHING_STAYS)  # inside one that is offloaded
 
 
 @torch_private.disable_dynamo

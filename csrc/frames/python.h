@@ -35,6 +35,7 @@ struct Python {
   PyObject* module_type;
   PyObject* storage_type;
   PyObject* lock_type;
+  PyObject* alias_rules;      // list of callables: see actckpt/runtime/stays.py
   PyObject* state_getters;
   PyObject* cpu_generators;
   PyObject* top_hooks;        // null where torch does not tell
@@ -42,6 +43,7 @@ struct Python {
   PyObject* pop_hooks;
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
+  PyObject* is_inference_mode_enabled;
   PyObject* graph_task_id;
   PyObject* graph_exec_group;  // null where torch has none
   PyObject* queue_callback;    // null where torch has none
@@ -52,9 +54,12 @@ struct Python {
   PyObject* mismatch_error;
   PyObject* modified_error;
   PyObject* changed_error;
+  PyObject* own_copy;
+  PyObject* has_same_bytes;
   PyObject* input_error;
   PyObject* failure;
   PyObject* parameter_error;
+  PyObject* script_failure;  // how TorchScript words that a hook has raised
 };
 
 Python& python();

@@ -141,9 +141,9 @@ bool keeps_inputs(const ValueObject* value) {
 
 // Keeps a replayed value for the rest of the backward `task`.
 void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
+  if (!read_version(tensor, &value->cached_version)) return;  // see `Tape.cache`
   assign(value->cached, tensor);
   value->cached_task = task;
-  value->cached_version = version_of(tensor);
   if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
     assign(value->step, nullptr);  // see `Tape.cache`
   }
@@ -162,7 +162,7 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
   }
   auto* step = reinterpret_cast<StepObject*>(target->step);
   const py::object keep = py::reinterpret_borrow<py::object>(target->step);
-  if (!is_simple(step)) return py::object();
+  if (!is_simple(step) || !are_numerics(step->numerics)) return py::object();
   const py::object args = thawed(step);
   if (!args) return py::object();
   py::object result;
@@ -222,11 +222,17 @@ py::object unpacked(HandleObject* handle) {
   return tensor;
 }
 
+// The very object that was saved, where it can be had, else `alias` with its attributes.
+py::object as_saved(PyObject* handle, py::object alias) {
+  const Original* original = reinterpret_cast<HandleObject*>(handle)->original;
+  return original != nullptr ? original->resolved(std::move(alias)) : alias;
+}
+
 PyObject* unpack(PyObject*, PyObject* packed) {
   return guarded([&]() -> PyObject* {
     if (Py_TYPE(packed) == handle_type) {
       py::object tensor = unpacked(reinterpret_cast<HandleObject*>(packed));
-      if (tensor) return tensor.release().ptr();
+      if (tensor) return as_saved(packed, std::move(tensor)).release().ptr();
     }
     return PyObject_CallOneArg(names().unpack_slowly, packed);
   });
@@ -238,6 +244,9 @@ void add_unpack_functions(py::module_& module) {
   static PyMethodDef methods[] = {{"unpack_recorded", unpack, METH_O, "unpack_recorded(packed)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("as_saved", [](const py::handle& handle, py::object alias) {
+    return as_saved(handle.ptr(), std::move(alias));
+  });
   module.def("num_replayed", [] { return num_replayed; });
   module.def("is_pending", [](const py::handle& value, long long task) {
     return is_pending(reinterpret_cast<ValueObject*>(value.ptr()), task);

@@ -5,7 +5,7 @@ from typing import Any
 from actckpt import _frames
 from actckpt.action import Action
 from actckpt.runtime import torch_private
-from actckpt.runtime.replay import opened, recorder, saved, unseen
+from actckpt.runtime.replay import aliases, opened, recorder, saved, unseen, wrappers
 from actckpt.runtime.replay.operators import operator_of
 
 __all__ = ["NAMES"]
@@ -15,12 +15,13 @@ __all__ = ["NAMES"]
 NAMES: dict[str, Any] = {
     "describe": operator_of,
     "record_special": recorder.record_special,
-    "pin_dtype": recorder.pin_dtype,
+    "note_wrappers": wrappers.note,
     "begin_audit": saved.begin_audit,
     "pack_other": saved.pack_other,
     "unpack_slowly": saved.unpack_slowly,
     "keep": Action.KEEP,
     "recompute": Action.RECOMPUTE,
+    "why_inference": aliases.WHY_INFERENCE,
     "below_autograd": torch_private.below_autograd,
     "keeps_graph": torch_private.keeps_graph,
     "any_autocast_enabled": torch_private.any_autocast_enabled,
