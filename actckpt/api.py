@@ -18,6 +18,7 @@ from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep
 from actckpt.runtime.packed import held_inputs
 from actckpt.runtime.replay.audit import caller_of, site_of
 from actckpt.runtime.replay.calls import run_in_region
+from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.rerun import Region
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
@@ -191,11 +192,13 @@ def checkpoint_call(
     offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
     input_hooks: torch_private.Hooks | None = None,
+    matches: Matches | None = None,
 ) -> Any:
     """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
 
     Args:
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
+        matches: gets the operators that run, of those that the policy names.
     """
     if torch.compiler.is_compiling():
         if not goes_by_operator(policy):
@@ -240,7 +243,8 @@ def checkpoint_call(
     if policy is not None and policy != "recompute":
         choice, site = choice_of(policy), site_of(caller_of(function, args, kwargs))
         if not site.is_rerun:
-            return run_in_region(choice, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
+            respects_hooks = respect_saved_tensors_hooks is not False
+            return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches)
         preserve_rng_state = True  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()

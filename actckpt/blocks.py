@@ -134,7 +134,8 @@ class _CheckpointedForward:
             # method that it must carry over, which is this very object.
             with offload(**self.options):
                 return self._original()(*args, **kwargs)
-        return checkpoint_call(self._original(), args, kwargs, policy=self.policy, **self.options)
+        matches = None if torch.compiler.is_compiling() else self.together.matches
+        return checkpoint_call(self._original(), args, kwargs, policy=self.policy, matches=matches, **self.options)
 
     def _original(self) -> Callable[..., Any]:
         if self.replaced is not None:
@@ -162,7 +163,9 @@ def report(model: torch.nn.Module) -> ModelReport:
     """
     applied = _applied(model, "report")
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
-    return ModelReport(blocks_patched=tuple(applied), blocks_ran=ran)
+    together = {id(module.forward.together): module.forward.together for module in applied.values()}
+    idle = dict.fromkeys(operator for blocks in together.values() for operator in blocks.matches.idle())
+    return ModelReport(blocks_patched=tuple(applied), blocks_ran=ran, operators_not_run=tuple(idle))
 
 
 def _check_model(model: Any, what: str) -> None:

@@ -37,6 +37,8 @@ class Report:
     rows: tuple[Row, ...]
     #: Why there are no rows, where nothing was recorded; else an empty text.
     note: str = ""
+    #: Operators that the policy names and that did not run here in the first step, with what ran in their place.
+    operators_not_run: tuple[str, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -54,18 +56,20 @@ class Report:
         return sum(row.recomputed_bytes for row in self.rows)
 
     @classmethod
-    def of(cls, entries: list[Entry], note: str = "") -> "Report":
+    def of(cls, entries: list[Entry], note: str = "", operators_not_run: tuple[str, ...] = ()) -> "Report":
         """Sum entries up by operator and module, in the order of their first value."""
         groups: dict[tuple[str, str | None], list[Entry]] = {}
         for entry in entries:
             groups.setdefault((entry.operator, entry.module), []).append(entry)
-        return cls(tuple(_row(*key, members) for key, members in groups.items()), "" if groups else note)
+        rows = tuple(_row(*key, members) for key, members in groups.items())
+        return cls(rows, "" if groups else note, operators_not_run)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rows and the sums as plain data."""
         return {
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "note": self.note,
+            "operators_not_run": self.operators_not_run,
             "kept_bytes": self.kept_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "recomputed_bytes": self.recomputed_bytes,
@@ -85,7 +89,10 @@ class Report:
             ("all", "", "", *map(format_bytes, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
         )
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        if self.operators_not_run:
+            table.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
+        return "\n".join(table)
 
     def __str__(self) -> str:
         return self.table()
