@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -164,7 +164,8 @@ class _Run:
             if value not in bases:
                 found = self._made.get(value)
                 bases[value] = found if found is not None else bytes_of(self._tape, value)
-        with _state_of(step):
+        # Natively, since what a signal handler cuts short here would go on for the rest of the thread (Rule 9).
+        with Paused(), (torch_private.below_autograd or nullcontext)(), _settings_of(step):
             for value in step.written:
                 bases[value] = self._private(value, bases.get(value))
             args = [_thawed(arg, bases) for arg in step.args]
@@ -244,12 +245,9 @@ def _called_with_random_state(step: Step, args: list[Any], kwargs: dict[str, Any
 
 
 @contextmanager
-def _state_of(step: Step) -> Iterator[None]:
-    """Run the body below autograd, without autocast, recorders and function modes, under settings of old (Rule 9)."""
+def _settings_of(step: Step) -> Iterator[None]:
+    """Run the body without autocast and function modes, under settings of old (Rule 9)."""
     with ExitStack() as stack:
-        stack.enter_context(Paused())
-        if torch_private.below_autograd is not None:
-            stack.enter_context(torch_private.below_autograd())
         if torch_private.any_autocast_enabled():
             stack.enter_context(torch.autocast("cpu", enabled=False))
             if torch.accelerator.is_available():
