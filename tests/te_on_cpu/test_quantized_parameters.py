@@ -13,11 +13,6 @@ from actckpt.errors import CheckpointError
 from te_on_cpu import training
 from te_on_cpu.methods import METHODS, How
 
-#: A quantized parameter detaches to a tensor with a version of its own, and reruns note the parameter's beside it.
-_PENDING = pytest.mark.xfail(raises=CheckpointError, strict=False, reason="the version of what is held is not noted")
-_RERUNS = ("checkpoint", "te.checkpoint", "nested", "checkpoint in offload", "wrap, recompute")
-_WAYS = ["offload", "region", *(pytest.param(name, marks=_PENDING) for name in _RERUNS)]
-
 
 def _train(te: Any, kind: str, recipe: str, how: How) -> list[Any]:
     training.reset()
@@ -46,7 +41,7 @@ def _train(te: Any, kind: str, recipe: str, how: How) -> list[Any]:
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("kind", ["Linear", "TransformerLayer"])
-@pytest.mark.parametrize("name", _WAYS)
+@pytest.mark.parametrize("name", METHODS)
 def test_training_is_bit_equal_to_plain_training(te: Any, name: str, kind: str, recipe: str) -> None:
     assert_equal(_train(te, kind, recipe, METHODS[name]), _train(te, kind, recipe, How()))
 
