@@ -169,3 +169,129 @@ def test_a_module_that_ran_in_another_precision_since(te: Any, variant: str, sin
     different = sum(not torch.equal(one, other) for one, other in zip(found, plain, strict=True))
     _results[name] = f"{different} of {len(plain)} outputs and gradients"
     assert bool(different) == (since != "run plainly since")
+
+
+_OURS = (*_VARIANTS, "ours")
+
+
+def _method(te: Any, variant: str) -> training.Method:
+    return actckpt.te.checkpoint if variant == "ours" else _theirs(te, variant)
+
+
+@pytest.mark.parametrize("variant", _OURS)
+def test_an_outer_region_is_marked_after_an_inner_one(te: Any, variant: str) -> None:
+    from actckpt.te.state import Internals
+
+    after: list[tuple[bool, bool]] = []
+    layer, call, insides = training.make_layer(te, "Linear"), _method(te, variant), Internals()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        x = call(layer, x)
+        after.append(insides.flags)
+        return x.sin()
+
+    with te.autocast(True, recipe=training.make_recipe("current")):
+        y = call(outer, training.make_input(torch.float32, 1) * 1.0)
+    y.square().sum().backward()
+    is_marked = {"forward": after[0] == (True, False), "recompute": after[1] == (True, True)}
+    _results[f"{variant}, marked after an inner region"] = is_marked
+    if variant == "ours":
+        assert all(is_marked.values())
+    else:  # a reentrant forward runs without grad mode, in which newer versions enter no inner region
+        assert not is_marked["recompute"]
+        assert variant == "reentrant" or not is_marked["forward"]
+
+
+@pytest.mark.parametrize("variant", _OURS)
+def test_which_scales_are_taken_when_backwards_come_in_reverse(
+    te: Any, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """Scales are told by the number of the forward that put them aside."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+    layer, recipe, call = training.make_layer(te, "Linear"), training.make_recipe("delayed"), _method(te, variant)
+    put_aside: list[torch.Tensor] = []
+    taken: list[int] = []
+    take = Manager.get_old_fp8_meta_tensors_for_recompute
+
+    def watched(meta: Any) -> None:
+        take(meta)
+        scale = meta["scaling_fwd"].scale
+        taken.append(next(i for i, known in enumerate(put_aside) if torch.equal(known, scale)))
+
+    monkeypatch.setattr(Manager, "get_old_fp8_meta_tensors_for_recompute", watched)
+    outputs = []
+    for number in range(3):
+        with te.autocast(True, recipe=recipe):
+            outputs.append(call(layer, training.make_input(torch.float32, number) * 1.0))
+            put_aside.append(layer.fp8_meta["scaling_fwd"].scale.clone())
+    assert len({tuple(scale.tolist()) for scale in put_aside}) == 3
+    for output in outputs[:0:-1]:  # the first one's never runs
+        output.sum().backward()
+    left = training.process_state()["process: queued"]
+    _results[f"{variant}, scales of 3 forwards taken by backwards of the last and the second"] = taken
+    _results[f"{variant}, scales left by a forward whose backward never runs"] = left
+    assert (taken, left) == (([2, 1], 0) if variant == "ours" else ([0, 1], 1))
+
+
+@pytest.mark.parametrize("variant", _OURS)
+def test_which_fields_of_the_autocast_a_recompute_finds(te: Any, variant: str) -> None:
+    from actckpt.te.state import Internals
+
+    insides, layer, call = Internals(), training.make_layer(te, "Linear"), _method(te, variant)
+    found: list[tuple[Any, ...]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append(insides.autocast)
+        return layer(x)  # type: ignore[no-any-return]
+
+    with te.autocast(True, calibrating=True, recipe=training.make_recipe("current"), amax_reduction_group="group"):
+        y = call(function, training.make_input(torch.float32, 1) * 1.0)
+    y.sum().backward()
+    names = ("enabled", "calibrating", "recipe", "group")
+    kept = [name for name, *values in zip(names, *found, strict=False) if values[0] == values[1]]
+    _results[f"{variant}, kept of the autocast"] = kept
+    assert kept == (list(names) if variant == "ours" else ["enabled", "recipe"])
+
+
+@pytest.mark.parametrize("variant", _OURS)
+def test_how_many_layers_a_recompute_runs_whose_end_nothing_needs(te: Any, variant: str) -> None:
+    layers = torch.nn.Sequential(*(training.make_layer(te, "Linear") for _ in range(3)))
+    calls: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: calls.append(number))
+    _method(te, variant)(layers, training.make_input(torch.float32, 1) * 1.0).sum().backward()
+    _results[f"{variant}, layers of 3 whose forward ends in the recompute"] = len(calls) - 3
+    assert calls == ([0, 1, 2, 0, 1] if variant == "ours" else [0, 1, 2, 0, 1, 2])
+
+
+@pytest.mark.parametrize("variant", _OURS)
+def test_the_fusion_of_bias_and_gelu_after_a_region(te: Any, variant: str) -> None:
+    layer = training.make_layer(te, "LayerNormMLP")
+    layer.bias_gelu_nvfusion = True
+    _method(te, variant)(layer, training.make_input(torch.float32, 1) * 1.0)
+    _results[f"{variant}, bias-GELU fusion after a region"] = bool(layer.bias_gelu_nvfusion)
+    assert layer.bias_gelu_nvfusion == (variant != "hooks")
+
+
+def test_a_distributed_input_is_cut_for_everybody(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te.distributed, "get_distributed_world_size", lambda group=None: 2)
+    monkeypatch.setattr(te.distributed, "get_distributed_rank", lambda group=None: 0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    x = torch.arange(9.0).requires_grad_() * 1.0
+    te.checkpoint(lambda x: x.sin(), x, distribute_saved_activations=True, tp_group=None)
+    _results["reentrant, values left of a distributed input of 9, 2 ranks"] = x.numel()
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("variant", _OURS)
+def test_autograd_grad_through_a_region(te: Any, variant: str) -> None:
+    layer = training.make_layer(te, "Linear")
+    x = training.make_input(torch.float32, 1)
+    y = _method(te, variant)(layer, x * 1.0)
+    _results[f"{variant}, autograd.grad"] = "raises RuntimeError" if variant == "reentrant" else "works"
+    if variant == "reentrant":
+        with pytest.raises(RuntimeError, match=r"not compatible with \.grad\(\)"):
+            torch.autograd.grad(y.sum(), x)
+    else:
+        torch.autograd.grad(y.sum(), x)
