@@ -6,7 +6,6 @@ STAMP := $(VENV)/.installed
 # The version of TransformerEngine whose code `make te` runs; 2.9.0 is the oldest that is known.
 TE_VERSION ?= 2.20.2
 TE_VENV ?= .venv-te
-TE_WHEEL := $(TE_VENV)/wheels/transformer_engine-$(TE_VERSION)-py3-none-any.whl
 
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -38,17 +37,8 @@ sanitize:
 	scripts/engine_sanitize
 
 # TransformerEngine's Python code on the CPU, in an environment of its own. ARGS="-k ..." picks tests.
-te: $(STAMP) $(TE_VENV)/.installed $(TE_WHEEL)
-	ACTCKPT_TE_WHEEL=$(TE_WHEEL) PYTHONPATH=. $(TE_VENV)/bin/python -m pytest tests/te_on_cpu $(ARGS)
-
-$(TE_WHEEL): | $(TE_VENV)/.installed
-	$(TE_VENV)/bin/python -m pip download --quiet --no-deps --dest $(@D) transformer_engine==$(TE_VERSION)
-
-$(TE_VENV)/.installed: constraints.txt tests/te_on_cpu/requirements.txt
-	test -x $(TE_VENV)/bin/python || $(PYTHON) -m venv $(TE_VENV)
-	$(TE_VENV)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(TE_VENV)/bin/python -m pip install --quiet -c constraints.txt -r tests/te_on_cpu/requirements.txt
-	touch $@
+te: $(STAMP)
+	PYTHON="$(PYTHON)" TE_VENV="$(TE_VENV)" TE_VERSION="$(TE_VERSION)" scripts/te_on_cpu $(ARGS)
 
 # torch first and pinned: a range would pull another build of it.
 $(STAMP): pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
