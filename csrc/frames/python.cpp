@@ -50,6 +50,7 @@ void connect(const py::dict& names) {
   p.storage_type = keep("storage_type");
   connect_reads(p.tensor_type, p.parameter_type, p.storage_type);
   p.lock_type = keep("lock_type");
+  p.alias_rules = keep("alias_rules");
   p.state_getters = keep("state_getters");
   p.cpu_generators = keep("cpu_generators");
   p.top_hooks = keep("top_hooks");

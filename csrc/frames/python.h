@@ -35,6 +35,7 @@ struct Python {
   PyObject* module_type;
   PyObject* storage_type;
   PyObject* lock_type;
+  PyObject* alias_rules;      // list of callables: see actckpt/runtime/stays.py
   PyObject* state_getters;
   PyObject* cpu_generators;
   PyObject* top_hooks;        // null where torch does not tell
