@@ -5,7 +5,7 @@ import threading
 import torch
 
 from actckpt import _frames
-from actckpt.runtime import messages, rerun, rng, state, torch_private
+from actckpt.runtime import messages, modes, rerun, rng, state, torch_private
 from actckpt.runtime.inputs import HeldTensorChanged, changed_error, has_same_bytes, own_copy, parameter_error
 
 NAMES = {
@@ -28,6 +28,9 @@ NAMES = {
     "is_grad_enabled": torch.is_grad_enabled,
     "set_grad_enabled": torch_private.set_grad_enabled,
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    # Dispatch modes.
+    "num_dispatch_modes": torch_private.num_dispatch_modes,
+    "unknown_modes": modes.unknown,
     # Which backward is under way, and what to do when it ends.
     "graph_task_id": torch_private.current_graph_task_id,
     "graph_exec_group": torch_private.current_graph_exec_group,

@@ -150,6 +150,32 @@ _function_mode_at: Callable[[int], Any] = _optional(torch._C, "_get_function_sta
 _push_function_mode: Callable[[Any], None] = _optional(torch._C, "_push_on_torch_function_stack")
 _pop_function_mode: Callable[[], Any] = _optional(torch._C, "_pop_torch_function_stack")
 
+#: The stack of dispatch modes of this thread. Required: what a mode of the program may have changed is not replayed.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_dispatch_mode: Callable[[], Any] = partial(torch._C._pop_torch_dispatch_stack, None)
+
+#: Dispatch modes of torch that change no results. One that is missing is not known: what runs below it is kept.
+OBSERVING_MODES = frozenset(
+    {
+        "torch.utils.flop_counter._FlopCounterMode",
+        "torch.utils._debug_mode.DebugMode",
+        "torch.utils._debug_mode._mode.DebugMode",
+        "torch.utils._cuda_debug._TensorTrackingMode",
+        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "torch.autograd.graph._CloneArgBeforeMutateMode",
+        "torch.cuda._sanitizer.CUDASanitizerDispatchMode",
+        "torch.distributed._tools.mem_tracker.MemTracker",
+        "torch.distributed._tools.memory_tracker.MemoryProfileDispatchMode",
+        "torch.distributed._tools.runtime_estimator.RuntimeEstimator",
+        "torch.distributed._tools.sac_estimator.SACEstimator",
+        "torch.distributed.tensor.debug.CommDebugMode",
+        "torch.testing._internal.logging_tensor.LoggingTensorMode",
+    }
+)
+
 #: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; the others, by
 #: which `share_memory_` and multiprocessing replace it, may be missing: what they free is not waited for.
 FREEING_METHODS = tuple(

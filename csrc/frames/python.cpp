@@ -58,6 +58,8 @@ void connect(const py::dict& names) {
   p.is_grad_enabled = keep("is_grad_enabled");
   p.set_grad_enabled = keep("set_grad_enabled");
   p.is_inference_mode_enabled = keep("is_inference_mode_enabled");
+  p.num_dispatch_modes = keep("num_dispatch_modes");
+  p.unknown_modes = keep("unknown_modes");
   p.graph_task_id = keep("graph_task_id");
   p.graph_exec_group = keep("graph_exec_group");
   p.queue_callback = keep("queue_callback");

@@ -43,6 +43,8 @@ struct Python {
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
   PyObject* is_inference_mode_enabled;
+  PyObject* num_dispatch_modes;
+  PyObject* unknown_modes;  // -> tuple of those that may change results
   PyObject* graph_task_id;
   PyObject* graph_exec_group;  // null where torch has none
   PyObject* queue_callback;    // null where torch has none

@@ -234,8 +234,9 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   py::object result = called(entry.callee.ptr(), args, kwargs);
   if (asks_calls) action = asked(choice.ptr(), entry.func.ptr(), args, kwargs, result.ptr());
   auto* raw = reinterpret_cast<StepObject*>(step.ptr());
-  const py::object why =
-      py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold : names().no_reason);
+  const py::object why = py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold
+                                                            : is_none(tape->why_opaque)   ? names().no_reason
+                                                                                          : tape->why_opaque);
   long index = 0;
   add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), why.ptr(), index);
   return result;

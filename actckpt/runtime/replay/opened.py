@@ -4,9 +4,9 @@ import functools
 import threading
 from typing import Any
 
-from actckpt._frames import pack_recorded, unpack_recorded
+from actckpt._frames import pack_recorded, unknown_modes, unpack_recorded
 from actckpt.action import Action
-from actckpt.runtime import offload, torch_private
+from actckpt.runtime import modes, offload, torch_private
 from actckpt.runtime.replay import saved
 from actckpt.runtime.replay.audit import site_of
 from actckpt.runtime.replay.choice import Choice
@@ -71,6 +71,11 @@ class OpenRegion:
             return
         self.tape = tape = Tape(choice, outer_hooks, site_of(caller))
         tape.entries = entries
+        if unknown := unknown_modes():
+            tape.why_opaque = (
+                f"made below the dispatch mode {modes.name_of(unknown[-1])}, which may change results; if it does not, "
+                "name it in configure(observers=...)"
+            )
         tape.hands_kept_out = respects_hooks
         tape.pack_hook = functools.partial(pack_recorded, tape)
         self._recorder = _local.idle.pop() if _local.idle else Recorder()

@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import Tensor
 
-from actckpt.runtime import torch_private
+from actckpt.runtime import modes, torch_private
 
 __all__ = ["Paused", "paused", "version_of", "whole"]
 
@@ -14,9 +14,9 @@ paused: dict[int, int] = {}
 
 
 class Paused:
-    """Every recorder stands aside in this thread, and no graph is built (Rule 9)."""
+    """Every recorder stands aside in this thread, and so do modes that change results; no graph is built (Rule 9)."""
 
-    __slots__ = ("_grad", "_thread")
+    __slots__ = ("_grad", "_modes", "_thread")
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
@@ -24,8 +24,10 @@ class Paused:
         paused[self._thread] = paused.get(self._thread, 0) + 1
         if self._grad:
             torch_private.set_grad_enabled(False)
+        self._modes = modes.take_off()
 
     def __exit__(self, *_: object) -> None:
+        modes.put_back(self._modes)
         if self._grad:
             torch_private.set_grad_enabled(True)
         left = paused[self._thread] - 1

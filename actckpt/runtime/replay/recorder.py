@@ -15,7 +15,8 @@ Rule 3.  Randomness. The states of the generators are captured before a random o
          operator that is not torch's own is random if it moved a default generator.
 Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
          nothing recorded has fully written (see `filling`), what compiled code returns, storages that cannot be read
-         (sparse, nested) and what is made from them or from inference tensors, since nobody tells when they change.
+         (sparse, nested) and what is made from them or from inference tensors, since nobody tells when they change;
+         what is made below dispatch modes that may change it (NOTE [ Modes ]).
 Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back, and operators that are
          nondeterministic on CUDA are not executed again, or only in a form without the effect.
 Rule 6.  Audit. See `audit`.
@@ -90,6 +91,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     why_opaque = _why_opaque(operator, args, bool(hidden))
     if tape.num_untold != num_untold:
         why_opaque = why_opaque or tape.why_untold
+    why_opaque = why_opaque or tape.why_opaque or ""
     if hidden and operator.has_form_without_effect:
         step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)

@@ -7,6 +7,7 @@ comment says what happens without the name. Where torch made the name public, us
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,10 @@ NAMES = [
     (torch._C, "_get_function_stack_at", "goes with _len_torch_function_stack"),
     (torch._C, "_push_on_torch_function_stack", "goes with _len_torch_function_stack"),
     (torch._C, "_pop_torch_function_stack", "goes with _len_torch_function_stack"),
+    (torch._C, "_len_torch_dispatch_stack", "required: modes that change results must not go unseen"),
+    (torch._C, "_get_dispatch_stack_at", "goes with _len_torch_dispatch_stack"),
+    (torch._C, "_push_on_torch_dispatch_stack", "goes with _len_torch_dispatch_stack"),
+    (torch._C, "_pop_torch_dispatch_stack", "goes with _len_torch_dispatch_stack"),
     (torch.utils._device, "CURRENT_DEVICE", "optional: what torch.get_default_device reads"),
     (torch.UntypedStorage, "resize_", "optional: public; what it frees is not waited for"),
     (torch.UntypedStorage, "_share_fd_cpu_", "optional: memory moved to shared memory is not waited for"),
@@ -86,6 +91,17 @@ def test_installed_torch_has_the_flags_of_python_code() -> None:
     assert [flag for _, flag in torch_private.python_flags] == ["_is_fastpath_enabled", "enabled", "strategy"]
 
 
+@pytest.mark.parametrize("name", sorted(torch_private.OBSERVING_MODES))
+def test_installed_torch_has_the_observing_mode(name: str) -> None:
+    module, _, kind = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), kind)
+    except ImportError as error:  # a build without distributed, or an older torch
+        pytest.skip(str(error))
+    assert f"{found.__module__}.{found.__qualname__}" in torch_private.OBSERVING_MODES
+    assert "__torch_dispatch__" in vars(found)
+
+
 def test_every_private_name_of_torch_is_checked_here() -> None:
     public = {
         "Any",
@@ -117,11 +133,13 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "NUMERIC_OF_CUDA",
         "NUMERIC_OF_ELEMENTS",
         "NUMERIC_OF_HIP",
+        "OBSERVING_MODES",
         "any_autocast_enabled",
         "below_autograd",
         "current_graph_exec_group",
         "current_graph_task_id",
         "disable_dynamo",
+        "dispatch_mode_at",
         "exchange_api",
         "flags_of_cpus",
         "flags_of_cuda",
@@ -131,9 +149,12 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "keeps_graph",
         "must_be_deterministic",
         "nondeterminism_warns",
+        "num_dispatch_modes",
         "num_function_modes",
         "older_precisions",
+        "pop_dispatch_mode",
         "pop_hooks",
+        "push_dispatch_mode",
         "push_hooks",
         "python_flags",
         "queue_callback",
