@@ -12,6 +12,7 @@ NAMES = {
     "tensor_type": torch.Tensor,
     "parameter_type": torch.nn.Parameter,
     "module_type": torch.nn.Module,
+    "fake_tensor_type": torch_private.fake_tensor_type,
     "storage_type": torch.UntypedStorage,
     # One rerun of a region at a time.
     "lock_type": threading.RLock,

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._subclasses.fake_tensor
 import torch.utils._device
 import torch.utils.checkpoint
 from torch.autograd import Variable
@@ -140,6 +141,9 @@ python_flags: tuple[tuple[dict[str, Any], str], ...] = tuple(
     )
     if flag in module.__dict__
 )
+
+#: Tensors that have shapes and no bytes. Missing: regions under FakeTensorMode raise.
+fake_tensor_type: type | None = _optional(torch._subclasses.fake_tensor, "FakeTensor")
 
 #: Keeps torch.compile out of a function, without importing the compiler. Missing: it looks inside.
 disable_dynamo: Callable[[Any], Any] = _optional(torch, "_disable_dynamo") or (lambda function: function)

@@ -47,6 +47,7 @@ void connect(const py::dict& names) {
   p.tensor_type = keep("tensor_type");
   p.parameter_type = keep("parameter_type");
   p.module_type = keep("module_type");
+  p.fake_tensor_type = keep("fake_tensor_type");
   p.storage_type = keep("storage_type");
   connect_reads(p.tensor_type, p.parameter_type, p.storage_type);
   p.lock_type = keep("lock_type");

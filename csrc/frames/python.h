@@ -33,6 +33,7 @@ struct Python {
   PyObject* tensor_type;
   PyObject* parameter_type;
   PyObject* module_type;
+  PyObject* fake_tensor_type;  // null where torch has none
   PyObject* storage_type;
   PyObject* lock_type;
   PyObject* state_getters;

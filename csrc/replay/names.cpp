@@ -62,6 +62,7 @@ void connect_replay(const py::dict& given) {
   n.keeps_graph = keep("keeps_graph");
   n.any_autocast_enabled = keep("any_autocast_enabled");
   n.num_function_modes = keep("num_function_modes");
+  n.strided = keep("strided");
   n.num_recorders = keep("num_recorders");
   connect_exchange(keep("exchange_api"));
 }

@@ -48,6 +48,7 @@ struct ReplayNames {
   PyObject* keeps_graph;      // null where torch does not tell
   PyObject* any_autocast_enabled;
   PyObject* num_function_modes;
+  PyObject* strided;          // torch.strided
   PyObject* num_recorders;    // [number of recorders that are active in the process]
 };
 

@@ -182,8 +182,7 @@ void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tens
   if (!storage || block_of(tape, storage.ptr()) != nullptr) return;
   tape->num_values += 1;
   const py::object made =
-      new_value(reads().nbytes.number(storage.ptr()),
-                reads().storage_device(storage.ptr()).ptr(), tape->num_values);
+      new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
   auto* value = reinterpret_cast<ValueObject*>(made.ptr());
   add_value(tape, value, step, op, 0, index, tensor, &geometry, action, why_opaque);
   look_at(value, tensor, root_of(tensor));
@@ -286,8 +285,7 @@ bool is_parameter(PyObject* root) {
 // Takes a storage that nothing recorded made as an input of the region.
 py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
   tape->num_values += 1;
-  py::object made = new_value(reads().nbytes.number(storage.ptr()),
-                              reads().storage_device(storage.ptr()).ptr(), tape->num_values);
+  py::object made = new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
   auto* value = reinterpret_cast<ValueObject*>(made.ptr());
   value->is_input = 1;
   assign(value->why_opaque, names().why_input);
@@ -310,7 +308,10 @@ TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject
 
 }  // namespace
 
-bool is_tensor_type(PyObject* type) { return type == python().tensor_type || type == python().parameter_type; }
+bool is_tensor_type(PyObject* type) {
+  const Python& p = python();
+  return type == p.tensor_type || type == p.parameter_type || (type == p.fake_tensor_type && type != nullptr);
+}
 
 py::object root_of(PyObject* tensor) {
   py::object base = reads().base(tensor);

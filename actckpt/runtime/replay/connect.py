@@ -35,6 +35,7 @@ NAMES: dict[str, Any] = {
     "any_autocast_enabled": torch_private.any_autocast_enabled,
     "num_function_modes": torch_private.num_function_modes,
     "exchange_api": torch_private.exchange_api,
+    "strided": torch.strided,
     "num_recorders": opened.num_recorders,
 }
 
