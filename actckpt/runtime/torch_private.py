@@ -13,7 +13,7 @@ import torch
 import torch._subclasses.fake_tensor
 import torch.utils._device
 import torch.utils.checkpoint
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -160,6 +160,23 @@ dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_dispatch_mode: Callable[[], Any] = partial(torch._C._pop_torch_dispatch_stack, None)
 
+#: Modes of torch's infrastructure, and the key of the one that traces. Missing: offloading and audits are traced, and
+#: raise.
+_infra_mode: Callable[[Any], Any] = _optional(torch._C, "_get_dispatch_mode") or (lambda key: None)
+_TRACER: Any = _optional(_optional(torch._C, "_TorchDispatchModeKey"), "PROXY")
+
+#: Whether operators compute tangents in this thread. Missing: what has no formula for them raises under `jvp`.
+set_tangents_enabled: Callable[[bool], None] = _optional(torch._C, "_set_fwd_grad_enabled") or (lambda enabled: None)
+_tangents_enabled: Callable[[], bool] = _optional(torch._C, "_is_fwd_grad_enabled") or (lambda: False)
+
+#: The transforms of `torch.func` that are active. Missing: regions that hold or move tensors inside of them raise.
+innermost_transform: Callable[[], Any] = _optional(torch._C._functorch, "peek_interpreter_stack") or (lambda: None)
+_pop_transform: Callable[[], Any] = _optional(torch._C._functorch, "pop_dynamic_layer_stack")
+_push_transform: Callable[[Any], None] = _optional(torch._C._functorch, "push_dynamic_layer_stack")
+
+#: Whether a tensor is the tangent zero, of which no bytes exist. Missing: audits of such tensors raise under `jvp`.
+is_zero_tangent: Callable[[torch.Tensor], bool] = _optional(torch.Tensor, "_is_zerotensor") or (lambda tensor: False)
+
 #: Dispatch modes of torch that change no results. One that is missing is not known: what runs below it is kept.
 OBSERVING_MODES = frozenset(
     {
@@ -290,3 +307,26 @@ def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
     tensor = _optional(owner, "_unsharded_param")
     name = _optional(owner, "_param_fqn") or _optional(_optional(owner, "_module_info"), "param_name")
     return None if tensor is None or name is None else (str(name), tensor)
+
+
+def is_tracing() -> bool:
+    """Whether operators are being written into a graph (`make_fx`), to run with other bytes later."""
+    return _infra_mode(_TRACER) is not None
+
+
+def tangents_enabled() -> bool:
+    """Whether tensors may have tangents now (`torch.autograd.forward_ad`, `torch.func.jvp`)."""
+    return getattr(forward_ad, "_current_level", 0) >= 0 and _tangents_enabled()
+
+
+@contextmanager
+def below_transforms() -> Iterator[None]:
+    """Run the body outside of every transform of `torch.func`: it works on the tensors that autograd saved."""
+    taken = []
+    try:
+        while innermost_transform() is not None:
+            taken.append(_pop_transform())
+        yield
+    finally:
+        while taken:
+            _push_transform(taken.pop())

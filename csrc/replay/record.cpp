@@ -58,16 +58,6 @@ py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-// The storage, or null for tensors that have none that can be read, or that have no strides to read it by.
-py::object storage_of(PyObject* tensor, const Geometry& geometry) {
-  if (!geometry.is_known() && reads().is_nested.is_true(tensor)) return py::object();
-  PyObject* storage = reads().untyped_storage.get(tensor);
-  if (storage != nullptr) return py::reinterpret_steal<py::object>(storage);
-  if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
-  PyErr_Clear();
-  return py::object();
-}
-
 py::object key_of(PyObject* storage) { return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)); }
 
 // The block of a storage, or null; borrowed from the tape.
@@ -307,6 +297,15 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
 TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject*>(tape.ptr()); }
 
 }  // namespace
+
+py::object storage_of(PyObject* tensor, const Geometry& geometry) {
+  if (!geometry.is_known() && reads().is_nested.is_true(tensor)) return py::object();
+  PyObject* storage = reads().untyped_storage.get(tensor);
+  if (storage != nullptr) return py::reinterpret_steal<py::object>(storage);
+  if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
+  PyErr_Clear();
+  return py::object();
+}
 
 bool is_tensor_type(PyObject* type) {
   const Python& p = python();

@@ -14,9 +14,12 @@ paused: dict[int, int] = {}
 
 
 class Paused:
-    """Every recorder stands aside in this thread, and so do modes that change results; no graph is built (Rule 9)."""
+    """Every recorder stands aside in this thread, and so do modes that change results; no graph is built (Rule 9).
 
-    __slots__ = ("_grad", "_modes", "_thread")
+    Neither are tangents: autograd puts those of a saved tensor back itself.
+    """
+
+    __slots__ = ("_grad", "_modes", "_tangents", "_thread")
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
@@ -24,10 +27,15 @@ class Paused:
         paused[self._thread] = paused.get(self._thread, 0) + 1
         if self._grad:
             torch_private.set_grad_enabled(False)
+        self._tangents = torch_private.tangents_enabled()
+        if self._tangents:
+            torch_private.set_tangents_enabled(False)
         self._modes = modes.take_off()
 
     def __exit__(self, *_: object) -> None:
         modes.put_back(self._modes)
+        if self._tangents:
+            torch_private.set_tangents_enabled(True)
         if self._grad:
             torch_private.set_grad_enabled(True)
         left = paused[self._thread] - 1

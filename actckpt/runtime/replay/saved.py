@@ -149,7 +149,10 @@ class Audit(NamedTuple):
 
 def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     """Leave a checksum of a dropped tensor whose place has not come back right yet."""
-    if rng.is_capturing() or tensor.untyped_storage().device.type == "meta":  # also of fake tensors
+    if rng.is_capturing() or torch_private.is_tracing():
+        return
+    has_bytes = not (tensor.is_meta or type(tensor) is torch_private.fake_tensor_type)
+    if not has_bytes or torch_private.is_zero_tangent(tensor):
         return
     value = handle.window.value
     if value.index > 0 and value.operator.has_workspace:
@@ -163,6 +166,8 @@ def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
 def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
     """Return `tensor` if it is what was saved, else the original; raises if there is none."""
     tape = handle.tape
+    if torch_private.is_tracing():
+        return tensor
     try:
         with Paused():
             is_right = torch.equal(audit.checksum(tensor), expected.checksum)
@@ -215,6 +220,14 @@ def _described(handle: Handle) -> str:
 
 def settle(tape: Tape) -> None:
     """Close a tape: release what no saved tensor needs, hold the rest under watch (Rules 7 and 11)."""
+    if torch_private.innermost_transform() is None:
+        _settle(tape)
+    else:
+        with torch_private.below_transforms():
+            _settle(tape)
+
+
+def _settle(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
     casts.note(tape)

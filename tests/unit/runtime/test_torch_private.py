@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
@@ -38,6 +38,15 @@ NAMES = [
     (torch._C, "_get_dispatch_stack_at", "goes with _len_torch_dispatch_stack"),
     (torch._C, "_push_on_torch_dispatch_stack", "goes with _len_torch_dispatch_stack"),
     (torch._C, "_pop_torch_dispatch_stack", "goes with _len_torch_dispatch_stack"),
+    (torch._C, "_get_dispatch_mode", "optional: offloading and audits raise under make_fx"),
+    (torch._C._TorchDispatchModeKey, "PROXY", "goes with _get_dispatch_mode"),
+    (torch._C, "_set_fwd_grad_enabled", "optional: what has no formula for tangents raises under jvp"),
+    (torch._C, "_is_fwd_grad_enabled", "goes with _set_fwd_grad_enabled"),
+    (torch._C._functorch, "peek_interpreter_stack", "optional: regions raise inside of transforms"),
+    (torch._C._functorch, "pop_dynamic_layer_stack", "goes with peek_interpreter_stack"),
+    (torch._C._functorch, "push_dynamic_layer_stack", "goes with peek_interpreter_stack"),
+    (torch.Tensor, "_is_zerotensor", "optional: audits raise under jvp where a tangent is zero"),
+    (forward_ad, "_current_level", "optional: tangents may always be there"),
     (torch.utils._device, "CURRENT_DEVICE", "optional: what torch.get_default_device reads"),
     (torch.UntypedStorage, "resize_", "optional: public; what it frees is not waited for"),
     (torch.UntypedStorage, "_share_fd_cpu_", "optional: memory moved to shared memory is not waited for"),
@@ -113,10 +122,14 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "Sequence",
         "Variable",
         "contextmanager",
+        "forward_ad",
         "partial",
         "torch",
     }
     functions = {
+        "below_transforms",
+        "is_tracing",
+        "tangents_enabled",
         "callee_of",
         "forced_by_context",
         "function_modes",
@@ -148,6 +161,8 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "flags_of_elements",
         "flags_of_hip",
         "get_precision",
+        "innermost_transform",
+        "is_zero_tangent",
         "keeps_graph",
         "must_be_deterministic",
         "nondeterminism_warns",
@@ -163,6 +178,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "set_deterministic",
         "set_grad_enabled",
         "set_precision",
+        "set_tangents_enabled",
         "top_hooks",
     }, "add the new name to NAMES above"
 
