@@ -5,7 +5,7 @@ import threading
 import torch
 
 from actckpt import _frames
-from actckpt.runtime import messages, modes, rerun, rng, state, torch_private
+from actckpt.runtime import messages, modes, rerun, rng, state, stays, torch_private
 from actckpt.runtime.inputs import HeldTensorChanged, changed_error, has_same_bytes, own_copy, parameter_error
 
 NAMES = {
@@ -16,6 +16,8 @@ NAMES = {
     "storage_type": torch.UntypedStorage,
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
+    # Whether backward may clear what it is given of a saved tensor.
+    "alias_rules": stays.alias_rules,
     # Global state that a rerun must find as the forward found it.
     "state_getters": state.GETTERS,
     # Default generators: of the CPU alone, and of the devices of a tuple of arguments.
@@ -31,6 +33,10 @@ NAMES = {
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     # Dispatch modes.
     "num_dispatch_modes": torch_private.num_dispatch_modes,
+    "take_off_modes": modes.take_off,
+    "put_back_modes": modes.put_back,
+    "tangents_enabled": torch_private.tangents_enabled,
+    "set_tangents_enabled": torch_private.set_tangents_enabled,
     "unknown_modes": modes.unknown,
     # Which backward is under way, and what to do when it ends.
     "graph_task_id": torch_private.current_graph_task_id,
@@ -49,6 +55,7 @@ NAMES = {
     "failure": rerun.failure,
     "parameter_error": parameter_error,
     "swap_timeout_error": rng.swap_timeout_error,
+    "script_failure": torch_private.SCRIPT_FAILURE,
 }
 
 _frames.connect(NAMES)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from actckpt import _frames, config
+from actckpt import config
 from actckpt.runtime import torch_private
 
 __all__ = ["name_of", "put_back", "replaced", "take_off", "unknown"]
@@ -52,14 +52,13 @@ def name_of(mode: Any) -> str:
 
 
 def take_off() -> Modes:
-    """Take the modes that may change results off the stack; returns what `put_back` needs, () if there are none."""
-    return _exchange(()) if _frames.unknown_modes() else ()
+    """Take the modes that may change results off the stack; returns what `put_back` needs."""
+    return _exchange(())
 
 
 def put_back(modes: Modes) -> None:
     """Undo `take_off`."""
-    if modes:
-        _put(modes)
+    _put(modes)
 
 
 @contextmanager

@@ -6,13 +6,15 @@ Rule 1. Parameters, buffers and their views stay: somebody else keeps them anywa
         that requires grad, or of type Parameter; once one was seen, its storage is known, so that aliases
         without a base (`w.detach()`, `w.data`) stay too. Buffers are looked up in the modules whose forward
         runs, and in what a region with `offload_inputs` calls.
-Rule 2. What stays is held as a detached alias, unless it is a leaf: an output held as such would keep its own
-        graph alive.
+Rule 2. What stays is held as a detached alias, unless it is a parameter: an output held as such would keep its own
+        graph alive, and so may what the attributes of any tensor refer to.
 Rule 3. Hooks switch autograd's version check off, so every handle has one of its own. For a moved tensor a
         canary does it: an alias that shares the version counter but not the storage. Of a subclass, whose
         inner tensors do not count what is done to it, the tensor itself is asked as long as it lives.
 Rule 4. Every unpack gives a fresh alias: users (TransformerEngine) clear what they were given. It shares the
-        canary's version counter, so a backward that changes what it saved is noticed by the next unpack.
+        canary's version counter, so a backward that changes what it saved is noticed by the next unpack. But what needs
+        no grad, stayed, and is held by the program still, comes back as the very object, as in plain autograd, unless
+        TransformerEngine saved it. An alias has the attributes of the object (csrc/frames/original.h).
 Rule 5. Bytes that were brought back are let go of after their unpack, since with `retain_graph` the handle
         lives on; those saved several times, when backward ends. See also NOTE [ Reading ahead ].
 Rule 6. Nothing is moved during a rerun: what it saves is needed at once.
@@ -22,7 +24,6 @@ one call of C++ per pack and one per unpack.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, suppress
 from functools import partial
@@ -35,15 +36,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError
 from actckpt.runtime import reading, stays, stores, torch_private
+from actckpt.runtime.counters import counters
 from actckpt.runtime.inputs import contents_of
+from actckpt.runtime.messages import changed_in_place
 from actckpt.runtime.sources import guard
 from actckpt.runtime.spans import join
 from actckpt.runtime.stack import modules_on_stack
+from actckpt.runtime.taken_apart import TakenApart
 
-__all__ = ["DEFAULT_MIN_BYTES", "Offloading", "Session", "keep_in_place"]
+__all__ = ["DEFAULT_MIN_BYTES", "EVERYTHING_STAYS", "Offloading", "Session", "keep_in_place"]
 
 #: Below it the bookkeeping costs more than the memory is worth.
 DEFAULT_MIN_BYTES = 1 << 20
+#: No tensor is as large: under such a session everything stays.
+EVERYTHING_STAYS = 1 << 62
 
 
 class Session(_frames.OffloadSession):
@@ -70,41 +76,23 @@ class Offloading(ContextDecorator):
         session = Session(self._to, self._min_bytes)
         hooks = saved_tensors_hooks(*session.hooks)
         hooks.__enter__()
-        if not hasattr(self._entered, "hooks"):
-            self._entered.hooks = []
-        self._entered.hooks.append(hooks)
+        if not hasattr(self._entered, "open"):
+            self._entered.open = []
+        self._entered.open.append((session, hooks))
 
     def __exit__(self, *exception: object) -> None:
-        self._entered.hooks.pop().__exit__(*exception)
-
-
-class _TakenApart:
-    """A tensor subclass whose inner tensors were packed one by one."""
-
-    __slots__ = ("context", "inner", "kind", "shape", "stride", "tensor", "version")
-
-    def __init__(self, tensor: Any, session: "_frames.OffloadSession") -> None:
-        names, self.context = tensor.__tensor_flatten__()
-        # Shared with nobody: their versions do not tell what was done to the outer tensor.
-        self.inner = {name: session.pack(getattr(tensor, name), may_share=False) for name in names}
-        self.tensor = weakref.ref(tensor)
-        self.version = _version(tensor)
-        self.kind = type(tensor)
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-
-    def unpack(self) -> Tensor:
-        outer = self.tensor()
-        if outer is not None and _version(outer) != self.version:
-            raise _changed_error(self.shape, outer.dtype, _version(outer), self.version)
-        inner = {name: handle.unpack() for name, handle in self.inner.items()}
-        tensor: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
-        return tensor
+        session, hooks = self._entered.open.pop()
+        hooks.__exit__(*exception)
+        if not session.has_moved and self._min_bytes < EVERYTHING_STAYS and not _frames.is_rerunning():
+            counters.add("idle_offloads", 1)
 
 
 def _pack_otherwise(session: "_frames.OffloadSession", tensor: Tensor) -> "_frames.OffloadHandle":
     """Pack a tensor that is neither a plain tensor nor a parameter."""
-    return _TakenApart(tensor, session) if _comes_apart(tensor) else _frames.stays(tensor)
+    if not _comes_apart(tensor):
+        return _frames.stays(tensor)
+    # Shared with nobody: the versions of the parts do not tell what was done to the outer tensor.
+    return TakenApart(tensor, partial(session.pack, may_share=False), session.unpack)
 
 
 def _comes_apart(tensor: Tensor) -> bool:
@@ -161,18 +149,6 @@ def _own_storages(module: torch.nn.Module) -> Iterator[torch.UntypedStorage]:
                 yield owned.untyped_storage()
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _changed_error(shape: torch.Size, dtype: torch.dtype, version: int, expected: int) -> SavedTensorChangedError:
-    return SavedTensorChangedError(
-        "One of the variables needed for gradient computation has been modified by an inplace operation: saved "
-        f"tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {version}; expected version {expected}.\n"
-        "Use the out-of-place operator, or clone the tensor before changing it."
-    )
-
-
 def _freed_error(shape: torch.Size, dtype: torch.dtype, nbytes: int, expected: int) -> SavedTensorChangedError:
     return SavedTensorChangedError(
         f"The memory of a saved tensor of shape {tuple(shape)}, {dtype}, was freed or made smaller before backward "
@@ -193,7 +169,7 @@ _frames.connect_hooks(
         "learnt_order": reading.learnt_order,
         "note_order": reading.note_order,
         "max_inflight": reading.max_inflight,
-        "changed_error": _changed_error,
+        "changed_error": changed_in_place,
         "freed_error": _freed_error,
         "empty": torch.empty,
         "strided": torch.strided,

@@ -51,6 +51,7 @@ void connect(const py::dict& names) {
   p.storage_type = keep("storage_type");
   connect_reads(p.tensor_type, p.parameter_type, p.storage_type);
   p.lock_type = keep("lock_type");
+  p.alias_rules = keep("alias_rules");
   p.state_getters = keep("state_getters");
   p.cpu_generators = keep("cpu_generators");
   p.top_hooks = keep("top_hooks");
@@ -60,6 +61,10 @@ void connect(const py::dict& names) {
   p.set_grad_enabled = keep("set_grad_enabled");
   p.is_inference_mode_enabled = keep("is_inference_mode_enabled");
   p.num_dispatch_modes = keep("num_dispatch_modes");
+  p.take_off_modes = keep("take_off_modes");
+  p.put_back_modes = keep("put_back_modes");
+  p.tangents_enabled = keep("tangents_enabled");
+  p.set_tangents_enabled = keep("set_tangents_enabled");
   p.unknown_modes = keep("unknown_modes");
   p.graph_task_id = keep("graph_task_id");
   p.graph_exec_group = keep("graph_exec_group");
@@ -76,6 +81,7 @@ void connect(const py::dict& names) {
   p.input_error = keep("input_error");
   p.failure = keep("failure");
   p.parameter_error = keep("parameter_error");
+  p.script_failure = keep("script_failure");
 }
 
 py::object attribute(PyObject* object, PyObject* name) {

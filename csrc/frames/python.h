@@ -36,6 +36,7 @@ struct Python {
   PyObject* fake_tensor_type;  // null where torch has none
   PyObject* storage_type;
   PyObject* lock_type;
+  PyObject* alias_rules;      // list of callables: see actckpt/runtime/stays.py
   PyObject* state_getters;
   PyObject* cpu_generators;
   PyObject* top_hooks;        // null where torch does not tell
@@ -45,6 +46,10 @@ struct Python {
   PyObject* set_grad_enabled;
   PyObject* is_inference_mode_enabled;
   PyObject* num_dispatch_modes;
+  PyObject* take_off_modes;  // -> what `put_back_modes` takes
+  PyObject* put_back_modes;
+  PyObject* tangents_enabled;
+  PyObject* set_tangents_enabled;
   PyObject* unknown_modes;  // -> tuple of those that may change results
   PyObject* graph_task_id;
   PyObject* graph_exec_group;  // null where torch has none
@@ -61,6 +66,7 @@ struct Python {
   PyObject* input_error;
   PyObject* failure;
   PyObject* parameter_error;
+  PyObject* script_failure;  // how TorchScript words that a hook has raised
 };
 
 Python& python();

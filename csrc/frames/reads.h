@@ -53,6 +53,7 @@ struct Reads {
   Read is_quantized{"is_quantized", Read::Kind::kAttribute};
   Read layout{"layout", Read::Kind::kAttribute};
   Read base{"_base", Read::Kind::kAttribute};
+  Read grad_fn{"grad_fn", Read::Kind::kAttribute};
   Read detach{"detach", Read::Kind::kMethod};
   Read is_inference{"is_inference", Read::Kind::kMethod};
   Read is_conj{"is_conj", Read::Kind::kMethod};

@@ -139,8 +139,24 @@ bool rerun_common(const py::object& refill) {
   return true;
 }
 
+// What the rerun made may outlive it, and with it its pack hook, which must not own the frame then.
+class ClosedAtEnd {
+ public:
+  explicit ClosedAtEnd(const py::object& refill) : refill_(refill) {}
+  ClosedAtEnd(const ClosedAtEnd&) = delete;
+  ClosedAtEnd& operator=(const ClosedAtEnd&) = delete;
+  ~ClosedAtEnd() noexcept {
+    py::error_scope pending;
+    close_refill(refill_);
+  }
+
+ private:
+  const py::object& refill_;
+};
+
 void rerun(FrameObject* frame, const py::object& key) {
   const py::object refill = new_refill(frame, key);
+  const ClosedAtEnd closed(refill);
   try {
     if (!rerun_common(refill)) call(python().refill, refill.ptr());
   } catch (py::error_already_set&) {

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import actckpt
+from actckpt.memory import LiveStorages
 from actckpt.policies import PerOp
-from actckpt.report.memory import LiveStorages
 
 _aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import actckpt
+from actckpt.memory import LiveStorages
 from actckpt.policies import PerOp
-from actckpt.report.memory import LiveStorages
 
 _aten = torch.ops.aten
 

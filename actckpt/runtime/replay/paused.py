@@ -1,48 +1,11 @@
 """Working on tensors while every recorder of this thread stands aside."""
 
-import threading
-
 import torch
 from torch import Tensor
 
-from actckpt.runtime import modes, torch_private
+from actckpt._frames import Paused
 
-__all__ = ["Paused", "paused", "version_of", "whole"]
-
-#: Threads in which every recorder stands aside, and how many times over.
-paused: dict[int, int] = {}
-
-
-class Paused:
-    """Every recorder stands aside in this thread, and so do modes that change results; no graph is built (Rule 9).
-
-    Neither are tangents: autograd puts those of a saved tensor back itself.
-    """
-
-    __slots__ = ("_grad", "_modes", "_tangents", "_thread")
-
-    def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        self._grad = torch.is_grad_enabled()
-        paused[self._thread] = paused.get(self._thread, 0) + 1
-        if self._grad:
-            torch_private.set_grad_enabled(False)
-        self._tangents = torch_private.tangents_enabled()
-        if self._tangents:
-            torch_private.set_tangents_enabled(False)
-        self._modes = modes.take_off()
-
-    def __exit__(self, *_: object) -> None:
-        modes.put_back(self._modes)
-        if self._tangents:
-            torch_private.set_tangents_enabled(True)
-        if self._grad:
-            torch_private.set_grad_enabled(True)
-        left = paused[self._thread] - 1
-        if left:
-            paused[self._thread] = left
-        else:
-            del paused[self._thread]
+__all__ = ["Paused", "version_of", "whole"]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,28 +1,33 @@
 """The saved-tensor hooks of a region: a handle for every tensor that autograd saves, and the way back."""
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from actckpt import _frames
+from actckpt._frames import stays
 from actckpt.action import Action
 from actckpt.engine.native import EngineError
 from actckpt.errors import AuditError
-from actckpt.runtime import rng, torch_private
-from actckpt.runtime.replay import audit, casts, execute
-from actckpt.runtime.replay.aliases import changed_error
-from actckpt.runtime.replay.execute import HeldOutside
-from actckpt.runtime.replay.lineage import Block, Handle, Value, mark_needed, new_leaf_bytes, window_of
-from actckpt.runtime.replay.paused import Paused, version_of, whole
+from actckpt.runtime import torch_private
+from actckpt.runtime.replay import audit, casts, execute, wrappers
+from actckpt.runtime.replay.lineage import Block, Handle, Value, Window, mark_needed, new_leaf_bytes, window_of
+from actckpt.runtime.replay.outside import HeldOutside, Reads, hand_out, reads_of
+from actckpt.runtime.replay.paused import Paused, version_of
 from actckpt.runtime.replay.tape import Tape
+from actckpt.runtime.taken_apart import TakenApart
 
-__all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
+__all__ = ["begin_audit", "is_much", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
 
+
+#: What autograd holds in the place of a saved tensor.
+_Packed: TypeAlias = "Handle | _frames.OffloadHandle"
 
 _NO_SWAP: Any = nullcontext()
 #: One warning where more than one part in so many of what should be recomputed cannot be.
@@ -33,61 +38,19 @@ _OPAQUE_BYTES = 1 << 20
 _BACKWARDS_INSIDE = 3
 
 
-class Stays:
-    """A saved tensor that is held as it is: a parameter, or one that cannot be taken apart."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = version_of(tensor)
-
-    def unpack(self) -> Tensor:
-        """Return a fresh alias."""
-        if version_of(self.tensor) != self.version:
-            raise changed_error(self.tensor.shape, self.tensor.dtype, version_of(self.tensor), self.version)
-        return self.tensor if self.tensor.is_leaf else self.tensor.detach()
-
-
-class TakenApart:
-    """A tensor subclass whose inner tensors were packed one by one."""
-
-    __slots__ = ("context", "inner", "kind", "shape", "stride", "tensor", "version")
-
-    def __init__(self, tape: Tape, tensor: Any) -> None:
-        names, self.context = tensor.__tensor_flatten__()
-        # What says how a nested tensor is divided is the name of its sizes: the same tensor must come back.
-        stays = {name for name in names if tensor.is_nested and name != "_values"}
-        inner = {name: getattr(tensor, name) for name in names}
-        self.inner = {name: Stays(part) if name in stays else pack(tape, part) for name, part in inner.items()}
-        self.kind = type(tensor)
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.tensor = weakref.ref(tensor)
-        self.version = version_of(tensor)
-
-    def unpack(self) -> Tensor:
-        """Build the subclass again from its inner tensors."""
-        outer = self.tensor()
-        if outer is not None and version_of(outer) != self.version:
-            raise changed_error(self.shape, outer.dtype, version_of(outer), self.version)
-        inner = {name: unpack(packed) for name, packed in self.inner.items()}
-        tensor: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
-        return tensor
-
-
-def pack(tape: Tape, tensor: Tensor) -> Handle | Stays | TakenApart:
+def pack(tape: Tape, tensor: Tensor) -> _Packed:
     """Pack hook: returns what autograd holds in the place of `tensor`."""
-    packed: Handle | Stays | TakenApart = _frames.pack_recorded(tape, tensor)
+    packed: _Packed = _frames.pack_recorded(tape, tensor)
     return packed
 
 
-def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> Stays | TakenApart:
+def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> "_frames.OffloadHandle":
     """Pack a parameter, a tensor without a storage that can be read, or a subclass."""
     with Paused():
         if not is_plain and hasattr(type(tensor), "__tensor_flatten__"):
-            return TakenApart(tape, tensor)
-        return Stays(tensor)
+            wrappers.note(tape, tensor)
+            return TakenApart(tensor, functools.partial(pack, tape), unpack)
+        return stays(tensor)
 
 
 def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
@@ -102,12 +65,12 @@ def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
     value.add_handle(handle)
 
 
-def unpack(packed: Handle | Stays | TakenApart) -> Tensor:
+def unpack(packed: _Packed) -> Tensor:
     """Unpack hook: returns a fresh alias of the saved tensor."""
     return _frames.unpack_recorded(packed)
 
 
-def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
+def unpack_slowly(packed: _Packed) -> Tensor:
     """Do what `unpack` does where more is to be done than to make an alias or to execute one plain operator."""
     if not isinstance(packed, Handle):
         return packed.unpack()
@@ -120,14 +83,15 @@ def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
     with swap, tape.lock:
         previous, packed.task = packed.task, torch_private.current_graph_task_id()
         try:
-            base = execute.bytes_of(tape, value, window)
+            tensor = _as_hooks_gave_it(value, window)
+            base = execute.bytes_of(tape, value, window) if tensor is None else tensor
         except BaseException:
             packed.task = previous
             raise
         if value.cached is not None and value.step is not None and not execute.is_pending(value, packed.task):
             value.cached = None
     with Paused():
-        tensor = execute.on(base, window)
+        tensor = execute.on(base, window) if tensor is None else tensor.detach()
     if packed.audit is not None and value.held is None:
         tensor = _audited(packed, packed.audit, tensor)
     if tape.is_open:
@@ -135,7 +99,14 @@ def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
         known = tape.blocks.get(id(storage))
         if known is None or known.storage() is not storage:
             tape.blocks[id(storage)] = Block(storage, value)  # Rule 9
-    return tensor
+    return _frames.as_saved(packed, tensor)
+
+
+def _as_hooks_gave_it(value: Value, window: Window) -> Tensor | None:
+    """Return a saved tensor that the hooks around the region hold, None where its bytes are elsewhere."""
+    stored = value.stored
+    is_outside = isinstance(stored, HeldOutside) and value.held is None and value.cached is None
+    return stored.piece(window) if is_outside else None  # type: ignore[union-attr]
 
 
 class Audit(NamedTuple):
@@ -149,10 +120,7 @@ class Audit(NamedTuple):
 
 def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     """Leave a checksum of a dropped tensor whose place has not come back right yet."""
-    if rng.is_capturing() or torch_private.is_tracing():
-        return
-    has_bytes = not (tensor.is_meta or type(tensor) is torch_private.fake_tensor_type)
-    if not has_bytes or torch_private.is_zero_tangent(tensor):
+    if not audit.can_compare(tensor):
         return
     value = handle.window.value
     if value.index > 0 and value.operator.has_workspace:
@@ -177,6 +145,9 @@ def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
         tape.site.audited.add(expected.place)
         if not tape.audits_always:
             handle.audit = None
+        return tensor
+    if tape.site.has_other_hooks:  # Rule 3 of NOTE [ Hooks outside ]
+        handle.audit = None
         return tensor
     value = handle.window.value
     tape.site.opaque.add(value.key)
@@ -231,16 +202,25 @@ def _settle(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
     casts.note(tape)
+    made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
     tape.blocks.clear()
     tape.filling = None
     _settle_candidates(tape)
     casts.replay_from_parameters(tape)
-    if tape.opaque_bytes > max(_OPAQUE_BYTES, (tape.recompute_bytes + tape.opaque_bytes) // _OPAQUE_SHARE):
+    if is_much(tape.opaque_bytes, tape.recompute_bytes + tape.opaque_bytes):
         _warn_of_opaque(tape)
+    reads = reads_of(tape) if tape.outer is not None else {}
     tape.saved.clear()
     for value in _frames.settle_held(tape):
-        _settle_one(tape, value)
-    execute.watch_roots(tape)
+        _settle_one(tape, value, reads.get(value))
+    if tape.roots is not None or made_of:
+        execute.watch_roots(tape, made_of)
+    tape.outer = None  # whoever holds something of this region holds it now
+
+
+def is_much(opaque_bytes: int, total_bytes: int) -> bool:
+    """Whether so much of what a policy wants recomputed cannot be replayed that the user should know."""
+    return opaque_bytes > max(_OPAQUE_BYTES, total_bytes // _OPAQUE_SHARE)
 
 
 def _report_held(tape: Tape, value: Value, held: Tensor) -> None:
@@ -277,7 +257,7 @@ def _note_backward_inside(tape: Tape) -> None:
         )
 
 
-def _settle_one(tape: Tape, value: Value) -> None:
+def _settle_one(tape: Tape, value: Value, reads: Reads | None) -> None:
     held = value.held
     assert held is not None
     if tape.entries is not None and value.entry is None:
@@ -298,10 +278,7 @@ def _settle_one(tape: Tape, value: Value) -> None:
         if value.stored is not None:
             return
     if tape.outer is not None and (tape.hands_kept_out or value.is_input):
-        pack_outer, unpack_outer = tape.outer
-        with Paused():
-            alias = whole(held)  # what comes back must have the layout of the storage, whatever tensor stood for it
-        value.stored = HeldOutside(pack_outer(alias), unpack_outer)
+        value.stored = hand_out(tape, value, held, reads)
         value.held = None
     else:
         value.held = alias
