@@ -233,6 +233,7 @@ def connect_numerics(getters: list[tuple[Any, tuple[Any, ...]]], num_of_elements
 def numerics() -> tuple[Any, ...]: ...
 def are_numerics(noted: tuple[Any, ...], /) -> bool: ...
 def flushes_denormals() -> bool: ...
+def unknown_modes() -> tuple[Any, ...]: ...
 
 class Entry:
     """What a report says of a saved value."""
@@ -266,6 +267,7 @@ class TapeCore:
     num_packed: int
     num_untold: int
     why_untold: str
+    why_opaque: str | None
     began_at: int
     is_open: bool
     is_audited: bool

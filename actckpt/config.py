@@ -44,6 +44,8 @@ class Settings:
     #: Operators (`"aten.mul.Tensor"`, or `"aten.mul"` for all overloads) and modules (`"blocks.3.attention"`), also
     #: with wildcards, whose values are never replayed.
     opaque: tuple[str, ...] = ()
+    #: Types of dispatch modes of the program that change no results: what runs below them is replayed as usual.
+    observers: tuple[type, ...] = ()
     #: In which order operators are replayed. None: see actckpt.runtime.replay.schedule.
     replay_order: Any = None
     #: Most bytes of replayed values that wait for their turn in a backward. None: no limit.
@@ -79,6 +81,8 @@ def configure(**changes: Any) -> Settings:
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
         audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what replay makes.
         opaque: operators (also by name) and names of modules, also with wildcards, whose values are never replayed.
+        observers: types of dispatch modes (`TorchDispatchMode`) that change no results, in addition to those of this
+            package and of torch's tools. What operators return below any other mode is kept.
         replay_order: a function from a `ReplayGraph` to the numbers of its steps in the order of execution; None: the
             order with the lowest peak that the built-in rules find.
         replay_window: most bytes of replayed values that wait for their turn in a backward; values beyond it are
@@ -126,6 +130,15 @@ def _check_replay(changes: dict[str, Any]) -> None:
         raise ValueError(f"configure: replay_order={order!r} is a {type(order).__name__}. Pass a function or None.")
     if "opaque" in changes:
         changes["opaque"] = _checked_names(changes["opaque"])
+    if "observers" in changes:
+        changes["observers"] = _checked_types(changes["observers"])
+
+
+def _checked_types(observers: Any) -> tuple[type, ...]:
+    given: list[Any] = list(observers) if isinstance(observers, Iterable) and not isinstance(observers, str) else [None]
+    if not all(isinstance(kind, type) and hasattr(kind, "__torch_dispatch__") for kind in given):
+        raise ValueError(f"configure: observers={observers!r}. Pass a list of types of dispatch modes, not modes.")
+    return tuple(given)
 
 
 def _checked_names(opaque: Any) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ NOTE [What is counted]
    the C++ storage lives, so a weak reference to it dies exactly then.
 4. The gradient of a parameter counts as an activation from its computation until it has been accumulated, as
    long as backward needs room for it. What `param.grad` then keeps is reported apart, or was there before.
-5. Tensors on the meta device, and fake tensors, have no bytes. Sparse tensors count their parts; layouts that
-   show no storage at all (mkldnn) cannot be counted.
+5. Tensors on the meta device, and fake tensors, have no bytes; `device="meta"` counts those that they would
+   have. Sparse tensors count their parts; layouts that show no storage at all (mkldnn) cannot be counted.
 6. Dispatch modes belong to a thread. Autograd gives its device threads the modes of the thread that called
    backward, so they are seen and the counter takes a lock; threads that the program starts itself are not.
 7. Compiled code runs compiled: what inductor allocates bypasses the dispatcher and is not seen.
@@ -70,7 +70,8 @@ class LiveStorages(TorchDispatchMode):
     Args:
         parameters: leaf tensors whose gradients are taken out of `live_bytes` into `gradient_bytes` once
             accumulated; see NOTE [What is counted], 4.
-        device: count only storages on devices of this type ("cpu", "cuda"); None counts all.
+        device: count only storages on devices of this type ("cpu", "cuda"); None counts all that have bytes; "meta"
+            counts what the storages of meta tensors and of fake ones, whatever their device, would hold.
         timeline: also record every change of `live_bytes` for `timeline`.
 
     Raises:
@@ -193,7 +194,7 @@ class LiveStorages(TorchDispatchMode):
     def _note_output(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
         if self._entry(storage) is not None:
             self._note_resize(storage)
-        elif is_new and self._device_type in (None, storage.device.type):
+        elif is_new and self._counts(storage):
             deaths = self._deaths  # not self: a callback must not keep the counter alive
 
             def note_death(entry: _Entry) -> None:
@@ -203,6 +204,10 @@ class LiveStorages(TorchDispatchMode):
             entry = _Entry(storage, note_death)
             self._entries[entry.key] = entry
             self._change(entry, entry.nbytes)
+
+    def _counts(self, storage: torch.UntypedStorage) -> bool:
+        kind = storage.device.type  # a fake tensor names the device that it stands for, its storage does not
+        return kind != "meta" if self._device_type is None else kind == self._device_type
 
     def _note_resize(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
@@ -304,7 +309,7 @@ def _reset_allocator_peak(device: torch.device) -> int:
 
 
 def _storages(value: object) -> Iterator[torch.UntypedStorage]:
-    """Every storage with bytes that is reachable from an operator's arguments or results."""
+    """Every storage that is reachable from an operator's arguments or results."""
     if isinstance(value, torch.Tensor):
         yield from _tensor_storages(value)
     elif isinstance(value, (tuple, list)):
@@ -312,7 +317,7 @@ def _storages(value: object) -> Iterator[torch.UntypedStorage]:
             yield from _storages(item)
     elif isinstance(value, dict):
         yield from _storages(tuple(value.values()))
-    elif isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
+    elif isinstance(value, torch.UntypedStorage):
         yield value
 
 
@@ -322,10 +327,8 @@ def _tensor_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         yield from _storages(list(parts.values()))
     elif tensor.layout in _COMPRESSED_PARTS:
         yield from _storages([getattr(tensor, part)() for part in _COMPRESSED_PARTS[tensor.layout]])
-    elif tensor.layout is torch.strided and tensor.device.type != "meta":
-        storage = tensor.untyped_storage()
-        if storage.device.type != "meta":  # a fake tensor names the device that it stands for
-            yield storage
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
 
 
 class _ResizeWatch:

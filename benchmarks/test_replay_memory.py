@@ -91,7 +91,9 @@ class _Figures:
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    actckpt.configure(observers=[_Count])
     yield
+    actckpt.configure(observers=())
     torch.set_num_threads(threads)
 
 

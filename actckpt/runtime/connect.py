@@ -5,13 +5,14 @@ import threading
 import torch
 
 from actckpt import _frames
-from actckpt.runtime import messages, rerun, rng, state, stays, torch_private
+from actckpt.runtime import messages, modes, rerun, rng, state, stays, torch_private
 from actckpt.runtime.inputs import HeldTensorChanged, changed_error, has_same_bytes, own_copy, parameter_error
 
 NAMES = {
     "tensor_type": torch.Tensor,
     "parameter_type": torch.nn.Parameter,
     "module_type": torch.nn.Module,
+    "fake_tensor_type": torch_private.fake_tensor_type,
     "storage_type": torch.UntypedStorage,
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
@@ -30,6 +31,13 @@ NAMES = {
     "is_grad_enabled": torch.is_grad_enabled,
     "set_grad_enabled": torch_private.set_grad_enabled,
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    # Dispatch modes.
+    "num_dispatch_modes": torch_private.num_dispatch_modes,
+    "take_off_modes": modes.take_off,
+    "put_back_modes": modes.put_back,
+    "tangents_enabled": torch_private.tangents_enabled,
+    "set_tangents_enabled": torch_private.set_tangents_enabled,
+    "unknown_modes": modes.unknown,
     # Which backward is under way, and what to do when it ends.
     "graph_task_id": torch_private.current_graph_task_id,
     "graph_exec_group": torch_private.current_graph_exec_group,

@@ -1,8 +1,9 @@
 """Global state of a region: what a rerun finds as the forward found it.
 
 Covered here: autocast of the CPU and the accelerator with dtype and cache flag, function modes (the default device is
-one), the current device, inference mode. Settings that change which numbers operators compute are in `numerics`, random
-state is in `rng`. State that this file does not know comes from providers registered with it.
+one), dispatch modes that may change results (NOTE [ Modes ]), the current device, inference mode. Settings that change
+which numbers operators compute are in `numerics`, random state is in `rng`. State that this file does not know comes
+from providers registered with it.
 """
 
 import sys
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from actckpt import _frames
-from actckpt.runtime import numerics, torch_private
+from actckpt.runtime import modes, numerics, torch_private
 
 __all__ = [
     "GlobalState",
@@ -37,6 +38,7 @@ def _current_device() -> int | None:
 GETTERS: tuple[Callable[[], Any], ...] = (
     torch_private.any_autocast_enabled,
     torch_private.num_function_modes,
+    _frames.unknown_modes,
     _current_device if torch.backends.cuda.is_built() else _frames.none,
     _frames.numerics,
 )
@@ -144,10 +146,10 @@ def restored(state: GlobalState, outside: GlobalState) -> Iterator[None]:
 
 def _differences(state: GlobalState, outside: GlobalState) -> Iterator[AbstractContextManager[Any]]:
     count = len(GETTERS)
-    _, _, device, settings = state[:count]
-    _, _, device_outside, settings_outside = outside[:count]
-    autocast, modes = state[count:] or (None, ())
-    autocast_outside, modes_outside = outside[count:] or (None, ())
+    _, _, dispatch_modes, device, settings = state[:count]
+    _, _, dispatch_modes_outside, device_outside, settings_outside = outside[:count]
+    autocast, function_modes = state[count:] or (None, ())
+    autocast_outside, function_modes_outside = outside[count:] or (None, ())
     if torch.is_inference_mode_enabled():  # nothing is saved in it, so it was off in forward
         yield torch.inference_mode(False)
     if settings != settings_outside:
@@ -156,8 +158,10 @@ def _differences(state: GlobalState, outside: GlobalState) -> Iterator[AbstractC
         yield torch.cuda.device(device)
     if autocast != autocast_outside:
         yield _autocast(autocast)
-    if modes != modes_outside:  # last: restoring the rest must not run through the user's modes
-        yield torch_private.replaced_function_modes(modes)
+    if dispatch_modes != dispatch_modes_outside:  # restoring the rest must not run through the user's modes
+        yield modes.replaced(dispatch_modes)
+    if function_modes != function_modes_outside:
+        yield torch_private.replaced_function_modes(function_modes)
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ import torch
 
 from actckpt import _frames, config
 from actckpt.engine import limits, native
-from actckpt.runtime import figures
+from actckpt.runtime import figures, torch_private
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class CpuBackend:
         return cls(store)
 
     def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+        if torch_private.is_tracing():
+            return None
         self._check_writes()
         ticket = self.store.put(source.storage.data_ptr() + source.start, nbytes, source, must=must)
         return None if isinstance(ticket, native.Kept) else ticket
@@ -128,6 +130,8 @@ class CudaBackend:
         return cls(engine)
 
     def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+        if torch_private.is_tracing():
+            return None
         device = source.storage.device.index
         stream = torch.cuda.current_stream(device).cuda_stream
         ticket = self.engine.put(source.storage.data_ptr() + source.start, nbytes, device, stream, source, must=must)

@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._subclasses.fake_tensor
 import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -146,6 +147,8 @@ python_flags: tuple[tuple[dict[str, Any], str], ...] = tuple(
     if flag in module.__dict__
 )
 
+#: Tensors that have shapes and no bytes. Missing: regions under FakeTensorMode raise.
+fake_tensor_type: type | None = _optional(torch._subclasses.fake_tensor, "FakeTensor")
 #: The number that autograd gives to the next node of this thread. Missing: tensors that an autograd.Function makes
 #: inside of a region count as inputs of the region, which stay.
 next_sequence_number: Callable[[], int] | None = _optional(torch._C._autograd, "_get_sequence_nr")
@@ -175,6 +178,49 @@ num_function_modes: Callable[[], int] = _optional(torch._C, "_len_torch_function
 _function_mode_at: Callable[[int], Any] = _optional(torch._C, "_get_function_stack_at")
 _push_function_mode: Callable[[Any], None] = _optional(torch._C, "_push_on_torch_function_stack")
 _pop_function_mode: Callable[[], Any] = _optional(torch._C, "_pop_torch_function_stack")
+
+#: The stack of dispatch modes of this thread. Required: what a mode of the program may have changed is not replayed.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_dispatch_mode: Callable[[], Any] = partial(torch._C._pop_torch_dispatch_stack, None)
+
+#: Modes of torch's infrastructure, and the key of the one that traces. Missing: offloading and audits are traced, and
+#: raise.
+_infra_mode: Callable[[Any], Any] = _optional(torch._C, "_get_dispatch_mode") or (lambda key: None)
+_TRACER: Any = _optional(_optional(torch._C, "_TorchDispatchModeKey"), "PROXY")
+
+#: Whether operators compute tangents in this thread. Missing: what has no formula for them raises under `jvp`.
+set_tangents_enabled: Callable[[bool], None] = _optional(torch._C, "_set_fwd_grad_enabled") or (lambda enabled: None)
+_tangents_enabled: Callable[[], bool] = _optional(torch._C, "_is_fwd_grad_enabled") or (lambda: False)
+
+#: The transforms of `torch.func` that are active. Missing: regions that hold or move tensors inside of them raise.
+innermost_transform: Callable[[], Any] = _optional(torch._C._functorch, "peek_interpreter_stack") or (lambda: None)
+_pop_transform: Callable[[], Any] = _optional(torch._C._functorch, "pop_dynamic_layer_stack")
+_push_transform: Callable[[Any], None] = _optional(torch._C._functorch, "push_dynamic_layer_stack")
+
+#: Whether a tensor is the tangent zero, of which no bytes exist. Missing: audits of such tensors raise under `jvp`.
+is_zero_tangent: Callable[[torch.Tensor], bool] = _optional(torch.Tensor, "_is_zerotensor") or (lambda tensor: False)
+
+#: Dispatch modes of torch that change no results. One that is missing is not known: what runs below it is kept.
+OBSERVING_MODES = frozenset(
+    {
+        "torch.utils.flop_counter._FlopCounterMode",
+        "torch.utils._debug_mode.DebugMode",
+        "torch.utils._debug_mode._mode.DebugMode",
+        "torch.utils._cuda_debug._TensorTrackingMode",
+        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "torch.autograd.graph._CloneArgBeforeMutateMode",
+        "torch.cuda._sanitizer.CUDASanitizerDispatchMode",
+        "torch.distributed._tools.mem_tracker.MemTracker",
+        "torch.distributed._tools.memory_tracker.MemoryProfileDispatchMode",
+        "torch.distributed._tools.runtime_estimator.RuntimeEstimator",
+        "torch.distributed._tools.sac_estimator.SACEstimator",
+        "torch.distributed.tensor.debug.CommDebugMode",
+        "torch.testing._internal.logging_tensor.LoggingTensorMode",
+    }
+)
 
 #: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; the others, by
 #: which `share_memory_` and multiprocessing replace it, may be missing: what they free is not waited for.
@@ -334,3 +380,26 @@ def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
     tensor = _optional(owner, "_unsharded_param")
     name = _optional(owner, "_param_fqn") or _optional(_optional(owner, "_module_info"), "param_name")
     return None if tensor is None or name is None else (str(name), tensor)
+
+
+def is_tracing() -> bool:
+    """Whether operators are being written into a graph (`make_fx`), to run with other bytes later."""
+    return _infra_mode(_TRACER) is not None
+
+
+def tangents_enabled() -> bool:
+    """Whether tensors may have tangents now (`torch.autograd.forward_ad`, `torch.func.jvp`)."""
+    return getattr(forward_ad, "_current_level", 0) >= 0 and _tangents_enabled()
+
+
+@contextmanager
+def below_transforms() -> Iterator[None]:
+    """Run the body outside of every transform of `torch.func`: it works on the tensors that autograd saved."""
+    taken = []
+    try:
+        while innermost_transform() is not None:
+            taken.append(_pop_transform())
+        yield
+    finally:
+        while taken:
+            _push_transform(taken.pop())

@@ -8,6 +8,7 @@
 #include "frames/frame.h"
 #include "frames/generators.h"
 #include "frames/held.h"
+#include "frames/modes.h"
 #include "frames/numerics.h"
 #include "frames/parameters.h"
 #include "frames/python.h"
@@ -36,6 +37,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_generator_types(module);
   actckpt::add_parameter_functions(module);
   actckpt::add_numerics_functions(module);
+  actckpt::add_mode_functions(module);
   actckpt::add_exclusive_functions(module);
   actckpt::add_swap_functions(module);
   actckpt::add_all_or_nothing(module);

@@ -47,6 +47,7 @@ void connect(const py::dict& names) {
   p.tensor_type = keep("tensor_type");
   p.parameter_type = keep("parameter_type");
   p.module_type = keep("module_type");
+  p.fake_tensor_type = keep("fake_tensor_type");
   p.storage_type = keep("storage_type");
   connect_reads(p.tensor_type, p.parameter_type, p.storage_type);
   p.lock_type = keep("lock_type");
@@ -59,6 +60,12 @@ void connect(const py::dict& names) {
   p.is_grad_enabled = keep("is_grad_enabled");
   p.set_grad_enabled = keep("set_grad_enabled");
   p.is_inference_mode_enabled = keep("is_inference_mode_enabled");
+  p.num_dispatch_modes = keep("num_dispatch_modes");
+  p.take_off_modes = keep("take_off_modes");
+  p.put_back_modes = keep("put_back_modes");
+  p.tangents_enabled = keep("tangents_enabled");
+  p.set_tangents_enabled = keep("set_tangents_enabled");
+  p.unknown_modes = keep("unknown_modes");
   p.graph_task_id = keep("graph_task_id");
   p.graph_exec_group = keep("graph_exec_group");
   p.queue_callback = keep("queue_callback");

@@ -33,6 +33,7 @@ struct Python {
   PyObject* tensor_type;
   PyObject* parameter_type;
   PyObject* module_type;
+  PyObject* fake_tensor_type;  // null where torch has none
   PyObject* storage_type;
   PyObject* lock_type;
   PyObject* alias_rules;      // list of callables: see actckpt/runtime/stays.py
@@ -44,6 +45,12 @@ struct Python {
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
   PyObject* is_inference_mode_enabled;
+  PyObject* num_dispatch_modes;
+  PyObject* take_off_modes;  // -> what `put_back_modes` takes
+  PyObject* put_back_modes;
+  PyObject* tangents_enabled;
+  PyObject* set_tangents_enabled;
+  PyObject* unknown_modes;  // -> tuple of those that may change results
   PyObject* graph_task_id;
   PyObject* graph_exec_group;  // null where torch has none
   PyObject* queue_callback;    // null where torch has none

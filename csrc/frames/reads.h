@@ -49,6 +49,9 @@ struct Reads {
   Read is_leaf{"is_leaf", Read::Kind::kAttribute};
   Read is_cpu{"is_cpu", Read::Kind::kAttribute};
   Read is_nested{"is_nested", Read::Kind::kAttribute};
+  Read is_meta{"is_meta", Read::Kind::kAttribute};
+  Read is_quantized{"is_quantized", Read::Kind::kAttribute};
+  Read layout{"layout", Read::Kind::kAttribute};
   Read base{"_base", Read::Kind::kAttribute};
   Read grad_fn{"grad_fn", Read::Kind::kAttribute};
   Read detach{"detach", Read::Kind::kMethod};
@@ -60,7 +63,6 @@ struct Reads {
   Read untyped_storage{"untyped_storage", Read::Kind::kMethod};
   // Of storages.
   Read nbytes{"nbytes", Read::Kind::kMethod};
-  Read storage_device{"device", Read::Kind::kAttribute};
 };
 
 Reads& reads();

@@ -62,6 +62,12 @@ bool is_plain(PyObject* tensor) {
   return type == python().tensor_type || type == python().parameter_type;
 }
 
+// Whether DLPack has words for a tensor, as far as that is known without asking.
+bool is_describable(PyObject* tensor) {
+  return reads().layout(tensor).ptr() == names().strided && !reads().is_meta.is_true(tensor) &&
+         !reads().is_quantized.is_true(tensor) && !reads().is_nested.is_true(tensor);
+}
+
 void append_numbers(const py::object& tuple, std::vector<std::int64_t>* numbers) {
   for (const py::handle item : py::reinterpret_borrow<py::sequence>(tuple)) numbers->push_back(item.cast<std::int64_t>());
 }
@@ -76,9 +82,14 @@ const Geometry& Geometry::of(PyObject* tensor) {
 
 bool Geometry::read_at_once(PyObject* tensor) {
   if (exchange == nullptr || !is_plain(tensor)) return false;
+  // To refuse takes torch milliseconds, for the text of its error: after the first time, torch is not asked again about
+  // tensors that it would refuse.
+  static bool has_refused = false;
+  if (has_refused && !is_describable(tensor)) return false;
   DlTensor found;
   if (exchange(tensor, &found) != 0) {
     PyErr_Clear();  // what DLPack has no word for
+    has_refused = true;
     return false;
   }
   dtype_ = dtype_of(found, tensor);

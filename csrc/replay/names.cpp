@@ -70,6 +70,7 @@ void connect_replay(const py::dict& given) {
   n.keeps_graph = keep("keeps_graph");
   n.any_autocast_enabled = keep("any_autocast_enabled");
   n.num_function_modes = keep("num_function_modes");
+  n.strided = keep("strided");
   n.recording = keep("recording");
   n.made_by_function = keep("made_by_function");
   n.saved_by_function = keep("saved_by_function");

@@ -56,6 +56,7 @@ struct ReplayNames {
   PyObject* keeps_graph;      // null where torch does not tell
   PyObject* any_autocast_enabled;
   PyObject* num_function_modes;
+  PyObject* strided;          // torch.strided
   PyObject* recording;        // set: tapes whose recorders are active, in any thread
   PyObject* made_by_function;   // (tape, value, node)
   PyObject* saved_by_function;  // (tape, value, tensor)

@@ -96,7 +96,7 @@ py::object seen_last(const ValueObject* value) {
   PyObject* seen = referent(value->root);
   if (seen == nullptr || seen == held.ptr()) return held;
   py::object root = py::reinterpret_borrow<py::object>(seen);
-  const py::object storage = reads().untyped_storage(root.ptr());
+  const py::object storage = storage_of(root.ptr(), Geometry(root.ptr()));  // none where it is sparse
   return storage.ptr() == reads().untyped_storage(held.ptr()).ptr() ? root : held;
 }
 

@@ -1,5 +1,9 @@
 #include "replay/paused.h"
 
+#include <utility>
+
+#include "frames/modes.h"
+
 namespace actckpt::replay {
 namespace {
 
@@ -7,14 +11,20 @@ thread_local int depth = 0;
 
 struct PausedObject {
   PyObject_HEAD
-  char grad;  // whether grad mode was on
+  char grad;        // whether grad mode was on
+  char tangents;    // whether tangents were computed
+  PyObject* modes;  // what puts back those taken off, null: there were none
 };
 
 PyObject* enter(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     auto* paused = reinterpret_cast<PausedObject*>(self);
     paused->grad = call(python().is_grad_enabled).ptr() == Py_True;
+    paused->tangents = call(python().tangents_enabled).ptr() == Py_True;
+    const bool has_modes = py::len(unknown_modes()) > 0;
+    paused->modes = has_modes ? call(python().take_off_modes).release().ptr() : nullptr;
     if (paused->grad != 0) call(python().set_grad_enabled, Py_False);
+    if (paused->tangents != 0) call(python().set_tangents_enabled, Py_False);
     depth += 1;
     Py_RETURN_NONE;
   });
@@ -22,7 +32,11 @@ PyObject* enter(PyObject* self, PyObject*) {
 
 PyObject* exit(PyObject* self, PyObject*) {
   depth -= 1;
-  if (reinterpret_cast<PausedObject*>(self)->grad != 0) call_quietly(python().set_grad_enabled, Py_True);
+  auto* paused = reinterpret_cast<PausedObject*>(self);
+  const auto modes = py::reinterpret_steal<py::object>(std::exchange(paused->modes, nullptr));
+  if (modes) call_quietly(python().put_back_modes, modes.ptr());
+  if (paused->tangents != 0) call_quietly(python().set_tangents_enabled, Py_True);
+  if (paused->grad != 0) call_quietly(python().set_grad_enabled, Py_True);
   Py_RETURN_NONE;
 }
 

@@ -51,16 +51,6 @@ py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-// The storage, or null for tensors that have none that can be read, or that have no strides to read it by.
-py::object storage_of(PyObject* tensor, const Geometry& geometry) {
-  if (!geometry.is_known() && reads().is_nested.is_true(tensor)) return py::object();
-  PyObject* storage = reads().untyped_storage.get(tensor);
-  if (storage != nullptr) return py::reinterpret_steal<py::object>(storage);
-  if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
-  PyErr_Clear();
-  return py::object();
-}
-
 py::object key_of(PyObject* storage) { return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)); }
 
 // The block of a storage, or null; borrowed from the tape.
@@ -176,8 +166,7 @@ void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tens
   if (!storage || block_of(tape, storage.ptr()) != nullptr) return;
   tape->num_values += 1;
   const py::object made =
-      new_value(reads().nbytes.number(storage.ptr()),
-                reads().storage_device(storage.ptr()).ptr(), tape->num_values);
+      new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
   auto* value = reinterpret_cast<ValueObject*>(made.ptr());
   add_value(tape, value, step, op, 0, index, tensor, &geometry, action, why_opaque);
   look_at(value, tensor, root_of(tensor));
@@ -228,8 +217,9 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   py::object result = called(entry.callee.ptr(), args, kwargs);
   if (asks_calls) action = asked(choice.ptr(), entry.func.ptr(), args, kwargs, result.ptr());
   auto* raw = reinterpret_cast<StepObject*>(step.ptr());
-  const py::object why =
-      py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold : names().no_reason);
+  const py::object why = py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold
+                                                            : is_none(tape->why_opaque)   ? names().no_reason
+                                                                                          : tape->why_opaque);
   long index = 0;
   add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), why.ptr(), index);
   return result;
@@ -311,8 +301,7 @@ bool is_parameter(const TapeObject* tape, PyObject* root) {
 // Takes a storage that nothing recorded made as an input of the region.
 py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
   tape->num_values += 1;
-  py::object made = new_value(reads().nbytes.number(storage.ptr()),
-                              reads().storage_device(storage.ptr()).ptr(), tape->num_values);
+  py::object made = new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
   auto* value = reinterpret_cast<ValueObject*>(made.ptr());
   value->is_input = 1;
   assign(value->why_opaque, names().why_input);
@@ -336,7 +325,19 @@ TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject
 
 }  // namespace
 
-bool is_tensor_type(PyObject* type) { return type == python().tensor_type || type == python().parameter_type; }
+py::object storage_of(PyObject* tensor, const Geometry& geometry) {
+  if (!geometry.is_known() && reads().is_nested.is_true(tensor)) return py::object();
+  PyObject* storage = reads().untyped_storage.get(tensor);
+  if (storage != nullptr) return py::reinterpret_steal<py::object>(storage);
+  if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
+  PyErr_Clear();
+  return py::object();
+}
+
+bool is_tensor_type(PyObject* type) {
+  const Python& p = python();
+  return type == p.tensor_type || type == p.parameter_type || (type == p.fake_tensor_type && type != nullptr);
+}
 
 py::object root_of(PyObject* tensor) {
   py::object base = reads().base(tensor);

@@ -12,6 +12,9 @@ namespace actckpt::replay {
 // without a storage that can be read.
 py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry);
 
+// The storage, or null for tensors that have none that can be read, or that have no strides to read it by.
+py::object storage_of(PyObject* tensor, const Geometry& geometry);
+
 bool is_tensor_type(PyObject* type);
 
 // The tensor whose version counter `tensor` counts with: what it is a view of, or itself.

@@ -119,7 +119,8 @@ void tape_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   using T = TapeObject;
   free_object<T>(self, &T::blocks, &T::holding, &T::saved, &T::choice, &T::modules, &T::opaque_places,
-                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::why_untold);
+                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::why_untold,
+                 &T::why_opaque);
 }
 
 int tape_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -328,6 +329,7 @@ PyMemberDef tape_members[] = {
     OBJECT(TapeObject, "entries", entries),         NUMBER(TapeObject, "structure", structure),
     NUMBER(TapeObject, "num_values", num_values),   NUMBER(TapeObject, "num_packed", num_packed),
     NUMBER(TapeObject, "num_untold", num_untold),   OBJECT(TapeObject, "why_untold", why_untold),
+    OBJECT(TapeObject, "why_opaque", why_opaque),
     NUMBER(TapeObject, "began_at", began_at),
     FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
     FLAG(TapeObject, "audits_always", audits_always), END};

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "frames/modes.h"
 #include "frames/reads.h"
 #include "replay/geometry.h"
 #include "replay/names.h"
@@ -67,7 +68,8 @@ PyObject* at_hand(const ValueObject* value) {
 
 // Whether aliases can be made as things stand; autocast matters to operators only.
 bool is_neutral() {
-  return call(python().is_grad_enabled).ptr() == Py_False && PyLong_AsLong(call(names().num_function_modes).ptr()) == 0;
+  return call(python().is_grad_enabled).ptr() == Py_False &&
+         PyLong_AsLong(call(names().num_function_modes).ptr()) == 0 && PyTuple_GET_SIZE(unknown_modes().ptr()) == 0;
 }
 
 // Skips autograd and sets the grad mode of the forward, for one call.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +196,22 @@ def test_meta_and_fake_tensors_have_no_bytes() -> None:
             fake = torch.ones(100) * 2
         assert (outside.peak_bytes, inside.peak_bytes) == (0, 0)
     del meta, fake
+
+
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
+def test_what_meta_and_fake_tensors_would_hold_is_counted_on_request(mode: Any) -> None:
+    def run(device: str, counted: str | None) -> tuple[int, int, int]:
+        x = torch.ones(64, 64, device=device, requires_grad=True)
+        with LiveStorages(parameters=[x], device=counted) as live:
+            y = x.sin()[:32].repeat(2, 1).exp()
+            held_bytes = live.live_bytes
+            y.sum().backward()
+        return held_bytes, live.peak_bytes, live.gradient_bytes
+
+    expected = run("cpu", None)
+    assert run("cpu", "meta") == (0, 0, 0)
+    with mode():
+        assert run("cpu" if mode is FakeTensorMode else "meta", "meta") == expected
 
 
 def test_subclasses_count_their_inner_tensors() -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from actckpt.engine.demotion import Steps
 from actckpt.errors import AuditError
-from actckpt.runtime import rng
+from actckpt.runtime import rng, torch_private
 from actckpt.runtime.inputs import contents_of
 from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.stack import module_name
@@ -190,7 +190,10 @@ def _itself(item: Any) -> Any:
 
 def can_compare(tensor: Tensor) -> bool:
     """Whether a checksum of a tensor would say anything."""
-    return not (tensor.is_meta or rng.is_capturing())
+    if rng.is_capturing() or torch_private.is_tracing():
+        return False
+    has_bytes = not (tensor.is_meta or type(tensor) is torch_private.fake_tensor_type)
+    return has_bytes and not torch_private.is_zero_tangent(tensor)
 
 
 def checksum(tensor: Tensor) -> Tensor:

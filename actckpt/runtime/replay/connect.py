@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from actckpt import _frames
 from actckpt.action import Action
 from actckpt.runtime import torch_private
@@ -27,6 +29,7 @@ NAMES: dict[str, Any] = {
     "any_autocast_enabled": torch_private.any_autocast_enabled,
     "num_function_modes": torch_private.num_function_modes,
     "exchange_api": torch_private.exchange_api,
+    "strided": torch.strided,
     "recording": opened.recording,
     "made_by_function": unseen.made_by_function,
     "saved_by_function": unseen.saved_by_function,

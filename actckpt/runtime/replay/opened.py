@@ -12,9 +12,9 @@ import functools
 import threading
 from typing import Any
 
-from actckpt._frames import all_or_nothing, pack_recorded, unpack_recorded
+from actckpt._frames import all_or_nothing, pack_recorded, unknown_modes, unpack_recorded
 from actckpt.action import Action
-from actckpt.runtime import offload, torch_private
+from actckpt.runtime import modes, offload, torch_private
 from actckpt.runtime.replay import saved
 from actckpt.runtime.replay.audit import Site, site_of
 from actckpt.runtime.replay.choice import Choice
@@ -121,6 +121,11 @@ class OpenRegion:
         site = self._caller if isinstance(self._caller, Site) else site_of(self._caller)
         tape = Tape(self._choice, outer_hooks, site)
         tape.entries = self._entries
+        if unknown := unknown_modes():
+            tape.why_opaque = (
+                f"made below the dispatch mode {modes.name_of(unknown[-1])}, which may change results; if it does not, "
+                "name it in configure(observers=...)"
+            )
         tape.hands_kept_out = self._respects_hooks
         tape.pack_hook = functools.partial(pack_recorded, tape)
         self._outer_tape = current

@@ -90,6 +90,21 @@ _NONDETERMINISTIC_ON_CUDA = frozenset(
 _NONDETERMINISTIC_ON_CUDA_IF = {"convolution": 6}
 
 
+#: Operators that are nondeterministic on the CPU, and from how many threads on (Rule 5). Where indices name an element
+#: of the result twice, threads add to it with atomic operations, or the last one to write it wins. `linalg_lstsq` gives
+#: LAPACK memory that nobody wrote, for its pivots.
+_NONDETERMINISTIC_ON_CPU = {
+    **dict.fromkeys(
+        (
+            *("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "put", "put_"),
+            *("_unsafe_masked_index_put_accumulate", "index_copy", "index_copy_", "max_unpool2d", "max_unpool3d"),
+        ),
+        2,
+    ),
+    "linalg_lstsq": 1,
+}
+
+
 class HigherOrder:
     """An operator whose arguments may be functions: not recorded (Rule 10 of NOTE [ Replay ])."""
 
@@ -122,6 +137,7 @@ class Operator:
         "is_view",
         "name",
         "nondeterministic_flag",
+        "nondeterministic_threads",
         "overwrites",
         "reads_outside",
         "reshapes_storage",
@@ -170,6 +186,8 @@ class Operator:
         self.is_nondeterministic_on_cuda = namespace == "aten" and (
             base in _NONDETERMINISTIC_ON_CUDA or self.nondeterministic_flag is not None
         )
+        #: Number of threads from which on it is nondeterministic on the CPU, 0: never.
+        self.nondeterministic_threads = _NONDETERMINISTIC_ON_CPU.get(base, 0) if namespace == "aten" else 0
         #: Each element of the result depends on one of each argument: not on how sums are formed (NOTE [ Settings ]).
         self.is_elementwise = not self.is_foreign and torch.Tag.pointwise in func.tags
         #: The keyword that takes a `torch.Generator`, None if there is none.
@@ -184,6 +202,7 @@ class Operator:
             or self.is_collective
             or self.hidden_writes
             or self.is_nondeterministic_on_cuda
+            or self.nondeterministic_threads
             or self.reshapes_storage
         )
 

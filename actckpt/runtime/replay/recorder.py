@@ -15,9 +15,11 @@ Rule 3.  Randomness. The states of the generators are captured before a random o
          operator that is not torch's own is random if it moved a default generator.
 Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
          nothing recorded has fully written (see `filling`), what compiled code returns, storages that cannot be read
-         (sparse, nested) and what is made from them or from inference tensors, since nobody tells when they change.
+         (sparse, nested) and what is made from them or from inference tensors, since nobody tells when they change;
+         what is made below dispatch modes that may change it (NOTE [ Modes ]).
 Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back, and operators that are
-         nondeterministic on CUDA are not executed again, or only in a form without the effect.
+         nondeterministic (on CUDA; on the CPU, most with several threads) are not executed again, or only in a form
+         without the effect.
 Rule 6.  Audit. See `audit`.
 Rule 7.  Outside changes. If replay needs bytes that changed after the region closed, unpack raises. The aliases that
          tell are made outside of the dispatch handler: inside, `detach()` does not share the version counter.
@@ -105,6 +107,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     why_opaque = _why_opaque(operator, args, bool(hidden))
     if tape.num_untold != num_untold:
         why_opaque = why_opaque or tape.why_untold
+    why_opaque = why_opaque or tape.why_opaque or ""
     if hidden and operator.has_form_without_effect:
         step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)
@@ -177,17 +180,27 @@ def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bo
         return "an operator with effects"
     if operator.reads_outside:
         return "read from outside of the program"
-    flag = operator.nondeterministic_flag
-    if (
-        operator.is_nondeterministic_on_cuda
-        and (flag is None or args[flag])
-        and not torch.are_deterministic_algorithms_enabled()
-        and any(tensor.is_cuda for tensor in _tensors_in(args))
-    ):
+    if operator.is_nondeterministic_on_cuda and _is_nondeterministic_on_cuda(operator, args):
         return "nondeterministic on CUDA"
+    if operator.nondeterministic_threads and _is_nondeterministic_on_cpu(operator, args):
+        return "nondeterministic on the CPU"
     if operator.is_random and rng.is_capturing():
         return "random numbers in a stream capture"
     return ""
+
+
+def _is_nondeterministic_on_cuda(operator: Operator, args: tuple[Any, ...]) -> bool:
+    flag = operator.nondeterministic_flag
+    return (
+        (flag is None or bool(args[flag]))
+        and not torch.are_deterministic_algorithms_enabled()
+        and any(tensor.is_cuda for tensor in _tensors_in(args))
+    )
+
+
+def _is_nondeterministic_on_cpu(operator: Operator, args: tuple[Any, ...]) -> bool:
+    has_threads = torch.get_num_threads() >= operator.nondeterministic_threads
+    return has_threads and any(tensor.is_cpu for tensor in _tensors_in(args))
 
 
 def _begin_random(tape: Tape, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

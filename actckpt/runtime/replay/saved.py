@@ -134,6 +134,8 @@ def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
 def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
     """Return `tensor` if it is what was saved, else the original; raises if there is none."""
     tape = handle.tape
+    if torch_private.is_tracing():
+        return tensor
     try:
         with Paused():
             is_right = torch.equal(audit.checksum(tensor), expected.checksum)
@@ -189,6 +191,14 @@ def _described(handle: Handle) -> str:
 
 def settle(tape: Tape) -> None:
     """Close a tape: release what no saved tensor needs, hold the rest under watch (Rules 7 and 11)."""
+    if torch_private.innermost_transform() is None:
+        _settle(tape)
+    else:
+        with torch_private.below_transforms():
+            _settle(tape)
+
+
+def _settle(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
     casts.note(tape)

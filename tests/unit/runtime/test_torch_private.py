@@ -7,6 +7,7 @@ comment says what happens without the name. Where torch made the name public, us
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
@@ -34,6 +35,19 @@ NAMES = [
     (torch._C, "_get_function_stack_at", "goes with _len_torch_function_stack"),
     (torch._C, "_push_on_torch_function_stack", "goes with _len_torch_function_stack"),
     (torch._C, "_pop_torch_function_stack", "goes with _len_torch_function_stack"),
+    (torch._C, "_len_torch_dispatch_stack", "required: modes that change results must not go unseen"),
+    (torch._C, "_get_dispatch_stack_at", "goes with _len_torch_dispatch_stack"),
+    (torch._C, "_push_on_torch_dispatch_stack", "goes with _len_torch_dispatch_stack"),
+    (torch._C, "_pop_torch_dispatch_stack", "goes with _len_torch_dispatch_stack"),
+    (torch._C, "_get_dispatch_mode", "optional: offloading and audits raise under make_fx"),
+    (torch._C._TorchDispatchModeKey, "PROXY", "goes with _get_dispatch_mode"),
+    (torch._C, "_set_fwd_grad_enabled", "optional: what has no formula for tangents raises under jvp"),
+    (torch._C, "_is_fwd_grad_enabled", "goes with _set_fwd_grad_enabled"),
+    (torch._C._functorch, "peek_interpreter_stack", "optional: regions raise inside of transforms"),
+    (torch._C._functorch, "pop_dynamic_layer_stack", "goes with peek_interpreter_stack"),
+    (torch._C._functorch, "push_dynamic_layer_stack", "goes with peek_interpreter_stack"),
+    (torch.Tensor, "_is_zerotensor", "optional: audits raise under jvp where a tangent is zero"),
+    (forward_ad, "_current_level", "optional: tangents may always be there"),
     (torch.utils._device, "CURRENT_DEVICE", "optional: what torch.get_default_device reads"),
     (torch.UntypedStorage, "resize_", "optional: public; what it frees is not waited for"),
     (torch.UntypedStorage, "_share_fd_cpu_", "optional: memory moved to shared memory is not waited for"),
@@ -46,6 +60,7 @@ NAMES = [
     (torch._C, "_AutoDispatchBelowAutograd", "optional: replay turns grad mode off for operators in place"),
     (torch.utils.checkpoint, "_CachingTorchDispatchMode", "optional: context_fn has torch's limits"),
     (torch._C, "_dispatch_get_all_op_names", "optional, in operator_names: names are not checked, none are suggested"),
+    (torch._subclasses.fake_tensor, "FakeTensor", "optional: regions under FakeTensorMode raise"),
     (torch, "_disable_dynamo", "optional: the compiler looks into regions of TransformerEngine"),
     (torch._C, "_get_deterministic_algorithms", "required: public is a Python function"),
     (torch._C, "_get_deterministic_algorithms_warn_only", "required: public is a Python function"),
@@ -96,6 +111,17 @@ def test_installed_torch_has_the_flags_of_python_code() -> None:
     assert [flag for _, flag in torch_private.python_flags] == ["_is_fastpath_enabled", "enabled", "strategy"]
 
 
+@pytest.mark.parametrize("name", sorted(torch_private.OBSERVING_MODES))
+def test_installed_torch_has_the_observing_mode(name: str) -> None:
+    module, _, kind = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), kind)
+    except ImportError as error:  # a build without distributed, or an older torch
+        pytest.skip(str(error))
+    assert f"{found.__module__}.{found.__qualname__}" in torch_private.OBSERVING_MODES
+    assert "__torch_dispatch__" in vars(found)
+
+
 def test_every_private_name_of_torch_is_checked_here() -> None:
     public = {
         "Any",
@@ -106,10 +132,14 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "Sequence",
         "Variable",
         "contextmanager",
+        "forward_ad",
         "partial",
         "torch",
     }
     functions = {
+        "below_transforms",
+        "is_tracing",
+        "tangents_enabled",
         "are_on_top",
         "callee_of",
         "is_compiled_function",
@@ -134,6 +164,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "NUMERIC_OF_CUDA",
         "NUMERIC_OF_ELEMENTS",
         "NUMERIC_OF_HIP",
+        "OBSERVING_MODES",
         "SCRIPT_FAILURE",  # checked in tests/contract/test_keywords.py
         "any_autocast_enabled",
         "apply_code",
@@ -141,26 +172,34 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "current_graph_exec_group",
         "current_graph_task_id",
         "disable_dynamo",
+        "dispatch_mode_at",
         "exchange_api",
+        "fake_tensor_type",
         "flags_of_cpus",
         "flags_of_cuda",
         "flags_of_elements",
         "flags_of_hip",
         "get_precision",
+        "innermost_transform",
+        "is_zero_tangent",
         "function_node_type",
         "keeps_graph",
         "must_be_deterministic",
         "next_sequence_number",
         "nondeterminism_warns",
+        "num_dispatch_modes",
         "num_function_modes",
         "older_precisions",
+        "pop_dispatch_mode",
         "pop_hooks",
+        "push_dispatch_mode",
         "push_hooks",
         "python_flags",
         "queue_callback",
         "set_deterministic",
         "set_grad_enabled",
         "set_precision",
+        "set_tangents_enabled",
         "top_hooks",
     }, "add the new name to NAMES above"
 

@@ -1,0 +1,358 @@
+"""Dispatch modes of the program that change what operators return: gradients are plain autograd's all the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import CountOperators, assert_equal
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import actckpt
+from actckpt.memory import LiveStorages
+from actckpt.policies import PerOp
+
+_aten = torch.ops.aten
+
+
+class MoreMul(TorchDispatchMode):
+    """One more than the product, for every product."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result + 1 if func is _aten.mul.Tensor else result
+
+
+class Noise(TorchDispatchMode):
+    """Another result for every operator that makes numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_alias = any(returned.alias_info is not None for returned in func._schema.returns)
+        makes_numbers = isinstance(result, Tensor) and result.is_floating_point() and not is_alias
+        return result * 1.5 if makes_numbers else result
+
+
+class InPlace(TorchDispatchMode):
+    """Changes results, and what it was given, behind the back of whoever called the operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is _aten.exp.default:
+            result.add_(0.5)
+        return result
+
+
+class Replaces(TorchDispatchMode):
+    """Runs another operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _aten.cos.default(*args) if func is _aten.sin.default else func(*args, **(kwargs or {}))
+
+
+class Counter(TorchDispatchMode):
+    """Counts, and changes nothing; who would know?"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class WorseLiveStorages(LiveStorages):
+    """Of a known kind, but with a handler of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return result + 1 if func is _aten.mul.Tensor else result
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "more": MoreMul,
+    "noise": Noise,
+    "in place": InPlace,
+    "replaces": Replaces,
+    "of a known kind": WorseLiveStorages,
+}
+POLICIES: dict[str, Any] = {
+    "recompute": "recompute",
+    "list": [_aten.sin.default],
+    "offload": PerOp({_aten.exp.default: "offload"}, default="recompute"),
+    "by value": lambda info: actckpt.Action.RECOMPUTE,
+}
+
+
+def _body(x: Tensor, w: Tensor) -> Tensor:
+    h = (x.sin() * w).exp()
+    h = (h @ w * w.sin()).tanh()
+    buffer = torch.empty_like(h)
+    buffer.copy_(h)
+    return (h * buffer).exp().sin() * w.t()
+
+
+class Body(torch.nn.Module):
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(w.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _body(x, self.w)
+
+
+Run = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
+
+
+def _plain(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+    return function(x, w)
+
+
+def _region(policy: Any) -> Run:
+    def run(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+        with actckpt.region(policy):
+            return function(x, w)
+
+    return run
+
+
+def _in_hooks(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+    with save_on_cpu(), actckpt.region():
+        return function(x, w)
+
+
+def _nested(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+    with actckpt.region(), save_on_cpu(), actckpt.region():
+        return function(x, w)
+
+
+def _checkpoint(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+    return actckpt.checkpoint(function, x, w)
+
+
+def _module(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+    class Called(torch.nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return function(x, w)
+
+    return actckpt.checkpoint(Called(), x, w)
+
+
+METHODS: dict[str, Run] = {
+    **{name: _region(policy) for name, policy in POLICIES.items()},
+    "in hooks": _in_hooks,
+    "nested": _nested,
+    "checkpoint of a function": _checkpoint,
+    "checkpoint of a module": _module,
+}
+
+
+def _gradients(run: Run, forward: Any, backward: Any, function: Any = _body) -> list[Tensor]:
+    torch.manual_seed(5)
+    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    with forward:
+        y = run(function, x, w)
+    grad = torch.ones(3, 3)
+    before = torch._C._len_torch_dispatch_stack()
+    with backward:
+        inside = torch._C._len_torch_dispatch_stack()
+        first = torch.autograd.grad(y, (x, w), grad, retain_graph=True)
+        second = torch.autograd.grad(y, (x, w), grad)
+        assert torch._C._len_torch_dispatch_stack() == inside
+    assert torch._C._len_torch_dispatch_stack() == before
+    return [y.detach(), *first, *second]
+
+
+@pytest.fixture(params=["first", "off"])
+def _audit(request: Any) -> Iterator[None]:
+    before = actckpt.configure().audit
+    actckpt.configure(audit=request.param)
+    yield
+    actckpt.configure(audit=before)
+
+
+@pytest.mark.usefixtures("_audit")
+@pytest.mark.parametrize("where", ["forward", "backward", "both, as one", "both"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd(
+    method: str, mode: str, where: str
+) -> None:
+    def contexts() -> tuple[Any, Any]:
+        made = MODES[mode]()
+        forward = made if where != "backward" else contextlib.nullcontext()
+        backward = made if where == "both, as one" else MODES[mode]()
+        return forward, backward if where != "forward" else contextlib.nullcontext()
+
+    run = METHODS[method]
+    for _ in range(2):  # until audits are over
+        assert_equal(_gradients(run, *_no_contexts()), _gradients(_plain, *_no_contexts()))
+    assert_equal(_gradients(run, *contexts()), _gradients(_plain, *contexts()))
+    assert_equal(_gradients(run, *_no_contexts()), _gradients(_plain, *_no_contexts()))
+
+
+def _no_contexts() -> tuple[Any, Any]:
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+@pytest.mark.usefixtures("_audit")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mode_within_a_region_changes_what_it_changes_in_plain_autograd(method: str, mode: str) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = _body(x, w)
+        with MODES[mode]():
+            y = _body(y, w)
+        return _body(y, w)
+
+    for _ in range(3):
+        assert_equal(
+            _gradients(METHODS[method], *_no_contexts(), function), _gradients(_plain, *_no_contexts(), function)
+        )
+
+
+class LessMul(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result - 1 if func in (torch.mul, Tensor.mul, Tensor.__mul__) else result
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "inside"])
+@pytest.mark.parametrize("method", METHODS)
+def test_function_modes_are_above_what_is_recorded(method: str, where: str) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        with LessMul() if where == "inside" else contextlib.nullcontext():
+            return _body(x, w)
+
+    def contexts() -> Iterator[Any]:
+        yield LessMul() if where == "forward" else contextlib.nullcontext()
+        yield LessMul() if where == "backward" else contextlib.nullcontext()
+
+    for _ in range(2):
+        assert_equal(_gradients(METHODS[method], *contexts(), function), _gradients(_plain, *contexts(), function))
+
+
+# What is known to change nothing.
+
+
+def _report(mode: Any) -> actckpt.Report:
+    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    with mode, actckpt.region() as r:
+        y = _body(x, w)
+    y.sum().backward()
+    return r.report()
+
+
+def _known_modes() -> dict[str, Callable[[], Any]]:
+    from torch.testing._internal.logging_tensor import LoggingTensorMode
+
+    found: dict[str, Callable[[], Any]] = {
+        "LiveStorages": LiveStorages,
+        "FlopCounterMode": lambda: FlopCounterMode(display=False),
+        "allow_mutation_on_saved_tensors": torch.autograd.graph.allow_mutation_on_saved_tensors,
+        "LoggingTensorMode": LoggingTensorMode,
+    }
+    with contextlib.suppress(ImportError):
+        from torch.utils._debug_mode import DebugMode
+
+        found["DebugMode"] = DebugMode
+    if torch.distributed.is_available():
+        from torch.distributed._tools.mem_tracker import MemTracker
+        from torch.distributed.tensor.debug import CommDebugMode
+
+        found |= {"CommDebugMode": CommDebugMode, "MemTracker": MemTracker}
+    return found
+
+
+@pytest.mark.parametrize("name", _known_modes())
+def test_modes_known_to_change_nothing_do_not_count(name: str) -> None:
+    expected = _report(contextlib.nullcontext())
+    found = _report(_known_modes()[name]())
+    if name == "allow_mutation_on_saved_tensors":  # has hooks as well, and holds what it packs
+        assert not any("mode" in why for row in found.rows for why in row.not_replayed)
+        return
+    assert (found.recomputed_bytes, found.kept_bytes) == (expected.recomputed_bytes, expected.kept_bytes)
+    assert found.recomputed_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*that the policy of this region wants to recompute:UserWarning")
+def test_the_report_names_the_mode_on_account_of_which_values_are_kept() -> None:
+    report = _report(Counter())
+    assert report.recomputed_bytes == 0
+    reasons = {why for row in report.rows for why in row.not_replayed if row.operator != "(input)"}
+    name = "test_dispatch_modes.Counter"
+    assert reasons == {
+        f"made below the dispatch mode {name}, which may change results; if it does not, name it in "
+        "configure(observers=...)"
+    }
+
+
+def test_configure_observers_lists_modes_that_change_nothing() -> None:
+    before = actckpt.configure().observers
+    actckpt.configure(observers=[Counter])
+    try:
+        counter = Counter()
+        assert _report(counter).recomputed_bytes == _report(contextlib.nullcontext()).recomputed_bytes
+        forward = counter.count
+        x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+        with actckpt.region():
+            y = _body(x, w)
+        with counter:
+            y.sum().backward()
+        assert counter.count > 2 * forward  # it sees replayed operators, too
+    finally:
+        actckpt.configure(observers=before)
+
+
+def test_one_mode_among_others_that_may_change_results_suffices() -> None:
+    with CountOperators(), MoreMul(), LiveStorages():
+        expected = _gradients(_plain, *_no_contexts())
+        with LiveStorages():
+            assert_equal(_gradients(_region("recompute"), *_no_contexts()), expected)
+
+
+def test_modes_outside_see_the_same_operators_in_the_same_order_after_a_rerun() -> None:
+    outer, inner = Counter(), LiveStorages()
+    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    with MoreMul():
+        y = actckpt.checkpoint(_body, x, w)
+    with outer, MoreMul(), inner:
+        stack = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+        y.sum().backward()
+        assert stack == [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+
+
+@pytest.mark.parametrize("kind", ["rerun", "replay"])
+def test_modes_are_put_back_after_an_error(kind: str) -> None:
+    class FailsError(Exception):
+        pass
+
+    @torch.library.custom_op("dispatch_modes::fail", mutates_args=())
+    def fail(x: Tensor) -> Tensor:
+        if fails:
+            raise FailsError
+        return x.clone()
+
+    fails: list[int] = []
+    w, t = torch.randn(3, requires_grad=True), torch.randn(3)
+    if kind == "rerun":
+        with MoreMul():
+            y = actckpt.checkpoint(lambda w: w * fail(t), w)
+    else:
+        with actckpt.region():
+            y = w * fail(t)
+    fails.append(1)
+    with Replaces() as mode:
+        with pytest.raises(FailsError):
+            torch.autograd.grad(y, w, torch.ones(3))
+        assert torch._C._len_torch_dispatch_stack() == 1
+        assert torch._C._get_dispatch_stack_at(0) is mode
+    assert torch._C._len_torch_dispatch_stack() == 0

@@ -1,0 +1,132 @@
+"""Regions inside of `torch.func.jvp` and `make_fx`, and over parts of sparse tensors: results are plain autograd's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import actckpt
+from actckpt.policies import PerOp
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning", "ignore:Sparse")
+
+_aten = torch.ops.aten
+_SIZE = 400_000  # more than what is too small to be moved
+
+Body = Callable[..., Tensor]
+
+
+def _in_region(policy: Any) -> Callable[[Body], Body]:
+    def wrapped(body: Body) -> Body:
+        def run(*tensors: Tensor) -> Tensor:
+            with actckpt.region(policy):
+                return body(*tensors)
+
+        return run
+
+    return wrapped
+
+
+def _in_offload(body: Body) -> Body:
+    def run(*tensors: Tensor) -> Tensor:
+        with actckpt.offload(min_bytes=0):
+            return body(*tensors)
+
+    return run
+
+
+METHODS: dict[str, Callable[[Body], Body]] = {
+    "recompute": _in_region("recompute"),
+    "list": _in_region([_aten.mul.Tensor]),
+    "PerOp": _in_region(PerOp({_aten.sin.default: "offload"}, default="recompute")),
+    "all offloaded": _in_region(PerOp({}, default="offload")),
+    "offload": _in_offload,
+    "checkpoint with PerOp": lambda body: (
+        lambda *tensors: actckpt.checkpoint(
+            body, *tensors, policy=PerOp({_aten.sin.default: "offload"}, default="recompute")
+        )
+    ),
+}
+
+
+def _body(x: Tensor, w: Tensor) -> Tensor:
+    return ((x.sin() * 2) * w).exp().cos() * w.sin()
+
+
+def _leaves() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.rand(_SIZE).requires_grad_(), torch.rand(_SIZE).requires_grad_(), torch.rand(_SIZE)
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> Callable[[Body], Body]:
+    return METHODS[request.param]
+
+
+@pytest.mark.parametrize("has_zero_tangent", [True, False])
+def test_tangents_of_jvp_and_their_gradients(method: Callable[[Body], Body], has_zero_tangent: bool) -> None:
+    def run(body: Body) -> Any:
+        x, w, tangent = _leaves()
+        if has_zero_tangent:
+            found = torch.func.jvp(lambda x: body(x, w), (x,), (tangent,))
+        else:
+            found = torch.func.jvp(body, (x, w), (tangent, torch.zeros(_SIZE)))
+        return found, torch.autograd.grad((found[0] * found[1]).sum(), (x, w))
+
+    for _ in range(2):
+        assert_equal(run(method(_body)), run(_body))
+
+
+def test_gradients_have_their_tangents(method: Callable[[Body], Body]) -> None:
+    def run(body: Body) -> list[Tensor]:
+        x, w, tangent = _leaves()
+        with forward_ad.dual_level():
+            y = body(forward_ad.make_dual(x, tangent), w)
+            gradients = torch.autograd.grad(y.sum(), (x, w))
+            return [part.clone() for gradient in gradients for part in forward_ad.unpack_dual(gradient)]
+
+    for _ in range(2):
+        assert_equal(run(method(_body)), run(_body))
+
+
+def test_make_fx_traces_forward_and_backward(method: Callable[[Body], Body]) -> None:
+    def step(body: Body) -> Callable[..., tuple[Tensor, ...]]:
+        def run(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+            x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+            return torch.autograd.grad(body(x, w).sum(), (x, w))
+
+        return run
+
+    x, w, other = _leaves()
+    traced = make_fx(step(method(_body)))(x, w)
+    for first, second in ((x, w), (other, x)):
+        assert_equal(traced(first, second), step(_body)(first, second))
+
+
+def _sparse(layout: str) -> Callable[[Tensor], Tensor]:
+    def body(x: Tensor) -> Tensor:
+        made = getattr(x * 2, layout)()
+        values: Tensor = (made.coalesce() if layout == "to_sparse" else made).values()
+        return values.exp().sin()
+
+    return body
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_values_of_sparse_tensors(method: Callable[[Body], Body], layout: str) -> None:
+    def run(body: Body) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.rand(5, 5).requires_grad_()
+        body(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    for _ in range(2):
+        assert_equal(run(method(_sparse(layout))), run(_sparse(layout)))
