@@ -1,18 +1,32 @@
 """Tells the extension what it needs of Python and torch. Imported once, for its effect."""
 
+import functools
+import sys
 import threading
+import types
+from collections import deque
 
 import torch
 
 from actckpt import _frames
 from actckpt.runtime import messages, rerun, rng, state, torch_private
-from actckpt.runtime.inputs import HeldTensorChanged, changed_error, parameter_error
+from actckpt.runtime.buffers import note_buffers
+from actckpt.runtime.inputs import HeldTensorChanged, changed_error, global_names, parameter_error
 
 NAMES = {
     "tensor_type": torch.Tensor,
     "parameter_type": torch.nn.Parameter,
     "module_type": torch.nn.Module,
     "storage_type": torch.UntypedStorage,
+    # Containers and objects that a region leads to (csrc/frames/structure.h).
+    "generator_type": torch.Generator,
+    "partial_type": functools.partial,
+    "deque_type": deque,
+    "namespace_type": types.SimpleNamespace,
+    "lock_types": (type(threading.Lock()), type(threading.RLock())),
+    # Packages whose objects are left alone: the standard library's, but for collections and namespaces.
+    "left_alone": frozenset(sys.stdlib_module_names - {"argparse", "collections", "types"}),
+    "global_names": global_names,
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
     # Global state that a rerun must find as the forward found it.
@@ -33,6 +47,8 @@ NAMES = {
     "queue_callback": torch_private.queue_callback,
     # Reruns that are not of the common kind.
     "refill": rerun.refill,
+    # Buffers that a forward changes.
+    "note_buffers": note_buffers,
     # Errors.
     "mismatch_error": rerun.mismatch_error,
     "modified_error": messages.saved_tensor_changed,

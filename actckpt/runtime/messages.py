@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _ADVICE = (
     "The function must do the same in both runs: no counters, flags or Python randomness that differ "
-    "between them. Pass debug=True to see the operators of both runs."
+    "between them, no attribute of a module that one call leaves for the next (a recurrent state). Pass a policy, "
+    "whose regions run nothing again, or debug=True to see the operators of both runs."
 )
 
 

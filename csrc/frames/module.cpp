@@ -11,6 +11,7 @@
 #include "frames/python.h"
 #include "frames/refill.h"
 #include "frames/region.h"
+#include "frames/structure.h"
 #include "frames/swap_lock.h"
 #include "frames/task_end.h"
 #include "replay/names.h"
@@ -33,6 +34,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_generator_types(module);
   actckpt::add_parameter_functions(module);
   actckpt::add_exclusive_functions(module);
+  actckpt::add_structure_type(module);
   actckpt::add_swap_functions(module);
   actckpt::add_region_functions(module);
   actckpt::replay::add_replay_types(module);

@@ -28,12 +28,28 @@ struct Python {
   PyObject* acquire;
   PyObject* release;
   PyObject* name;
+  PyObject* buffers;
+  PyObject* slots;
+  PyObject* module;
+  PyObject* func;
+  PyObject* args;
+  PyObject* keywords;
+  PyObject* forward_done;
+  PyObject* are_as_found;
+  PyObject* watching;
 
   // Set by `connect`; see actckpt/runtime/connect.py for what each is.
   PyObject* tensor_type;
   PyObject* parameter_type;
   PyObject* module_type;
   PyObject* storage_type;
+  PyObject* generator_type;
+  PyObject* partial_type;
+  PyObject* deque_type;
+  PyObject* namespace_type;
+  PyObject* lock_types;
+  PyObject* left_alone;
+  PyObject* global_names;
   PyObject* lock_type;
   PyObject* state_getters;
   PyObject* cpu_generators;
@@ -48,6 +64,7 @@ struct Python {
   PyObject* is_capturing;      // null where there is no CUDA
   PyObject* generators_of;
   PyObject* refill;
+  PyObject* note_buffers;
   PyObject* swap_timeout_error;
   PyObject* mismatch_error;
   PyObject* modified_error;

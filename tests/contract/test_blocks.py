@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, gradients, leaf
+from oracle import Log, assert_equal, gradients, leaf
 
 import actckpt
 
@@ -182,7 +182,7 @@ def test_options_reach_every_region() -> None:
 
 def test_a_forward_that_was_patched_before_is_kept_and_put_back() -> None:
     model = Model()
-    calls: list[int] = []
+    calls = Log()
     block = model.layers[1]
     original = block.forward
 
