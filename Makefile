@@ -3,17 +3,23 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+INTEGRATIONS ?= .venv-integrations
+SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench sanitize clean
+.PHONY: demo test integrations lint types bench sanitize clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The tests that run code of other packages, in an environment of their own.
+integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -30,11 +36,19 @@ sanitize:
 	scripts/engine_sanitize
 
 # torch first and pinned: a range would pull another build of it.
-$(STAMP): pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+$(STAMP): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint,plot]'
 	touch $(STAMP)
 
+# PyPI's torchvision, which timm asks for, goes with another build of torch and does not import beside this one.
+$(INTEGRATIONS)/.installed: tests/integrations/requirements.txt $(SOURCES)
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt -e '.[test]' -r $<
+	$(INTEGRATIONS)/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
 clean:
-	rm -rf $(VENV) build actckpt/*.so *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) build actckpt/*.so *.egg-info

@@ -17,6 +17,7 @@ import torch
 from actckpt.api import checkpoint, checkpoint_call, offload
 from actckpt.errors import BlocksError
 from actckpt.policies import choice_of, compiled_form
+from actckpt.runtime.key_value_caches import without_cache
 
 __all__ = ["apply", "remove"]
 
@@ -120,7 +121,13 @@ class _CheckpointedForward:
         policy = self.policy
         if torch.compiler.is_compiling() and self.compiled_policy is not None:
             policy = self.compiled_policy
-        return checkpoint_call(self._original(), args, kwargs, policy=policy, **self.options)
+        original = self._original()
+        if policy in (None, "recompute") and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            arguments = without_cache(self.block, original, args, kwargs)
+            if arguments is None:
+                return original(*args, **kwargs)
+            args, kwargs = arguments
+        return checkpoint_call(original, args, kwargs, policy=policy, **self.options)
 
     def _original(self) -> Callable[..., Any]:
         if self.replaced is not None:
