@@ -9,13 +9,17 @@ SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cp
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test integrations lint types bench sanitize clean
+.PHONY: demo test soak integrations lint types bench sanitize clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Nothing may grow over 20,000 steps; `make test` runs the same over 2,000.
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 # The tests that run code of other packages, in an environment of their own.
 integrations: $(INTEGRATIONS)/.installed

@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt.runtime import messages
+from actckpt.runtime.watched import memory_of, storage_of, version
 
-__all__ = ["Buffers", "Stale", "note_buffers", "storage_of", "tensors_in", "version", "written_tensors"]
+__all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
@@ -56,14 +57,16 @@ class Stale:
 class _Noted:
     """The buffers of one module."""
 
-    __slots__ = ("copies", "found", "is_known", "is_statistics", "module", "versions", "written")
+    __slots__ = ("copies", "found", "is_known", "is_statistics", "marks", "module", "written")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.is_statistics = module.training and type(module) in _BATCH_NORMS and module.running_mean is not None
         self.found = {} if self.is_statistics else dict(module._buffers)
-        self.versions = [version(buffer) for buffer in self.found.values()]
+        self.marks = {name: (version(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
         known = _known.get(module, 0)
+        if any(buffer is not None and buffer.is_inference() for buffer in self.found.values()):
+            known = _known[module] = known | _CHANGES | _HIDES  # they have no version
         self.is_known = self.is_statistics or bool(known & (_CALLED[bool(module.training)] | _CHANGES))
         self.copies = _copies(self.found) if known & _CHANGES else None
         #: Names of the buffers that the mode saw written.
@@ -78,7 +81,7 @@ class _Noted:
         if self.is_statistics:
             return
         known = _known.get(self.module, 0) | (_CALLED[bool(self.module.training)] if was_watched else 0)
-        moved = {name for name, before in self._versions() if version(self.found[name]) != before}
+        moved = set(self._moved())
         if not self.written <= moved:
             known |= _HIDES
         if moved or self.written or not self._stands():
@@ -89,8 +92,12 @@ class _Noted:
             self.copies = None
         _known[self.module] = known
 
-    def _versions(self) -> Iterator[tuple[str, int]]:
-        return zip(self.found, self.versions, strict=True)
+    def _moved(self) -> list[str]:
+        return [
+            name
+            for name, (before, memory) in self.marks.items()
+            if version(self.found[name]) != before or memory_of(self.found[name]) is not memory
+        ]
 
     def _stands(self) -> bool:
         now = self.module._buffers
@@ -105,11 +112,9 @@ class _Noted:
         return self.found if self.copies is None else _copies(self.copies)
 
     def stale(self) -> list[Stale]:
-        if self.copies is not None:
-            return []
-        return [self._stale(name, before) for name, before in self._versions() if version(self.found[name]) != before]
+        return [] if self.copies is not None else [self._stale(name) for name in self._moved()]
 
-    def _stale(self, name: str, before: int) -> Stale:
+    def _stale(self, name: str) -> Stale:
         buffer = self.found[name]
         assert buffer is not None
         advice = (
@@ -117,7 +122,7 @@ class _Noted:
             "call on, or from now on. Pass a policy, whose regions run nothing again, or "
             'determinism_check="none" if the change does no harm.'
         )
-        return Stale(buffer, before, f"Buffer {name!r} of {messages.name_of(self.module)}", advice)
+        return Stale(buffer, self.marks[name][0], f"Buffer {name!r} of {messages.name_of(self.module)}", advice)
 
 
 class Buffers:
@@ -205,21 +210,6 @@ class _FirstWrites(TorchDispatchMode):
             if noted is not None:
                 noted.note_write(name)
         return func(*args, **kwargs)
-
-
-def version(value: object) -> int:
-    """Return the version of a tensor; 0 for what has none."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def storage_of(tensor: Tensor | None) -> Any:
-    """Return the storage of a plain tensor, the same object as long as one is held; None where there is none."""
-    if tensor is None or type(tensor) not in (Tensor, torch.nn.Parameter):
-        return None
-    try:
-        return tensor.untyped_storage()
-    except NotImplementedError:  # sparse, or of a function transform
-        return None
 
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -12,6 +12,7 @@ from actckpt import _frames
 from actckpt.runtime import messages, rerun, rng, state, torch_private
 from actckpt.runtime.buffers import note_buffers
 from actckpt.runtime.inputs import HeldTensorChanged, changed_error, global_names, parameter_error
+from actckpt.runtime.watched import has_same_bytes, own_copy
 
 NAMES = {
     "tensor_type": torch.Tensor,
@@ -41,6 +42,7 @@ NAMES = {
     "pop_hooks": torch_private.pop_hooks,
     "is_grad_enabled": torch.is_grad_enabled,
     "set_grad_enabled": torch_private.set_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     # Which backward is under way, and what to do when it ends.
     "graph_task_id": torch_private.current_graph_task_id,
     "graph_exec_group": torch_private.current_graph_exec_group,
@@ -49,6 +51,9 @@ NAMES = {
     "refill": rerun.refill,
     # Buffers that a forward changes.
     "note_buffers": note_buffers,
+    # Inference tensors, which have no version.
+    "own_copy": own_copy,
+    "has_same_bytes": has_same_bytes,
     # Errors.
     "mismatch_error": rerun.mismatch_error,
     "modified_error": messages.saved_tensor_changed,
@@ -57,6 +62,7 @@ NAMES = {
     "failure": rerun.failure,
     "parameter_error": parameter_error,
     "swap_timeout_error": rng.swap_timeout_error,
+    "script_failure": torch_private.SCRIPT_FAILURE,
 }
 
 _frames.connect(NAMES)

@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _frames
 from actckpt.errors import InputChangedError
-from actckpt.runtime.buffers import Buffers, Stale, storage_of, tensors_in, written_tensors
+from actckpt.runtime.buffers import Buffers, Stale, tensors_in, written_tensors
+from actckpt.runtime.watched import storage_of, version
 
 __all__ = ["modules_as_found", "reads_checked", "structure_as_found"]
 
@@ -132,9 +133,12 @@ def _is_view(func: Any) -> bool:
 
 def _stale_error(stale: Stale, name: str) -> InputChangedError:
     tensor = stale.tensor
+    now = version(tensor)
+    how = f"was changed in place: it is at version {now}; the forward found version {stale.version}"
+    if now == stale.version:
+        how = "has other bytes: it was given other memory, or is an inference tensor that was changed"
     return InputChangedError(
-        f"{stale.place}, which a rerun of {name} reads, was changed in place since its forward began: tensor of shape "
-        f"{tuple(tensor.shape)}, {tensor.dtype}, at version {tensor._version}; the forward found version "
-        f"{stale.version} (one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation).\n{stale.advice}"
+        f"{stale.place}, tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, which a rerun of {name} reads, is not "
+        f"as its forward found it and {how} (one of the variables needed for gradient computation has been modified "
+        f"by an inplace operation).\n{stale.advice}"
     )

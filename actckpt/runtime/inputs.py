@@ -17,6 +17,9 @@ Rule 4. Parameters of a module that is called, or of which `forward` is, must be
 Rule 5. Where saved-tensor hooks were active when the region was opened (an outer checkpoint, `save_on_cpu`),
         tensors go through them, and the region holds the packed objects only, so that an outer checkpoint
         frees the inner one's inputs. packed.py does this.
+Rule 6. Inference tensors have no version. What is held of them for a rerun (an argument of a module, and all that
+        Rule 5 is about) is a copy; where the rerun gets the very object, it is compared with a copy. So are
+        parameters.
 """
 
 import dataclasses
@@ -34,8 +37,9 @@ from torch import Tensor
 from actckpt import _frames
 from actckpt.errors import InputChangedError, RerunMismatchError
 from actckpt.runtime import messages
-from actckpt.runtime.buffers import Buffers, Stale, storage_of, version
+from actckpt.runtime.buffers import Buffers, Stale
 from actckpt.runtime.found import modules_as_found, reads_checked, structure_as_found
+from actckpt.runtime.watched import Watched, version
 
 __all__ = [
     "HeldTensorChanged",
@@ -145,12 +149,10 @@ class Thawed:
 
 
 @dataclasses.dataclass(slots=True)
-class _Watched:
+class _WatchedInput:
     place: str
-    tensor: Tensor
-    version: int
     is_global: bool
-    storage: Any
+    watched: Watched
 
 
 class Originals:
@@ -158,10 +160,7 @@ class Originals:
 
     def __init__(self, call: Call, survey: Survey, *, watch_cells: bool = True) -> None:
         self._call = call
-        self._tensors = [
-            _Watched(place, tensor, version(tensor), is_global, _memory_of(tensor))
-            for place, tensor, is_global in survey.tensors
-        ]
+        self._tensors = [_WatchedInput(place, is_global, Watched(t)) for place, t, is_global in survey.tensors]
         functions = survey.functions if watch_cells else []
         cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
         self._cells = [(cell, contents_of(cell)) for cell in cells.values()]
@@ -177,9 +176,9 @@ class Originals:
         kept = kept | {id(value): _frames.without_graph(value) for _, value in rebound if isinstance(value, Tensor)}
         self._rebound = [(cell, kept.get(id(value), value)) for cell, value in rebound]
         self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
-        self._tensors = [w for w in self._tensors if not w.is_global or version(w.tensor) == w.version]
-        for watched in self._tensors if kept else ():
-            watched.tensor = kept.get(id(watched.tensor), watched.tensor)
+        self._tensors = [found for found in self._tensors if not found.is_global or not found.watched.is_changed()]
+        for found in self._tensors if kept else ():
+            found.watched.tensor = kept.get(id(found.watched.tensor), found.watched.tensor)
 
     def thaw(self) -> Thawed:
         """Return what one rerun is called with.
@@ -187,16 +186,16 @@ class Originals:
         Raises:
             InputChangedError: something was changed after the forward.
         """
-        for watched in self._tensors:
-            if version(watched.tensor) != watched.version:
-                raise _input_error(watched.place, "was changed in place", watched.tensor, watched.version)
-            if _memory_of(watched.tensor) is not watched.storage:
-                raise _input_error(watched.place, _OTHER_MEMORY)
+        for found in self._tensors:
+            if found.watched.is_changed():
+                raise _input_error(found.place, "was changed in place", found.watched.tensor, found.watched.version)
+            if found.watched.has_other_memory():
+                raise _input_error(found.place, _OTHER_MEMORY)
         call = self._call
         rebound = {id(cell): value for cell, value in self._cells if contents_of(cell) is not value}
         if rebound:
             call = _Rebinding(rebound).call(call)
-        return Thawed(call, [watched.tensor for watched in self._tensors], self._rebound)
+        return Thawed(call, [found.watched.tensor for found in self._tensors], self._rebound)
 
 
 class _Rebinding:
@@ -278,8 +277,8 @@ class Inputs:
         #: `torch.Generator`s found among the inputs.
         self.generators = survey.generators
         self.devices = survey.devices
-        #: Tensors that only objects lead to, with their versions.
-        self._object_tensors: list[tuple[Tensor, int]] = []
+        #: Tensors that only objects lead to.
+        self._object_tensors: list[Watched] = []
         self._add_what_objects_hold(survey, structure)
         self.parameters = _frames.Parameters(function, structure.modules)
         buffered = self.parameters.buffered
@@ -288,8 +287,8 @@ class Inputs:
     def _add_what_objects_hold(self, survey: Survey, structure: "_frames.Structure") -> None:
         if tensors := structure.take_tensors():
             known = {id(tensor) for _, tensor, _ in survey.tensors}
-            self._object_tensors = [(tensor, version(tensor)) for tensor in tensors if id(tensor) not in known]
-            devices = (tensor.device for tensor, _ in self._object_tensors if not tensor.is_cpu)
+            self._object_tensors = [Watched(tensor) for tensor in tensors if id(tensor) not in known]
+            devices = (found.tensor.device for found in self._object_tensors if not found.tensor.is_cpu)
             self.devices = list(dict.fromkeys([*survey.devices, *devices]))
         if generators := structure.take_generators():
             self.generators = list(dict.fromkeys([*survey.generators, *generators]))
@@ -308,8 +307,8 @@ class Inputs:
         self.parameters.forward_done()
         kept = self._structure.forward_done()
         self._held.forward_done(kept)
-        if kept:
-            self._object_tensors = [(kept.get(id(tensor), tensor), before) for tensor, before in self._object_tensors]
+        for watched in self._object_tensors if kept else ():
+            watched.tensor = kept.get(id(watched.tensor), watched.tensor)
         if self._buffers is not None:
             self._buffers.forward_done()
 
@@ -330,10 +329,10 @@ class Inputs:
         """
         are_modules_as_found = self._buffers is None or self._buffers.are_as_found()
         are_modules_as_found = are_modules_as_found and not self.parameters.check(False, True)
-        changed = [pair for pair in self._object_tensors if version(pair[0]) != pair[1]]
+        changed = [found for found in self._object_tensors if found.is_changed() or found.has_other_memory()]
         if are_modules_as_found and self._structure.is_empty and not changed:
             return _NOTHING
-        stale = [self._stale(tensor, before) for tensor, before in changed]
+        stale = [self._stale(found) for found in changed]
         return self._swapped(stale, checks=checks)
 
     @contextmanager
@@ -345,21 +344,16 @@ class Inputs:
         ):
             yield
 
-    def _stale(self, tensor: Tensor, before: int) -> Stale:
+    def _stale(self, found: Watched) -> Stale:
         advice = (
             "Change a clone instead, or run backward before changing it. What the function itself changes in place "
             'belongs into a module\'s buffer. Or pass a policy, or determinism_check="none" if the change does no harm.'
         )
-        return Stale(tensor, before, self._structure.place_of(tensor), advice)
+        return Stale(found.tensor, found.version, self._structure.place_of(found.tensor), advice)
 
 
 _NOTHING = nullcontext()
 _OTHER_MEMORY = "was given other memory (an assignment to its .data, or swap_tensors)"
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    """Return what tells that `tensor` still has its memory; parameters are given other memory by what shards them."""
-    return storage_of(tensor) if type(tensor) is Tensor else None
 
 
 def contents_of(cell: types.CellType) -> Any:
@@ -392,7 +386,9 @@ def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChang
 def _input_error(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
     """Word an input that is not as it was after the forward."""
     message = f"{place}, an input of a checkpointed region, {how} after its forward, and backward has to run it again"
-    if tensor is not None:
+    if tensor is not None and tensor.is_inference():
+        message += f": an inference tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, whose bytes were compared"
+    elif tensor is not None:
         message += (
             f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, {version(tensor)} "
             "now (one of the variables needed for gradient computation has been modified by an inplace operation)"
@@ -407,6 +403,8 @@ def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now
     """Word a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
     name = next((name for name, found in module.named_parameters() if found is parameter), "?")
     how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
+    if parameter.is_inference() and now == before:
+        how = "is an inference tensor with other bytes than it had"
     return RerunMismatchError(
         f"Parameter {name!r} of {messages.name_of(module)}, shape {tuple(parameter.shape)}, {how} in forward, and "
         "backward has to run the module again (one of the variables needed for gradient computation has been "

@@ -273,3 +273,8 @@ def backend(kind: str) -> Backend:
 def existing(kind: str) -> Backend | None:
     """Return the backend if it was made already."""
     return _backends.get(kind, (0, None))[1]
+
+
+def is_ready(kind: str) -> bool:
+    """Whether the backend was made already with the settings in force."""
+    return _backends.get(kind, (-1, None))[0] == config.generation

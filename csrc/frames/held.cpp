@@ -16,6 +16,7 @@ struct HeldObject {
   py::object storage;  // of the tensor; null where another one may take its place, or there is none
   long long version;
   bool is_tensor;
+  bool is_copy;  // of an inference tensor: each rerun gets its own
   bool requires_grad;
   bool is_of_leaf;  // itself, or what it is a view of
 };
@@ -48,18 +49,22 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
   self->requires_grad = reads().requires_grad.is_true(tensor);
   self->is_of_leaf = true;
+  py::object kept = py::reinterpret_borrow<py::object>(tensor);
+  self->version = 0;
+  self->is_copy = !read_version(tensor, &self->version);
+  if (self->is_copy) kept = call(python().own_copy, tensor);
   if (pack != Py_None) {
     const py::object base = py::reinterpret_borrow<py::object>(tensor).attr("_base");
     const py::handle root = base.is_none() ? py::handle(tensor) : py::handle(base);
     self->is_of_leaf = root.attr("is_leaf").ptr() == Py_True;
-    self->held = call(pack, tensor);
+    self->held = call(pack, kept.ptr());
     self->unpack = py::reinterpret_borrow<py::object>(unpack);
     self->is_tensor = is_tensor(self->held.ptr());
   } else {
-    self->held = py::reinterpret_borrow<py::object>(tensor);
+    self->held = std::move(kept);
     self->is_tensor = true;
   }
-  self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
+  if (self->held.ptr() != tensor) self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
   if (self->is_tensor) self->storage = storage_of(self->held.ptr());
   return owner;
 }
@@ -70,8 +75,10 @@ py::object thaw(PyObject* object) {
                           (self->storage && storage_of(self->held.ptr()).ptr() != self->storage.ptr()))) {
     raise(call(python().changed_error, object));
   }
-  if (!self->unpack) return self->held;
-  return leaf_of(call(self->unpack.ptr(), self->held.ptr()), self->requires_grad, self->is_of_leaf);
+  if (!self->unpack) return self->is_copy ? call(python().own_copy, self->held.ptr()) : self->held;
+  const py::object unpacked = call(self->unpack.ptr(), self->held.ptr());
+  return leaf_of(self->is_copy ? call(python().own_copy, unpacked.ptr()) : unpacked, self->requires_grad,
+                 self->is_of_leaf);
 }
 
 bool is_plain(PyObject* value) {

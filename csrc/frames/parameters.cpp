@@ -26,6 +26,13 @@ bool counts(PyObject* parameter) {
   return is_plain(parameter) && reads().requires_grad.is_true(parameter);
 }
 
+bool has_same_bytes(const py::object& copy, PyObject* parameter) {
+  PyObject* both[] = {copy.ptr(), parameter};
+  PyObject* same = PyObject_Vectorcall(python().has_same_bytes, both, 2, nullptr);
+  if (same == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(same).ptr() == Py_True;
+}
+
 bool is_module(PyObject* object) {
   const int result = PyObject_IsInstance(object, python().module_type);
   if (result < 0) throw py::error_already_set();
@@ -96,8 +103,11 @@ void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(dict, &position, &key, &value) != 0) {
+    long long version = is_strict && counts(value) ? 0 : -1;
+    py::object copy;
+    if (version == 0 && !read_version(value, &version)) copy = call(python().own_copy, value);
     entries_.push_back({py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value),
-                        is_strict && counts(value) ? version_of(value) : -1});
+                        version, std::move(copy)});
   }
   groups_.push_back({py::reinterpret_borrow<py::object>(module), name, entries_.size()});
 }
@@ -136,7 +146,8 @@ bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
     }
     if (!checks_versions || entry.version < 0) return;
     const long long version = version_of(entry.value.ptr());
-    if (version != entry.version) raise_changed(entry.value.ptr(), entry.version, version);
+    if (version == entry.version && (!entry.copy || has_same_bytes(entry.copy, entry.value.ptr()))) return;
+    raise_changed(entry.value.ptr(), entry.version, version);
   });
   return is_replaced;
 }

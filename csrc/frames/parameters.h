@@ -38,6 +38,7 @@ class Parameters {
   struct Entry {
     py::object key, value;
     long long version;  // -1: not checked
+    py::object copy;    // of an inference tensor, which has no version; else null
   };
   // Entries of one module's dict of parameters or modules.
   struct Group {

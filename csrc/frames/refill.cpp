@@ -102,7 +102,7 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
     }
     Value& entry = refill->values->slots[index];
     entry.tensor = value;
-    entry.version = version;
+    entry.witness = Witness(tensor, version, value.ptr());
     entry.state = Value::State::kHeld;
   }
   if (refill->early_stop && index + 1 >= refill->num_needed) return stop(refill);
@@ -209,8 +209,26 @@ py::object refill_pack_of(const py::object& refill) {
   return py::reinterpret_steal<py::object>(method);
 }
 
+namespace {
+
+// TorchScript replaces what a hook raises by an error of its own: the pending one may be the stop.
+bool is_stop_in_script(PyObject* refill) {
+  if (!refill_of(refill)->stopped || PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) return false;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  PyObject* text = PyObject_Str(value);
+  const bool matches = text != nullptr && PyUnicode_Tailmatch(text, python().script_failure, 0,
+                                                              PY_SSIZE_T_MAX, -1) == 1;
+  Py_XDECREF(text);
+  PyErr_Restore(type, value, traceback);
+  return matches;
+}
+
+}  // namespace
+
 bool is_stop_of(PyObject* refill) {
-  if (PyErr_ExceptionMatches(stop_rerun) == 0) return false;
+  if (PyErr_ExceptionMatches(stop_rerun) == 0) return is_stop_in_script(refill);
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);

@@ -136,7 +136,7 @@ bool rerun_common(const py::object& refill) {
   const py::object state = capture_state();
   const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
   if (same < 0) throw py::error_already_set();
-  if (same == 0) return false;
+  if (same == 0 || call(python().is_inference_mode_enabled).ptr() == Py_True) return false;
   const py::object args = thaw_inputs(recipe.args);
   if (recipe.random) {
     run_with_random_state(recipe.random, refill, recipe.function.ptr(), args.ptr());

@@ -141,9 +141,9 @@ bool keeps_inputs(const ValueObject* value) {
 
 // Keeps a replayed value for the rest of the backward `task`.
 void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
+  if (!read_version(tensor, &value->cached_version)) return;  // see `Tape.cache`
   assign(value->cached, tensor);
   value->cached_task = task;
-  value->cached_version = version_of(tensor);
   if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
     assign(value->step, nullptr);  // see `Tape.cache`
   }
@@ -162,7 +162,7 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
   }
   auto* step = reinterpret_cast<StepObject*>(target->step);
   const py::object keep = py::reinterpret_borrow<py::object>(target->step);
-  if (!is_simple(step)) return py::object();
+  if (!is_simple(step) || !are_numerics(step->numerics)) return py::object();
   const py::object args = thawed(step);
   if (!args) return py::object();
   py::object result;

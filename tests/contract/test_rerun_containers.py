@@ -477,7 +477,22 @@ INPUTS: dict[str, Callable[..., torch.Tensor]] = {
     "deque": lambda ck, x, t: ck(lambda x, ts: (x * ts[0]).exp(), x, collections.deque([t])),
     "set": lambda ck, x, t: ck(lambda x, ts: (x * next(iter(ts))).exp(), x, {t}),
     "closure": lambda ck, x, t: ck(lambda x: (x * t).exp(), x),
+    "object": lambda ck, x, t: ck(lambda x, held: (x * held.t).exp(), x, types.SimpleNamespace(t=t)),
+    "buffer": lambda ck, x, t: ck(_module_with_buffer(t), x),
 }
+
+
+def _module_with_buffer(t: torch.Tensor) -> torch.nn.Module:
+    module = Scale()
+    module.register_buffer("t", t)
+    return module
+
+
+class Scale(torch.nn.Module):
+    t: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.t).exp()
 
 
 class Multiply(torch.nn.Module):
