@@ -11,7 +11,7 @@ import torch
 from actckpt import _frames
 from actckpt.runtime import messages, rerun, rng, state, torch_private
 from actckpt.runtime.buffers import note_buffers
-from actckpt.runtime.inputs import HeldTensorChanged, changed_error, global_names, parameter_error
+from actckpt.runtime.inputs import HeldTensorChanged, global_names
 from actckpt.runtime.watched import has_same_bytes, own_copy
 
 NAMES = {
@@ -58,9 +58,9 @@ NAMES = {
     "mismatch_error": rerun.mismatch_error,
     "modified_error": messages.saved_tensor_changed,
     "changed_error": HeldTensorChanged,
-    "input_error": changed_error,
+    "input_error": messages.changed_error,
     "failure": rerun.failure,
-    "parameter_error": parameter_error,
+    "parameter_error": messages.parameter_error,
     "swap_timeout_error": rng.swap_timeout_error,
     "script_failure": torch_private.SCRIPT_FAILURE,
 }

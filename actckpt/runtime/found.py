@@ -9,7 +9,7 @@ Rule 1. A rerun finds in the lists, dicts, sets, deques and attributes of object
         appended twice, and nobody outside sees a rerun.
 Rule 2. It is noted which object stands where. The tensors of containers are watched by Rule 1 of NOTE [ Inputs of a
         region ]. Those that only objects lead to may change as long as no rerun reads them: a rerun runs under
-        `StaleReads` once one has changed.
+        `_StaleReads` once one has changed. Reads of subclasses, and of sparse tensors, are not seen: such a one raises.
 Rule 3. What the forward found is held, and never what it left: that may lead to the region's saved tensors, which own
         the region, and Python's collector does not see through autograd's nodes. Nor is the graph held of a tensor
         that the forward displaced: it may have been left there by the call before, whose region that would own.
@@ -71,11 +71,15 @@ def reads_checked(stale: Sequence[Stale], name: str) -> Iterator[None]:
     """Run the body; raise if an operator in it reads one of these tensors (Rule 2).
 
     Raises:
-        InputChangedError: one was read. Raised when the body ends, too, in case that it caught the first one.
+        InputChangedError: one was read, or it cannot be told. Raised when the body ends, too, in case that it caught
+            the first one.
     """
     if not stale:
         yield
         return
+    for one in stale:
+        if storage_of(one.tensor) is None:  # a subclass, say: nothing tells what reads it
+            raise _stale_error(one, name)
     mode = _StaleReads(stale, name)
     with mode:
         yield
@@ -95,7 +99,7 @@ class _StaleReads(TorchDispatchMode):
     def __init__(self, stale: Sequence[Stale], name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
-        self._stale = {id(storage): (storage, one) for one in stale if (storage := storage_of(one.tensor)) is not None}
+        self._stale = {id(storage): (storage, one) for one in stale for storage in [storage_of(one.tensor)]}
         self.error: InputChangedError | None = None
 
     @classmethod

@@ -35,11 +35,10 @@ import torch
 from torch import Tensor
 
 from actckpt import _frames
-from actckpt.errors import InputChangedError, RerunMismatchError
 from actckpt.runtime import messages
 from actckpt.runtime.buffers import Buffers, Stale
 from actckpt.runtime.found import modules_as_found, reads_checked, structure_as_found
-from actckpt.runtime.watched import Watched, version
+from actckpt.runtime.watched import Watched
 
 __all__ = [
     "HeldTensorChanged",
@@ -47,10 +46,8 @@ __all__ = [
     "Originals",
     "Survey",
     "Thawed",
-    "changed_error",
     "global_names",
     "is_of_module",
-    "parameter_error",
 ]
 
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type}
@@ -178,7 +175,7 @@ class Originals:
         self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
         self._tensors = [found for found in self._tensors if not found.is_global or not found.watched.is_changed()]
         for found in self._tensors if kept else ():
-            found.watched.tensor = kept.get(id(found.watched.tensor), found.watched.tensor)
+            found.watched.hold_instead(kept.get(id(found.watched.tensor), found.watched.tensor))
 
     def thaw(self) -> Thawed:
         """Return what one rerun is called with.
@@ -188,9 +185,11 @@ class Originals:
         """
         for found in self._tensors:
             if found.watched.is_changed():
-                raise _input_error(found.place, "was changed in place", found.watched.tensor, found.watched.version)
+                raise messages.input_changed(
+                    found.place, "was changed in place", found.watched.tensor, found.watched.version
+                )
             if found.watched.has_other_memory():
-                raise _input_error(found.place, _OTHER_MEMORY)
+                raise messages.input_changed(found.place, messages.OTHER_MEMORY)
         call = self._call
         rebound = {id(cell): value for cell, value in self._cells if contents_of(cell) is not value}
         if rebound:
@@ -214,7 +213,7 @@ class _Rebinding:
             {name: self._rebind(value) for name, value in kwargs.items()},
         )
         if len(self._placed) < len(self._contents):
-            raise _input_error("A closure variable of a function in a container or default", "was bound anew")
+            raise messages.input_changed("A closure variable of a function in a container or default", "was bound anew")
         return result
 
     def _rebind(self, value: Any) -> Any:
@@ -308,7 +307,7 @@ class Inputs:
         kept = self._structure.forward_done()
         self._held.forward_done(kept)
         for watched in self._object_tensors if kept else ():
-            watched.tensor = kept.get(id(watched.tensor), watched.tensor)
+            watched.hold_instead(kept.get(id(watched.tensor), watched.tensor))
         if self._buffers is not None:
             self._buffers.forward_done()
 
@@ -353,7 +352,6 @@ class Inputs:
 
 
 _NOTHING = nullcontext()
-_OTHER_MEMORY = "was given other memory (an assignment to its .data, or swap_tensors)"
 
 
 def contents_of(cell: types.CellType) -> Any:
@@ -371,44 +369,3 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(constant, types.CodeType):
             names.update(global_names(constant))
     return tuple(sorted(names))
-
-
-def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChangedError:
-    """Word a held tensor that was changed in place."""
-    held = changed.held
-    index = next((i for i, value in enumerate(args) if value is held), None)
-    place = "A tensor in a container or closure" if index is None else f"Argument {index}"
-    if version(held.held) == held.version:
-        return _input_error(place, _OTHER_MEMORY)
-    return _input_error(place, "was changed in place", held.held, held.version)
-
-
-def _input_error(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
-    """Word an input that is not as it was after the forward."""
-    message = f"{place}, an input of a checkpointed region, {how} after its forward, and backward has to run it again"
-    if tensor is not None and tensor.is_inference():
-        message += f": an inference tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, whose bytes were compared"
-    elif tensor is not None:
-        message += (
-            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, {version(tensor)} "
-            "now (one of the variables needed for gradient computation has been modified by an inplace operation)"
-        )
-    return InputChangedError(
-        f"{message}.\nChange a clone instead, or run backward before changing it. A statistic that the region itself "
-        "updates belongs into a module's buffer."
-    )
-
-
-def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now: int) -> RerunMismatchError:
-    """Word a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
-    name = next((name for name, found in module.named_parameters() if found is parameter), "?")
-    how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
-    if parameter.is_inference() and now == before:
-        how = "is an inference tensor with other bytes than it had"
-    return RerunMismatchError(
-        f"Parameter {name!r} of {messages.name_of(module)}, shape {tuple(parameter.shape)}, {how} in forward, and "
-        "backward has to run the module again (one of the variables needed for gradient computation has been "
-        "modified by an inplace operation).\n"
-        'Run backward before the optimizer step that changes the parameter, or pass determinism_check="none" if the '
-        "change does no harm."
-    )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _frames
-from actckpt.runtime import torch_private
+from actckpt.runtime import messages, torch_private
 from actckpt.runtime.inputs import (
     EMPTY_CELL,
     Call,
@@ -32,7 +32,6 @@ from actckpt.runtime.inputs import (
     Originals,
     Survey,
     Thawed,
-    changed_error,
     contents_of,
     is_of_module,
 )
@@ -107,7 +106,7 @@ class Packed:
             cells = [(held.cell, thawing.thaw(held.held)) for held in self._rebound if held.cell is not None]
             return Thawed(call, thawing.tensors, cells)
         except HeldTensorChanged as changed:
-            raise changed_error(changed, self._args) from None
+            raise messages.changed_error(changed, self._args) from None
 
 
 class _Holding:

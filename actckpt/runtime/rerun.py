@@ -30,7 +30,7 @@ from actckpt import _frames
 from actckpt.errors import ActckptError
 from actckpt.runtime import messages, rng, state
 from actckpt.runtime.found import modules_as_found, reads_checked
-from actckpt.runtime.inputs import HeldTensorChanged, Inputs, changed_error
+from actckpt.runtime.inputs import HeldTensorChanged, Inputs
 
 __all__ = ["Region", "failure", "mismatch_error", "refill"]
 
@@ -164,7 +164,7 @@ def thaw_common(frame: "_frames.Frame") -> tuple[Any, ...]:
     try:
         return _frames.thaw_arguments(frame.args)
     except HeldTensorChanged as changed:
-        raise changed_error(changed, frame.args or ()) from None
+        raise messages.changed_error(changed, frame.args or ()) from None
 
 
 def mismatch_error(refill: "_frames.Refill", index: int, tensor: Tensor, problem: str) -> ActckptError | None:

@@ -5,18 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt.runtime import torch_private
+
 __all__ = ["Watched", "has_same_bytes", "memory_of", "own_copy", "storage_of", "version"]
 
 
 class Watched:
     """A tensor that reruns need as it is now (Rules 1 and 6 of NOTE [ Inputs of a region ])."""
 
-    __slots__ = ("_copy", "_memory", "tensor", "version")
+    __slots__ = ("_copy", "_implementation", "_memory", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.version = version(tensor)
         self._memory = memory_of(tensor)
+        self._implementation = torch_private.implementation_of(tensor)
         self._copy = own_copy(tensor) if tensor.is_inference() else None
 
     def is_changed(self) -> bool:
@@ -27,7 +30,13 @@ class Watched:
 
     def has_other_memory(self) -> bool:
         """Whether it was given other memory, which no version tells."""
-        return memory_of(self.tensor) is not self._memory
+        is_swapped = torch_private.implementation_of(self.tensor) != self._implementation
+        return is_swapped or memory_of(self.tensor) is not self._memory
+
+    def hold_instead(self, alias: Tensor) -> None:
+        """Hold an alias in the place of the tensor."""
+        self.tensor = alias
+        self._implementation = torch_private.implementation_of(alias)
 
 
 def version(value: object) -> int:

@@ -15,6 +15,7 @@ struct HeldObject {
   py::object unpack;  // null: no hooks outside
   py::object storage;  // of the tensor; null where another one may take its place, or there is none
   long long version;
+  long long implementation;
   bool is_tensor;
   bool is_copy;  // of an inference tensor: each rerun gets its own
   bool requires_grad;
@@ -65,13 +66,17 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
     self->is_tensor = true;
   }
   if (self->held.ptr() != tensor) self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
-  if (self->is_tensor) self->storage = storage_of(self->held.ptr());
+  if (self->is_tensor) {
+    self->storage = storage_of(self->held.ptr());
+    self->implementation = reads().implementation.number(self->held.ptr());
+  }
   return owner;
 }
 
 py::object thaw(PyObject* object) {
   HeldObject* self = held_of(object);
   if (self->is_tensor && (version_of(self->held.ptr()) != self->version ||
+                          reads().implementation.number(self->held.ptr()) != self->implementation ||
                           (self->storage && storage_of(self->held.ptr()).ptr() != self->storage.ptr()))) {
     raise(call(python().changed_error, object));
   }

@@ -107,7 +107,8 @@ void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_
     py::object copy;
     if (version == 0 && !read_version(value, &version)) copy = call(python().own_copy, value);
     entries_.push_back({py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value),
-                        version, std::move(copy)});
+                        version, std::move(copy),
+                        version >= 0 ? reads().implementation.number(value) : 0});
   }
   groups_.push_back({py::reinterpret_borrow<py::object>(module), name, entries_.size()});
 }
@@ -145,9 +146,11 @@ bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
       return;  // sharded now, say: what stands there then is not known
     }
     if (!checks_versions || entry.version < 0) return;
-    const long long version = version_of(entry.value.ptr());
-    if (version == entry.version && (!entry.copy || has_same_bytes(entry.copy, entry.value.ptr()))) return;
-    raise_changed(entry.value.ptr(), entry.version, version);
+    PyObject* parameter = entry.value.ptr();
+    if (reads().implementation.number(parameter) != entry.implementation) raise_changed(parameter, entry.version, -1);
+    const long long version = version_of(parameter);
+    if (version == entry.version && (!entry.copy || has_same_bytes(entry.copy, parameter))) return;
+    raise_changed(parameter, entry.version, version);
   });
   return is_replaced;
 }

@@ -39,6 +39,7 @@ class Parameters {
     py::object key, value;
     long long version;  // -1: not checked
     py::object copy;    // of an inference tensor, which has no version; else null
+    long long implementation;
   };
   // Entries of one module's dict of parameters or modules.
   struct Group {

@@ -12,6 +12,7 @@ namespace {
 struct StaysObject {
   PyObject_HEAD
   py::object tensor;
+  py::object refusal;  // a weak reference to a leaf: `swap_tensors` takes nothing that has one
   Witness witness;
   bool is_leaf;
 };
@@ -175,6 +176,11 @@ py::object new_stays(PyObject* tensor) {
   // An output held as such would keep its own graph alive.
   self->tensor =
       self->is_leaf ? py::reinterpret_borrow<py::object>(tensor) : call_method(tensor, python().detach);
+  if (self->is_leaf) {
+    PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
+    if (reference == nullptr) throw_pending();
+    self->refusal = py::reinterpret_steal<py::object>(reference);
+  }
   self->witness = Witness(tensor, version_of(tensor), self->tensor.ptr());
   return handle;
 }

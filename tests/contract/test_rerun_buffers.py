@@ -202,6 +202,19 @@ def test_a_buffer_that_somebody_changes_after_the_forward_raises_where_it_is_rea
         y.sum().backward()
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_inference_buffers_that_change_are_as_the_forward_found_them(call: str) -> None:
+    with torch.inference_mode():
+        module = Late(reads=True)
+    x = leaf(4, 8)
+    expected = torch.autograd.grad(CALLS[call](plain, module, x).sum(), x)[0]
+    y = CALLS[call](ours, module, x)
+    with torch.inference_mode():
+        module.average.add_(1)
+    y.sum().backward()
+    assert_equal(x.grad, expected)
+
+
 def test_a_buffer_that_another_one_takes_the_place_of_is_back_in_the_rerun() -> None:
     module, x = Late(reads=True), leaf(4, 8)
     y = ours(module, x)

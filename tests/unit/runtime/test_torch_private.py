@@ -53,6 +53,7 @@ NAMES = [
     (torch._C, "_set_fp32_precision_setter", "goes with _get_fp32_precision_getter"),
     (torch._C, "_get_float32_matmul_precision", "optional: public; what it tells may not fit the precision in force"),
     (torch._C, "_get_cudnn_allow_tf32", "optional: public; what it tells may not fit the precision in force"),
+    (torch.Tensor, "_cdata", "required: how swap_tensors is seen"),
     (torch.Tensor, "_backward_hooks", "required: hooks of parameters must not run twice"),
 ]
 
@@ -103,6 +104,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "callee_of",
         "forced_by_context",
         "function_modes",
+        "implementation_of",
         "knows_outer_hooks",
         "outer_hooks",
         "replaced_function_modes",
