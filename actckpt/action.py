@@ -1,10 +1,16 @@
-"""Plain data of policies: what can be done with a saved tensor, and what a policy is told about one."""
+"""Plain data of policies: what can be done with a saved tensor, and what a policy is told about one.
+
+Does not import torch, as the planner that works with actions does not.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Action", "SavedTensorInfo"]
 
@@ -27,8 +33,8 @@ class Action(enum.Enum):
 class SavedTensorInfo:
     """What a policy is told about a value, the first time that autograd saves it."""
 
-    #: The operator that made it, a `torch._ops.OpOverload`; None for inputs of the region and for
-    #: bytes that no recorded operator made.
+    #: The operator that made it, a `torch._ops.OpOverload` or a higher-order operator; None for inputs of the region
+    #: and for bytes that no operator made.
     op: Any
     #: Which of the operator's results it is.
     index: int

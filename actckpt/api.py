@@ -4,27 +4,23 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from actckpt import _frames, config
-from actckpt.compiled import TORCH_PARAMETERS, compiled_checkpoint
+from actckpt.compiled import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
 from actckpt.policies import choice_of, selective_choice
 from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import is_of_module
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
 from actckpt.runtime.packed import held_inputs
-from actckpt.runtime.replay.audit import caller_of
-from actckpt.runtime.replay.choice import Choice
-from actckpt.runtime.replay.opened import OpenRegion
+from actckpt.runtime.replay.audit import caller_of, site_of
+from actckpt.runtime.replay.calls import run_in_region
 from actckpt.runtime.rerun import Region
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
-
-ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 def checkpoint(
@@ -165,6 +161,24 @@ def checkpoint_call(
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
     """
     if torch.compiler.is_compiling():
+        if not goes_by_operator(policy):
+            torch_private.graph_break(BY_OPERATOR)
+            return _checkpoint_eagerly(
+                function,
+                args,
+                kwargs,
+                use_reentrant=use_reentrant,
+                context_fn=context_fn,
+                determinism_check=determinism_check,
+                debug=debug,
+                preserve_rng_state=preserve_rng_state,
+                early_stop=early_stop,
+                respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+                policy=policy,
+                offload_inputs=offload_inputs,
+                rng_trackers=rng_trackers,
+                input_hooks=input_hooks,
+            )
         return compiled_checkpoint(
             function,
             args,
@@ -187,7 +201,10 @@ def checkpoint_call(
     if state.awaited:
         state.register_awaited()
     if policy is not None and policy != "recompute":
-        return _run_in_region(choice_of(policy), function, args, kwargs, respect_saved_tensors_hooks is not False)
+        choice, site = choice_of(policy), site_of(caller_of(function, args, kwargs))
+        if not site.is_rerun:
+            return run_in_region(choice, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
+        preserve_rng_state = True  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
     if forced_early_stop is not None:
@@ -205,10 +222,13 @@ def checkpoint_call(
     contexts = None
     if context_fn is not noop_context_fn and not debug:
         contexts = context_fn()
-        choice = selective_choice(contexts[0])
-        if choice is not None:
+        selective = selective_choice(contexts[0])
+        if selective is not None:
             _check_replays(offload_inputs, "context_fn")
-            return _run_in_region(choice, function, args, kwargs, respect_saved_tensors_hooks is not False)
+            site = site_of(caller_of(function, args, kwargs))
+            if not site.is_rerun:
+                return run_in_region(selective, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
+            contexts, preserve_rng_state = None, True
     if offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
@@ -221,6 +241,10 @@ def checkpoint_call(
     elif contexts is not None:
         region.forward_context, region.rerun_context = contexts
     return region.run(function, args, kwargs, early_stop=early_stop, check_metadata=check_metadata)
+
+
+#: The same where the compiler would trace it and must not: it runs in between two compiled graphs.
+_checkpoint_eagerly = torch_private.disable_dynamo(checkpoint_call)
 
 
 def checkpoint_sequential(
@@ -354,20 +378,6 @@ def _check_replays(offload_inputs: bool, what: str) -> None:
             f"this {what} operators are replayed: use a policy= function that returns Action.OFFLOAD where its "
             "SavedTensorInfo.is_input is True."
         )
-
-
-def _run_in_region(
-    choice: Choice, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], respects_hooks: bool
-) -> Any:
-    """Run the forward recorded, so that single operators are replayed."""
-    opened = OpenRegion(choice, caller_of(function, args, kwargs), respects_hooks=respects_hooks)
-    try:
-        result = function(*args, **kwargs)
-    except BaseException:
-        opened.close(has_failed=True)
-        raise
-    opened.close(has_failed=False)
-    return result
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

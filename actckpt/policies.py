@@ -17,7 +17,7 @@ from actckpt.action import Action, SavedTensorInfo
 from actckpt.runtime import torch_private
 from actckpt.runtime.replay.choice import Choice
 
-__all__ = ["PerOp", "choice_of", "compiled_form", "selective_choice"]
+__all__ = ["PerOp", "choice_of", "is_torch_policy", "selective_choice"]
 
 _NAMES = tuple(action.value for action in Action)
 
@@ -66,6 +66,11 @@ class PerOp:
             for overload in _overloads(op)
         }
         self.default = _action(default, "default")
+        #: Whether anything is to be moved.
+        self.moves = not {self.default, *self.actions.values()} <= {Action.KEEP, Action.RECOMPUTE}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return operator_names.portable(self.__dict__)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         actions = ", ".join(f"{op}: {action.value}" for op, action in self.actions.items())
@@ -81,7 +86,7 @@ def choice_of(policy: Any) -> Choice:
     if isinstance(policy, (str, Action, CheckpointPolicy)):
         return Choice(default=_action(policy, "policy"))
     if isinstance(policy, PerOp):
-        return Choice(policy.actions, policy.default)
+        return Choice(policy.actions, policy.default, is_per_operator=True)
     if isinstance(policy, Mapping):
         raise ValueError("policy is a dict. Pass actckpt.policies.PerOp(...), which says what happens to the rest.")
     if isinstance(policy, torch.nn.Module):
@@ -92,7 +97,7 @@ def choice_of(policy: Any) -> Choice:
     if isinstance(policy, Iterable):
         return _keeping(tuple(policy))
     if callable(policy):
-        if _is_torch_policy(policy):
+        if is_torch_policy(policy):
             return Choice(after_call=lambda op, args, kwargs, result: _ask_torch(policy, op, args, kwargs, result))
         return Choice(for_value=lambda info: _ask_value(policy, info))
     raise ValueError(
@@ -112,17 +117,7 @@ def selective_choice(context: object) -> Choice | None:
     return None if policy is None else choice_of(policy)
 
 
-def compiled_form(policy: Any) -> Any:
-    """Return what torch's selective checkpointing takes for a policy under torch.compile, None if it takes none.
-
-    A list of overloads, or a policy function of torch's form.
-    """
-    if isinstance(policy, Iterable) and not isinstance(policy, str):
-        return [overload for op in policy for overload in _overloads(op)]
-    return policy if callable(policy) and _is_torch_policy(policy) else None
-
-
-def _is_torch_policy(policy: Callable[..., Any]) -> bool:
+def is_torch_policy(policy: Callable[..., Any]) -> bool:
     """Whether a function takes (ctx, op, *args, **kwargs), rather than one SavedTensorInfo."""
     try:
         parameters = inspect.signature(policy).parameters.values()
@@ -178,32 +173,14 @@ def _action(action: Any, what: str) -> Action:
 
 
 def _overloads(op: Any) -> list[Any]:
-    """Return the overloads that `op` stands for: an overload, a packet, or a name of either."""
-    if isinstance(op, torch._ops.OpOverload):
+    """Return what `op` stands for: an overload or a higher-order operator, a packet of overloads, or a name of one."""
+    if isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return [op]
     if isinstance(op, torch._ops.OpOverloadPacket):
         return [getattr(op, name) for name in op.overloads()]
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        raise ValueError(f"policy: {op} is a higher-order operator, which is not recorded. Name operators only.")
     if not isinstance(op, str):
         raise ValueError(
             f"policy: {op!r} is a {type(op).__name__}, not an operator. Pass for example torch.ops.aten.mm.default, "
             "torch.ops.aten.mm, or 'aten.mm'."
         )
-    return _overloads(_named(op))
-
-
-def _named(name: str) -> Any:
-    namespace, _, rest = name.replace("::", ".").removeprefix("torch.ops.").partition(".")
-    base, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
-    if packet is None:
-        near = operator_names.nearest(f"{namespace}.{base}" if base else f"aten.{namespace}")
-        raise ValueError(f"policy: there is no operator {name!r}. Nearest: {near}.")
-    if not overload:
-        return packet
-    if overload not in packet.overloads():
-        raise ValueError(
-            f"policy: {namespace}.{base} has no overload {overload!r}; it has {', '.join(packet.overloads())}."
-        )
-    return getattr(packet, overload)
+    return _overloads(operator_names.named(op))

@@ -9,9 +9,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from actckpt._frames import all_or_nothing
 from actckpt.policies import choice_of
 from actckpt.runtime.replay.audit import caller_of
-from actckpt.runtime.replay.opened import OpenRegion
+from actckpt.runtime.replay.opened import OpenRegion, StillOpenError
 from actckpt.runtime.replay.report import Entry, Report, explained
 
 __all__ = ["region"]
@@ -73,19 +74,28 @@ class region:  # noqa: N801 - used as a function
 
         return run  # type: ignore[return-value]
 
-    def __enter__(self) -> "region":
+    def _enter(self) -> "region":
         if self._open is not None:
-            raise RuntimeError("This region is open already. Make another one with actckpt.region(...).")
+            raise StillOpenError("This region is open already. Make another one with actckpt.region(...).")
         if torch.is_grad_enabled():
             self._entries = []
             self._open = OpenRegion(self._choice, self._caller or _place(sys._getframe(1)), self._entries)
+            self._open.__enter__()
             self._note = self._open.why_not_recorded()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened.close(has_failed=kind is not None)
+    def _exit(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._open is not None:
+            self._open.__exit__(kind)
+            self._open = None
+
+    def _unwind(self, error: BaseException) -> None:
+        if self._open is not None and not isinstance(error, StillOpenError):
+            self._open.unwind(error)
+            self._open = None
+
+    __enter__ = all_or_nothing(_enter, _unwind)
+    __exit__ = all_or_nothing(_exit, _unwind)
 
     @overload
     def report(self) -> Report: ...

@@ -38,6 +38,9 @@ class Stats:
     late_reloads: int
     #: Time that callers, and streams of the program, waited for copies.
     stall_seconds: float
+    #: Tensors that stayed because they have less than `min_bytes`, and `offload` blocks that moved nothing at all.
+    kept_small: int
+    idle_offloads: int
     #: Tensors that stayed because a limit was reached, or the disk was full.
     kept_full: int
     #: Tensors that stayed because a copy or a call of the device failed.
@@ -76,7 +79,7 @@ _OF_STORES = (
 def _totals() -> dict[str, float]:
     totals: dict[str, float] = dict(_frames.offload_sums())
     totals["rerun_regions"] = _frames.num_reruns()
-    for name in ("replayed_operators", "kept_opaque", "copied_on_write_bytes"):
+    for name in ("idle_offloads", "replayed_operators", "kept_opaque", "copied_on_write_bytes"):
         totals[name] = counters.value(name)
     totals["replayed_operators"] += _frames.num_replayed()
     of_stores = figures.sums()
@@ -139,6 +142,8 @@ def stats() -> Stats:
         prefetched_reloads=int(sums["prefetched_reloads"]),
         late_reloads=int(sums["late_reloads"]),
         stall_seconds=float(sums["stall_seconds"]),
+        kept_small=int(sums["kept_small"]),
+        idle_offloads=int(sums["idle_offloads"]),
         kept_full=int(sums["kept_full"]),
         kept_failed=int(sums["kept_failed"]),
         kept_busy=int(sums["kept_busy"]),

@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 from actckpt import _frames
-from actckpt.runtime import messages, rerun, rng, state, torch_private
+from actckpt.runtime import messages, rerun, rng, state, stays, torch_private
 from actckpt.runtime.buffers import note_buffers
 from actckpt.runtime.inputs import HeldTensorChanged, global_names
 from actckpt.runtime.watched import has_same_bytes, own_copy
@@ -30,6 +30,8 @@ NAMES = {
     "global_names": global_names,
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
+    # Whether backward may clear what it is given of a saved tensor.
+    "alias_rules": stays.alias_rules,
     # Global state that a rerun must find as the forward found it.
     "state_getters": state.GETTERS,
     # Default generators: of the CPU alone, and of the devices of a tuple of arguments.

@@ -19,7 +19,7 @@ struct HeldObject {
   bool is_tensor;
   bool is_copy;  // of an inference tensor: each rerun gets its own
   bool requires_grad;
-  bool is_of_leaf;  // itself, or what it is a view of
+  bool is_of_parameter;  // itself, or what it is a view of
 };
 
 PyTypeObject* held_type = nullptr;
@@ -49,7 +49,7 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   new (&self->storage) py::object();
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
   self->requires_grad = reads().requires_grad.is_true(tensor);
-  self->is_of_leaf = true;
+  self->is_of_parameter = false;
   py::object kept = py::reinterpret_borrow<py::object>(tensor);
   self->version = 0;
   self->is_copy = !read_version(tensor, &self->version);
@@ -57,7 +57,7 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   if (pack != Py_None) {
     const py::object base = py::reinterpret_borrow<py::object>(tensor).attr("_base");
     const py::handle root = base.is_none() ? py::handle(tensor) : py::handle(base);
-    self->is_of_leaf = root.attr("is_leaf").ptr() == Py_True;
+    self->is_of_parameter = PyObject_IsInstance(root.ptr(), python().parameter_type) == 1;
     self->held = call(pack, kept.ptr());
     self->unpack = py::reinterpret_borrow<py::object>(unpack);
     self->is_tensor = is_tensor(self->held.ptr());
@@ -83,7 +83,7 @@ py::object thaw(PyObject* object) {
   if (!self->unpack) return self->is_copy ? call(python().own_copy, self->held.ptr()) : self->held;
   const py::object unpacked = call(self->unpack.ptr(), self->held.ptr());
   return leaf_of(self->is_copy ? call(python().own_copy, unpacked.ptr()) : unpacked, self->requires_grad,
-                 self->is_of_leaf);
+                 self->is_of_parameter);
 }
 
 bool is_plain(PyObject* value) {
@@ -149,12 +149,11 @@ PyObject* without_graph_function(PyObject*, PyObject* tensor) {
 
 }  // namespace
 
-py::object leaf_of(const py::object& tensor, bool requires_grad, bool is_of_leaf) {
+py::object leaf_of(const py::object& tensor, bool requires_grad, bool is_of_parameter) {
   const py::object leaf = call_method(tensor.ptr(), python().detach);
-  if (!requires_grad) return leaf;
-  call_method(leaf.ptr(), python().requires_grad_);
-  // A leaf now, which regions inside must not take for a parameter, as they did not in the forward.
-  if (!is_of_leaf) leaf.attr(kThawedMark) = py::bool_(true);
+  if (requires_grad) call_method(leaf.ptr(), python().requires_grad_);
+  // Regions inside must take it for a parameter where they did so in the forward, and only there.
+  if (is_of_parameter) leaf.attr(kParameterMark) = py::bool_(true);
   return leaf;
 }
 

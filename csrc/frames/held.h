@@ -9,8 +9,8 @@
 
 namespace actckpt {
 
-// Attribute of tensors that are leaves only because a rerun got them from the hooks outside.
-constexpr const char* kThawedMark = "_actckpt_thawed";
+// Attribute of tensors that stand for parameters in a rerun, which got them from the hooks outside.
+constexpr const char* kParameterMark = "_actckpt_parameter";
 
 // Holds positional arguments as a tuple; null if one of them is neither a tensor nor plain. Sets
 // `on_device` where a tensor is not on the CPU.
@@ -21,7 +21,7 @@ py::object thaw_arguments(PyObject* held);
 
 // A leaf with the bytes and the version counter of `tensor`, which requires grad if that does, but does
 // not lead to its graph.
-py::object leaf_of(const py::object& tensor, bool requires_grad, bool is_of_leaf);
+py::object leaf_of(const py::object& tensor, bool requires_grad, bool is_of_parameter);
 
 // What to hold of a tensor that a forward displaced: a tensor with a graph would own the regions that
 // made it.

@@ -66,6 +66,7 @@ void connect(const py::dict& names) {
   p.left_alone = keep("left_alone");
   p.global_names = keep("global_names");
   p.lock_type = keep("lock_type");
+  p.alias_rules = keep("alias_rules");
   p.state_getters = keep("state_getters");
   p.cpu_generators = keep("cpu_generators");
   p.top_hooks = keep("top_hooks");

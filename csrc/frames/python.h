@@ -51,6 +51,7 @@ struct Python {
   PyObject* left_alone;
   PyObject* global_names;
   PyObject* lock_type;
+  PyObject* alias_rules;      // list of callables: see actckpt/runtime/stays.py
   PyObject* state_getters;
   PyObject* cpu_generators;
   PyObject* top_hooks;        // null where torch does not tell

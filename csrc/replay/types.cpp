@@ -102,6 +102,10 @@ void window_dealloc(PyObject* self) {
 void handle_dealloc(PyObject* self) {
   if (reinterpret_cast<HandleObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   forget_handle(reinterpret_cast<HandleObject*>(self));
+  if (const Original* original = std::exchange(reinterpret_cast<HandleObject*>(self)->original, nullptr)) {
+    py::error_scope pending;
+    delete original;
+  }
   using H = HandleObject;
   free_object<H>(self, &H::audit, &H::alias, &H::window, &H::tape);
 }
@@ -184,6 +188,17 @@ PyObject* value_add_handle(PyObject* self, PyObject* handle) {
   return guarded([&] {
     add_handle(reinterpret_cast<ValueObject*>(self), handle);
     Py_RETURN_NONE;
+  });
+}
+
+// The windows of the saved tensors on it that are alive, in the order of saving.
+PyObject* value_windows(PyObject* self, PyObject*) {
+  return guarded([&] {
+    py::list windows;
+    for (const HandleObject* handle : reinterpret_cast<ValueObject*>(self)->handles) {
+      if (handle != nullptr) windows.append(py::reinterpret_borrow<py::object>(handle->window));
+    }
+    return windows.release().ptr();
   });
 }
 
@@ -313,6 +328,7 @@ PyMemberDef tape_members[] = {
     OBJECT(TapeObject, "entries", entries),         NUMBER(TapeObject, "structure", structure),
     NUMBER(TapeObject, "num_values", num_values),   NUMBER(TapeObject, "num_packed", num_packed),
     NUMBER(TapeObject, "num_untold", num_untold),   OBJECT(TapeObject, "why_untold", why_untold),
+    NUMBER(TapeObject, "began_at", began_at),
     FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
     FLAG(TapeObject, "audits_always", audits_always), END};
 PyGetSetDef value_getters[] = {{"num_handles", num_handles, nullptr, nullptr, nullptr},
@@ -327,6 +343,7 @@ PyGetSetDef window_getters[] = {{"shape", window_shape, nullptr, nullptr, nullpt
 PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr},
                                {"take_last_handle", value_take_last_handle, METH_NOARGS, nullptr},
                                {"is_wanted", value_is_wanted, METH_NOARGS, nullptr},
+                               {"windows", value_windows, METH_NOARGS, nullptr},
                                {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMethodDef step_methods[] = {{"add_output", step_add_output, METH_VARARGS, nullptr},
                               {"add_written", step_add_written, METH_O, nullptr},

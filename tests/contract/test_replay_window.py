@@ -9,7 +9,7 @@ import torch
 from oracle import CountOperators
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 _LAYERS = 32
 

@@ -14,7 +14,7 @@ import transformers as hf
 from transformers_models import MODELS, batch, cached_tensors, make
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 from actckpt.runtime import key_value_caches
 
 Step = tuple[Any, list[torch.Tensor | None]]

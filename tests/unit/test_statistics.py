@@ -164,3 +164,55 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
     assert figures.sums() == before
     assert figures.sums() == before
     assert not held and other.store is not None
+
+
+def _offload(count: int, numel: int, **options: int) -> tuple[int, int]:
+    """Save `count` tensors in a block; return how many stayed for their size, and how many blocks moved nothing."""
+    actckpt.reset_stats()
+    hs = [torch.randn(numel, requires_grad=True) * 1.5 for _ in range(count)]
+    with actckpt.offload(**options):
+        ys = [h.sin() for h in hs]
+    del ys
+    found = actckpt.stats()
+    return found.kept_small, found.idle_offloads
+
+
+def test_tensors_below_min_bytes_are_counted() -> None:
+    assert _offload(3, PAGE // 4) == (3, 1)
+    assert _offload(3, PAGE // 4, min_bytes=PAGE + 1) == (3, 1)
+    assert _offload(3, PAGE // 4, min_bytes=PAGE) == (0, 0)
+    assert _offload(3, 0) == (0, 1), "what has no bytes is not small, but nothing was moved"
+
+
+def test_blocks_that_move_nothing_are_counted() -> None:
+    with torch.no_grad():
+        assert _offload(3, PAGE // 4, min_bytes=0) == (0, 1)
+    assert _offload(0, 0) == (0, 1)
+    actckpt.reset_stats()
+    weight = torch.nn.Parameter(torch.randn(PAGE))
+    for _ in range(2):
+        with actckpt.offload(min_bytes=0):
+            weight.sin()
+    assert (actckpt.stats().kept_small, actckpt.stats().idle_offloads) == (0, 2), "parameters stay"
+
+
+def test_a_block_that_saves_again_what_is_moved_already_is_not_idle() -> None:
+    actckpt.reset_stats()
+    h = torch.randn(PAGE, requires_grad=True) * 1.5
+    with actckpt.offload(min_bytes=0):
+        one = h.sin()
+    with actckpt.offload(min_bytes=0):
+        other = h.cos()
+    assert actckpt.stats().idle_offloads == 0 and actckpt.stats().deduplicated_bytes == 4 * PAGE
+    del one, other
+
+
+def test_a_block_inside_of_a_rerun_moves_nothing_for_another_reason() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with actckpt.offload(min_bytes=0):
+            return (x * 2).sin().exp()
+
+    x = torch.randn(PAGE, requires_grad=True)
+    actckpt.reset_stats()
+    actckpt.checkpoint(function, x).sum().backward()
+    assert actckpt.stats().idle_offloads == 0

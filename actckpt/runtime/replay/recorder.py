@@ -25,9 +25,11 @@ Rule 8.  Outside storages. Before replay reads a storage from outside, its size 
 Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`), each operator under the
          settings that it had in forward (NOTE [ Settings ]). A tensor that
          unpack returned while the region is open is known to the region as what it is.
-Rule 10. Compile. The recorder ignores compiled code and lets higher-order operators through.
+Rule 10. Compile. Operators inside of compiled code are not recorded: kernels that no dispatcher sees write to the same
+         memory in between. What it returns and saves is opaque. A function of which that is much runs again, from its
+         next call on. Higher-order operators are let through.
 Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
-         Else what it must hold goes through the hooks outside when it closes, in the order of birth.
+         Else what it must hold goes through the hooks outside when it closes, in the order of birth: see `outside`.
 Rule 12. Caching. Replayed values with handles that this backward has not unpacked stay until it has, or ends.
 Rule 13. Order. See `schedule`.
 """

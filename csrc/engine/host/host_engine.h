@@ -61,7 +61,8 @@ struct HostStats {
   std::uint64_t num_kept_busy = 0;       // puts that did not want to wait for the window
   std::uint64_t kept_bytes = 0;          // sources held because their write failed
   double stall_seconds = 0.0;            // callers' time in make_room and wait
-  std::string last_error;  // of the store
+  int num_workers = 0;     // threads that the system let us have
+  std::string last_error;  // of the store, or of making threads
 };
 
 // What a get finds. Busy: call `wait`, then look again.

@@ -179,6 +179,7 @@ void bind_stats(py::module_& module) {
       .def_readonly("num_kept_busy", &HostStats::num_kept_busy)
       .def_readonly("kept_bytes", &HostStats::kept_bytes)
       .def_readonly("stall_seconds", &HostStats::stall_seconds)
+      .def_readonly("num_workers", &HostStats::num_workers)
       .def_readonly("last_error", &HostStats::last_error);
 }
 
