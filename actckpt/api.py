@@ -273,7 +273,7 @@ def checkpoint_call(
     if offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
-    inputs = held_inputs(function, args, kwargs, input_hooks)
+    inputs = held_inputs(function, args, kwargs, input_hooks, rng.known_trackers(rng_trackers))
     region = Region(inputs)
     if preserve_rng_state and not rng.is_capturing():
         region.random = rng.RandomState(inputs.devices, inputs.generators, rng_trackers)

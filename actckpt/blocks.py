@@ -20,6 +20,7 @@ from actckpt.finding import has_forward, repeated_blocks
 from actckpt.model_report import AppliedBlocks, ModelReport
 from actckpt.operator_names import portable
 from actckpt.policies import choice_of
+from actckpt.runtime.key_value_caches import without_cache
 from actckpt.selectors import is_pattern, matches
 
 __all__ = ["apply", "remove", "report"]
@@ -134,8 +135,15 @@ class _CheckpointedForward:
             # method that it must carry over, which is this very object.
             with offload(**self.options):
                 return self._original()(*args, **kwargs)
+        original = self._original()
+        reruns = self.policy in (None, "recompute", Action.RECOMPUTE)
+        if reruns and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            arguments = without_cache(self.block, original, args, kwargs)
+            if arguments is None:
+                return original(*args, **kwargs)
+            args, kwargs = arguments
         matches = None if torch.compiler.is_compiling() else self.together.matches
-        return checkpoint_call(self._original(), args, kwargs, policy=self.policy, matches=matches, **self.options)
+        return checkpoint_call(original, args, kwargs, policy=self.policy, matches=matches, **self.options)
 
     def _original(self) -> Callable[..., Any]:
         if self.replaced is not None:

@@ -1,12 +1,18 @@
 """Tells the extension what it needs of Python and torch. Imported once, for its effect."""
 
+import functools
+import sys
 import threading
+import types
+from collections import deque
 
 import torch
 
 from actckpt import _frames
 from actckpt.runtime import messages, modes, rerun, rng, state, stays, torch_private
-from actckpt.runtime.inputs import HeldTensorChanged, changed_error, has_same_bytes, own_copy, parameter_error
+from actckpt.runtime.buffers import note_buffers
+from actckpt.runtime.inputs import HeldTensorChanged, global_names
+from actckpt.runtime.watched import has_same_bytes, own_copy
 
 NAMES = {
     "tensor_type": torch.Tensor,
@@ -14,6 +20,15 @@ NAMES = {
     "module_type": torch.nn.Module,
     "fake_tensor_type": torch_private.fake_tensor_type,
     "storage_type": torch.UntypedStorage,
+    # Containers and objects that a region leads to (csrc/frames/structure.h).
+    "generator_type": torch.Generator,
+    "partial_type": functools.partial,
+    "deque_type": deque,
+    "namespace_type": types.SimpleNamespace,
+    "lock_types": (type(threading.Lock()), type(threading.RLock())),
+    # Packages whose objects are left alone: the standard library's, but for collections and namespaces.
+    "left_alone": frozenset(sys.stdlib_module_names - {"argparse", "collections", "types"}),
+    "global_names": global_names,
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
     # Whether backward may clear what it is given of a saved tensor.
@@ -44,6 +59,8 @@ NAMES = {
     "queue_callback": torch_private.queue_callback,
     # Reruns that are not of the common kind.
     "refill": rerun.refill,
+    # Buffers that a forward changes.
+    "note_buffers": note_buffers,
     # Inference tensors, which have no version.
     "own_copy": own_copy,
     "has_same_bytes": has_same_bytes,
@@ -51,9 +68,9 @@ NAMES = {
     "mismatch_error": rerun.mismatch_error,
     "modified_error": messages.saved_tensor_changed,
     "changed_error": HeldTensorChanged,
-    "input_error": changed_error,
+    "input_error": messages.changed_error,
     "failure": rerun.failure,
-    "parameter_error": parameter_error,
+    "parameter_error": messages.parameter_error,
     "swap_timeout_error": rng.swap_timeout_error,
     "script_failure": torch_private.SCRIPT_FAILURE,
 }

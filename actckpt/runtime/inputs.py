@@ -4,15 +4,16 @@ NOTE [ Inputs of a region ]
 
 Rule 1. A rerun gets the very objects that the forward got: tensors, containers, functions. Every tensor
         among args, kwargs and their containers, and in the closure cells, defaults and `partial` arguments
-        of the function, is watched: if it was changed in place since, the rerun raises. torch's checkpoint
-        watches positional tensors only and computes wrong gradients with the others.
+        of the function, is watched: if it was changed in place since, or given other memory (`.data`,
+        `swap_tensors`), the rerun raises. torch's checkpoint watches positional tensors only and computes
+        wrong gradients with the others. What stands in containers and objects: NOTE [ Found by the forward ].
 Rule 2. A closure variable that is bound anew after the forward (the variable of a loop) does not change the
         rerun: the function, or one among the arguments, is called with the value of the forward. One that
         the forward itself binds anew has, for the time of a rerun, the value it had before the forward.
-Rule 3. A global variable that the function names, and that is a tensor or a module, must not be bound anew
-        later, nor the tensor be changed, unless the forward itself does so.
-Rule 4. Parameters of a module that is called, or of which `forward` is, must be the same and unchanged in a
-        rerun (csrc/frames/parameters.h). Buffers may move (BatchNorm's statistics do).
+Rule 3. A global variable that the function names, and that is a tensor, must not be changed, unless the forward
+        itself does so. Bound anew it may be: NOTE [ Found by the forward ].
+Rule 4. Parameters of a module that is called, or of which `forward` is, must be unchanged in a rerun
+        (csrc/frames/parameters.h). Buffers may move: NOTE [ Buffers ].
 Rule 5. Where saved-tensor hooks were active when the region was opened (an outer checkpoint, `save_on_cpu`),
         tensors go through them, and the region holds the packed objects only, so that an outer checkpoint
         frees the inner one's inputs. packed.py does this.
@@ -24,7 +25,9 @@ Rule 6. Inference tensors have no version. What is held of them for a rerun (an 
 import dataclasses
 import dis
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -32,8 +35,10 @@ import torch
 from torch import Tensor
 
 from actckpt import _frames
-from actckpt.errors import InputChangedError, RerunMismatchError
 from actckpt.runtime import messages
+from actckpt.runtime.buffers import Buffers, Stale
+from actckpt.runtime.found import modules_as_found, reads_checked, structure_as_found
+from actckpt.runtime.watched import Watched
 
 __all__ = [
     "HeldTensorChanged",
@@ -41,14 +46,11 @@ __all__ = [
     "Originals",
     "Survey",
     "Thawed",
-    "changed_error",
-    "has_same_bytes",
+    "global_names",
     "is_of_module",
-    "own_copy",
-    "parameter_error",
 ]
 
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type)
+_PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type}
 EMPTY_CELL = object()
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -90,7 +92,7 @@ class Survey:
         return list(dict.fromkeys(tensor.device for _, tensor, _ in self.tensors if not tensor.is_cpu))
 
     def _visit(self, value: Any, place: str, *, is_global: bool = False) -> None:
-        if isinstance(value, _PLAIN) or id(value) in self._seen:
+        if type(value) in _PLAIN or id(value) in self._seen or isinstance(value, type):
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
@@ -100,8 +102,10 @@ class Survey:
         elif not is_of_module(value):
             if isinstance(value, types.FunctionType):
                 self.functions.append(value)
-                for name, held in _watched_globals(value):
-                    self._visit(held, f"Global variable {name!r} that {value.__name__} reads", is_global=True)
+                for name in global_names(value.__code__):
+                    held = value.__globals__.get(name)
+                    if isinstance(held, Tensor):
+                        self._visit(held, f"Global variable {name!r} that {value.__name__} reads", is_global=True)
             for inner_place, part in _parts(value, place):
                 self._visit(part, inner_place)
 
@@ -121,8 +125,10 @@ def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield f"{place}, keywords of partial", value.keywords
     elif isinstance(value, dict):
         yield from ((f"{place}[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, tuple | list | deque):
         yield from ((f"{place}[{i}]", part) for i, part in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield from ((f"{place}, an element", part) for part in value)
     elif dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         yield from ((f"{place}.{name}", getattr(value, name, None)) for name in names)
@@ -139,22 +145,11 @@ class Thawed:
     cells: Sequence[tuple[types.CellType, Any]] = ()
 
 
-class _Watched:
-    """A tensor among the inputs, and what tells that it was changed: its version, or a copy (Rule 6)."""
-
-    __slots__ = ("_copy", "is_global", "place", "tensor", "version")
-
-    def __init__(self, place: str, tensor: Tensor, is_global: bool) -> None:
-        self.place = place
-        self.tensor = tensor
-        self.is_global = is_global
-        self.version = version(tensor)
-        self._copy = own_copy(tensor) if tensor.is_inference() else None
-
-    def is_changed(self) -> bool:
-        return version(self.tensor) != self.version or (
-            self._copy is not None and not has_same_bytes(self._copy, self.tensor)
-        )
+@dataclasses.dataclass(slots=True)
+class _WatchedInput:
+    place: str
+    is_global: bool
+    watched: Watched
 
 
 class Originals:
@@ -162,23 +157,25 @@ class Originals:
 
     def __init__(self, call: Call, survey: Survey, *, watch_cells: bool = True) -> None:
         self._call = call
-        self._tensors = [_Watched(*found) for found in survey.tensors]
+        self._tensors = [_WatchedInput(place, is_global, Watched(t)) for place, t, is_global in survey.tensors]
         functions = survey.functions if watch_cells else []
         cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
         self._cells = [(cell, contents_of(cell)) for cell in cells.values()]
         self._rebound: list[tuple[types.CellType, Any]] = []
-        self._globals = [
-            (function.__globals__, name, value)
-            for function in survey.functions
-            for name, value in _watched_globals(function)
-        ]
 
-    def forward_done(self) -> None:
-        """Note what the forward itself bound anew, or changed in a global tensor."""
-        self._rebound = [(cell, value) for cell, value in self._cells if contents_of(cell) is not value]
+    def forward_done(self, kept: dict[int, Tensor]) -> None:
+        """Note what the forward itself bound anew, or changed in a global tensor.
+
+        Args:
+            kept: what is held in the place of tensors that the forward displaced, by id.
+        """
+        rebound = [(cell, value) for cell, value in self._cells if contents_of(cell) is not value]
+        kept = kept | {id(value): _frames.without_graph(value) for _, value in rebound if isinstance(value, Tensor)}
+        self._rebound = [(cell, kept.get(id(value), value)) for cell, value in rebound]
         self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
-        self._globals = [entry for entry in self._globals if entry[0].get(entry[1]) is entry[2]]
-        self._tensors = [w for w in self._tensors if not w.is_global or not w.is_changed()]
+        self._tensors = [found for found in self._tensors if not found.is_global or not found.watched.is_changed()]
+        for found in self._tensors if kept else ():
+            found.watched.hold_instead(kept.get(id(found.watched.tensor), found.watched.tensor))
 
     def thaw(self) -> Thawed:
         """Return what one rerun is called with.
@@ -186,17 +183,18 @@ class Originals:
         Raises:
             InputChangedError: something was changed after the forward.
         """
-        for watched in self._tensors:
-            if watched.is_changed():
-                raise _input_error(watched.place, "was changed in place", watched.tensor, watched.version)
-        for namespace, name, value in self._globals:
-            if namespace.get(name) is not value:
-                raise _input_error(f"Global variable {name!r} that the function reads", "was bound to something else")
+        for found in self._tensors:
+            if found.watched.is_changed():
+                raise messages.input_changed(
+                    found.place, "was changed in place", found.watched.tensor, found.watched.version
+                )
+            if found.watched.has_other_memory():
+                raise messages.input_changed(found.place, messages.OTHER_MEMORY)
         call = self._call
         rebound = {id(cell): value for cell, value in self._cells if contents_of(cell) is not value}
         if rebound:
             call = _Rebinding(rebound).call(call)
-        return Thawed(call, [watched.tensor for watched in self._tensors], self._rebound)
+        return Thawed(call, [found.watched.tensor for found in self._tensors], self._rebound)
 
 
 class _Rebinding:
@@ -215,7 +213,7 @@ class _Rebinding:
             {name: self._rebind(value) for name, value in kwargs.items()},
         )
         if len(self._placed) < len(self._contents):
-            raise _input_error("A closure variable of a function in a container or default", "was bound anew")
+            raise messages.input_changed("A closure variable of a function in a container or default", "was bound anew")
         return result
 
     def _rebind(self, value: Any) -> Any:
@@ -268,21 +266,50 @@ class _Rebinding:
 class Inputs:
     """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
 
-    __slots__ = ("_held", "devices", "generators", "name", "parameters")
+    __slots__ = ("_buffers", "_held", "_object_tensors", "_structure", "devices", "generators", "name", "parameters")
 
-    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any]) -> None:
+    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any], structure: "_frames.Structure") -> None:
         self._held = held
+        self._structure = structure
         #: Name of the function, for error messages.
         self.name = messages.name_of(function)
         #: `torch.Generator`s found among the inputs.
         self.generators = survey.generators
         self.devices = survey.devices
-        self.parameters = _frames.Parameters(function)
+        #: Tensors that only objects lead to.
+        self._object_tensors: list[Watched] = []
+        self._add_what_objects_hold(survey, structure)
+        self.parameters = _frames.Parameters(function, structure.modules)
+        buffered = self.parameters.buffered
+        self._buffers = Buffers(buffered) if buffered else None
+
+    def _add_what_objects_hold(self, survey: Survey, structure: "_frames.Structure") -> None:
+        if tensors := structure.take_tensors():
+            known = {id(tensor) for _, tensor, _ in survey.tensors}
+            self._object_tensors = [Watched(tensor) for tensor in tensors if id(tensor) not in known]
+            devices = (found.tensor.device for found in self._object_tensors if not found.tensor.is_cpu)
+            self.devices = list(dict.fromkeys([*survey.devices, *devices]))
+        if generators := structure.take_generators():
+            self.generators = list(dict.fromkeys([*survey.generators, *generators]))
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether reruns change, for their time, what others see (Rule 6 of NOTE [ Found by the forward ])."""
+        return self._buffers is not None or not self._structure.is_empty
+
+    def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call in the forward instead of `function`."""
+        return function if self._buffers is None else self._buffers.watching(function)
 
     def forward_done(self) -> None:
-        """Note what the forward itself bound anew (Rule 2), and the parameters as it left them (Rule 4)."""
-        self._held.forward_done()
+        """Note what the forward itself bound anew or changed, and the parameters as it left them."""
         self.parameters.forward_done()
+        kept = self._structure.forward_done()
+        self._held.forward_done(kept)
+        for watched in self._object_tensors if kept else ():
+            watched.hold_instead(kept.get(id(watched.tensor), watched.tensor))
+        if self._buffers is not None:
+            self._buffers.forward_done()
 
     def thaw(self) -> Thawed:
         """Return what one rerun is called with.
@@ -293,29 +320,38 @@ class Inputs:
         thawed: Thawed = self._held.thaw()
         return thawed
 
+    def as_found(self, *, checks: bool) -> AbstractContextManager[Any]:
+        """Return the context of a rerun: containers, objects and modules are as the forward found them.
 
-def version(value: object) -> int:
-    """Return the version of a tensor; 0 for what has none."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+        Args:
+            checks: raise where an operator reads what could not be brought back.
+        """
+        are_modules_as_found = self._buffers is None or self._buffers.are_as_found()
+        are_modules_as_found = are_modules_as_found and not self.parameters.check(False, True)
+        changed = [found for found in self._object_tensors if found.is_changed() or found.has_other_memory()]
+        if are_modules_as_found and self._structure.is_empty and not changed:
+            return _NOTHING
+        stale = [self._stale(found) for found in changed]
+        return self._swapped(stale, checks=checks)
+
+    @contextmanager
+    def _swapped(self, stale: list[Stale], *, checks: bool) -> Iterator[None]:
+        with (
+            modules_as_found(self.parameters, self._buffers) as stale_buffers,
+            structure_as_found(self._structure),
+            reads_checked([*stale, *stale_buffers] if checks else [], self.name),
+        ):
+            yield
+
+    def _stale(self, found: Watched) -> Stale:
+        advice = (
+            "Change a clone instead, or run backward before changing it. What the function itself changes in place "
+            'belongs into a module\'s buffer. Or pass a policy, or determinism_check="none" if the change does no harm.'
+        )
+        return Stale(found.tensor, found.version, self._structure.place_of(found.tensor), advice)
 
 
-def own_copy(tensor: Tensor) -> Tensor:
-    """Return a normal tensor like an inference tensor, or like such a copy, on memory that nobody else has."""
-    with torch.inference_mode(False), torch.no_grad():
-        copied = tensor.clone()
-        if tensor.layout is torch.strided and copied.stride() != tensor.stride():
-            storage = tensor.untyped_storage().clone()
-            copied = tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return copied.requires_grad_(tensor.requires_grad)
-
-
-def has_same_bytes(copied: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor is still as it was when it was copied."""
-    if copied.shape != tensor.shape or copied.dtype != tensor.dtype:
-        return False
-    with torch.no_grad():
-        one, other = (t.to_dense().contiguous().reshape(-1).view(torch.uint8) for t in (copied, tensor))
-        return torch.equal(one, other)
+_NOTHING = nullcontext()
 
 
 def contents_of(cell: types.CellType) -> Any:
@@ -326,60 +362,10 @@ def contents_of(cell: types.CellType) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
+def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Return the global names that `code`, or a function inside it, reads."""
     names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.update(_global_names(constant))
+            names.update(global_names(constant))
     return tuple(sorted(names))
-
-
-def _watched_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    namespace = function.__globals__
-    for name in _global_names(function.__code__):
-        value = namespace.get(name)
-        if isinstance(value, Tensor | torch.nn.Module):
-            yield name, value
-
-
-def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChangedError:
-    """Word a held tensor that was changed in place."""
-    held = changed.held
-    index = next((i for i, value in enumerate(args) if value is held), None)
-    place = "A tensor in a container or closure" if index is None else f"Argument {index}"
-    return _input_error(place, "was changed in place", held.held, held.version)
-
-
-def _input_error(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
-    """Word an input that is not as it was after the forward."""
-    message = (
-        f"{place}, an input of a checkpointed region, {how} since the region began, by its own function or after it, "
-        "and backward has to run that again"
-    )
-    if tensor is not None and tensor.is_inference():
-        message += f": an inference tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, whose bytes were compared"
-    elif tensor is not None:
-        message += (
-            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, {version(tensor)} "
-            "now (one of the variables needed for gradient computation has been modified by an inplace operation)"
-        )
-    return InputChangedError(
-        f"{message}.\nChange a clone instead, or run backward before changing it. A statistic that the region itself "
-        "updates belongs into a module's buffer."
-    )
-
-
-def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now: int) -> RerunMismatchError:
-    """Word a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
-    name = next((name for name, found in module.named_parameters() if found is parameter), "?")
-    how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
-    if parameter.is_inference() and now == before:
-        how = "is an inference tensor with other bytes than it had"
-    return RerunMismatchError(
-        f"Parameter {name!r} of {messages.name_of(module)}, shape {tuple(parameter.shape)}, {how} in forward, and "
-        "backward has to run the module again (one of the variables needed for gradient computation has been "
-        "modified by an inplace operation).\n"
-        'Run backward before the optimizer step that changes the parameter, or pass determinism_check="none" if the '
-        "change does no harm."
-    )

@@ -4,6 +4,7 @@ Everything here runs only once something is wrong, so it may be slow.
 """
 
 import gc
+from collections.abc import Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt.errors import RerunMismatchError, SavedTensorChangedError
+from actckpt.errors import InputChangedError, RerunMismatchError, SavedTensorChangedError
 from actckpt.runtime import torch_private
 from actckpt.runtime.stack import modules_on_stack, user_line
+from actckpt.runtime.watched import version
 
 if TYPE_CHECKING:
     from actckpt import _frames
+    from actckpt.runtime.inputs import HeldTensorChanged
 
 _ADVICE = (
     "The function must do the same in both runs: no counters, flags or Python randomness that differ "
-    "between them. Pass debug=True to see the operators of both runs."
+    "between them, no attribute of a module that one call leaves for the next (a recurrent state). Pass a policy, "
+    "whose regions run nothing again, or debug=True to see the operators of both runs."
 )
 
 
@@ -148,6 +152,53 @@ def changed_in_place(shape: torch.Size, dtype: torch.dtype, found: int, expected
         "One of the variables needed for gradient computation has been modified by an inplace operation: saved "
         f"tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {found}; expected version {expected}.\n"
         "Use the out-of-place operator, or clone the tensor before changing it."
+    )
+
+
+OTHER_MEMORY = "was given other memory (an assignment to its .data, or swap_tensors)"
+
+
+def changed_error(changed: "HeldTensorChanged", args: Sequence[Any]) -> InputChangedError:
+    """Word a held tensor that was changed in place."""
+    held = changed.held
+    index = next((i for i, value in enumerate(args) if value is held), None)
+    place = "A tensor in a container or closure" if index is None else f"Argument {index}"
+    if version(held.held) == held.version:
+        return input_changed(place, OTHER_MEMORY)
+    return input_changed(place, "was changed in place", held.held, held.version)
+
+
+def input_changed(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
+    """Word an input that is not as it was after the forward."""
+    message = (
+        f"{place}, an input of a checkpointed region, {how} since the region began, by its own function or after it, "
+        "and backward has to run that again"
+    )
+    if tensor is not None and tensor.is_inference():
+        message += f": an inference tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, whose bytes were compared"
+    elif tensor is not None:
+        message += (
+            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, {version(tensor)} "
+            "now (one of the variables needed for gradient computation has been modified by an inplace operation)"
+        )
+    return InputChangedError(
+        f"{message}.\nChange a clone instead, or run backward before changing it. A statistic that the region itself "
+        "updates belongs into a module's buffer."
+    )
+
+
+def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now: int) -> RerunMismatchError:
+    """Word a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
+    name = next((name for name, found in module.named_parameters() if found is parameter), "?")
+    how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
+    if parameter.is_inference() and now == before:
+        how = "is an inference tensor with other bytes than it had"
+    return RerunMismatchError(
+        f"Parameter {name!r} of {name_of(module)}, shape {tuple(parameter.shape)}, {how} in forward, and "
+        "backward has to run the module again (one of the variables needed for gradient computation has been "
+        "modified by an inplace operation).\n"
+        'Run backward before the optimizer step that changes the parameter, or pass determinism_check="none" if the '
+        "change does no harm."
     )
 
 

@@ -14,7 +14,7 @@ Rule 3. A closure variable counts as in Rule 2 of NOTE [ Inputs of a region ].
 import dataclasses
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _frames
-from actckpt.runtime import torch_private
+from actckpt.runtime import messages, torch_private
 from actckpt.runtime.inputs import (
     EMPTY_CELL,
     Call,
@@ -32,7 +32,6 @@ from actckpt.runtime.inputs import (
     Originals,
     Survey,
     Thawed,
-    changed_error,
     contents_of,
     is_of_module,
 )
@@ -57,7 +56,7 @@ class _HeldFunction:
 
     def __init__(self, function: types.FunctionType, holding: "_Holding") -> None:
         # Not the function itself: its cells keep the tensors alive.
-        self.function = (function.__code__, function.__globals__, function.__name__, function.__dict__)
+        self.function = (function.__code__, function.__globals__, function.__name__, dict(function.__dict__))
         self.defaults = holding.hold(function.__defaults__)
         self.kwdefaults = holding.hold_changeable(function.__kwdefaults__)
         self.cells = [holding.hold_cell(cell) for cell in function.__closure__ or ()]
@@ -85,18 +84,20 @@ class Packed:
         self._args = [holding.hold(value) for value in args]
         self._kwargs = {name: holding.hold(value) for name, value in kwargs.items()}
         self._rebound: list[_HeldCell] = []
+        #: id() of the containers and functions that are built again.
+        self.rebuilt_ids = holding.rebuilt_ids
         if isinstance(hooks, SavedThroughFunction):
             hooks.save()
         # What is not packed (globals, what objects hold) is watched as without hooks.
         survey.tensors = [entry for entry in survey.tensors if id(entry[1]) not in holding.packed_ids]
         self._watched = Originals((_nothing, (), {}), survey, watch_cells=False)
 
-    def forward_done(self) -> None:
+    def forward_done(self, kept: dict[int, Tensor]) -> None:
         """Decide which closure variables stay live (Rule 3), and let go of the originals."""
         assert self._holding is not None
         self._rebound = self._holding.forward_done()
         self._holding = None
-        self._watched.forward_done()
+        self._watched.forward_done(kept)
 
     def thaw(self) -> Thawed:
         """Return what one rerun is called with."""
@@ -109,7 +110,7 @@ class Packed:
             cells = [(held.cell, thawing.thaw(held.held)) for held in self._rebound if held.cell is not None]
             return Thawed(call, thawing.tensors, cells)
         except HeldTensorChanged as changed:
-            raise changed_error(changed, self._args) from None
+            raise messages.changed_error(changed, self._args) from None
 
 
 class _Holding:
@@ -123,6 +124,8 @@ class _Holding:
         self._cells: list[tuple[_HeldCell, Any]] = []
         #: id() of the tensors that went through the hooks.
         self.packed_ids: set[int] = set()
+        #: id() of the containers and functions that are built again.
+        self.rebuilt_ids: set[int] = set()
 
     def hold(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -171,7 +174,10 @@ class _Holding:
             return value
         if isinstance(value, types.FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
             function = _HeldFunction(value, self)
-            return function if self._needs_rebuild(function, value) else value
+            if not self._needs_rebuild(function, value):
+                return value
+            self.rebuilt_ids.add(id(value))
+            return function
         kind = type(value)
         if kind is tuple:
             return self._hold_container(value, list(value), tuple)
@@ -203,6 +209,7 @@ class _Holding:
         held = [self.hold(part) for part in parts]
         if all(new is old for new, old in zip(held, parts, strict=True)):
             return value
+        self.rebuilt_ids.add(id(value))
         return _HeldContainer(build, held)
 
     @staticmethod
@@ -315,11 +322,18 @@ def _nothing() -> None:
     """Stands for a function where only globals and objects are watched."""
 
 
-def held_inputs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Any) -> Inputs:
+def held_inputs(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    hooks: Any,
+    left_alone: Sequence[Any] = (),
+) -> Inputs:
     """Hold the inputs of a region: packed where hooks are active outside, else as they are.
 
     Args:
         hooks: (pack, unpack) for the tensors where none are active outside; None: hold the tensors.
+        left_alone: objects that reruns find as they are, whatever of them the function reaches.
     """
     survey = Survey(function, args, kwargs)
     outer = torch_private.outer_hooks() or hooks
@@ -327,4 +341,6 @@ def held_inputs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         outer = SavedThroughFunction()
     call = (function, args, kwargs)
     held = Originals(call, survey) if outer is None else Packed(call, survey, outer)
-    return Inputs(held, survey, function)
+    rebuilt_ids = held.rebuilt_ids if isinstance(held, Packed) else set()
+    structure = _frames.Structure((function, *args, *kwargs.values()), rebuilt_ids, list(left_alone))
+    return Inputs(held, survey, function, structure)

@@ -29,7 +29,8 @@ from torch import Tensor
 from actckpt import _frames
 from actckpt.errors import ActckptError
 from actckpt.runtime import messages, rng, state
-from actckpt.runtime.inputs import HeldTensorChanged, Inputs, changed_error
+from actckpt.runtime.found import modules_as_found, reads_checked
+from actckpt.runtime.inputs import HeldTensorChanged, Inputs
 
 __all__ = ["Region", "failure", "mismatch_error", "refill"]
 
@@ -75,7 +76,11 @@ class Region:
         """Run the forward: saved tensors become slots, nothing else is kept of them."""
         if self.forward_context is not None or self.provided is not None:
             function = partial(self._run_in_contexts, function)
-        swap = -1 if self.random is None else self.random.outer_swap
+        function = self.inputs.watching(function)
+        if self.random is not None:
+            swap = self.random.outer_swap
+        else:
+            swap = _frames.current_swap() if self.inputs.is_swapped else -1
         result = _frames.run(self, function, args, kwargs, early_stop, check_metadata, swap)
         self.inputs.forward_done()
         return result
@@ -96,8 +101,9 @@ class Region:
         """Call the function under the state of its forward, until everything needed is back."""
         if self.provided is not None and not self.provided.allows_early_stop():
             refill.run_to_the_end()
-        if refill.frame.metadata_is_checked:
-            self.inputs.parameters.check()
+        is_checked = refill.frame.metadata_is_checked
+        if is_checked:
+            self.inputs.parameters.check(may_be_replaced=True)
         thawed = self.inputs.thaw()
         function, args, kwargs = thawed.call
         self.thawed = thawed.tensors
@@ -108,6 +114,7 @@ class Region:
                 self.provided.rerun() if self.provided is not None else nullcontext(),
                 self.rerun_context or nullcontext(),
                 _filled(thawed.cells),
+                self.inputs.as_found(checks=is_checked),
             ):
                 _frames.rerun(refill, function, args, kwargs)
                 if refill.has_failed:
@@ -141,11 +148,13 @@ def refill(refill: "_frames.Refill") -> None:
     if frame.region is not None:
         frame.region.rerun(refill)
         return
-    # Of the common kind, but it draws random numbers, or global state is different now.
+    # Of the common kind, but it draws random numbers, or global state or its modules are different now.
     args = thaw_common(frame)
     with (
         rng.swapped_in(frame.random) if frame.random is not None else nullcontext(),
         state.restored(frame.state, state.capture()),
+        modules_as_found(frame.parameters, frame.buffers) as stale,
+        reads_checked(stale if frame.metadata_is_checked else [], messages.name_of(frame.function)),
     ):
         _frames.rerun(refill, frame.function, args, {})
 
@@ -155,7 +164,7 @@ def thaw_common(frame: "_frames.Frame") -> tuple[Any, ...]:
     try:
         return _frames.thaw_arguments(frame.args)
     except HeldTensorChanged as changed:
-        raise changed_error(changed, frame.args or ()) from None
+        raise messages.changed_error(changed, frame.args or ()) from None
 
 
 def mismatch_error(refill: "_frames.Refill", index: int, tensor: Tensor, problem: str) -> ActckptError | None:

@@ -89,6 +89,11 @@ def unregister_tracker(get_tracker: GetTracker) -> None:
     registered.remove(get_tracker)
 
 
+def known_trackers(trackers: Sequence[GetTracker]) -> list[Tracker]:
+    """Return the trackers that are registered, and those that these callables return."""
+    return [get() for get in dict.fromkeys([*registered, *trackers])]
+
+
 class RandomState:
     """Random state at the start of one region's forward. See NOTE [ Random state ]."""
 
@@ -101,7 +106,7 @@ class RandomState:
         trackers: Sequence[GetTracker],
     ) -> None:
         self._generators = _frames.capture_generators((*generators_of_devices(devices), *generators))
-        self._trackers = [_TrackerState(get()) for get in dict.fromkeys([*registered, *trackers])]
+        self._trackers = [_TrackerState(tracker) for tracker in known_trackers(trackers)]
         #: The swap within whose rerun the region is made (Rule 6).
         self.outer_swap = _frames.current_swap()
 

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from actckpt.runtime import torch_private
-from actckpt.runtime.inputs import version
 from actckpt.runtime.messages import changed_in_place
+from actckpt.runtime.watched import version
 
 __all__ = ["TakenApart", "parts_of"]
 

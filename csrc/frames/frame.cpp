@@ -6,6 +6,7 @@
 #include <new>
 #include <utility>
 
+#include "frames/parameters.h"
 #include "frames/python.h"
 #include "frames/reads.h"
 #include "frames/task_end.h"
@@ -133,6 +134,12 @@ PyObject* frame_region(PyObject* self, void*) { return or_none(frame_of(self)->r
 PyObject* frame_state(PyObject* self, void*) { return or_none(frame_of(self)->recipe.state); }
 PyObject* frame_random(PyObject* self, void*) { return or_none(frame_of(self)->recipe.random); }
 
+PyObject* frame_buffers(PyObject* self, void*) { return or_none(frame_of(self)->recipe.buffers); }
+
+PyObject* frame_parameters(PyObject* self, void*) {
+  return guarded([&] { return py::cast(frame_of(self)->recipe.parameters).release().ptr(); });
+}
+
 PyObject* frame_metadata_is_checked(PyObject* self, void*) {
   return PyBool_FromLong(frame_of(self)->check_metadata ? 1 : 0);
 }
@@ -150,6 +157,8 @@ PyGetSetDef frame_getset[] = {
     {"function", frame_function, nullptr, "The region's function.", nullptr},
     {"args", frame_args, nullptr, "Held positional arguments, or None.", nullptr},
     {"region", frame_region, nullptr, "Python's Region, or None.", nullptr},
+    {"buffers", frame_buffers, nullptr, "Buffers of the function's modules, or None.", nullptr},
+    {"parameters", frame_parameters, nullptr, "Parameters of the function, or None.", nullptr},
     {"state", frame_state, nullptr, "Global state of the forward, or None.", nullptr},
     {"random", frame_random, nullptr, "GeneratorStates that reruns swap in, or None.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};

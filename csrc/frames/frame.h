@@ -63,6 +63,7 @@ struct Recipe {
   py::object region;  // Python's Region, for all that the fields above cannot say; else null
   py::object lock;    // threading.RLock: one rerun at a time
   std::shared_ptr<Parameters> parameters;  // of the function; null where `region` is set
+  py::object buffers;  // Python's Buffers of the function; null where it has none or `region` is set
   // Reruns restore random state, under the swap lock. The swap within whose rerun the region was
   // made, 0 for none; -1: random state is left alone.
   long long outer_swap = -1;

@@ -13,7 +13,9 @@ struct HeldObject {
   PyObject_HEAD
   py::object held;    // tensor, or what the hooks outside packed it into
   py::object unpack;  // null: no hooks outside
+  py::object storage;  // of the tensor; null where another one may take its place, or there is none
   long long version;
+  long long implementation;
   bool is_tensor;
   bool is_copy;  // of an inference tensor: each rerun gets its own
   bool requires_grad;
@@ -26,11 +28,21 @@ HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self)
 
 bool is_tensor(PyObject* object) { return is_instance(object, python().tensor_type); }
 
+// Of a plain tensor, null for others: parameters are given other memory by what shards them. Some
+// tensors (sparse ones) have none.
+py::object storage_of(PyObject* tensor) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != python().tensor_type) return {};
+  PyObject* storage = reads().untyped_storage.get(tensor);
+  if (storage == nullptr) PyErr_Clear();
+  return py::reinterpret_steal<py::object>(storage);
+}
+
 py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   HeldObject* self = PyObject_New(HeldObject, held_type);
   if (self == nullptr) throw py::error_already_set();
   new (&self->held) py::object();
   new (&self->unpack) py::object();
+  new (&self->storage) py::object();
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
   self->requires_grad = reads().requires_grad.is_true(tensor);
   self->is_of_parameter = false;
@@ -50,24 +62,24 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
     self->is_tensor = true;
   }
   if (self->held.ptr() != tensor) self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
+  if (self->is_tensor) {
+    self->storage = storage_of(self->held.ptr());
+    self->implementation = reads().implementation.number(self->held.ptr());
+  }
   return owner;
 }
 
 py::object thaw(PyObject* object) {
   HeldObject* self = held_of(object);
-  if (self->is_tensor && version_of(self->held.ptr()) != self->version) {
+  if (self->is_tensor && (version_of(self->held.ptr()) != self->version ||
+                          reads().implementation.number(self->held.ptr()) != self->implementation ||
+                          (self->storage && storage_of(self->held.ptr()).ptr() != self->storage.ptr()))) {
     raise(call(python().changed_error, object));
   }
-  if (self->unpack) {
-    const py::object unpacked = call(self->unpack.ptr(), self->held.ptr());
-    const py::object tensor =
-        self->is_copy ? call(python().own_copy, unpacked.ptr()) : call_method(unpacked.ptr(), python().detach);
-    if (self->requires_grad) call_method(tensor.ptr(), python().requires_grad_);
-    // Regions inside must take it for a parameter where they did so in the forward, and only there.
-    if (self->is_of_parameter) tensor.attr(kParameterMark) = py::bool_(true);
-    return tensor;
-  }
-  return self->is_copy ? call(python().own_copy, self->held.ptr()) : self->held;
+  if (!self->unpack) return self->is_copy ? call(python().own_copy, self->held.ptr()) : self->held;
+  const py::object unpacked = call(self->unpack.ptr(), self->held.ptr());
+  return leaf_of(self->is_copy ? call(python().own_copy, unpacked.ptr()) : unpacked, self->requires_grad,
+                 self->is_of_parameter);
 }
 
 bool is_plain(PyObject* value) {
@@ -94,6 +106,7 @@ PyObject* held_get_version(PyObject* self, void*) {
 
 void held_dealloc(PyObject* self) {
   HeldObject* held = held_of(self);
+  held->storage.~object();
   held->unpack.~object();
   held->held.~object();
   PyTypeObject* type = Py_TYPE(self);
@@ -125,7 +138,25 @@ PyType_Slot held_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(held_dealloc
 PyType_Spec held_spec = {"actckpt._frames.HeldTensor", sizeof(HeldObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, held_slots};
 
+PyObject* without_graph_function(PyObject*, PyObject* tensor) {
+  return guarded(
+      [&] { return without_graph(py::reinterpret_borrow<py::object>(tensor)).release().ptr(); });
+}
+
 }  // namespace
+
+py::object leaf_of(const py::object& tensor, bool requires_grad, bool is_of_parameter) {
+  const py::object leaf = call_method(tensor.ptr(), python().detach);
+  if (requires_grad) call_method(leaf.ptr(), python().requires_grad_);
+  // Regions inside must take it for a parameter where they did so in the forward, and only there.
+  if (is_of_parameter) leaf.attr(kParameterMark) = py::bool_(true);
+  return leaf;
+}
+
+py::object without_graph(const py::object& tensor) {
+  if (!is_tensor(tensor.ptr()) || reads().is_leaf.is_true(tensor.ptr())) return tensor;
+  return leaf_of(tensor, true, false);
+}
 
 py::object hold_arguments(PyObject* args, bool* on_device) {
   const Py_ssize_t count = PyTuple_GET_SIZE(args);
@@ -174,6 +205,7 @@ void add_held_types(py::module_& module) {
   module.add_object("HeldTensor", reinterpret_cast<PyObject*>(held_type));
   static PyMethodDef functions[] = {
       {"hold", fast(hold_one), METH_FASTCALL, "hold(tensor, pack, unpack) -> HeldTensor"},
+      {"without_graph", without_graph_function, METH_O, "What to hold of an object that a forward displaced."},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
 }

@@ -19,6 +19,14 @@ py::object hold_arguments(PyObject* args, bool* on_device);
 // The arguments of one rerun. Throws where a tensor was changed in place since it was held.
 py::object thaw_arguments(PyObject* held);
 
+// A leaf with the bytes and the version counter of `tensor`, which requires grad if that does, but does
+// not lead to its graph.
+py::object leaf_of(const py::object& tensor, bool requires_grad, bool is_of_parameter);
+
+// What to hold of a tensor that a forward displaced: a tensor with a graph would own the regions that
+// made it.
+py::object without_graph(const py::object& tensor);
+
 void add_held_types(py::module_& module);
 
 }  // namespace actckpt

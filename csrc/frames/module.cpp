@@ -14,6 +14,7 @@
 #include "frames/python.h"
 #include "frames/refill.h"
 #include "frames/region.h"
+#include "frames/structure.h"
 #include "frames/swap_lock.h"
 #include "frames/task_end.h"
 #include "replay/names.h"
@@ -39,6 +40,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_numerics_functions(module);
   actckpt::add_mode_functions(module);
   actckpt::add_exclusive_functions(module);
+  actckpt::add_structure_type(module);
   actckpt::add_swap_functions(module);
   actckpt::add_all_or_nothing(module);
   actckpt::add_region_functions(module);

@@ -1,6 +1,5 @@
 #include "frames/parameters.h"
 
-#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -10,31 +9,14 @@
 namespace actckpt {
 namespace {
 
-// Entries of a module's dict of parameters or modules; null where it has none. Borrowed.
-PyObject* entries(const py::object& attributes, PyObject* name) {
+// Entries of a module's dict of parameters, buffers or modules; null where it has none. Borrowed.
+PyObject* entries_of(const py::object& attributes, PyObject* name) {
   PyObject* found = PyDict_GetItemWithError(attributes.ptr(), name);
   if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return found != nullptr && PyDict_Check(found) ? found : nullptr;
+  return found != nullptr && PyDict_Check(found) && PyDict_GET_SIZE(found) > 0 ? found : nullptr;
 }
 
-// Visits the parameters that require grad of a module and of everything in it. Only exact types:
-// sharded parameters (DTensor) stand for others that come and go.
-template <typename Visit>
-void for_each_parameter(PyObject* module, const Visit& visit) {
-  const py::object attributes = attribute(module, python().dict);
-  PyObject *key, *value;
-  Py_ssize_t position = 0;
-  if (PyObject* parameters = entries(attributes, python().parameters)) {
-    while (PyDict_Next(parameters, &position, &key, &value)) visit(value);
-  }
-  position = 0;
-  if (PyObject* modules = entries(attributes, python().modules)) {
-    while (PyDict_Next(modules, &position, &key, &value)) {
-      if (value != Py_None) for_each_parameter(value, visit);
-    }
-  }
-}
-
+// Only exact types: sharded parameters (DTensor) stand for others that come and go.
 bool is_plain(PyObject* parameter) {
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(parameter));
   return type == python().parameter_type || type == python().tensor_type;
@@ -51,12 +33,13 @@ bool has_same_bytes(const py::object& copy, PyObject* parameter) {
   return py::reinterpret_steal<py::object>(same).ptr() == Py_True;
 }
 
-long long sum_versions(PyObject* module) {
-  long long sum = 0;
-  for_each_parameter(module, [&](PyObject* parameter) {
-    if (counts(parameter)) sum += version_of(parameter);
-  });
-  return sum;
+bool is_module(PyObject* object) { return is_instance(object, python().module_type); }
+
+// Whether `found` stands where the forward left `value`, and a rerun needs that one.
+bool has_replaced(PyObject* found, PyObject* value) {
+  if (found == value || found == nullptr) return false;
+  if (is_plain(value)) return found == Py_None || is_plain(found);
+  return value == Py_None ? is_plain(found) : is_module(value) && is_module(found);
 }
 
 // Owned by a Python Region.
@@ -64,56 +47,139 @@ using Handle = std::shared_ptr<Parameters>;
 
 }  // namespace
 
-Parameters::Parameters(PyObject* function) {
+Parameters::Parameters(PyObject* function, PyObject* others) {
   PyObject* module = function;
   if (PyMethod_Check(function)) {
     const py::object name = attribute(PyMethod_GET_FUNCTION(function), python().name);
-    if (PyUnicode_CompareWithASCIIString(name.ptr(), "forward") != 0) return;
-    module = PyMethod_GET_SELF(function);
+    const bool is_forward = PyUnicode_CompareWithASCIIString(name.ptr(), "forward") == 0;
+    module = is_forward ? PyMethod_GET_SELF(function) : Py_None;
   }
-  if (!is_instance(module, python().module_type)) return;
-  module_ = py::reinterpret_borrow<py::object>(module);
-  sum_before_ = sum_versions(module);
+  if (is_module(module)) root_ = py::reinterpret_borrow<py::object>(module);
+  if (others != nullptr && PyList_GET_SIZE(others) > 0) {
+    others_ = py::reinterpret_borrow<py::object>(others);
+  }
+  walk_roots(false);
+  sum_before_ = sum_;
+}
+
+void Parameters::walk_roots(bool notes) {
+  sum_ = 0;
+  if (root_) walk(root_.ptr(), true, notes);
+  if (!others_) return;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(others_.ptr()); ++i) {
+    PyObject* other = PyList_GET_ITEM(others_.ptr(), i);
+    if (other != root_.ptr()) walk(other, false, notes);
+  }
+}
+
+void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
+  const py::object attributes = attribute(module, python().dict);
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  if (PyObject* parameters = entries_of(attributes, python().parameters)) {
+    while (is_strict && PyDict_Next(parameters, &position, &key, &value) != 0) {
+      if (counts(value)) sum_ += version_of(value);
+    }
+    if (notes) note(module, python().parameters, parameters, is_strict);
+  }
+  if (!notes && entries_of(attributes, python().buffers) != nullptr) {
+    if (!buffered_) buffered_ = py::list();
+    if (PyList_Append(buffered_.ptr(), module) < 0) throw py::error_already_set();
+  }
+  position = 0;
+  if (PyObject* modules = entries_of(attributes, python().modules)) {
+    if (notes) note(module, python().modules, modules, false);
+    while (PyDict_Next(modules, &position, &key, &value) != 0) {
+      if (value != Py_None) walk(value, is_strict, notes);
+    }
+  }
+}
+
+void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict) {
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(dict, &position, &key, &value) != 0) {
+    long long version = is_strict && counts(value) ? 0 : -1;
+    py::object copy;
+    if (version == 0 && !read_version(value, &version)) copy = call(python().own_copy, value);
+    entries_.push_back({py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value),
+                        version, std::move(copy),
+                        version >= 0 ? reads().implementation.number(value) : 0});
+  }
+  groups_.push_back({py::reinterpret_borrow<py::object>(module), name, entries_.size()});
 }
 
 void Parameters::forward_done() {
-  if (!module_) return;
-  long long sum = 0;
-  for_each_parameter(module_.ptr(), [&](PyObject* parameter) {
-    long long version = counts(parameter) ? 0 : -1;
-    py::object copy;
-    if (version == 0 && !read_version(parameter, &version)) copy = call(python().own_copy, parameter);
-    sum += version > 0 ? version : 0;
-    noted_.push_back({py::reinterpret_borrow<py::object>(parameter), version, std::move(copy)});
-  });
-  if (sum != sum_before_) {
-    module_ = py::object();
-    noted_.clear();
+  if (!root_ && !others_) return;
+  walk_roots(true);
+  if (sum_ != sum_before_) {
+    groups_.clear();
+    entries_.clear();
   }
 }
 
-void Parameters::check() const {
-  if (!module_) return;
-  std::size_t index = 0;
-  for_each_parameter(module_.ptr(), [&](PyObject* found) {
-    const Noted* noted = index < noted_.size() ? &noted_[index] : nullptr;
-    ++index;
-    if (noted == nullptr || noted->version < 0 || !is_plain(found)) return;
-    const long long version = found == noted->parameter.ptr() ? version_of(found) : -1;
-    if (version == noted->version && (!noted->copy || has_same_bytes(noted->copy, found))) return;
-    PyObject* error = PyObject_CallFunction(python().parameter_error, "OOLL", module_.ptr(), found,
-                                            noted->version, version);
-    if (error == nullptr) throw py::error_already_set();
-    raise(py::reinterpret_steal<py::object>(error));
+// Calls visit(group, entry, dict, what is there now: borrowed, null where nothing is).
+template <typename Visit>
+void Parameters::for_each_entry(const Visit& visit) const {
+  std::size_t i = 0;
+  for (const Group& group : groups_) {
+    PyObject* dict = entries_of(attribute(group.module.ptr(), python().dict), group.name);
+    for (; i < group.end; ++i) {
+      PyObject* found = dict != nullptr ? PyDict_GetItemWithError(dict, entries_[i].key.ptr()) : nullptr;
+      if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      visit(group, entries_[i], dict, found);
+    }
+  }
+}
+
+bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
+  bool is_replaced = false;
+  for_each_entry([&](const Group&, const Entry& entry, PyObject*, PyObject* found) {
+    if (has_replaced(found, entry.value.ptr())) {
+      if (!may_be_replaced && entry.version >= 0) raise_changed(found, entry.version, -1);
+      is_replaced = true;
+    } else if (found != entry.value.ptr()) {
+      return;  // sharded now, say: what stands there then is not known
+    }
+    if (!checks_versions || entry.version < 0) return;
+    PyObject* parameter = entry.value.ptr();
+    if (reads().implementation.number(parameter) != entry.implementation) raise_changed(parameter, entry.version, -1);
+    const long long version = version_of(parameter);
+    if (version == entry.version && (!entry.copy || has_same_bytes(entry.copy, parameter))) return;
+    raise_changed(parameter, entry.version, version);
   });
+  return is_replaced;
+}
+
+void Parameters::raise_changed(PyObject* parameter, long long before, long long now) const {
+  PyObject* error =
+      PyObject_CallFunction(python().parameter_error, "OOLL", root_.ptr(), parameter, before, now);
+  if (error == nullptr) throw py::error_already_set();
+  raise(py::reinterpret_steal<py::object>(error));
+}
+
+py::object Parameters::replaced() const {
+  py::object result;
+  for_each_entry([&](const Group&, const Entry& entry, PyObject* dict, PyObject* found) {
+    if (!has_replaced(found, entry.value.ptr())) return;
+    if (!result) result = py::list();
+    const py::tuple place = py::make_tuple(py::handle(dict), entry.key, entry.value);
+    if (PyList_Append(result.ptr(), place.ptr()) < 0) throw py::error_already_set();
+  });
+  return result;
 }
 
 void add_parameter_functions(py::module_& module) {
+  const auto list_of = [](const py::object& list) { return list ? py::list(list) : py::list(); };
   py::class_<Parameters, Handle>(module, "Parameters", "Parameters as a forward left them.")
-      .def(py::init([](const py::object& function) { return Handle(new Parameters(function.ptr())); }),
-           py::arg("function"))
+      .def(py::init([](const py::object& function, const py::object& others) {
+             return Handle(new Parameters(function.ptr(), others.is_none() ? nullptr : others.ptr()));
+           }),
+           py::arg("function"), py::arg("others") = py::none())
       .def("forward_done", &Parameters::forward_done)
-      .def("check", &Parameters::check);
+      .def("check", &Parameters::check, py::arg("checks_versions") = true, py::arg("may_be_replaced") = false)
+      .def("replaced", [=](const Parameters& self) { return list_of(self.replaced()); })
+      .def_property_readonly("buffered", [=](const Parameters& self) { return list_of(self.buffered()); });
 }
 
 }  // namespace actckpt

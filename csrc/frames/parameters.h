@@ -1,11 +1,13 @@
-// The parameters of a module as a region's forward left them: whether a rerun still finds them so.
+// The parameters of modules as a region's forward left them: whether a rerun still finds them so.
 //
 // A parameter that no operator saves (a bias, a weight whose input needs no gradient) changes what a
-// rerun computes without any saved tensor showing it.
+// rerun computes without any saved tensor showing it. A parameter or module that another one has
+// taken the place of (`functional_call`) is put in its place for the rerun.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <vector>
 
 namespace actckpt {
@@ -14,26 +16,52 @@ namespace py = pybind11;
 
 class Parameters {
  public:
-  // Before the forward of `function`: a module, or the forward method of one. Others have no
-  // parameters that are known to be used; nothing is noted of them.
-  explicit Parameters(PyObject* function);
+  // Before the forward of `function`: a module, or the forward method of one, has parameters that are
+  // known to be used and must not change. Of `others`, modules that may be called, only what stands
+  // where is noted. Null: none.
+  Parameters(PyObject* function, PyObject* others);
 
   // After it. A module that changes its parameters in its own forward is let alone.
   void forward_done();
 
-  // Throws if a parameter was changed in place, or is another one now.
-  void check() const;
+  // Throws if a parameter was changed in place (`checks_versions`) or, unless that is allowed, is
+  // another one now. Returns whether anything is.
+  bool check(bool checks_versions, bool may_be_replaced) const;
+
+  // What is not where it was: (dict, key, what the forward left there). Null where there is nothing.
+  py::object replaced() const;
+
+  // Modules that had buffers before the forward; null where there are none.
+  const py::object& buffered() const noexcept { return buffered_; }
 
  private:
-  struct Noted {
-    py::object parameter;
-    long long version;
-    py::object copy;  // of an inference tensor, which has no version; else null
+  struct Entry {
+    py::object key, value;
+    long long version;  // -1: not checked
+    py::object copy;    // of an inference tensor, which has no version; else null
+    long long implementation;
+  };
+  // Entries of one module's dict of parameters or modules.
+  struct Group {
+    py::object module;
+    PyObject* name;
+    std::size_t end;  // of its entries; they begin where those before it end
   };
 
-  py::object module_;  // null: nothing is noted
+  void walk_roots(bool notes);
+  void walk(PyObject* module, bool is_strict, bool notes);
+  void note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict);
+  template <typename Visit>
+  void for_each_entry(const Visit& visit) const;
+  [[noreturn]] void raise_changed(PyObject* parameter, long long before, long long now) const;
+
+  py::object root_;    // null: no module is called
+  py::object others_;  // null: there are none
+  py::object buffered_;
   long long sum_before_ = 0;
-  std::vector<Noted> noted_;
+  long long sum_ = 0;
+  std::vector<Group> groups_;
+  std::vector<Entry> entries_;
 };
 
 void add_parameter_functions(py::module_& module);

@@ -23,6 +23,15 @@ Python interned() {
   names.acquire = PyUnicode_InternFromString("acquire");
   names.release = PyUnicode_InternFromString("release");
   names.name = PyUnicode_InternFromString("__name__");
+  names.buffers = PyUnicode_InternFromString("_buffers");
+  names.slots = PyUnicode_InternFromString("__slots__");
+  names.module = PyUnicode_InternFromString("__module__");
+  names.func = PyUnicode_InternFromString("func");
+  names.args = PyUnicode_InternFromString("args");
+  names.forward_done = PyUnicode_InternFromString("forward_done");
+  names.are_as_found = PyUnicode_InternFromString("are_as_found");
+  names.watching = PyUnicode_InternFromString("watching");
+  names.keywords = PyUnicode_InternFromString("keywords");
   return names;
 }
 
@@ -50,6 +59,13 @@ void connect(const py::dict& names) {
   p.fake_tensor_type = keep("fake_tensor_type");
   p.storage_type = keep("storage_type");
   connect_reads(p.tensor_type, p.parameter_type, p.storage_type);
+  p.generator_type = keep("generator_type");
+  p.partial_type = keep("partial_type");
+  p.deque_type = keep("deque_type");
+  p.namespace_type = keep("namespace_type");
+  p.lock_types = keep("lock_types");
+  p.left_alone = keep("left_alone");
+  p.global_names = keep("global_names");
   p.lock_type = keep("lock_type");
   p.alias_rules = keep("alias_rules");
   p.state_getters = keep("state_getters");
@@ -72,6 +88,7 @@ void connect(const py::dict& names) {
   p.is_capturing = keep("is_capturing");
   p.generators_of = keep("generators_of");
   p.refill = keep("refill");
+  p.note_buffers = keep("note_buffers");
   p.swap_timeout_error = keep("swap_timeout_error");
   p.mismatch_error = keep("mismatch_error");
   p.modified_error = keep("modified_error");

@@ -28,6 +28,15 @@ struct Python {
   PyObject* acquire;
   PyObject* release;
   PyObject* name;
+  PyObject* buffers;
+  PyObject* slots;
+  PyObject* module;
+  PyObject* func;
+  PyObject* args;
+  PyObject* keywords;
+  PyObject* forward_done;
+  PyObject* are_as_found;
+  PyObject* watching;
 
   // Set by `connect`; see actckpt/runtime/connect.py for what each is.
   PyObject* tensor_type;
@@ -35,6 +44,13 @@ struct Python {
   PyObject* module_type;
   PyObject* fake_tensor_type;  // null where torch has none
   PyObject* storage_type;
+  PyObject* generator_type;
+  PyObject* partial_type;
+  PyObject* deque_type;
+  PyObject* namespace_type;
+  PyObject* lock_types;
+  PyObject* left_alone;
+  PyObject* global_names;
   PyObject* lock_type;
   PyObject* alias_rules;      // list of callables: see actckpt/runtime/stays.py
   PyObject* state_getters;
@@ -57,6 +73,7 @@ struct Python {
   PyObject* is_capturing;      // null where there is no CUDA
   PyObject* generators_of;
   PyObject* refill;
+  PyObject* note_buffers;
   PyObject* swap_timeout_error;
   PyObject* mismatch_error;
   PyObject* modified_error;

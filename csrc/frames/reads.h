@@ -53,6 +53,7 @@ struct Reads {
   Read is_quantized{"is_quantized", Read::Kind::kAttribute};
   Read layout{"layout", Read::Kind::kAttribute};
   Read base{"_base", Read::Kind::kAttribute};
+  Read implementation{"_cdata", Read::Kind::kAttribute};  // another one after `swap_tensors`
   Read grad_fn{"grad_fn", Read::Kind::kAttribute};
   Read detach{"detach", Read::Kind::kMethod};
   Read is_inference{"is_inference", Read::Kind::kMethod};

@@ -120,12 +120,19 @@ py::object thaw_inputs(const py::object& held) {
   }
 }
 
+// Whether the function's modules are as the forward left them. Throws where they cannot be made so.
+bool is_as_left(const FrameObject* frame) {
+  if (frame->recipe.parameters->check(frame->check_metadata, true)) return false;
+  return !frame->recipe.buffers ||
+         call_method(frame->recipe.buffers.ptr(), python().are_as_found).ptr() == Py_True;
+}
+
 // Reruns a region of the common kind. Returns false, having done nothing, where it is not one now.
 bool rerun_common(const py::object& refill) {
   const auto* frame = reinterpret_cast<FrameObject*>(refill_frame(refill));
   const Recipe& recipe = frame->recipe;
   if (recipe.region) return false;
-  if (frame->check_metadata && frame->forward_completed) recipe.parameters->check();
+  if (frame->forward_completed && !is_as_left(frame)) return false;
   const py::object state = capture_state();
   const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
   if (same < 0) throw py::error_already_set();
@@ -269,13 +276,20 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
       recipe.random = capture_generators(generators.ptr());
       recipe.outer_swap = 0;
     }
-    const auto parameters = std::make_shared<Parameters>(args[0]);
+    const auto parameters = std::make_shared<Parameters>(args[0], nullptr);
     recipe.parameters = parameters;
+    auto function = py::reinterpret_borrow<py::object>(args[0]);
+    if (parameters->buffered()) {
+      recipe.buffers = call(python().note_buffers, parameters->buffered().ptr());
+      function = call_method(recipe.buffers.ptr(), python().watching, function.ptr());
+    }
+    const py::object buffers = recipe.buffers;
     const py::object frame = new_frame(std::move(recipe), truth(args[4]));
-    PyObject* result = run_forward(frame, args[0], args[1], nullptr);
+    PyObject* result = run_forward(frame, function.ptr(), args[1], nullptr);
     if (result == nullptr) return nullptr;
     const auto owner = py::reinterpret_steal<py::object>(result);
     parameters->forward_done();
+    if (buffers) call_method(buffers.ptr(), python().forward_done);
     return Py_NewRef(owner.ptr());
   });
 }

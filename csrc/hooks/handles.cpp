@@ -16,6 +16,7 @@ namespace {
 struct StaysObject {
   PyObject_HEAD
   py::object tensor;
+  py::object refusal;  // a weak reference to what is held itself: `swap_tensors` takes nothing that has one
   Witness witness;
   std::unique_ptr<Original> original;
   bool is_held_itself;
@@ -191,7 +192,13 @@ py::object new_stays(PyObject* tensor) {
   self->is_held_itself = is_parameter_itself(tensor);
   self->tensor =
       self->is_held_itself ? py::reinterpret_borrow<py::object>(tensor) : reads().detach(tensor);
-  if (!self->is_held_itself) self->original = Original::of(tensor);
+  if (self->is_held_itself) {
+    PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
+    if (reference == nullptr) throw_pending();
+    self->refusal = py::reinterpret_steal<py::object>(reference);
+  } else {
+    self->original = Original::of(tensor);
+  }
   self->witness = Witness(tensor, version_of(tensor), self->tensor.ptr());
   return handle;
 }

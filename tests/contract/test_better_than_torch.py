@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Checkpoint, assert_equal, leaf, ours, plain, theirs
+from oracle import Checkpoint, Log, assert_equal, leaf, ours, plain, theirs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -301,7 +301,7 @@ def test_a_default_device_at_the_time_of_a_rerun_does_not_reach_it() -> None:
 
 def test_the_default_device_of_the_forward_holds_in_the_rerun() -> None:
     x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-    devices = []
+    devices = Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         devices.append(torch.empty(1).device.type)

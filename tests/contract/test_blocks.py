@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, gradients, leaf
+from oracle import Log, assert_equal, gradients, leaf
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import actckpt
@@ -191,7 +191,7 @@ def test_options_reach_every_region() -> None:
 
 def test_a_forward_that_was_patched_before_is_kept_and_put_back() -> None:
     model = Model()
-    calls: list[int] = []
+    calls = Log()
     block = model.layers[1]
     original = block.forward
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import BOTH, Checkpoint, assert_equal, leaf, mlp, ours
+from oracle import BOTH, Checkpoint, Log, assert_equal, leaf, mlp, ours
 
 import actckpt
 
@@ -31,12 +31,12 @@ class FailsOnCall:
     """Fails at one of its calls, after it has drawn and saved something."""
 
     def __init__(self, call: int, error: BaseException) -> None:
-        self.calls, self.call, self.error = 0, call, error
+        self.calls, self.call, self.error = Log(), call, error
 
     def __call__(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        self.calls += 1
+        self.calls.append(1)
         x = torch.nn.functional.dropout(x, 0.5).exp()
-        if self.calls == self.call:
+        if len(self.calls) == self.call:
             raise self.error
         return x.sin().exp()
 
@@ -126,7 +126,7 @@ def test_a_failed_backward_frees_everything_with_its_graph(kind: str) -> None:
         "more": lambda x: x.sin().exp().sin().exp(),
         "user": lambda x: {}["user"],
     }
-    runs: list[int] = []
+    runs = Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)
@@ -156,7 +156,7 @@ def test_gradients_of_parameters_stay_as_they_were_when_the_last_rerun_fails(met
 
 
 def test_an_error_of_the_inner_region_names_the_inner_function() -> None:
-    runs: list[int] = []
+    runs = Log()
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)

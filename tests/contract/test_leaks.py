@@ -329,3 +329,47 @@ def test_what_such_a_region_offloads_goes_with_it() -> None:
         step()
     gc.collect()
     assert actckpt.stats().store_bytes == before
+
+
+def _replaced(x: torch.Tensor, items: list[Any]) -> torch.Tensor:
+    items[0] = x.exp()
+    return items[0].sin()
+
+
+REPLACERS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "attribute of an argument": lambda x, c: ours(_attribute, x, c),
+    "keyword": lambda x, c: ours(_attribute, x, c=c),
+    "list": lambda x, items: ours(_replaced, x, items),
+    "dict": lambda x, items: ours(_by_name, x, items),
+    "closure": lambda x, c: ours(lambda x: _attribute(x, c), x),
+    "partial": lambda x, c: ours(partial(_attribute, c=c), x),
+    "module": lambda x, module: ours(module, x),
+    "closure variable": lambda x, region: ours(region, x),
+}
+
+
+def _rebinding() -> Callable[[torch.Tensor], torch.Tensor]:
+    k: Any = None
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        nonlocal k
+        k = x.exp()
+        return k.sin()
+
+    return region
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("keeper", sorted(REPLACERS))
+def test_forwards_without_a_backward_that_replace_what_the_one_before_left_hold_one_of_them(keeper: str) -> None:
+    # The region of each holds what it found, and that must not lead to the region before it.
+    makes = {"list": lambda: [None], "dict": dict, "module": KeepsItself, "closure variable": _rebinding}
+    kept = makes.get(keeper, Cell)()
+    storages = []
+    for _ in range(5):
+        x = leaf(3) * 1.0
+        storages.append(weakref.ref(x.untyped_storage()))
+        REPLACERS[keeper](x, kept)
+    del x
+    gc.collect()
+    assert sum(storage() is not None for storage in storages) <= 2

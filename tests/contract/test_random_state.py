@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from oracle import Checkpoint, assert_as_plain, assert_equal, gradients, leaf, mlp, ours, plain, theirs
+from oracle import Checkpoint, Log, assert_as_plain, assert_equal, gradients, leaf, mlp, ours, plain, theirs
 
 import actckpt
 from actckpt.runtime.state import register_state_provider, unregister_state_provider
@@ -94,7 +94,7 @@ def test_state_outside_is_unchanged_after_a_failed_rerun(keywords: dict[str, Any
 
 @pytest.mark.parametrize("method", [theirs, ours])
 def test_without_preserve_rng_state_the_rerun_draws_on(method: Checkpoint) -> None:
-    drawn = []
+    drawn = Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         drawn.append(torch.rand(3))
@@ -214,7 +214,7 @@ def test_trackers_draw_the_same_again(enlisted: Callable[..., Checkpoint], kind:
 
 
 def test_tracker_states_are_put_back_after_a_failed_rerun() -> None:
-    tracker, runs = ByteTracker(), []
+    tracker, runs = ByteTracker(), Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)
@@ -236,7 +236,7 @@ def test_python_and_numpy_draw_the_same_again_on_request(which: str) -> None:
         "python": (actckpt.rng.python_random, random.random),
         "numpy": (actckpt.rng.numpy_random, numpy.random.rand),
     }[which]
-    drawn = []
+    drawn = Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         drawn.append(float(draw()))
@@ -328,7 +328,7 @@ def test_a_state_provider_with_nothing_to_carry_is_not_entered(provided: Any) ->
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_state_provider_may_forbid_the_early_stop(provided: Any, allowed: bool) -> None:
-    provider, ends = Provider(allows_early_stop=allowed), []
+    provider, ends = Provider(allows_early_stop=allowed), Log()
     provider.number = 1
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -342,7 +342,7 @@ def test_a_state_provider_may_forbid_the_early_stop(provided: Any, allowed: bool
 
 
 def test_a_state_provider_sees_a_failed_rerun_end(provided: Any) -> None:
-    provider, runs = Provider(), []
+    provider, runs = Provider(), Log()
     provider.number = 1
 
     def function(x: torch.Tensor) -> torch.Tensor:

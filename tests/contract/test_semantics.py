@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import BOTH, Checkpoint, assert_as_plain, assert_equal, gradients, leaf, mlp, ours, plain, theirs
+from oracle import BOTH, Checkpoint, assert_as_plain, gradients, leaf, mlp, ours
 from torch.testing._internal.two_tensor import TwoTensor
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -337,23 +337,6 @@ def test_autocast_is_bit_equal(inside: bool, in_backward: bool, cache: bool) -> 
         return y, x.grad, gradients(model)
 
     assert_as_plain(program)
-
-
-def test_batch_norm_statistics_move_as_with_torch() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        norm, x = torch.nn.BatchNorm1d(8), leaf(4, 8)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.ReLU())
-        y = checkpoint(model, x)
-        y.square().sum().backward()
-        return y, x.grad, gradients(model), norm.running_mean, norm.running_var, norm.num_batches_tracked
-
-    torch.manual_seed(7)
-    expected = program(theirs)
-    torch.manual_seed(7)
-    actual = program(ours)
-    assert_equal(actual, expected)
-    torch.manual_seed(7)
-    assert_equal(actual[:3], program(plain)[:3])
 
 
 def test_tensor_subclass_inputs_are_bit_equal() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, leaf
+from oracle import Log, assert_equal, leaf
 from te_fakes import VERSIONS, ByteTracker, FakeTracker, installed
 from te_oracle import make_model, plain, train
 
@@ -21,7 +21,7 @@ def te() -> Iterator[Any]:
         yield found
 
 
-def _drawing(get_tracker: Callable[[], Any], drawn: list[float]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _drawing(get_tracker: Callable[[], Any], drawn: Log) -> Callable[[torch.Tensor], torch.Tensor]:
     def function(x: torch.Tensor) -> torch.Tensor:
         with get_tracker().fork("attention") as generator:
             drawn.append(float(torch.rand(1, generator=generator)))
@@ -37,7 +37,7 @@ def _drawing(get_tracker: Callable[[], Any], drawn: list[float]) -> Callable[[to
 )
 def test_item_1_states_are_captured_by_value_and_restored_in_place(te: Any, kind: Any, is_given: bool) -> None:
     _, get_tracker = make_model(te, tracker=kind)
-    drawn: list[float] = []
+    drawn = Log()
     keywords = {"get_rng_state_tracker": get_tracker} if is_given else {}
     y = actckpt.te.checkpoint(_drawing(get_tracker, drawn), leaf(3), **keywords)
     with get_tracker().fork("attention"):
@@ -50,7 +50,7 @@ def test_item_1_states_are_captured_by_value_and_restored_in_place(te: Any, kind
 def test_item_1_setting_handles_back_would_restore_nothing(te: Any) -> None:
     """The fake does what the checklist says of te.checkpoint with a tracker."""
     _, get_tracker = make_model(te, tracker=FakeTracker)
-    drawn: list[float] = []
+    drawn = Log()
     function = _drawing(get_tracker, drawn)
     states = get_tracker().get_states()
     function(leaf(3))
@@ -110,7 +110,7 @@ def test_item_5_forked_and_default_generators_are_restored(version: str, kind: A
 
 def test_states_outside_are_unchanged_also_after_a_rerun_that_failed(te: Any) -> None:
     _, get_tracker = make_model(te, tracker=ByteTracker)
-    drawing, runs = _drawing(get_tracker, []), []
+    drawing, runs = _drawing(get_tracker, Log()), Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, leaf
+from oracle import Log, assert_equal, leaf
 from te_fakes import VERSIONS, FakeQuantizer, Recipe, installed
 from te_oracle import RECIPES, fp8_state, make_model, plain, queued, train
 
@@ -51,7 +51,7 @@ def test_item_6_a_nested_region_leaves_the_outer_one_marked(te: Any, recipe: str
 
 
 def test_item_6_the_flags_are_those_of_te_checkpoint_and_put_back(te: Any) -> None:
-    seen = []
+    seen = Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         seen.append(te.flags())
@@ -102,7 +102,7 @@ def test_item_6_te_checkpoint_inside_and_outside_of_a_region(te: Any, recipe: st
 
 def test_item_7_the_first_module_flag_is_held_per_region(te: Any) -> None:
     """TransformerEngine's first-in-first-out list has one entry per forward: a second recompute finds none."""
-    firsts = []
+    firsts = Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         firsts.append(te.manager_state().is_first)
@@ -119,7 +119,7 @@ def test_item_7_the_first_module_flag_is_held_per_region(te: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 def test_item_8_the_autocast_state_is_restored_without_a_new_autocast(te: Any, kind: str) -> None:
-    recipe, seen = Recipe(kind), []
+    recipe, seen = Recipe(kind), Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         seen.append(te.FP8GlobalStateManager.get_autocast_state())
@@ -177,7 +177,7 @@ def test_item_9_each_rerun_uses_the_scales_of_its_forward_in_any_order(te: Any) 
 
 
 def test_item_9_a_rerun_that_has_copies_to_take_runs_to_the_end(te: Any) -> None:
-    layer, ends = te.Linear(), []
+    layer, ends = te.Linear(), Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = layer(x)
@@ -310,7 +310,7 @@ def test_item_12_the_reentrant_flag_is_not_touched(te: Any) -> None:
 
 
 def test_item_13_torch_autocast_and_grad_mode_are_restored(te: Any) -> None:
-    layer, seen = te.Linear(), []
+    layer, seen = te.Linear(), Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, leaf
+from oracle import Log, assert_equal, leaf
 from te_fakes import VERSIONS, ByteTracker, FakeTracker, installed
 from te_oracle import RECIPES, make_model, plain, train
 
@@ -103,7 +103,7 @@ def test_models_that_mix_plain_modules_with_fakes(te: Any, retain_graph: bool) -
 
 
 def test_hooks_of_wrapped_modules_run_once_per_call(te: Any) -> None:
-    layer, calls = te.Linear(), []
+    layer, calls = te.Linear(), Log()
     layer.register_forward_hook(lambda *_: calls.append(1))
     actckpt.te.wrap(layer)
     layer(leaf(4, 8)).sum().backward()
@@ -111,7 +111,7 @@ def test_hooks_of_wrapped_modules_run_once_per_call(te: Any) -> None:
 
 
 def test_unwrap_copies_and_forwards_that_instances_had(te: Any) -> None:
-    layer, calls = te.Linear(), []
+    layer, calls = te.Linear(), Log()
     own = layer.forward
     layer.forward = lambda x: calls.append(1) or own(x)
     actckpt.te.wrap(layer)

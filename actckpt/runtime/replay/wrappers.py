@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from actckpt.runtime.inputs import version
 from actckpt.runtime.replay.lineage import Value
 from actckpt.runtime.taken_apart import parts_of
+from actckpt.runtime.watched import version
 
 if TYPE_CHECKING:
     from actckpt.runtime.replay.tape import Tape
