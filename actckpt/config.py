@@ -14,6 +14,8 @@ __all__ = ["Settings", "configure", "parse_bytes"]
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _MAX_BYTES = 2**62
 _PROBE_BYTES = 4096
+#: Sizes that may follow what is seen.
+_AUTOMATIC = ("replay_window",)
 #: A name in `opaque` that begins like this is an operator's; other namespaces may also be names of modules.
 _NAMESPACES = ("aten", "prims")
 
@@ -48,8 +50,9 @@ class Settings:
     opaque: tuple[str, ...] = ()
     #: In which order operators are replayed. None: see actckpt.runtime.replay.schedule.
     replay_order: Any = None
-    #: Most bytes of replayed values that wait for their turn in a backward. None: no limit.
-    replay_window: int | None = None
+    #: Most bytes of replayed values that wait for their turn in a backward. None: no limit. `"auto"`: no limit in a
+    #: region of a block; in one of many, the fewest with which no operator runs more than twice in a backward.
+    replay_window: int | str | None = "auto"
 
     @property
     def spill_folder(self) -> str:
@@ -84,7 +87,8 @@ def configure(**changes: Any) -> Settings:
         replay_order: a function from a `ReplayGraph` to the numbers of its steps in the order of execution; None: the
             order with the lowest peak that the built-in rules find.
         replay_window: most bytes of replayed values that wait for their turn in a backward; values beyond it are
-            computed again when they are asked for. None: no limit.
+            computed again when they are asked for. None: no limit. `"auto"`: about as few as let no operator run more
+            than twice; no limit in regions of the size of a block, and below 4 MiB.
     Returns:
         The settings in force now.
     Raises:
@@ -103,8 +107,8 @@ def configure(**changes: Any) -> Settings:
     if unknown:
         raise ValueError(f"configure: unknown setting {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
     for name in ("host_limit", "pageable_limit", "disk_limit", "max_inflight", "replay_window"):
-        if name in changes and (changes[name] is not None or name == "max_inflight"):
-            changes[name] = parse_bytes(changes[name], what=name)
+        if name in changes:
+            changes[name] = _checked_size(name, changes[name])
     if changes.get("spill_dir") is not None:
         changes["spill_dir"] = _checked_folder(changes["spill_dir"])
     workers = changes.get("num_workers", 0)
@@ -117,6 +121,13 @@ def configure(**changes: Any) -> Settings:
     _settings = dataclasses.replace(_settings, **changes)
     generation += 1
     return _settings
+
+
+def _checked_size(name: str, size: object) -> int | str | None:
+    """Return a size in bytes, or what else the setting `name` takes."""
+    if size is None and name != "max_inflight":
+        return None
+    return "auto" if size == "auto" and name in _AUTOMATIC else parse_bytes(size, what=name)
 
 
 def _check_replay(changes: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@
 #include "frames/swap_lock.h"
 #include "frames/task_end.h"
 #include "replay/names.h"
+#include "replay/needs.h"
 #include "replay/objects.h"
 #include "replay/pack.h"
 #include "replay/record.h"
@@ -39,6 +40,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::replay::add_record_functions(module);
   actckpt::replay::add_pack_functions(module);
   actckpt::replay::add_unpack_functions(module);
+  actckpt::replay::add_needs_functions(module);
   module.def("connect_replay", actckpt::replay::connect_replay, pybind11::arg("names"),
              "Tell recording and replay what they need of Python and torch. Called once.");
   actckpt::add_bytes_type(module);

@@ -20,7 +20,7 @@ py::object new_value(long long nbytes, PyObject* device, long long ordinal) {
   auto* value = allocated<ValueObject>(value_type);
   value->nbytes = nbytes;
   value->ordinal = ordinal;
-  value->version = value->cached_task = -1;
+  value->version = value->cached_task = value->counted_task = -1;
   assign(value->device, device);
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(value));
 }
@@ -49,10 +49,25 @@ py::object new_block(PyObject* storage, PyObject* value) {
 
 py::object new_handle(PyObject* tape, PyObject* window) {
   auto* handle = allocated<HandleObject>(handle_type);
+  auto* core = reinterpret_cast<TapeObject*>(tape);
   handle->task = -1;
+  handle->clock = core->num_values;
   assign(handle->tape, tape);
   assign(handle->window, window);
+  handle->previous = core->last_handle;
+  (core->last_handle == nullptr ? core->first_handle : core->last_handle->next) = handle;
+  core->last_handle = handle;
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(handle));
+}
+
+void unlist(HandleObject* handle) noexcept {
+  auto* tape = reinterpret_cast<TapeObject*>(handle->tape);
+  (handle->previous == nullptr ? tape->first_handle : handle->previous->next) = handle->next;
+  (handle->next == nullptr ? tape->last_handle : handle->next->previous) = handle->previous;
+}
+
+void release(CachedBytes* cached) noexcept {
+  if (cached != nullptr && --cached->references == 0) delete cached;
 }
 
 EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {

@@ -28,7 +28,7 @@ WRONG = [
     ("replay_order", ["forward", 5, [0, 1]], r"Pass a function or None\.$"),
     ("opaque", ["aten.mul", None, 5, [None], [5], [b"aten.mul"], {"aten.mul": 1, 2: 3}], "Pass a list of operators"),
     ("opaque", [["aten.mull.Tensor"], ["aten::mull"], ["x", "aten.mull*"], ["aten."]], "does not exist"),
-    ("replay_window", [True, -1, 1.5, "x", 2**63, "9999999TiB", float("nan")], "is not a size"),
+    ("replay_window", [True, "AUTO", -1, 1.5, "x", 2**63, "9999999TiB", float("nan")], "is not a size"),
     ("host_limit", [True, -1, 1.5, "x", 2**63, "9999999TiB"], "is not a size"),
     ("pageable_limit", [True, -1, 1.5, "x", 2**63], "is not a size"),
     ("disk_limit", [True, -1, 1.5, "x", 2**63], "is not a size"),

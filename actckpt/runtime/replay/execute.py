@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt._frames import is_pending
+from actckpt import _frames
 from actckpt.errors import ActckptError, SavedTensorChangedError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.counters import counters
@@ -21,7 +21,7 @@ from actckpt.runtime.replay.lineage import Step, Value, Window
 from actckpt.runtime.replay.paused import Paused, version_of
 from actckpt.runtime.replay.tape import Tape
 
-__all__ = ["HeldOutside", "bytes_of", "changed_error", "is_pending", "on", "replay", "watch_roots"]
+__all__ = ["HeldOutside", "bytes_of", "changed_error", "on", "replay", "watch_roots"]
 
 
 def on(base: Tensor, window: Window) -> Tensor:
@@ -56,8 +56,7 @@ class HeldOutside:
         tensor = self._unpack(self._packed)
         if task != -1:
             self._task, self._tensor = task, tensor
-            if torch_private.queue_callback is not None:
-                torch_private.queue_callback(partial(_let_go, weakref.ref(self), task))
+            torch_private.when_backward_ends(partial(_let_go, weakref.ref(self), task))
         return tensor
 
     def let_go(self, task: int) -> None:
@@ -72,8 +71,13 @@ def _let_go(reference: "weakref.ref[HeldOutside]", task: int) -> None:
         held.let_go(task)
 
 
-def bytes_of(tape: Tape, value: Value, window: Window | None = None) -> Tensor:
-    """Return a tensor on the storage of `value`, replayed if need be; None: all of its bytes are needed."""
+def bytes_of(tape: Tape, value: Value, window: Window | None = None, clock: int = 0) -> Tensor:
+    """Return a tensor on the storage of `value`, replayed if need be.
+
+    Args:
+        window: what is needed of its bytes; None: all.
+        clock: when the saved tensor that asks for them was saved; 0: not known.
+    """
     held, cached, stored = value.held, value.cached, value.stored  # another backward may let go of what is cached
     if held is not None:
         if not tape.is_open:
@@ -85,9 +89,9 @@ def bytes_of(tape: Tape, value: Value, window: Window | None = None) -> Tensor:
             return cached
         if value.step is None:
             raise changed_error(cached.shape, cached.dtype, version_of(cached), value.cached_version)
-        value.cached = None  # backward changed what it had unpacked
+        _frames.uncache(value)  # backward changed what it had unpacked
     if stored is None:
-        return replay(tape, value)
+        return replay(tape, value, clock)
     return stored.under(window) if window is not None and isinstance(stored, Watched) else stored()
 
 
@@ -139,33 +143,31 @@ def _sized(held: Tensor, nbytes: int, what: str) -> Tensor:
     return held
 
 
-def replay(tape: Tape, target: Value) -> Tensor:
+def replay(tape: Tape, target: Value, clock: int) -> Tensor:
     """Return a tensor on the storage of `target`, made by executing the steps that lead to it.
 
-    Values on the way that this backward will ask for stay with it (Rule 12 of NOTE [ Replay ]).
+    Values on the way that this backward asks for again stay with it (Rule 12 of NOTE [ Replay ]).
     """
     step = target.step
     if step is None:
         if target.is_at_hand():  # another backward has just replayed it
             return bytes_of(tape, target)
         raise _lost(target)
-    if all(value.is_at_hand() for value in step.inputs):
-        return _Run(tape, target, [step], None).result()
-    if tape.replay_window is not None:
-        tape.drop_cached(after=target)
-    return _Run(tape, target, *schedule.order(tape, target)).result()
+    task = torch_private.current_graph_task_id()
+    _frames.count_needs(tape, task)
+    return _Run(tape, target, task, *schedule.order(tape, target, task, clock)).result()
 
 
 class _Run:
     """One replay: steps in order, and what they made that is needed still."""
 
-    def __init__(self, tape: Tape, target: Value, steps: list[Step], retained: set[Value] | None) -> None:
+    def __init__(self, tape: Tape, target: Value, task: int, steps: list[Step], retained: set[Value]) -> None:
         self._tape = tape
         self._target = target
+        self._task = task
         self._steps = steps
-        #: What stays for later in this backward; None: all that it will ask for.
+        #: What stays for later in this backward.
         self._retained = retained
-        self._task = torch_private.current_graph_task_id()
         self._made: dict[Value, Tensor] = {}
         self._uses = Counter(value for step in steps for value in set(step.inputs))
 
@@ -202,7 +204,8 @@ class _Run:
         memory = torch.empty(0, dtype=torch.uint8, device=value.device)
         if base is None:  # all of it will be overwritten
             return memory.set_(torch.empty(value.nbytes, dtype=torch.uint8, device=value.device).untyped_storage())
-        if value in self._made and self._uses[value] == 1 and value.cached is None and value is not self._target:
+        is_alone = value not in self._retained and value is not self._target
+        if is_alone and value in self._made and self._uses[value] == 1:
             return self._made.pop(value)
         return memory.set_(base.untyped_storage().clone())
 
@@ -218,10 +221,8 @@ class _Run:
             value.entry.num_replays += 1
         if value is self._target or self._uses[value]:
             self._made[value] = tensor
-        if self._task == -1 or value.is_at_hand():
-            return
-        if is_pending(value, self._task) if self._retained is None else value in self._retained:
-            self._tape.cache(self._task, value, tensor)
+        if value in self._retained and not value.is_at_hand():
+            _frames.cache(self._tape, value, tensor, self._task)
 
 
 def _thawed(arg: Any, bases: dict[Value, Tensor]) -> Any:

@@ -27,7 +27,8 @@ Rule 9.  State. Replay runs without grad and autocast, with every recorder suspe
 Rule 10. Compile. The recorder ignores compiled code and lets higher-order operators through.
 Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
          Else what it must hold goes through the hooks outside when it closes, in the order of birth.
-Rule 12. Caching. Replayed values with handles that this backward has not unpacked stay until it has, or ends.
+Rule 12. Caching. Replayed values that this backward asks for again stay until it has, or ends: NOTE [ Needs ] in
+         `lineage`, and within a window of bytes: NOTE [ Windows ] in `windows`.
 Rule 13. Order. See `schedule`.
 """
 

@@ -119,12 +119,11 @@ def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
     with swap, tape.lock:
         previous, packed.task = packed.task, torch_private.current_graph_task_id()
         try:
-            base = execute.bytes_of(tape, value, window)
+            base = execute.bytes_of(tape, value, window, packed.clock)
         except BaseException:
             packed.task = previous
             raise
-        if value.cached is not None and value.step is not None and not execute.is_pending(value, packed.task):
-            value.cached = None
+        _frames.let_go_of_needs(value, packed.task)
     with Paused():
         tensor = execute.on(base, window)
     if packed.audit is not None and value.held is None:
