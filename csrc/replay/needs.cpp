@@ -48,6 +48,9 @@ void start_reading(ValueObject* value, long long task) {
   }
 }
 
+// Whether the bytes of a value can be had once they are let go of.
+bool comes_back(const ValueObject* value) { return !is_none(value->step) || !is_none(value->stored); }
+
 // Takes what is cached for a value into `gone`: whoever owns that lets go of it once all counts are right.
 void take_cached(ValueObject* value, std::vector<py::object>* gone) {
   if (is_none(value->cached)) return;
@@ -70,7 +73,7 @@ void stop_reading(ValueObject* value, long long task, std::vector<py::object>* g
       if (input->counted_task != task) continue;
       input->num_readers -= 1;
       if (is_asked(input, task)) continue;
-      if (is_none(input->step)) continue;  // nothing would make it again
+      if (!comes_back(input)) continue;
       take_cached(input, gone);
       pending.push_back(input);
     }
@@ -150,7 +153,7 @@ void evict(ValueObject* value, long long task) {
 void let_go_of_needs(ValueObject* value, long long task) noexcept {
   if (task == -1 || is_asked(value, task)) return;
   std::vector<py::object> gone;
-  if (!is_none(value->step)) take_cached(value, &gone);
+  if (comes_back(value)) take_cached(value, &gone);
   if (!is_at_hand(value)) stop_reading(value, task, &gone);
 }
 

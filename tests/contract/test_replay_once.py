@@ -102,6 +102,23 @@ def test_a_value_that_is_saved_three_times_is_replayed_once() -> None:
     assert _num_replayed(lambda: torch.autograd.grad(loss, w)) == 1
 
 
+def test_an_offloaded_value_that_several_are_replayed_from_is_brought_back_once() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+
+    def forward() -> Tensor:
+        h = x @ w
+        return (h.exp() + h.sigmoid() + h.tanh()).sum() + h.square().mean()
+
+    expected = torch.autograd.grad(forward(), [x, w])
+    actckpt.reset_stats()
+    with actckpt.region(actckpt.policies.PerOp({"aten.mm": "offload"}, default="recompute")):
+        loss = forward()
+    found = torch.autograd.grad(loss, [x, w])
+    assert all(map(torch.equal, found, expected))
+    assert actckpt.stats().reloaded_bytes == actckpt.stats().offloaded_bytes == 64 * 64 * 4
+
+
 def test_an_intermediate_goes_with_the_last_value_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = _Watch(monkeypatch)
     n, nbytes = 32, 64 * 4

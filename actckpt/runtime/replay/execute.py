@@ -92,7 +92,14 @@ def bytes_of(tape: Tape, value: Value, window: Window | None = None, clock: int 
         _frames.uncache(value)  # backward changed what it had unpacked
     if stored is None:
         return replay(tape, value, clock)
-    return stored.under(window) if window is not None and isinstance(stored, Watched) else stored()
+    if isinstance(stored, Watched):
+        return stored() if window is None else stored.under(window)
+    tensor = stored()
+    task = torch_private.current_graph_task_id()
+    _frames.count_needs(tape, task)
+    if not isinstance(stored, HeldOutside) and tape.has_room() and _frames.is_asked(value, task):
+        _frames.cache(tape, value, tensor, task)  # who is replayed from it need not have it brought back once more
+    return tensor
 
 
 def _check_unchanged(value: Value, held: Tensor) -> None:

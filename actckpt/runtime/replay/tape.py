@@ -274,7 +274,9 @@ class Tape(TapeCore):
         live = [(reference, reference()) for reference in self._cached.get(task, ())]
         self._cached[task] = [reference for reference, value in live if value is not None and value.cached is not None]
         for _, value in live:
-            if value is not None and value.cached is not None and value.step is not None and value.first_use > clock:
+            if value is None or value.cached is None or (value.step is None and value.stored is None):
+                continue
+            if value.first_use > clock:
                 evict(value, task)
 
     def _clear(self, task: int) -> None:
@@ -283,7 +285,8 @@ class Tape(TapeCore):
                 value = reference()
                 if value is None or value.cached_task != task:
                     continue
-                if value.step is None and value.cached is not None:  # a backward of a part of the graph
+                if value.cached is not None and value.step is None and value.stored is None:
+                    # A backward of a part of the graph.
                     value.held, value.version = value.cached, value.cached_version
                 uncache(value)
 
