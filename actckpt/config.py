@@ -15,7 +15,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 _MAX_BYTES = 2**62
 _PROBE_BYTES = 4096
 #: Sizes that may follow what is seen.
-_AUTOMATIC = ("replay_window",)
+_AUTOMATIC = ("max_inflight", "replay_window")
 #: A name in `opaque` that begins like this is an operator's; other namespaces may also be names of modules.
 _NAMESPACES = ("aten", "prims")
 
@@ -34,8 +34,9 @@ class Settings:
     disk_limit: int | None = None
     #: Folder of the spill file. None: that of `tempfile`, and device tensors never go to disk.
     spill_dir: str | None = None
-    #: Most bytes on their way to a store, and most bytes read ahead of backward.
-    max_inflight: int = 256 * 2**20
+    #: Most bytes on their way to a store, and most bytes read ahead of backward. `"auto"`: follow the sizes of what is
+    #: stored, from 4 to 256 MiB.
+    max_inflight: int | str = "auto"
     #: Threads that copy CPU tensors, and device tensors from pinned memory on.
     num_workers: int = 2
     #: Whether offloading CPU tensors sets malloc's mmap threshold once, so that freed tensors return
@@ -53,6 +54,11 @@ class Settings:
     #: Most bytes of replayed values that wait for their turn in a backward. None: no limit. `"auto"`: no limit in a
     #: region of a block; in one of many, the fewest with which no operator runs more than twice in a backward.
     replay_window: int | str | None = "auto"
+
+    @property
+    def window_bytes(self) -> int | None:
+        """`max_inflight`; None: follows the sizes."""
+        return self.max_inflight if isinstance(self.max_inflight, int) else None
 
     @property
     def spill_folder(self) -> str:
@@ -79,7 +85,8 @@ def configure(**changes: Any) -> Settings:
         pageable_limit: most bytes of other host memory, used once pinned memory is full; None: automatic.
         disk_limit: most bytes in the spill file; None: no limit of ours.
         spill_dir: folder of the spill file; None: that of `tempfile`, and device tensors never go to disk.
-        max_inflight: most bytes on their way to a store, and most bytes read ahead of backward.
+        max_inflight: most bytes on their way to a store, and most bytes read ahead of backward. `"auto"`: the root of
+            what is stored times the largest tensor of it, at least four of the largest, and from 4 to 256 MiB.
         num_workers: threads that copy between memory and disk, at least 0 (GPU tensors: at least 1 is used).
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
         audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what replay makes.

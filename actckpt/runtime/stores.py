@@ -37,6 +37,10 @@ Bytes = _frames.Bytes
 class Backend(Protocol):
     """One way to move bytes out and back."""
 
+    @property
+    def window_bytes(self) -> int:
+        """How many bytes may be on their way at once, as things stand."""
+
     def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         """Begin to move bytes out; returns a ticket, or None if they stay. Waits for room only if `must`."""
 
@@ -63,7 +67,11 @@ class CpuBackend:
         if settings.fix_malloc:
             native.fix_mmap_threshold(_MMAP_THRESHOLD_BYTES)
         file = _spill_file(settings)
-        return cls(native.CpuStore.on_file(file, window_bytes=settings.max_inflight, num_workers=settings.num_workers))
+        return cls(native.CpuStore.on_file(file, window_bytes=settings.window_bytes, num_workers=settings.num_workers))
+
+    @property
+    def window_bytes(self) -> int:
+        return self.store.stats().window_bytes
 
     def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         self._check_writes()
@@ -115,7 +123,7 @@ class CudaBackend:
         bounce, buffer = limits.bounce_sizes(host if pageable or file else 0)
         engine = native.DeviceEngine.cuda(
             limit_bytes=host - bounce,
-            window_bytes=settings.max_inflight,
+            window_bytes=settings.window_bytes,
             release=_record_streams,
             pageable_limit=pageable,
             spill_file=file,
@@ -124,6 +132,10 @@ class CudaBackend:
             num_workers=max(1, settings.num_workers),
         )
         return cls(engine)
+
+    @property
+    def window_bytes(self) -> int:
+        return self.engine.stats().window_bytes
 
     def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         device = source.storage.device.index
@@ -268,6 +280,11 @@ def backend(kind: str) -> Backend:
             known = CpuBackend.on_disk(settings) if kind == "disk" else CudaBackend.from_settings(settings)
             _backends[kind] = config.generation, known
         return known
+
+
+def window_bytes() -> int:
+    """Return how many bytes the stores that exist would have on their way at once."""
+    return max((made.window_bytes for _, made in list(_backends.values())), default=0)
 
 
 def existing(kind: str) -> Backend | None:

@@ -28,7 +28,7 @@ std::shared_ptr<HostEngine> HostEngine::make(const HostConfig& config) {
   });
 }
 
-HostEngine::HostEngine(const HostConfig& config) : config_(config) {
+HostEngine::HostEngine(const HostConfig& config) : window_(config.window_bytes) {
   try {
     for (int i = 0; i < config.num_workers; ++i) {
       workers_.emplace_back(&HostEngine::work, this);
@@ -48,7 +48,7 @@ void HostEngine::check_usable(const char* what) const {
 }
 
 bool HostEngine::fits(std::size_t bytes) const {
-  return stats_.inflight_bytes == 0 || stats_.inflight_bytes + bytes <= config_.window_bytes;
+  return stats_.inflight_bytes == 0 || stats_.inflight_bytes + bytes <= window_.bytes();
 }
 
 TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes,
@@ -72,6 +72,7 @@ TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes,
   ++stats_.num_puts;
   ++stats_.num_live;
   stats_.put_bytes += bytes;
+  window_.add(bytes);
   if (num_idle_ > 0 && stats_.inflight_bytes >= kWakeBytes) {
     work_.notify_one();
   }
@@ -241,6 +242,7 @@ void HostEngine::drop(const TicketPtr& ticket, Released* released) noexcept {
   if (!ticket->dropped) {
     ticket->dropped = true;
     --stats_.num_live;
+    window_.remove(ticket->bytes);
     if (ticket->out == OutState::kQueued) {
       ticket->out = OutState::kCancelled;
       stats_.inflight_bytes -= ticket->bytes;
@@ -302,7 +304,9 @@ void HostEngine::shutdown() noexcept {
 HostStats HostEngine::stats() const {
   fork_guard_.check("stats");
   const Lock lock(mutex_);
-  return stats_;
+  HostStats now = stats_;
+  now.window_bytes = window_.bytes();
+  return now;
 }
 
 }  // namespace actckpt
