@@ -7,13 +7,17 @@ STAMP := $(VENV)/.installed
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint types bench sanitize clean
+.PHONY: demo test soak lint types bench sanitize clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Nothing may grow over 20,000 steps; `make test` runs the same over 2,000.
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -200,6 +200,7 @@ class Step:
     def add_written(self, value: Value, /) -> None: ...
     random: Any
     grad_enabled: bool
+    numerics: tuple[Any, ...]
     def __new__(cls, operator: Any, args: list[Any], kwargs: dict[str, Any] | None, inputs: list[Value], /) -> Step: ...
     def add_output(self, value: Value, place: tuple[int, int], /) -> None: ...
 
@@ -229,6 +230,11 @@ class Handle:
     task: int
     #: How many values its region had when it was saved.
     clock: int
+
+def connect_numerics(getters: list[tuple[Any, tuple[Any, ...]]], num_of_elements: int) -> None: ...
+def numerics() -> tuple[Any, ...]: ...
+def are_numerics(noted: tuple[Any, ...], /) -> bool: ...
+def flushes_denormals() -> bool: ...
 
 class Entry:
     """What a report says of a saved value."""
@@ -260,7 +266,8 @@ class TapeCore:
     structure: int
     num_values: int
     num_packed: int
-    num_unreadable: int
+    num_untold: int
+    why_untold: str
     is_open: bool
     is_audited: bool
     audits_always: bool

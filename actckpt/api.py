@@ -17,6 +17,7 @@ from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import is_of_module
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
 from actckpt.runtime.packed import held_inputs
+from actckpt.runtime.replay.audit import caller_of
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.opened import OpenRegion
 from actckpt.runtime.rerun import Region
@@ -359,7 +360,7 @@ def _run_in_region(
     choice: Choice, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], respects_hooks: bool
 ) -> Any:
     """Run the forward recorded, so that single operators are replayed."""
-    opened = OpenRegion(choice, _code_of(function), respects_hooks=respects_hooks)
+    opened = OpenRegion(choice, caller_of(function, args, kwargs), respects_hooks=respects_hooks)
     try:
         result = function(*args, **kwargs)
     except BaseException:
@@ -367,16 +368,6 @@ def _run_in_region(
         raise
     opened.close(has_failed=False)
     return result
-
-
-def _code_of(function: Callable[..., Any]) -> Any:
-    """Return what names a function across calls: a module, or the code of anything else."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = getattr(function, "__self__", function)
-    if isinstance(owner, torch.nn.Module):
-        return owner
-    return getattr(function, "__code__", type(function))
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

@@ -1,13 +1,16 @@
 """`region`: a block of code whose saved tensors a policy keeps, recomputes or offloads."""
 
 import contextlib
+import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
 
 from actckpt.policies import choice_of
+from actckpt.runtime.replay.audit import caller_of
 from actckpt.runtime.replay.opened import OpenRegion
 from actckpt.runtime.replay.report import Entry, Report, explained
 
@@ -17,7 +20,7 @@ _NOT_OPEN = "Not recorded: the region was not opened yet, or where grad mode was
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
+class region:  # noqa: N801 - used as a function
     """Decide per saved tensor of a block of code: keep it, recompute it, or offload it.
 
     The operators of the block are recorded, unless the policy is to keep or to offload everything: that needs no
@@ -47,11 +50,10 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
         self._policy = policy
         self._choice = choice_of(policy)
         self._open: OpenRegion | None = None
+        #: What names the function that it decorates, None: the place of the `with` statement does.
+        self._caller: Any = None
         self._entries: list[Entry] = []
         self._note = _NOT_OPEN
-
-    def _recreate_cm(self) -> "region":
-        return region(self._policy)
 
     def __call__(self, func: _Function = None, /, *more: Any, **keywords: Any) -> _Function:  # type: ignore[assignment]
         """Return a function that runs in a region with this policy each time: `region(policy)(function)`."""
@@ -61,15 +63,22 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
                 f"actckpt.region({name}) was called, and not with one function to decorate. If {name} is the function "
                 "to run, rather than a policy: decorate it with @actckpt.region(), with parentheses."
             )
-        return super().__call__(func)
+
+        @functools.wraps(func)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            opened = region(self._policy)
+            opened._caller = caller_of(func, args, kwargs)
+            with opened:
+                return func(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
 
     def __enter__(self) -> "region":
         if self._open is not None:
             raise RuntimeError("This region is open already. Make another one with actckpt.region(...).")
         if torch.is_grad_enabled():
             self._entries = []
-            frame = sys._getframe(1)
-            self._open = OpenRegion(self._choice, (frame.f_code, frame.f_lineno), self._entries)
+            self._open = OpenRegion(self._choice, self._caller or _place(sys._getframe(1)), self._entries)
             self._note = self._open.why_not_recorded()
         return self
 
@@ -106,3 +115,16 @@ class region(contextlib.ContextDecorator):  # noqa: N801 - used as a function
         if explain is None:
             return Report.of(self._entries, self._note)
         return explained(self._entries, explain) if self._entries or not self._note else self._note
+
+
+def _place(frame: types.FrameType) -> tuple[Any, ...]:
+    """Return code and line of a `with` statement; where contextlib runs it, also those of the one around it."""
+    place: tuple[Any, ...] = ()
+    outer: types.FrameType | None = frame
+    while outer is not None:
+        if outer.f_globals is not vars(contextlib):
+            place += outer.f_code, outer.f_lineno
+            if outer.f_back is None or outer.f_back.f_globals is not vars(contextlib):
+                break
+        outer = outer.f_back
+    return place

@@ -36,6 +36,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt.runtime.taken_apart import parts_of
+
 __all__ = ["LiveStorages", "StepMemory", "measure_step"]
 
 _COMPRESSED_PARTS: dict[torch.layout, tuple[str, ...]] = {
@@ -316,8 +318,8 @@ def _storages(value: object) -> Iterator[torch.UntypedStorage]:
 
 def _tensor_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        yield from _storages([getattr(tensor, name) for name in names])
+        parts, _ = parts_of(tensor)
+        yield from _storages(list(parts.values()))
     elif tensor.layout in _COMPRESSED_PARTS:
         yield from _storages([getattr(tensor, part)() for part in _COMPRESSED_PARTS[tensor.layout]])
     elif tensor.layout is torch.strided and tensor.device.type != "meta":

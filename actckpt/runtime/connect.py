@@ -6,7 +6,7 @@ import torch
 
 from actckpt import _frames
 from actckpt.runtime import messages, rerun, rng, state, torch_private
-from actckpt.runtime.inputs import HeldTensorChanged, changed_error, parameter_error
+from actckpt.runtime.inputs import HeldTensorChanged, changed_error, has_same_bytes, own_copy, parameter_error
 
 NAMES = {
     "tensor_type": torch.Tensor,
@@ -27,12 +27,16 @@ NAMES = {
     "pop_hooks": torch_private.pop_hooks,
     "is_grad_enabled": torch.is_grad_enabled,
     "set_grad_enabled": torch_private.set_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     # Which backward is under way, and what to do when it ends.
     "graph_task_id": torch_private.current_graph_task_id,
     "graph_exec_group": torch_private.current_graph_exec_group,
     "queue_callback": torch_private.queue_callback,
     # Reruns that are not of the common kind.
     "refill": rerun.refill,
+    # Inference tensors, which have no version.
+    "own_copy": own_copy,
+    "has_same_bytes": has_same_bytes,
     # Errors.
     "mismatch_error": rerun.mismatch_error,
     "modified_error": messages.saved_tensor_changed,
@@ -41,6 +45,7 @@ NAMES = {
     "failure": rerun.failure,
     "parameter_error": parameter_error,
     "swap_timeout_error": rng.swap_timeout_error,
+    "script_failure": torch_private.SCRIPT_FAILURE,
 }
 
 _frames.connect(NAMES)

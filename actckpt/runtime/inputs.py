@@ -16,6 +16,9 @@ Rule 4. Parameters of a module that is called, or of which `forward` is, must be
 Rule 5. Where saved-tensor hooks were active when the region was opened (an outer checkpoint, `save_on_cpu`),
         tensors go through them, and the region holds the packed objects only, so that an outer checkpoint
         frees the inner one's inputs. packed.py does this.
+Rule 6. Inference tensors have no version. What is held of them for a rerun (an argument of a module, and all that
+        Rule 5 is about) is a copy; where the rerun gets the very object, it is compared with a copy. So are
+        parameters.
 """
 
 import dataclasses
@@ -39,7 +42,9 @@ __all__ = [
     "Survey",
     "Thawed",
     "changed_error",
+    "has_same_bytes",
     "is_of_module",
+    "own_copy",
     "parameter_error",
 ]
 
@@ -134,12 +139,22 @@ class Thawed:
     cells: Sequence[tuple[types.CellType, Any]] = ()
 
 
-@dataclasses.dataclass(slots=True)
 class _Watched:
-    place: str
-    tensor: Tensor
-    version: int
-    is_global: bool
+    """A tensor among the inputs, and what tells that it was changed: its version, or a copy (Rule 6)."""
+
+    __slots__ = ("_copy", "is_global", "place", "tensor", "version")
+
+    def __init__(self, place: str, tensor: Tensor, is_global: bool) -> None:
+        self.place = place
+        self.tensor = tensor
+        self.is_global = is_global
+        self.version = version(tensor)
+        self._copy = own_copy(tensor) if tensor.is_inference() else None
+
+    def is_changed(self) -> bool:
+        return version(self.tensor) != self.version or (
+            self._copy is not None and not has_same_bytes(self._copy, self.tensor)
+        )
 
 
 class Originals:
@@ -147,9 +162,7 @@ class Originals:
 
     def __init__(self, call: Call, survey: Survey, *, watch_cells: bool = True) -> None:
         self._call = call
-        self._tensors = [
-            _Watched(place, tensor, version(tensor), is_global) for place, tensor, is_global in survey.tensors
-        ]
+        self._tensors = [_Watched(*found) for found in survey.tensors]
         functions = survey.functions if watch_cells else []
         cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
         self._cells = [(cell, contents_of(cell)) for cell in cells.values()]
@@ -165,7 +178,7 @@ class Originals:
         self._rebound = [(cell, value) for cell, value in self._cells if contents_of(cell) is not value]
         self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
         self._globals = [entry for entry in self._globals if entry[0].get(entry[1]) is entry[2]]
-        self._tensors = [w for w in self._tensors if not w.is_global or version(w.tensor) == w.version]
+        self._tensors = [w for w in self._tensors if not w.is_global or not w.is_changed()]
 
     def thaw(self) -> Thawed:
         """Return what one rerun is called with.
@@ -174,7 +187,7 @@ class Originals:
             InputChangedError: something was changed after the forward.
         """
         for watched in self._tensors:
-            if version(watched.tensor) != watched.version:
+            if watched.is_changed():
                 raise _input_error(watched.place, "was changed in place", watched.tensor, watched.version)
         for namespace, name, value in self._globals:
             if namespace.get(name) is not value:
@@ -286,6 +299,25 @@ def version(value: object) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
+def own_copy(tensor: Tensor) -> Tensor:
+    """Return a normal tensor like an inference tensor, or like such a copy, on memory that nobody else has."""
+    with torch.inference_mode(False), torch.no_grad():
+        copied = tensor.clone()
+        if tensor.layout is torch.strided and copied.stride() != tensor.stride():
+            storage = tensor.untyped_storage().clone()
+            copied = tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def has_same_bytes(copied: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor is still as it was when it was copied."""
+    if copied.shape != tensor.shape or copied.dtype != tensor.dtype:
+        return False
+    with torch.no_grad():
+        one, other = (t.to_dense().contiguous().reshape(-1).view(torch.uint8) for t in (copied, tensor))
+        return torch.equal(one, other)
+
+
 def contents_of(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -322,7 +354,9 @@ def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChang
 def _input_error(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
     """Word an input that is not as it was after the forward."""
     message = f"{place}, an input of a checkpointed region, {how} after its forward, and backward has to run it again"
-    if tensor is not None:
+    if tensor is not None and tensor.is_inference():
+        message += f": an inference tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, whose bytes were compared"
+    elif tensor is not None:
         message += (
             f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, {version(tensor)} "
             "now (one of the variables needed for gradient computation has been modified by an inplace operation)"
@@ -337,6 +371,8 @@ def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now
     """Word a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
     name = next((name for name, found in module.named_parameters() if found is parameter), "?")
     how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
+    if parameter.is_inference() and now == before:
+        how = "is an inference tensor with other bytes than it had"
     return RerunMismatchError(
         f"Parameter {name!r} of {messages.name_of(module)}, shape {tuple(parameter.shape)}, {how} in forward, and "
         "backward has to run the module again (one of the variables needed for gradient computation has been "

@@ -130,12 +130,23 @@ def not_saved(frame: "_frames.Frame") -> RerunMismatchError:
     )
 
 
-def saved_tensor_changed(frame: "_frames.Frame", index: int, tensor: Tensor, expected: int) -> SavedTensorChangedError:
+def saved_tensor_changed(
+    frame: "_frames.Frame", index: int, tensor: Tensor, found: int, expected: int
+) -> SavedTensorChangedError:
     """Word a tensor that was changed in place after an operator saved it."""
     return SavedTensorChangedError(
         f"One of the variables needed for gradient computation has been modified by an inplace operation "
         f"inside {_name(frame)}: saved tensor {index} of {frame.num_saved}, shape {tuple(tensor.shape)}, "
-        f"{tensor.dtype}.\nIt is at version {tensor._version}; expected version {expected}.\n"
+        f"{tensor.dtype}.\nIt is at version {found}; expected version {expected}.\n"
+        "Use the out-of-place operator, or clone the tensor before changing it."
+    )
+
+
+def changed_in_place(shape: torch.Size, dtype: torch.dtype, found: int, expected: int) -> SavedTensorChangedError:
+    """Word a saved tensor whose bytes changed in place."""
+    return SavedTensorChangedError(
+        "One of the variables needed for gradient computation has been modified by an inplace operation: saved "
+        f"tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {found}; expected version {expected}.\n"
         "Use the out-of-place operator, or clone the tensor before changing it."
     )
 

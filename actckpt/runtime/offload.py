@@ -22,7 +22,6 @@ one call of C++ per pack and one per unpack.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, suppress
 from functools import partial
@@ -36,9 +35,11 @@ from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError
 from actckpt.runtime import reading, stays, stores, torch_private
 from actckpt.runtime.inputs import contents_of
+from actckpt.runtime.messages import changed_in_place
 from actckpt.runtime.sources import guard
 from actckpt.runtime.spans import join
 from actckpt.runtime.stack import modules_on_stack
+from actckpt.runtime.taken_apart import TakenApart
 
 __all__ = ["DEFAULT_MIN_BYTES", "Offloading", "Session", "keep_in_place"]
 
@@ -78,33 +79,12 @@ class Offloading(ContextDecorator):
         self._entered.hooks.pop().__exit__(*exception)
 
 
-class _TakenApart:
-    """A tensor subclass whose inner tensors were packed one by one."""
-
-    __slots__ = ("context", "inner", "kind", "shape", "stride", "tensor", "version")
-
-    def __init__(self, tensor: Any, session: "_frames.OffloadSession") -> None:
-        names, self.context = tensor.__tensor_flatten__()
-        # Shared with nobody: their versions do not tell what was done to the outer tensor.
-        self.inner = {name: session.pack(getattr(tensor, name), may_share=False) for name in names}
-        self.tensor = weakref.ref(tensor)
-        self.version = _version(tensor)
-        self.kind = type(tensor)
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-
-    def unpack(self) -> Tensor:
-        outer = self.tensor()
-        if outer is not None and _version(outer) != self.version:
-            raise _changed_error(self.shape, outer.dtype, _version(outer), self.version)
-        inner = {name: handle.unpack() for name, handle in self.inner.items()}
-        tensor: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
-        return tensor
-
-
 def _pack_otherwise(session: "_frames.OffloadSession", tensor: Tensor) -> "_frames.OffloadHandle":
     """Pack a tensor that is neither a plain tensor nor a parameter."""
-    return _TakenApart(tensor, session) if _comes_apart(tensor) else _frames.stays(tensor)
+    if not _comes_apart(tensor):
+        return _frames.stays(tensor)
+    # Shared with nobody: the versions of the parts do not tell what was done to the outer tensor.
+    return TakenApart(tensor, partial(session.pack, may_share=False), session.unpack)
 
 
 def _comes_apart(tensor: Tensor) -> bool:
@@ -161,18 +141,6 @@ def _own_storages(module: torch.nn.Module) -> Iterator[torch.UntypedStorage]:
                 yield owned.untyped_storage()
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _changed_error(shape: torch.Size, dtype: torch.dtype, version: int, expected: int) -> SavedTensorChangedError:
-    return SavedTensorChangedError(
-        "One of the variables needed for gradient computation has been modified by an inplace operation: saved "
-        f"tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {version}; expected version {expected}.\n"
-        "Use the out-of-place operator, or clone the tensor before changing it."
-    )
-
-
 def _freed_error(shape: torch.Size, dtype: torch.dtype, nbytes: int, expected: int) -> SavedTensorChangedError:
     return SavedTensorChangedError(
         f"The memory of a saved tensor of shape {tuple(shape)}, {dtype}, was freed or made smaller before backward "
@@ -193,7 +161,7 @@ _frames.connect_hooks(
         "learnt_order": reading.learnt_order,
         "note_order": reading.note_order,
         "max_inflight": reading.max_inflight,
-        "changed_error": _changed_error,
+        "changed_error": changed_in_place,
         "freed_error": _freed_error,
         "empty": torch.empty,
         "strided": torch.strided,

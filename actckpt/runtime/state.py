@@ -1,7 +1,7 @@
 """Global state of a region: what a rerun finds as the forward found it.
 
-Covered here: autocast of the CPU and the accelerator with dtype and cache flag, default dtype, SDPA
-backend flags and priority, function modes (the default device is one), the current device. Random
+Covered here: autocast of the CPU and the accelerator with dtype and cache flag, function modes (the default device is
+one), the current device, inference mode. Settings that change which numbers operators compute are in `numerics`, random
 state is in `rng`. State that this file does not know comes from providers registered with it.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from actckpt import _frames
-from actckpt.runtime import torch_private
+from actckpt.runtime import numerics, torch_private
 
 __all__ = [
     "GlobalState",
@@ -38,8 +38,7 @@ GETTERS: tuple[Callable[[], Any], ...] = (
     torch_private.any_autocast_enabled,
     torch_private.num_function_modes,
     _current_device if torch.backends.cuda.is_built() else _frames.none,
-    torch.get_default_dtype,
-    *torch_private.sdpa_getters,
+    _frames.numerics,
 )
 
 
@@ -145,17 +144,16 @@ def restored(state: GlobalState, outside: GlobalState) -> Iterator[None]:
 
 def _differences(state: GlobalState, outside: GlobalState) -> Iterator[AbstractContextManager[Any]]:
     count = len(GETTERS)
-    _, _, device, dtype, *flags = state[:count]
-    _, _, device_outside, dtype_outside, *flags_outside = outside[:count]
+    _, _, device, settings = state[:count]
+    _, _, device_outside, settings_outside = outside[:count]
     autocast, modes = state[count:] or (None, ())
     autocast_outside, modes_outside = outside[count:] or (None, ())
-    if dtype != dtype_outside:
-        yield _default_dtype(dtype, dtype_outside)
+    if torch.is_inference_mode_enabled():  # nothing is saved in it, so it was off in forward
+        yield torch.inference_mode(False)
+    if settings != settings_outside:
+        yield numerics.restored(settings)
     if device is not None and device != device_outside:
         yield torch.cuda.device(device)
-    for setter, flag, flag_outside in zip(torch_private.sdpa_setters, flags, flags_outside, strict=True):
-        if flag != flag_outside:
-            yield _set(setter, flag, flag_outside)
     if autocast != autocast_outside:
         yield _autocast(autocast)
     if modes != modes_outside:  # last: restoring the rest must not run through the user's modes
@@ -189,21 +187,3 @@ def _autocast(state: tuple[Any, ...] | None) -> Iterator[None]:
             for device, enabled, dtype in devices:
                 stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
         yield
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype, outside: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(outside)
-
-
-@contextmanager
-def _set(setter: Callable[[Any], None], value: Any, outside: Any) -> Iterator[None]:
-    setter(value)
-    try:
-        yield
-    finally:
-        setter(outside)

@@ -290,3 +290,8 @@ def window_bytes() -> int:
 def existing(kind: str) -> Backend | None:
     """Return the backend if it was made already."""
     return _backends.get(kind, (0, None))[1]
+
+
+def is_ready(kind: str) -> bool:
+    """Whether the backend was made already with the settings in force."""
+    return _backends.get(kind, (-1, None))[0] == config.generation

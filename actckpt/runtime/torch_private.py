@@ -6,6 +6,7 @@ here can go when torch makes it public.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
+#: How the error begins that TorchScript raises in the place of what a hook raised inside of a scripted function, for
+#: example a rerun's early stop. Worded otherwise: such a rerun raises, as torch's own checkpoint does.
+SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter."
+
 #: Whether autocast is on for any device. Missing: assume that it is and look closer.
 any_autocast_enabled: Callable[[], bool] = _optional(torch._C, "_is_any_autocast_enabled") or (lambda: True)
 
@@ -58,22 +63,87 @@ exchange_api: Any = _optional(torch.Tensor, "__dlpack_c_exchange_api__")
 #: were replayed from until their graph is gone.
 keeps_graph: Callable[[], bool] | None = _optional(torch._C._autograd, "_get_current_graph_task_keep_graph")
 
-#: Getters and setters of the SDPA backend flags and their priority. A missing one is left alone.
-_SDPA_FLAGS = [
-    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
-    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
-]
-_sdpa = [
-    (getattr(torch._C, getter), getattr(torch._C, setter))
-    for getter, setter in _SDPA_FLAGS
-    if hasattr(torch._C, getter) and hasattr(torch._C, setter)
-]
-sdpa_getters: tuple[Callable[[], Any], ...] = tuple(getter for getter, _ in _sdpa)
-sdpa_setters: tuple[Callable[[Any], None], ...] = tuple(setter for _, setter in _sdpa)
+#: A setting: its name, what tells it, and what sets it to what was told.
+Flag = tuple[str, Callable[[], Any], Callable[[Any], None]]
+
+
+def _flags(*names: str) -> tuple[Flag, ...]:
+    """Return settings by the common end of the names of their getters and setters. A missing one is left alone."""
+    found = []
+    for name in names:
+        getter, setter = _optional(torch._C, f"_get_{name}"), _optional(torch._C, f"_set_{_SETTERS.get(name, name)}")
+        if getter is not None and setter is not None:
+            found.append((name, getter, partial(_set_at_once, setter) if name in _TELL_SEVERAL else setter))
+    return tuple(found)
+
+
+def _set_at_once(setter: Callable[..., None], values: Any) -> None:
+    """Set what a getter told as a tuple; before torch 2.11 it tells one value."""
+    if isinstance(values, tuple):
+        setter(*values)
+    else:
+        setter(values)
+
+
+#: Setters that are not named as their getters.
+_SETTERS = {
+    "flash_sdp_enabled": "sdp_use_flash",
+    "mem_efficient_sdp_enabled": "sdp_use_mem_efficient",
+    "math_sdp_enabled": "sdp_use_math",
+    "cudnn_sdp_enabled": "sdp_use_cudnn",
+    "overrideable_sdp_enabled": "sdp_use_overrideable",
+    "fa3_sdp_enabled": "sdp_use_fa3",
+}
+
+#: Getters that tell what their setters take as several arguments.
+_TELL_SEVERAL = ("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction")
+
+#: Settings that change which numbers operators compute: those that elementwise operators may depend on; others; those
+#: of CUDA; those of ROCm alone. What has a public getter, too, costs a Python frame there.
+NUMERIC_OF_ELEMENTS = ("mkldnn_enabled",)
+NUMERIC_OF_CPUS = (
+    *("mkldnn_deterministic", "nnpack_enabled", "deterministic_fill_uninitialized_memory", "qengine"),
+    *("cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction", "sdp_priority_order"),
+    *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"),
+    *("overrideable_sdp_enabled", "fa3_sdp_enabled"),
+)
+NUMERIC_OF_CUDA = (
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_depthwise_kernel"),
+    *("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction"),
+    *("cublas_allow_fp16_accumulation", "blas_preferred_backend", "linalg_preferred_backend"),
+)
+NUMERIC_OF_HIP = ("miopen_immediate", "rocm_fa_preferred_backend")
+flags_of_elements = _flags(*NUMERIC_OF_ELEMENTS)
+flags_of_cpus = _flags(*NUMERIC_OF_CPUS)
+flags_of_cuda = _flags(*NUMERIC_OF_CUDA)
+flags_of_hip = _flags(*NUMERIC_OF_HIP)
+
+#: Whether algorithms must be deterministic, whether those that are not only warn, and what sets both. Required; the
+#: public setter writes into settings of the compiler too, and imports it.
+must_be_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+nondeterminism_warns: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
+set_deterministic: Callable[..., None] = torch._C._set_deterministic_algorithms
+
+#: The precision of float32 operators, per backend and operator. Missing: it is left alone.
+get_precision: Callable[[str, str], str] | None = _optional(torch._C, "_get_fp32_precision_getter")
+set_precision: Callable[[str, str, str], None] = _optional(torch._C, "_set_fp32_precision_setter")
+
+#: Older settings that stand for several precisions, as (name, getter, setter). Where they and the newer ones were used
+#: side by side, their getters raise.
+older_precisions = _flags("float32_matmul_precision", "cudnn_allow_tf32")
+
+#: Flags of torch's Python code that choose among operators: the names of its module, and that of the flag. The second
+#: module stands behind one that gives its names properties. A missing one is left alone.
+_einsum_module: Any = torch.backends.opt_einsum
+python_flags: tuple[tuple[dict[str, Any], str], ...] = tuple(
+    (module.__dict__, flag)
+    for module, flag in (
+        (torch.backends.mha, "_is_fastpath_enabled"),
+        (getattr(_einsum_module, "m", _einsum_module), "enabled"),
+        (getattr(_einsum_module, "m", _einsum_module), "strategy"),
+    )
+    if flag in module.__dict__
+)
 
 #: Keeps torch.compile out of a function, without importing the compiler. Missing: it looks inside.
 disable_dynamo: Callable[[Any], Any] = _optional(torch, "_disable_dynamo") or (lambda function: function)
@@ -204,6 +274,16 @@ def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for hooks, before in zip(dicts, held, strict=True):
             hooks.update(before)
+
+
+def wait_for_collective(tensor: Any) -> None:
+    """Wait until the collective that `tensor` stands for has written its bytes.
+
+    torch's functional collectives return such tensors, which wait when an operator takes them. Missing: other ones
+    wait for nothing.
+    """
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        tensor.trigger_wait()
 
 
 def unsharded_parameter(owner: object) -> tuple[str, Any] | None:

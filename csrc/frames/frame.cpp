@@ -258,15 +258,16 @@ py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
   // Taken: read a second time in one backward. The next rerun keeps what it brings back.
   if (value.state != Value::State::kHeld) return {};
   py::object tensor = value.tensor;
-  const long long expected = value.version;
+  const Witness witness = value.witness;
   if (!values->keep) {
     value.tensor = py::object();
     value.state = Value::State::kTaken;
   }
-  if (version_of(tensor.ptr()) != expected) {
+  long long found = 0, expected = 0;
+  if (witness.is_changed(tensor.ptr(), &found, &expected)) {
     PyObject* error = PyObject_CallFunction(
-        python().modified_error, "OnOL", reinterpret_cast<PyObject*>(frame),
-        static_cast<Py_ssize_t>(index), tensor.ptr(), expected);
+        python().modified_error, "OnOLL", reinterpret_cast<PyObject*>(frame),
+        static_cast<Py_ssize_t>(index), tensor.ptr(), found, expected);
     if (error == nullptr) throw py::error_already_set();
     raise(py::reinterpret_steal<py::object>(error));
   }

@@ -18,6 +18,8 @@
 #include <memory>
 #include <vector>
 
+#include "frames/witness.h"
+
 namespace actckpt {
 
 namespace py = pybind11;
@@ -30,7 +32,7 @@ struct Value {
   enum class State { kMissing, kHeld, kTaken };
 
   py::object tensor;
-  long long version = 0;  // of the tensor when it was saved
+  Witness witness;  // of the tensor when it was saved
   State state = State::kMissing;
 };
 

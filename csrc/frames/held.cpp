@@ -15,6 +15,7 @@ struct HeldObject {
   py::object unpack;  // null: no hooks outside
   long long version;
   bool is_tensor;
+  bool is_copy;  // of an inference tensor: each rerun gets its own
   bool requires_grad;
   bool is_of_leaf;  // itself, or what it is a view of
 };
@@ -37,18 +38,22 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
   self->requires_grad = reads().requires_grad.is_true(tensor);
   self->is_of_leaf = true;
+  py::object kept = py::reinterpret_borrow<py::object>(tensor);
+  self->version = 0;
+  self->is_copy = !read_version(tensor, &self->version);
+  if (self->is_copy) kept = call(python().own_copy, tensor);
   if (pack != Py_None) {
     const py::object base = py::reinterpret_borrow<py::object>(tensor).attr("_base");
     const py::handle root = base.is_none() ? py::handle(tensor) : py::handle(base);
     self->is_of_leaf = root.attr("is_leaf").ptr() == Py_True;
-    self->held = call(pack, tensor);
+    self->held = call(pack, kept.ptr());
     self->unpack = py::reinterpret_borrow<py::object>(unpack);
     self->is_tensor = is_tensor(self->held.ptr());
   } else {
-    self->held = py::reinterpret_borrow<py::object>(tensor);
+    self->held = std::move(kept);
     self->is_tensor = true;
   }
-  self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
+  if (self->held.ptr() != tensor) self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
   return owner;
 }
 
@@ -58,15 +63,16 @@ py::object thaw(PyObject* object) {
     raise(call(python().changed_error, object));
   }
   if (self->unpack) {
-    const py::object tensor = call_method(
-        call(self->unpack.ptr(), self->held.ptr()).ptr(), python().detach);
+    const py::object unpacked = call(self->unpack.ptr(), self->held.ptr());
+    const py::object tensor =
+        self->is_copy ? call(python().own_copy, unpacked.ptr()) : call_method(unpacked.ptr(), python().detach);
     if (!self->requires_grad) return tensor;
     call_method(tensor.ptr(), python().requires_grad_);
     // A leaf now, which regions inside must not take for a parameter, as they did not in the forward.
     if (!self->is_of_leaf) tensor.attr(kThawedMark) = py::bool_(true);
     return tensor;
   }
-  return self->held;
+  return self->is_copy ? call(python().own_copy, self->held.ptr()) : self->held;
 }
 
 bool is_plain(PyObject* value) {

@@ -44,6 +44,13 @@ bool counts(PyObject* parameter) {
   return is_plain(parameter) && reads().requires_grad.is_true(parameter);
 }
 
+bool has_same_bytes(const py::object& copy, PyObject* parameter) {
+  PyObject* both[] = {copy.ptr(), parameter};
+  PyObject* same = PyObject_Vectorcall(python().has_same_bytes, both, 2, nullptr);
+  if (same == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(same).ptr() == Py_True;
+}
+
 long long sum_versions(PyObject* module) {
   long long sum = 0;
   for_each_parameter(module, [&](PyObject* parameter) {
@@ -75,9 +82,11 @@ void Parameters::forward_done() {
   if (!module_) return;
   long long sum = 0;
   for_each_parameter(module_.ptr(), [&](PyObject* parameter) {
-    const long long version = counts(parameter) ? version_of(parameter) : -1;
+    long long version = counts(parameter) ? 0 : -1;
+    py::object copy;
+    if (version == 0 && !read_version(parameter, &version)) copy = call(python().own_copy, parameter);
     sum += version > 0 ? version : 0;
-    noted_.push_back({py::reinterpret_borrow<py::object>(parameter), version});
+    noted_.push_back({py::reinterpret_borrow<py::object>(parameter), version, std::move(copy)});
   });
   if (sum != sum_before_) {
     module_ = py::object();
@@ -93,7 +102,7 @@ void Parameters::check() const {
     ++index;
     if (noted == nullptr || noted->version < 0 || !is_plain(found)) return;
     const long long version = found == noted->parameter.ptr() ? version_of(found) : -1;
-    if (version == noted->version) return;
+    if (version == noted->version && (!noted->copy || has_same_bytes(noted->copy, found))) return;
     PyObject* error = PyObject_CallFunction(python().parameter_error, "OOLL", module_.ptr(), found,
                                             noted->version, version);
     if (error == nullptr) throw py::error_already_set();

@@ -28,6 +28,7 @@ class Parameters {
   struct Noted {
     py::object parameter;
     long long version;
+    py::object copy;  // of an inference tensor, which has no version; else null
   };
 
   py::object module_;  // null: nothing is noted

@@ -57,6 +57,7 @@ void connect(const py::dict& names) {
   p.pop_hooks = keep("pop_hooks");
   p.is_grad_enabled = keep("is_grad_enabled");
   p.set_grad_enabled = keep("set_grad_enabled");
+  p.is_inference_mode_enabled = keep("is_inference_mode_enabled");
   p.graph_task_id = keep("graph_task_id");
   p.graph_exec_group = keep("graph_exec_group");
   p.queue_callback = keep("queue_callback");
@@ -67,9 +68,12 @@ void connect(const py::dict& names) {
   p.mismatch_error = keep("mismatch_error");
   p.modified_error = keep("modified_error");
   p.changed_error = keep("changed_error");
+  p.own_copy = keep("own_copy");
+  p.has_same_bytes = keep("has_same_bytes");
   p.input_error = keep("input_error");
   p.failure = keep("failure");
   p.parameter_error = keep("parameter_error");
+  p.script_failure = keep("script_failure");
 }
 
 py::object attribute(PyObject* object, PyObject* name) {

@@ -42,6 +42,7 @@ struct Python {
   PyObject* pop_hooks;
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
+  PyObject* is_inference_mode_enabled;
   PyObject* graph_task_id;
   PyObject* graph_exec_group;  // null where torch has none
   PyObject* queue_callback;    // null where torch has none
@@ -52,9 +53,12 @@ struct Python {
   PyObject* mismatch_error;
   PyObject* modified_error;
   PyObject* changed_error;
+  PyObject* own_copy;
+  PyObject* has_same_bytes;
   PyObject* input_error;
   PyObject* failure;
   PyObject* parameter_error;
+  PyObject* script_failure;  // how TorchScript words that a hook has raised
 };
 
 Python& python();

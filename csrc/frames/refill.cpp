@@ -75,11 +75,11 @@ py::object detached(PyObject* tensor) {
 }
 
 PyObject* pack(RefillObject* refill, PyObject* tensor) {
-  FrameObject* frame = frame_of(refill);
   // Detached: a value must not keep the rerun's graph alive. And the rerun's graph gets the alias
   // too, since user code may run a backward of its own inside the region.
   py::object value = detached(tensor);
   if (refill->stopped) return value.release().ptr();  // the stop was swallowed by user code
+  FrameObject* frame = frame_of(refill);
   const std::size_t index = refill->num_packed++;
   if (index >= frame->saved.size()) {
     if (frame->forward_completed && is_mismatch(refill, index, tensor, "more")) return stop(refill);
@@ -102,7 +102,7 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
     }
     Value& entry = refill->values->slots[index];
     entry.tensor = value;
-    entry.version = version;
+    entry.witness = Witness(tensor, version, value.ptr());
     entry.state = Value::State::kHeld;
   }
   if (refill->early_stop && index + 1 >= refill->num_needed) return stop(refill);
@@ -114,7 +114,8 @@ PyObject* refill_pack(PyObject* self, PyObject* tensor) {
 }
 
 PyObject* refill_get_frame(PyObject* self, void*) {
-  return Py_NewRef(refill_of(self)->frame.ptr());
+  const py::object& frame = refill_of(self)->frame;
+  return Py_NewRef(frame ? frame.ptr() : Py_None);
 }
 
 PyObject* refill_get_error(PyObject* self, void*) {
@@ -208,8 +209,26 @@ py::object refill_pack_of(const py::object& refill) {
   return py::reinterpret_steal<py::object>(method);
 }
 
+namespace {
+
+// TorchScript replaces what a hook raises by an error of its own: the pending one may be the stop.
+bool is_stop_in_script(PyObject* refill) {
+  if (!refill_of(refill)->stopped || PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) return false;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  PyObject* text = PyObject_Str(value);
+  const bool matches = text != nullptr && PyUnicode_Tailmatch(text, python().script_failure, 0,
+                                                              PY_SSIZE_T_MAX, -1) == 1;
+  Py_XDECREF(text);
+  PyErr_Restore(type, value, traceback);
+  return matches;
+}
+
+}  // namespace
+
 bool is_stop_of(PyObject* refill) {
-  if (PyErr_ExceptionMatches(stop_rerun) == 0) return false;
+  if (PyErr_ExceptionMatches(stop_rerun) == 0) return is_stop_in_script(refill);
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);
@@ -237,6 +256,14 @@ bool refill_has_failed(const py::object& object) {
 void store_refill(const py::object& object) {
   RefillObject* refill = refill_of(object.ptr());
   store(frame_of(refill), std::move(refill->values));
+}
+
+void close_refill(const py::object& object) noexcept {
+  RefillObject* refill = refill_of(object.ptr());
+  refill->stopped = true;
+  // Freed here: that can run Python.
+  const py::object frame = std::move(refill->frame), error = std::move(refill->error);
+  const std::unique_ptr<Values> values = std::move(refill->values);
 }
 
 void add_refill_type(py::module_& module) {

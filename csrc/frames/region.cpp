@@ -129,7 +129,7 @@ bool rerun_common(const py::object& refill) {
   const py::object state = capture_state();
   const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
   if (same < 0) throw py::error_already_set();
-  if (same == 0) return false;
+  if (same == 0 || call(python().is_inference_mode_enabled).ptr() == Py_True) return false;
   const py::object args = thaw_inputs(recipe.args);
   if (recipe.random) {
     run_with_random_state(recipe.random, refill, recipe.function.ptr(), args.ptr());
@@ -139,8 +139,24 @@ bool rerun_common(const py::object& refill) {
   return true;
 }
 
+// What the rerun made may outlive it, and with it its pack hook, which must not own the frame then.
+class ClosedAtEnd {
+ public:
+  explicit ClosedAtEnd(const py::object& refill) : refill_(refill) {}
+  ClosedAtEnd(const ClosedAtEnd&) = delete;
+  ClosedAtEnd& operator=(const ClosedAtEnd&) = delete;
+  ~ClosedAtEnd() noexcept {
+    py::error_scope pending;
+    close_refill(refill_);
+  }
+
+ private:
+  const py::object& refill_;
+};
+
 void rerun(FrameObject* frame, const py::object& key) {
   const py::object refill = new_refill(frame, key);
+  const ClosedAtEnd closed(refill);
   try {
     if (!rerun_common(refill)) call(python().refill, refill.ptr());
   } catch (py::error_already_set&) {

@@ -2,6 +2,7 @@
 
 #include <new>
 
+#include "frames/witness.h"
 #include "hooks/bytes.h"
 #include "hooks/reading.h"
 
@@ -11,7 +12,7 @@ namespace {
 struct StaysObject {
   PyObject_HEAD
   py::object tensor;
-  long long version;
+  Witness witness;
   bool is_leaf;
 };
 
@@ -63,10 +64,9 @@ py::object owned(Object* self) {
 
 py::object unpack_stays(StaysObject* self) {
   PyObject* tensor = self->tensor.ptr();
-  const long long version = version_of(tensor);
-  if (version != self->version) {
-    raise_changed(attribute(tensor, python().shape).ptr(), attribute(tensor, python().dtype).ptr(), version,
-                  self->version);
+  long long found = 0, expected = 0;
+  if (self->witness.is_changed(tensor, &found, &expected)) {
+    raise_changed(attribute(tensor, python().shape).ptr(), attribute(tensor, python().dtype).ptr(), found, expected);
   }
   return self->is_leaf ? self->tensor : call_method(tensor, python().detach);
 }
@@ -175,7 +175,7 @@ py::object new_stays(PyObject* tensor) {
   // An output held as such would keep its own graph alive.
   self->tensor =
       self->is_leaf ? py::reinterpret_borrow<py::object>(tensor) : call_method(tensor, python().detach);
-  self->version = version_of(tensor);
+  self->witness = Witness(tensor, version_of(tensor), self->tensor.ptr());
   return handle;
 }
 

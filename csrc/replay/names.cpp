@@ -11,6 +11,7 @@ ReplayNames interned() {
   n.as_strided = PyUnicode_InternFromString("as_strided");
   n.is_view = PyUnicode_InternFromString("is_view");
   n.is_plain = PyUnicode_InternFromString("is_plain");
+  n.is_elementwise = PyUnicode_InternFromString("is_elementwise");
   n.callee = PyUnicode_InternFromString("callee");
   n.tape = PyUnicode_InternFromString("tape");
   n.func = PyUnicode_InternFromString("func");
@@ -51,12 +52,13 @@ void connect_replay(const py::dict& given) {
   n.paused = keep("paused");
   n.describe = keep("describe");
   n.record_special = keep("record_special");
-  n.pin_dtype = keep("pin_dtype");
+  n.note_wrappers = keep("note_wrappers");
   n.begin_audit = keep("begin_audit");
   n.pack_other = keep("pack_other");
   n.unpack_slowly = keep("unpack_slowly");
   n.recompute = keep("recompute");
   n.keep = keep("keep");
+  n.why_inference = keep("why_inference");
   n.below_autograd = keep("below_autograd");
   n.keeps_graph = keep("keeps_graph");
   n.any_autocast_enabled = keep("any_autocast_enabled");

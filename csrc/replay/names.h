@@ -11,6 +11,7 @@ struct ReplayNames {
   PyObject* as_strided;
   PyObject* is_view;
   PyObject* is_plain;
+  PyObject* is_elementwise;
   PyObject* func;
   PyObject* callee;
   PyObject* tape;
@@ -37,12 +38,13 @@ struct ReplayNames {
   PyObject* paused;           // dict: threads in which recorders stand aside
   PyObject* describe;         // func -> Operator, None for what is not recorded
   PyObject* record_special;   // (tape, operator, args, kwargs) -> result
-  PyObject* pin_dtype;        // (step, result)
+  PyObject* note_wrappers;    // (tape, arguments)
   PyObject* begin_audit;      // (tape, handle, place, tensor)
   PyObject* pack_other;       // (tape, tensor, value or None) -> what autograd holds
   PyObject* unpack_slowly;    // (handle) -> tensor
   PyObject* recompute;        // Action.RECOMPUTE
   PyObject* keep;             // Action.KEEP
+  PyObject* why_inference;    // what reports say of what is made from inference tensors
   PyObject* below_autograd;   // null where torch has no such guard
   PyObject* keeps_graph;      // null where torch does not tell
   PyObject* any_autocast_enabled;

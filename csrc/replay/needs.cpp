@@ -113,6 +113,8 @@ void count_needs(TapeObject* tape, long long task) {
 
 void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
   auto* core = reinterpret_cast<TapeObject*>(tape);
+  long long version = 0;
+  if (!read_version(tensor, &version)) return;  // made in inference mode: nobody would tell if that changes it
   if (core->cached == nullptr) core->cached = new CachedBytes{1, 0};
   std::vector<py::object> gone;
   take_cached(value, &gone);  // by another backward
@@ -123,7 +125,7 @@ void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task)
   Py_XSETREF(value->cached, Py_NewRef(tensor));
   value->cached_in->bytes += value->nbytes;
   value->cached_task = task;
-  value->cached_version = version_of(tensor);
+  value->cached_version = version;
   stop_reading(value, task, &gone);
   if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
     // The graph goes with this backward. A kept value then goes with its last need, not with the node that saved what

@@ -25,7 +25,7 @@ py::object new_value(long long nbytes, PyObject* device, long long ordinal) {
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(value));
 }
 
-py::object new_step(PyObject* op, py::object args, py::object kwargs, py::object inputs) {
+py::object new_step(PyObject* op, Numerics which, py::object args, py::object kwargs, py::object inputs) {
   auto* step = allocated<StepObject>(step_type);
   auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(step));
   assign(step->operator_, op);
@@ -34,6 +34,7 @@ py::object new_step(PyObject* op, py::object args, py::object kwargs, py::object
   step->inputs = inputs.release().ptr();
   untracked(step->args);
   untracked(step->inputs);
+  step->numerics = numerics_now(which).release().ptr();
   step->grad_enabled = call(python().is_grad_enabled).ptr() == Py_True;
   return result;
 }

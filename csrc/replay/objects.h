@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "frames/numerics.h"
 #include "frames/python.h"
 
 namespace actckpt::replay {
@@ -82,6 +83,7 @@ struct StepObject {
   std::vector<std::pair<long, long>>* results;  // of each output: kind and index, see `add_output`; null: none
   PyObject* written;  // null: none
   PyObject* random;
+  PyObject* numerics;  // the settings under which it ran; see frames/numerics.h
   char grad_enabled;
 };
 
@@ -159,7 +161,8 @@ struct TapeObject {
   long long structure;
   long long num_values;
   long long num_packed;
-  long long num_unreadable;  // tensor arguments without a storage that can be read
+  long long num_untold;  // tensor arguments of which nobody tells when they change
+  PyObject* why_untold;  // of the last of them
   char is_open;
   char is_audited;
   char audits_always;
@@ -197,7 +200,8 @@ Object* allocated(PyTypeObject* type) {
 void assign(PyObject*& field, PyObject* object) noexcept;
 
 py::object new_value(long long nbytes, PyObject* device, long long ordinal);
-py::object new_step(PyObject* op, py::object args, py::object kwargs, py::object inputs);
+// A call under the settings of now.
+py::object new_step(PyObject* op, Numerics which, py::object args, py::object kwargs, py::object inputs);
 py::object new_block(PyObject* storage, PyObject* value);
 py::object new_handle(PyObject* tape, PyObject* window);
 

@@ -5,6 +5,7 @@
 #include <pythread.h>
 
 #include <cstdint>
+#include <cstring>
 #include <unordered_map>
 #include <utility>
 
@@ -23,6 +24,7 @@ struct Known {
   py::object op;  // null: not recorded
   bool is_view = false;
   bool is_plain = false;
+  Numerics which = Numerics::kAll;  // settings that it may depend on
 };
 
 const Known& known(PyObject* func) {
@@ -39,6 +41,7 @@ const Known& known(PyObject* func) {
     entry.callee = attribute(entry.op.ptr(), names().callee);
     entry.is_view = is_true(entry.op.ptr(), names().is_view);
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
+    if (is_true(entry.op.ptr(), names().is_elementwise)) entry.which = Numerics::kOfElements;
   }
   return found->emplace(func, std::move(entry)).first->second;
 }
@@ -83,14 +86,21 @@ void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
   Py_XDECREF(std::exchange(value->root, reference));
 }
 
+// Notes an argument of which nobody tells when it changes: what is made from it must not be made again.
+void note_untold(TapeObject* tape, PyObject* why) {
+  tape->num_untold += 1;
+  assign(tape->why_untold, why);
+}
+
 py::object frozen(TapeObject* tape, PyObject* argument, PyObject* inputs) {
   if (PyObject_TypeCheck(argument, reinterpret_cast<PyTypeObject*>(python().tensor_type))) {
     Geometry geometry(argument);
     py::object value = value_of(tape, argument, geometry);
     if (!value) {
-      tape->num_unreadable += 1;
+      note_untold(tape, names().why_unreadable);
       return py::reinterpret_borrow<py::object>(argument);
     }
+    if (reinterpret_cast<ValueObject*>(value.ptr())->version < 0) note_untold(tape, names().why_inference);
     if (PyList_Append(inputs, value.ptr()) != 0) throw py::error_already_set();
     return window_of(argument, value.ptr(), &geometry);
   }
@@ -214,28 +224,31 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   const bool asks_calls = is_true(choice.ptr(), names().asks_calls);
   py::object action = asks_calls ? py::none() : static_action(choice.ptr(), entry.func.ptr());
   const bool stays = !action.is_none() && action.ptr() != names().recompute;
-  const long long num_unreadable = tape->num_unreadable;
+  const long long num_untold = tape->num_untold;
   py::object step;
   if (!stays) {  // what stays is never made again, so nobody will ask what it was made from
     const py::list inputs;
     py::object list = frozen_args(tape, args, inputs.ptr());
     py::object dict = frozen_kwargs(tape, kwargs, inputs.ptr());
-    step = new_step(entry.op.ptr(), std::move(list), std::move(dict), inputs);
+    step = new_step(entry.op.ptr(), entry.which, std::move(list), std::move(dict), inputs);
   }
   py::object result = called(entry.callee.ptr(), args, kwargs);
   if (asks_calls) action = asked(choice.ptr(), entry.func.ptr(), args, kwargs, result.ptr());
   auto* raw = reinterpret_cast<StepObject*>(step.ptr());
-  if (raw != nullptr && PyList_GET_SIZE(raw->inputs) == 0) {
-    PyObject* pair[] = {step.ptr(), result.ptr()};
-    if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().pin_dtype, pair, 2, nullptr))) {
-      throw py::error_already_set();
-    }
-  }
-  const bool is_blind = tape->num_unreadable != num_unreadable;  // nobody tells when such an argument changes
+  const py::object why =
+      py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold : names().no_reason);
   long index = 0;
-  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), is_blind ? names().why_unreadable : names().no_reason,
-              index);
+  add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), why.ptr(), index);
   return result;
+}
+
+// Whether shapes are computed: such tensors have no bytes, and a DTensor computes with them on the side. To return
+// NotImplemented would pass their mode by.
+bool has_fakes(PyObject* types) {
+  for (const py::handle type : py::reinterpret_borrow<py::sequence>(types)) {
+    if (std::strcmp(reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name, "FakeTensor") == 0) return true;
+  }
+  return false;
 }
 
 bool has_other_types(PyObject* types) {
@@ -256,7 +269,15 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     PyObject* kwargs = count == 4 || arguments[4] == Py_None ? nullptr : arguments[4];
     if (is_paused()) return called(func, args, kwargs).release().ptr();
     if (PyObject_Size(arguments[2]) > 0 && has_other_types(arguments[2])) {
+      if (has_fakes(arguments[2])) return called(func, args, kwargs).release().ptr();
       // The subclass calls operators on its inner tensors, and these are recorded (Rule 4 of NOTE [ Replay ]).
+      for (PyObject* given : {args, kwargs}) {
+        if (given == nullptr) continue;
+        PyObject* noted[] = {current.ptr(), given};
+        if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().note_wrappers, noted, 2, nullptr))) {
+          throw py::error_already_set();
+        }
+      }
       Py_RETURN_NOTIMPLEMENTED;
     }
     const Known& entry = known(func);

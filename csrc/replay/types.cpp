@@ -2,6 +2,7 @@
 #include "replay/objects.h"
 
 #include "replay/geometry.h"
+#include "replay/names.h"
 #include "replay/needs.h"
 
 #include <structmember.h>
@@ -87,8 +88,8 @@ void value_dealloc(PyObject* self) {
 void step_dealloc(PyObject* self) {
   using S = StepObject;
   delete reinterpret_cast<S*>(self)->results;
-  free_object<S>(self, &S::operator_, &S::random, &S::outputs, &S::kwargs, &S::args,
-                 &S::written, &S::inputs);
+  free_object<S>(self, &S::operator_, &S::random, &S::numerics, &S::outputs, &S::kwargs, &S::args, &S::written,
+                 &S::inputs);
 }
 
 void block_dealloc(PyObject* self) {
@@ -123,7 +124,7 @@ void tape_dealloc(PyObject* self) {
   release(reinterpret_cast<TapeObject*>(self)->cached);
   using T = TapeObject;
   free_object<T>(self, &T::blocks, &T::holding, &T::saved, &T::choice, &T::modules, &T::opaque_places,
-                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates);
+                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::why_untold);
 }
 
 int tape_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -163,7 +164,8 @@ PyObject* step_new(PyTypeObject*, PyObject* args, PyObject*) {
   if (PyArg_ParseTuple(args, "OOOO", &op, &frozen, &kwargs, &inputs) == 0) return nullptr;
   return guarded([&] {
     const auto held = [](PyObject* object) { return py::reinterpret_borrow<py::object>(object); };
-    return new_step(op, held(frozen), held(kwargs), held(inputs)).release().ptr();
+    const auto which = is_true(op, names().is_elementwise) ? Numerics::kOfElements : Numerics::kAll;
+    return new_step(op, which, held(frozen), held(kwargs), held(inputs)).release().ptr();
   });
 }
 
@@ -310,7 +312,7 @@ PyMemberDef value_members[] = {
 PyMemberDef step_members[] = {
     OBJECT(StepObject, "operator", operator_), OBJECT(StepObject, "args", args),
     OBJECT(StepObject, "kwargs", kwargs),      OBJECT(StepObject, "inputs", inputs),
-    OBJECT(StepObject, "random", random),
+    OBJECT(StepObject, "random", random),      OBJECT(StepObject, "numerics", numerics),
     FLAG(StepObject, "grad_enabled", grad_enabled), END};
 PyMemberDef block_members[] = {OBJECT(BlockObject, "storage", storage), OBJECT(BlockObject, "value", value), END};
 PyMemberDef window_members[] = {
@@ -338,8 +340,8 @@ PyMemberDef tape_members[] = {
     NUMBER(TapeObject, "opaque_bytes", opaque_bytes),
     OBJECT(TapeObject, "entries", entries),         NUMBER(TapeObject, "structure", structure),
     NUMBER(TapeObject, "num_values", num_values),   NUMBER(TapeObject, "num_packed", num_packed),
-    NUMBER(TapeObject, "num_unreadable", num_unreadable),
     NUMBER(TapeObject, "window_bytes", window_bytes),
+    NUMBER(TapeObject, "num_untold", num_untold),   OBJECT(TapeObject, "why_untold", why_untold),
     FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
     FLAG(TapeObject, "audits_always", audits_always), FLAG(TapeObject, "window_follows", window_follows), END};
 PyGetSetDef value_getters[] = {{"num_handles", num_handles, nullptr, nullptr, nullptr},

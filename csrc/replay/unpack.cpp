@@ -137,7 +137,7 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
   }
   auto* step = reinterpret_cast<StepObject*>(target->step);
   const py::object keep = py::reinterpret_borrow<py::object>(target->step);
-  if (!is_simple(step)) return py::object();
+  if (!is_simple(step) || !are_numerics(step->numerics)) return py::object();
   const py::object args = thawed(step);
   if (!args) return py::object();
   py::object result;

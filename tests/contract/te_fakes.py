@@ -12,7 +12,8 @@ Written after the sources of 2.9, 2.15 and 2.20.2; nothing here is theirs. What 
   rolls the amax history, so that one update too many, or too few, shows (items 8 to 10). It keeps the queue of
   copies and the flags of a recompute as TransformerEngine does (items 6, 7 and 9), and casts of weights between
   microbatches (item 11).
-- `QuantizedPair`: a wrapper subclass whose `detach` shares the inner tensors, and whose `clear` empties them (15).
+- `QuantizedPair`: a wrapper subclass whose `detach` shares the inner tensors, but not the version counter, and whose
+  `clear` empties them (15).
 - `fake_checkpoint`: te.checkpoint's reentrant variant, whose end clears the flags (item 6).
 - `FakeLayer`: attention dropout from a forked tracker, hidden dropout from the default generator (item 5).
 
@@ -184,36 +185,57 @@ def _scaling(count: int) -> SimpleNamespace:
     return SimpleNamespace(amax_history=torch.zeros(3, count), scale=torch.full((count,), 16.0))
 
 
-class QuantizedPair(torch.Tensor):
-    """A quantized tensor as a wrapper subclass; `detach` shares the inner tensor objects."""
+class Quantized(torch.Tensor):
+    """A quantized tensor as a wrapper subclass. Not to be taken apart, as in 2.9.
+
+    As theirs, `detach` is a Python method: a new wrapper around the same inner tensors, with a version counter of its
+    own.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, data: torch.Tensor, scale_inv: torch.Tensor) -> Any:
-        self = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+    def __new__(cls, data: torch.Tensor, scale_inv: torch.Tensor, requires_grad: bool = False) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32, requires_grad=requires_grad)
         self._data, self._scale_inv = data, scale_inv
         return self
 
-    def __init__(self, data: torch.Tensor, scale_inv: torch.Tensor) -> None:
+    def __init__(self, data: torch.Tensor, scale_inv: torch.Tensor, requires_grad: bool = False) -> None:
         pass
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return torch.UntypedStorage(0)
 
+    def detach(self) -> Quantized:
+        return type(self)(self._data, self._scale_inv)
+
     def clear(self) -> None:
         self._data.data = torch.empty(0)
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_data", "_scale_inv"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: None, size: Any, stride: Any) -> QuantizedPair:
-        return QuantizedPair(inner["_data"], inner["_scale_inv"])
+    def value(self) -> torch.Tensor:
+        return self._data.float() * self._scale_inv
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return QuantizedPair(args[0]._data, args[0]._scale_inv)
+            return args[0].detach()
+        if func in (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar):
+            new = quantize(args[0].value() * args[1], 100 / args[0].value().abs().max())
+            args[0]._data.copy_(new.data)
+            args[0]._scale_inv.copy_(new.scale_inv)
+            return args[0]
         raise NotImplementedError(func)
+
+
+class QuantizedPair(Quantized):
+    """The same, and it can be taken apart, as in 2.20."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], bool]:
+        return ["_data", "_scale_inv"], self.requires_grad
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: bool, size: Any, stride: Any) -> QuantizedPair:
+        return QuantizedPair(inner["_data"], inner["_scale_inv"], context)
 
 
 def fake_te(version: str) -> Any:

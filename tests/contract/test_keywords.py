@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from oracle import BOTH, Checkpoint, CountOperators, assert_as_plain, assert_equal, leaf, mlp, ours, theirs
+from oracle import BOTH, Checkpoint, CountOperators, assert_as_plain, assert_equal, leaf, mlp, ours, plain, theirs
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actckpt
 import actckpt as checkpoint
+from actckpt.runtime import torch_private
 
 KEYWORDS_IN_KWARGS = {"preserve_rng_state"}  # torch takes this one out of **kwargs
 
@@ -99,6 +100,24 @@ def test_early_stop_leaves_out_what_follows_the_last_saved_tensor() -> None:
     stopped, ended = (_operators_in_backward(ours, early_stop=stop).counts for stop in (True, False))
     assert ended - stopped == {"aten.add.Tensor": 1}
     assert not stopped - ended
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_early_stop_leaves_a_scripted_function_in_which_torch_fails() -> None:
+    @torch.jit.script
+    def scripted(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x).exp()
+
+    def run(method: Checkpoint) -> Any:
+        x = torch.linspace(0, 1, 6, requires_grad=True)
+        method(lambda x: scripted(x * 2), x).sum().backward()
+        return x.grad
+
+    expected = run(plain)
+    for _ in range(4):  # TorchScript watches the first calls and optimizes the later ones
+        assert_equal(run(ours), expected)
+    with pytest.raises(RuntimeError, match=torch_private.SCRIPT_FAILURE):
+        run(theirs)  # a failure here: torch has mended it, or words it otherwise
 
 
 def test_early_stop_ends_at_the_last_tensor_that_autograd_still_holds() -> None:

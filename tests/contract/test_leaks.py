@@ -6,11 +6,12 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from oracle import leaf, mlp, ours
+from oracle import Log, leaf, mlp, ours
 
 import actckpt
 from actckpt.report.memory import LiveStorages
@@ -43,7 +44,7 @@ def _abandoned(model: torch.nn.Module, x: torch.Tensor) -> None:
 
 
 def _failing(model: torch.nn.Module, x: torch.Tensor) -> None:
-    runs: list[int] = []
+    runs = Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)
@@ -205,3 +206,126 @@ def test_a_node_that_saves_the_view_of_a_parameter_that_it_made_is_freed(policy:
     assert torch.equal(grad, weight)
     del y
     assert node() is None
+
+
+class Cell:
+    """What a step keeps a tensor in."""
+
+
+def _attribute(x: torch.Tensor, c: Any) -> torch.Tensor:
+    c.k = x.exp()
+    return c.k.sin()
+
+
+def _appended(x: torch.Tensor, items: list[Any]) -> torch.Tensor:
+    items.append(x.exp())
+    return items[-1].sin()
+
+
+def _by_name(x: torch.Tensor, items: dict[str, Any]) -> torch.Tensor:
+    items["k"] = x.exp()
+    return items["k"].sin()
+
+
+class KeepsItself(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.k = x.exp()
+        return self.k.sin()
+
+
+def _closure_cell(x: torch.Tensor, method: Any) -> Any:
+    k: Any = None
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        nonlocal k
+        k = x.exp()
+        return k.sin()
+
+    return method(region, x), region
+
+
+def _nested(x: torch.Tensor, method: Any) -> Any:
+    c = Cell()
+    return method(lambda x: method(_attribute, x.sin(), c).cos(), x), c
+
+
+def _hooked(x: torch.Tensor, method: Any) -> Any:
+    c = Cell()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), lambda packed: packed[0]):
+        return method(_attribute, x, c), c
+
+
+def _with(make: Callable[[], Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    def step(x: torch.Tensor, method: Any) -> Any:
+        keeper = make()
+        return call(x, method, keeper), keeper
+
+    return step
+
+
+#: Regions that keep a tensor which they make: what the forward made of it leads to the region itself.
+KEEPERS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "attribute of an argument": _with(Cell, lambda x, ck, c: ck(_attribute, x, c)),
+    "keyword": _with(Cell, lambda x, ck, c: ck(_attribute, x, c=c)),
+    "list": _with(list, lambda x, ck, items: ck(_appended, x, items)),
+    "dict": _with(dict, lambda x, ck, items: ck(_by_name, x, items)),
+    "object in a list": _with(lambda: [Cell()], lambda x, ck, cs: ck(lambda x, cs: _attribute(x, cs[0]), x, cs)),
+    "closure": _with(Cell, lambda x, ck, c: ck(lambda x: _attribute(x, c), x)),
+    "closure variable": _closure_cell,
+    "default": _with(Cell, lambda x, ck, c: ck(lambda x, c=c: _attribute(x, c), x)),
+    "partial": _with(Cell, lambda x, ck, c: ck(partial(_attribute, c=c), x)),
+    "module": _with(KeepsItself, lambda x, ck, module: ck(module, x)),
+    "module in a closure": _with(KeepsItself, lambda x, ck, module: ck(lambda x: module(x), x)),
+    "nested": _nested,
+    "inside hooks": _hooked,
+}
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_tensor_that_stays_reachable_from_the_function_does_not_keep_the_region(keeper: str) -> None:
+    def step() -> list[weakref.ref[Any]]:
+        x = leaf(3) * 1.0
+        storage = weakref.ref(x.untyped_storage())
+        y, kept = KEEPERS[keeper](x, ours)
+        y.sum().backward()
+        return [storage, weakref.ref(kept)] if not isinstance(kept, list | dict) else [storage]
+
+    for reference in step():
+        assert reference() is None
+
+
+def test_regions_that_keep_what_they_make_stay_flat_over_many_steps() -> None:
+    def step() -> None:
+        for keeper in KEEPERS.values():
+            keeper(leaf(3), ours)[0].sum().backward()
+
+    def objects_after(steps: int) -> int:
+        for _ in range(steps):
+            step()
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(10)
+    assert objects_after(STEPS // 8) <= before + 20
+    with LiveStorages() as live:
+        for _ in range(10):
+            step()
+        gc.collect()
+        assert live.live_bytes == 0
+
+
+def test_what_such_a_region_offloads_goes_with_it() -> None:
+    def step() -> None:
+        c = Cell()
+        with actckpt.offload(min_bytes=0):
+            y = ours(_attribute, leaf(64, 64) * 1.0, c)
+        y.sum().backward()
+
+    step()
+    gc.collect()
+    before = actckpt.stats().store_bytes
+    for _ in range(20):
+        step()
+    gc.collect()
+    assert actckpt.stats().store_bytes == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
@@ -13,7 +14,7 @@ import pytest
 import torch
 from offload_oracle import flush, store_of_kind
 from oracle import assert_equal, leaf
-from te_fakes import VERSIONS, QuantizedPair, clear_tensor_data, installed
+from te_fakes import VERSIONS, Quantized, QuantizedPair, clear_tensor_data, installed, quantize
 from te_oracle import RECIPES, plain, train
 
 import actckpt
@@ -243,3 +244,103 @@ def test_item_20_a_regions_own_inputs_are_offloaded_on_request(te: Any) -> None:
     assert held() is None, "the region keeps the input on the device"
     expected = torch.autograd.grad(layer(x * 1.0).sum(), x)
     assert_equal(torch.autograd.grad(y.sum(), x), expected)
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.value().T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.value(), grad.T @ x
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, kind: type[Quantized]) -> Any:
+        storage = quantize(x, 50 / x.detach().abs().max())
+        return kind(storage.data, storage.scale_inv)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None
+
+
+def _region(policy: Any) -> Any:
+    def method(function: Any, *args: Any) -> Any:
+        with actckpt.region(policy):
+            return function(*args)
+
+    return method
+
+
+def _in_offload(method: Any) -> Any:
+    return lambda *args: _offloaded(functools.partial(method, *args[:-1]), args[-1])
+
+
+METHODS: dict[str, Any] = {
+    "rerun": actckpt.checkpoint,
+    "te.checkpoint": actckpt.te.checkpoint,
+    "offload": _in_offload(lambda function, *args: function(*args)),
+    "offloaded inputs": functools.partial(actckpt.checkpoint, offload_inputs=True),
+    "recompute": _region("recompute"),
+    "list": _region([torch.ops.aten.mm.default]),
+    "offload policy": _region("offload"),
+    "region in offload": _in_offload(_region("recompute")),
+    "rerun in offload": _in_offload(actckpt.checkpoint),
+    "rerun in rerun": lambda function, *args: actckpt.checkpoint(actckpt.checkpoint, function, *args),
+}
+
+
+@pytest.mark.parametrize("kind", [Quantized, QuantizedPair])
+@pytest.mark.parametrize("name", METHODS)
+def test_quantized_weights_that_an_optimizer_changed_are_saved(name: str, kind: type[Quantized]) -> None:
+    def program(method: Any) -> Any:
+        torch.manual_seed(3)
+        storage = quantize(torch.randn(8, 8), torch.tensor(40.0))
+        weight = torch.nn.Parameter(kind(storage.data, storage.scale_inv, True))
+        found = []
+        for _ in range(3):
+            x = leaf(4, 8)
+            method(lambda x: _QuantizedLinear.apply(x.sin(), weight).exp(), x).sum().backward()
+            found += [x.grad, weight.grad.clone()]
+            with torch.no_grad():
+                weight.mul_(0.5)
+        assert weight._version == 3
+        return found
+
+    assert_equal(program(METHODS[name]), program(lambda function, *args: function(*args)))
+
+
+@pytest.mark.parametrize("kind", [Quantized, QuantizedPair])
+@pytest.mark.parametrize("name", METHODS)
+def test_quantized_activations_that_were_changed_before_they_were_saved_come_back(
+    name: str, kind: type[Quantized]
+) -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        quantized = _Quantize.apply(weight.sin(), kind)
+        with torch.no_grad():
+            quantized.mul_(0.5)
+        return _QuantizedLinear.apply(x, quantized).exp()
+
+    def program(method: Any) -> Any:
+        torch.manual_seed(3)
+        x, weight = leaf(4, 8), leaf(8, 8)
+        return torch.autograd.grad(method(function, x * 1.0, weight * 1.0).sum(), [x, weight])
+
+    assert_equal(program(METHODS[name]), program(lambda function, *args: function(*args)))
+
+
+@pytest.mark.parametrize("kind", [Quantized, QuantizedPair])
+@pytest.mark.parametrize("name", ["offload", "recompute", "list", "offload policy"])
+def test_quantized_weights_that_are_changed_after_they_were_saved_raise(name: str, kind: type[Quantized]) -> None:
+    storage = quantize(torch.randn(8, 8), torch.tensor(40.0))
+    weight = torch.nn.Parameter(kind(storage.data, storage.scale_inv, True))
+    y = METHODS[name](lambda x: _QuantizedLinear.apply(x, weight), leaf(4, 8))
+    with torch.no_grad():
+        weight.mul_(0.5)
+    with pytest.raises(actckpt.SavedTensorChangedError, match="modified by an inplace operation"):
+        y.sum().backward()

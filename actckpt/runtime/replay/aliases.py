@@ -15,8 +15,12 @@ from actckpt._frames import look_at
 from actckpt.errors import SavedTensorChangedError
 from actckpt.runtime.replay.lineage import Value, Window
 from actckpt.runtime.replay.paused import Paused, version_of
+from actckpt.runtime.replay.wrappers import Witness
 
-__all__ = ["Roots", "Watched", "changed_error", "note_root"]
+__all__ = ["WHY_INFERENCE", "Roots", "Watched", "changed_error", "note_root"]
+
+#: Why what is made from an inference tensor is never made again: it has no version.
+WHY_INFERENCE = "made from an inference tensor: nobody tells when it changes"
 
 #: For values that were seen through several: all but the last, with their versions.
 Roots = weakref.WeakKeyDictionary[Value, list[tuple[weakref.ref[Tensor], int]]]
@@ -37,12 +41,21 @@ def note_root(roots: Roots, value: Value, tensor: Tensor) -> bool:
 
 
 class Watched:
-    """Bytes of a closed region that several tensors tell of. Nothing else is asked about them."""
+    """Bytes of a closed region that several tensors tell of. Nothing else is asked about them.
 
-    __slots__ = ("_bytes", "_watched")
+    Args:
+        get: returns a tensor on the bytes.
+        roots: tensors on the same storage, and their versions.
+        wrappers: tensors that are made of the bytes, and their versions.
+    """
 
-    def __init__(self, get: Callable[[], Tensor], roots: Iterable[tuple[Tensor, int]]) -> None:
+    __slots__ = ("_bytes", "_watched", "_wrappers")
+
+    def __init__(
+        self, get: Callable[[], Tensor], roots: Iterable[tuple[Tensor, int]], wrappers: Iterable[Witness] = ()
+    ) -> None:
         self._bytes = get
+        self._wrappers = list(wrappers)
         with Paused():
             self._watched = [(root.detach(), version) for root, version in roots]
 
@@ -59,6 +72,10 @@ class Watched:
             first, last = _span(root.shape, root.stride(), int(root.storage_offset()), root.element_size())
             if first < stop and start < last and version_of(root) != version:
                 raise changed_error(root.shape, root.dtype, version_of(root), version)
+        for reference, version in self._wrappers:
+            wrapper = reference()
+            if wrapper is not None and version_of(wrapper) != version:
+                raise changed_error(wrapper.shape, wrapper.dtype, version_of(wrapper), version)
         return self._bytes()
 
 

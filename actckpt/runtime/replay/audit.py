@@ -9,14 +9,18 @@ room for it, with a warning; else one error lists every tensor of the region tha
 places are opaque from then on: kept.
 
 A *structure* is the sequence of operators, shapes and dtypes that a call site has run so far, as a hash; a *place* is
-a structure and how many tensors were saved in it. Elements are compared, not storages: memory between them that
-nothing ever wrote does not count.
+a structure and how many tensors were saved in it. The call site of a function that is decorated or checkpointed is that
+function, with the functions and modules that it was given. Elements are compared, not storages: memory between them
+that nothing ever wrote does not count.
 """
 
+import functools
 import threading
+import types
 import warnings
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +28,10 @@ from torch import Tensor
 
 from actckpt.engine.demotion import Steps
 from actckpt.errors import AuditError
+from actckpt.runtime.inputs import contents_of
 from actckpt.runtime.stack import module_name
 
-__all__ = ["Site", "checksum", "failed_error", "site_of", "warn_of_original"]
+__all__ = ["Site", "caller_of", "checksum", "failed_error", "site_of", "warn_of_original"]
 
 _MAX_SITES = 4096
 _MAX_STRUCTURES = 64
@@ -88,8 +93,9 @@ _by_object: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
 
 
 def site_of(caller: Any) -> Site:
-    """Return the site of a module, of a function, or of a (code, line)."""
-    if isinstance(caller, tuple):
+    """Return the site of a (code, line) or longer, or of what `caller_of` returned."""
+    is_place = isinstance(caller, tuple) and len(caller) == 2 and type(caller[1]) is int
+    if is_place:
         code, line = caller
         known = _by_identity.get((id(code), line))
         if known is not None and known[0] is code:
@@ -102,11 +108,73 @@ def site_of(caller: Any) -> Site:
             site = _by_code[caller] = Site()
             if len(_by_code) > _MAX_SITES:
                 _by_code.popitem(last=False)
-        if isinstance(caller, tuple):
+        if is_place:
             if len(_by_identity) >= _MAX_SITES:
                 _by_identity.clear()
             _by_identity[id(code), line] = code, site
         return site
+
+
+class _Itself:
+    """An object in the name of a caller: equal to itself only, and not kept alive."""
+
+    __slots__ = ("_id", "_reference")
+
+    def __init__(self, item: Any) -> None:
+        self._id = id(item)
+        self._reference = weakref.ref(item)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Itself and self._reference() is other._reference() is not None
+
+
+def caller_of(function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Return what tells a call of `function` from calls of others, the same at each call.
+
+    A function goes by its code, since it may be made anew at each call; what it calls and was given (in its closure,
+    its defaults, its arguments, arguments of `partial`) tells functions of the same code apart. Modules and other
+    objects go by themselves.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    for value in (function, *args, *(kwargs or {}).values()):
+        _note_callables(value, found, seen)
+    return function if isinstance(function, torch.nn.Module) and len(found) == 1 else tuple(found)
+
+
+def _note_callables(value: Any, found: list[Any], seen: set[int]) -> None:
+    if isinstance(value, (list, tuple)):
+        if value and callable(value[0]):
+            for item in value:
+                _note_callables(item, found, seen)
+        return
+    if not callable(value) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.MethodType):
+        parts = [value.__func__]
+        found.append(_itself(value.__self__))
+    elif isinstance(value, types.FunctionType):
+        parts = [*map(contents_of, value.__closure__ or ()), *(value.__defaults__ or ())]
+        parts.extend((value.__kwdefaults__ or {}).values())
+        found.append(value.__code__)
+    else:
+        parts = []
+        found.append(_itself(value))
+    for part in parts:
+        _note_callables(part, found, seen)
+
+
+def _itself(item: Any) -> Any:
+    try:
+        return _Itself(item)
+    except TypeError:  # takes no weak references
+        return type(item)
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def _have_replayed(value: Value, cast: Step) -> None:
     if parameter.held is None or version_of(parameter.held) != parameter.version:
         return  # it changed: the cast is of the bytes before
     step = Step(cast.operator, cast.args, cast.kwargs, cast.inputs)
-    step.grad_enabled = cast.grad_enabled
+    step.grad_enabled, step.numerics = cast.grad_enabled, cast.numerics
     step.add_output(value, (0, 0))
     value.why_opaque = ""
     value.held = None

@@ -7,7 +7,7 @@ import torch
 from actckpt import _frames
 from actckpt.action import Action
 from actckpt.runtime import torch_private
-from actckpt.runtime.replay import opened, recorder, saved
+from actckpt.runtime.replay import aliases, opened, recorder, saved, wrappers
 from actckpt.runtime.replay.operators import Operator, operator_of
 from actckpt.runtime.replay.paused import paused
 
@@ -24,12 +24,13 @@ NAMES: dict[str, Any] = {
     "paused": paused,
     "describe": _describe,
     "record_special": recorder.record_special,
-    "pin_dtype": recorder.pin_dtype,
+    "note_wrappers": wrappers.note,
     "begin_audit": saved.begin_audit,
     "pack_other": saved.pack_other,
     "unpack_slowly": saved.unpack_slowly,
     "keep": Action.KEEP,
     "recompute": Action.RECOMPUTE,
+    "why_inference": aliases.WHY_INFERENCE,
     "below_autograd": torch_private.below_autograd,
     "keeps_graph": torch_private.keeps_graph,
     "any_autocast_enabled": torch_private.any_autocast_enabled,

@@ -1,8 +1,9 @@
 """Execute recorded steps again, from values at hand to the one that backward asks for."""
 
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from actckpt import _frames
 from actckpt.errors import ActckptError, SavedTensorChangedError
-from actckpt.runtime import rng, torch_private
+from actckpt.runtime import numerics, rng, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.messages import parameter_name
 from actckpt.runtime.replay import schedule
@@ -20,8 +21,13 @@ from actckpt.runtime.replay.aliases import Watched, changed_error
 from actckpt.runtime.replay.lineage import Step, Value, Window
 from actckpt.runtime.replay.paused import Paused, version_of
 from actckpt.runtime.replay.tape import Tape
+from actckpt.runtime.replay.wrappers import Witness
 
 __all__ = ["HeldOutside", "bytes_of", "changed_error", "on", "replay", "watch_roots"]
+
+
+#: Held while a replayed operator runs under settings of its own: two threads must not put back each other's.
+_lock = threading.RLock()
 
 
 def on(base: Tensor, window: Window) -> Tensor:
@@ -125,23 +131,30 @@ def check_size(held: Tensor, nbytes: int, what: str) -> None:
         )
 
 
-def watch_roots(tape: Tape) -> None:
-    """Watch the values of a closed tape through every tensor that they were seen through (Rule 7)."""
-    if tape.roots is None:
-        return
-    for value, others in tape.roots.items():
-        if value.is_parameter or tape.outer is not None or (value.held is None and value.stored is None):
+def watch_roots(tape: Tape, made_of: Mapping[Value, Sequence[Witness]]) -> None:
+    """Watch the values of a closed tape through every tensor that they were seen through (Rule 7).
+
+    Args:
+        tape: what it holds is settled.
+        made_of: tensors that are made of values.
+    """
+    seen = {} if tape.roots is None else dict(tape.roots)
+    for value in {**seen, **made_of}:
+        is_watched = value in made_of or not value.is_parameter
+        if not is_watched or tape.outer is not None or (value.held is None and value.stored is None):
             continue
         last = value.held if value.held is not None or value.root is None else value.root()
         roots = [
-            (root, version) for root, version in ((other(), version) for other, version in others) if root is not None
+            (root, version)
+            for root, version in ((other(), version) for other, version in seen.get(value, ()))
+            if root is not None
         ]
         if last is not None and value.version >= 0:
             roots.append((last, value.version))
         held = value.held
         get = value.stored if held is None else partial(_sized, held, value.nbytes, _what(value))
         assert get is not None
-        value.stored, value.held = Watched(get, roots), None
+        value.stored, value.held = Watched(get, roots, made_of.get(value, ())), None
     tape.roots = None
 
 
@@ -194,7 +207,7 @@ class _Run:
             if value not in bases:
                 found = self._made.get(value)
                 bases[value] = found if found is not None else bytes_of(self._tape, value)
-        with _neutral_state():
+        with _state_of(step):
             for value in step.written:
                 bases[value] = self._private(value, bases.get(value))
             args = [_thawed(arg, bases) for arg in step.args]
@@ -273,8 +286,8 @@ def _called_with_random_state(step: Step, args: list[Any], kwargs: dict[str, Any
 
 
 @contextmanager
-def _neutral_state() -> Iterator[None]:
-    """Run the body as below autograd: no grad, no autocast, no recorder, no function modes (Rule 9)."""
+def _state_of(step: Step) -> Iterator[None]:
+    """Run the body below autograd, without autocast, recorders and function modes, under settings of old (Rule 9)."""
     with ExitStack() as stack:
         stack.enter_context(Paused())
         if torch_private.below_autograd is not None:
@@ -285,6 +298,9 @@ def _neutral_state() -> Iterator[None]:
                 stack.enter_context(torch.autocast(torch.accelerator.current_accelerator().type, enabled=False))  # type: ignore[union-attr]
         if torch_private.num_function_modes():
             stack.enter_context(torch_private.replaced_function_modes(()))
+        if not _frames.are_numerics(step.numerics):
+            stack.enter_context(_lock)
+            stack.enter_context(numerics.restored(step.numerics))
         yield
 
 

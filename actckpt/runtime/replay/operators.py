@@ -45,6 +45,8 @@ _HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
     "aten::miopen_batch_norm": ((3, 4), 5),
+    "aten::batch_norm": ((3, 4), 5),  # seen in inference mode only, like the next one
+    "aten::instance_norm": ((3, 4), 5),
     "aten::batch_norm_update_stats": ((1, 2), None),
     "aten::batch_norm_gather_stats": ((3, 4), None),
     "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),
@@ -99,6 +101,7 @@ class Operator:
         "has_workspace",
         "hidden_writes",
         "is_collective",
+        "is_elementwise",
         "is_foreign",
         "is_nondeterministic_on_cuda",
         "is_plain",
@@ -155,6 +158,8 @@ class Operator:
         self.is_nondeterministic_on_cuda = namespace == "aten" and (
             base in _NONDETERMINISTIC_ON_CUDA or self.nondeterministic_flag is not None
         )
+        #: Each element of the result depends on one of each argument: not on how sums are formed (NOTE [ Settings ]).
+        self.is_elementwise = not self.is_foreign and torch.Tag.pointwise in func.tags
         #: The keyword that takes a `torch.Generator`, None if there is none.
         self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)
         #: None of the above needs a look at each call.

@@ -36,7 +36,7 @@ class Paused:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the version of a tensor; inference tensors have none and never change."""
+    """Return the version of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -15,14 +15,15 @@ Rule 3.  Randomness. The states of the generators are captured before a random o
          operator that is not torch's own is random if it moved a default generator.
 Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
          nothing recorded has fully written (see `filling`), what compiled code returns, storages that cannot be read
-         (sparse, nested) and what is made from them, since nobody tells when they change.
+         (sparse, nested) and what is made from them or from inference tensors, since nobody tells when they change.
 Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back, and operators that are
          nondeterministic on CUDA are not executed again, or only in a form without the effect.
 Rule 6.  Audit. See `audit`.
 Rule 7.  Outside changes. If replay needs bytes that changed after the region closed, unpack raises. The aliases that
          tell are made outside of the dispatch handler: inside, `detach()` does not share the version counter.
 Rule 8.  Outside storages. Before replay reads a storage from outside, its size must be the recorded one.
-Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`). A tensor that
+Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`), each operator under the
+         settings that it had in forward (NOTE [ Settings ]). A tensor that
          unpack returned while the region is open is known to the region as what it is.
 Rule 10. Compile. The recorder ignores compiled code and lets higher-order operators through.
 Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
@@ -48,7 +49,7 @@ from actckpt.runtime.replay.lineage import Step, Value, Window, blank_of, redire
 from actckpt.runtime.replay.operators import Operator
 from actckpt.runtime.replay.tape import Tape
 
-__all__ = ["Recorder", "pin_dtype", "record_special"]
+__all__ = ["Recorder", "record_special"]
 
 #: Of what stands for bytes that a step does not read.
 _OVERWRITTEN = "overwritten"
@@ -79,7 +80,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     kwargs = kwargs or {}
     choice = tape.choice
     inputs: list[Value] = []
-    num_unreadable = tape.num_unreadable
+    num_untold = tape.num_untold
     arguments = [frozen(tape, arg, inputs) for arg in args]
     keywords = {k: frozen(tape, v, inputs) for k, v in kwargs.items()}
     step = Step(operator, arguments, keywords, inputs)
@@ -88,8 +89,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     if operator.is_collective and not written:
         hidden = [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
     why_opaque = _why_opaque(operator, args, bool(hidden))
-    if not why_opaque and tape.num_unreadable != num_unreadable:
-        why_opaque = "made from a tensor whose storage cannot be read"
+    if tape.num_untold != num_untold:
+        why_opaque = why_opaque or tape.why_untold
     if hidden and operator.has_form_without_effect:
         step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)
@@ -118,8 +119,6 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
     if early is not None:
         saved.point_at(tape, early, args[operator.saved_before_written])
-    if not step.inputs:
-        pin_dtype(step, result)
     add_results(tape, step, result, action, why_opaque)
     if operator.is_uninitialised and not written:
         filling.begin(tape, result)
@@ -267,9 +266,3 @@ def _end_write(
     add_value(tape, value, step, operator, place, tensor, action, why_opaque)
     value.version = -1  # counted up after this handler returns
     block.value = value
-
-
-def pin_dtype(step: Step, result: Any) -> None:
-    """Let a factory not depend on the default dtype of the day."""
-    if type(result) is Tensor and any(a.name == "dtype" for a in step.operator.func._schema.arguments):
-        step.kwargs = {"dtype": result.dtype} | {k: v for k, v in (step.kwargs or {}).items() if v is not None}

@@ -1,27 +1,33 @@
 """The saved-tensor hooks of a region: a handle for every tensor that autograd saves, and the way back."""
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from actckpt import _frames
+from actckpt._frames import stays
 from actckpt.action import Action
+from actckpt.engine.native import EngineError
 from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
-from actckpt.runtime.replay import audit, casts, execute
-from actckpt.runtime.replay.aliases import changed_error
+from actckpt.runtime.replay import audit, casts, execute, wrappers
 from actckpt.runtime.replay.execute import HeldOutside
 from actckpt.runtime.replay.lineage import Block, Handle, Value, mark_needed, new_leaf_bytes, window_of
 from actckpt.runtime.replay.paused import Paused, version_of, whole
 from actckpt.runtime.replay.tape import Tape
+from actckpt.runtime.taken_apart import TakenApart
 
 __all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
 
+
+#: What autograd holds in the place of a saved tensor.
+_Packed: TypeAlias = "Handle | _frames.OffloadHandle"
 
 _NO_SWAP: Any = nullcontext()
 #: One warning where more than one part in so many of what should be recomputed cannot be.
@@ -32,61 +38,19 @@ _OPAQUE_BYTES = 1 << 20
 _BACKWARDS_INSIDE = 3
 
 
-class Stays:
-    """A saved tensor that is held as it is: a parameter, or one that cannot be taken apart."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = version_of(tensor)
-
-    def unpack(self) -> Tensor:
-        """Return a fresh alias."""
-        if version_of(self.tensor) != self.version:
-            raise changed_error(self.tensor.shape, self.tensor.dtype, version_of(self.tensor), self.version)
-        return self.tensor if self.tensor.is_leaf else self.tensor.detach()
-
-
-class TakenApart:
-    """A tensor subclass whose inner tensors were packed one by one."""
-
-    __slots__ = ("context", "inner", "kind", "shape", "stride", "tensor", "version")
-
-    def __init__(self, tape: Tape, tensor: Any) -> None:
-        names, self.context = tensor.__tensor_flatten__()
-        # What says how a nested tensor is divided is the name of its sizes: the same tensor must come back.
-        stays = {name for name in names if tensor.is_nested and name != "_values"}
-        inner = {name: getattr(tensor, name) for name in names}
-        self.inner = {name: Stays(part) if name in stays else pack(tape, part) for name, part in inner.items()}
-        self.kind = type(tensor)
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.tensor = weakref.ref(tensor)
-        self.version = version_of(tensor)
-
-    def unpack(self) -> Tensor:
-        """Build the subclass again from its inner tensors."""
-        outer = self.tensor()
-        if outer is not None and version_of(outer) != self.version:
-            raise changed_error(self.shape, outer.dtype, version_of(outer), self.version)
-        inner = {name: unpack(packed) for name, packed in self.inner.items()}
-        tensor: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
-        return tensor
-
-
-def pack(tape: Tape, tensor: Tensor) -> Handle | Stays | TakenApart:
+def pack(tape: Tape, tensor: Tensor) -> _Packed:
     """Pack hook: returns what autograd holds in the place of `tensor`."""
-    packed: Handle | Stays | TakenApart = _frames.pack_recorded(tape, tensor)
+    packed: _Packed = _frames.pack_recorded(tape, tensor)
     return packed
 
 
-def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> Stays | TakenApart:
+def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> "_frames.OffloadHandle":
     """Pack a parameter, a tensor without a storage that can be read, or a subclass."""
     with Paused():
         if not is_plain and hasattr(type(tensor), "__tensor_flatten__"):
-            return TakenApart(tape, tensor)
-        return Stays(tensor)
+            wrappers.note(tape, tensor)
+            return TakenApart(tensor, functools.partial(pack, tape), unpack)
+        return stays(tensor)
 
 
 def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
@@ -101,12 +65,12 @@ def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
     value.add_handle(handle)
 
 
-def unpack(packed: Handle | Stays | TakenApart) -> Tensor:
+def unpack(packed: _Packed) -> Tensor:
     """Unpack hook: returns a fresh alias of the saved tensor."""
     return _frames.unpack_recorded(packed)
 
 
-def unpack_slowly(packed: Handle | Stays | TakenApart) -> Tensor:
+def unpack_slowly(packed: _Packed) -> Tensor:
     """Do what `unpack` does where more is to be done than to make an alias or to execute one plain operator."""
     if not isinstance(packed, Handle):
         return packed.unpack()
@@ -153,16 +117,19 @@ def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     if value.index > 0 and value.operator.has_workspace:
         tape.site.audited.add(place)
         return
-    with Paused():
+    with Paused(), suppress(torch.OutOfMemoryError):  # an audit fails nothing: it is left out here
         handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
-    tape.audited.append(weakref.ref(handle))
+        tape.audited.append(weakref.ref(handle))
 
 
 def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
     """Return `tensor` if it is what was saved, else the original; raises if there is none."""
     tape = handle.tape
-    with Paused():
-        is_right = torch.equal(audit.checksum(tensor), expected.checksum)
+    try:
+        with Paused():
+            is_right = torch.equal(audit.checksum(tensor), expected.checksum)
+    except torch.OutOfMemoryError:
+        return tensor
     if is_right:
         tape.site.audited.add(expected.place)
         if not tape.audits_always:
@@ -170,11 +137,15 @@ def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
         return tensor
     value = handle.window.value
     tape.site.opaque.add(value.key)
-    if expected.original is not None:
-        audit.warn_of_original(_described(handle))
+    if expected.original is None:
+        raise _failure(handle)
+    try:
         with Paused():
-            return expected.original()
-    raise _failure(handle)
+            original = expected.original()
+    except EngineError as error:
+        raise _failure(handle) from error
+    audit.warn_of_original(_described(handle))
+    return original
 
 
 def _failure(first: Handle) -> AuditError:
@@ -209,6 +180,7 @@ def settle(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
     casts.note(tape)
+    made_of = wrappers.witnesses(tape)
     tape.blocks.clear()
     tape.filling = None
     _settle_candidates(tape)
@@ -218,7 +190,7 @@ def settle(tape: Tape) -> None:
     tape.saved.clear()
     for value in _frames.settle_held(tape):
         _settle_one(tape, value)
-    execute.watch_roots(tape)
+    execute.watch_roots(tape, made_of)
 
 
 def _report_held(tape: Tape, value: Value, held: Tensor) -> None:

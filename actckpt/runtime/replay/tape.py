@@ -14,6 +14,7 @@ from actckpt import _frames, config
 from actckpt._frames import Moved, add_entry, evict, look_at, stays, uncache, value_of
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.engine.demotion import RegionPlan
+from actckpt.engine.native import EngineError
 from actckpt.runtime import stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.offload import Session
@@ -24,6 +25,7 @@ from actckpt.runtime.replay.filling import Filling
 from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
 from actckpt.runtime.replay.paused import Paused, whole
 from actckpt.runtime.replay.reach import Needed, Obtainable
+from actckpt.runtime.replay.wrappers import Seen
 
 __all__ = ["Tape"]
 
@@ -56,6 +58,8 @@ class Tape(TapeCore):
         self.filling: dict[Value, Filling] | None = None
         #: See `aliases`.
         self.roots: aliases.Roots | None = None
+        #: By id(), see `wrappers`.
+        self.wrappers: dict[int, Seen] | None = None
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
         self.recompute_bytes = 0
         self.opaque_bytes = 0
@@ -143,6 +147,10 @@ class Tape(TapeCore):
 
     def another_root(self, tensor: Tensor, block: Block) -> Value:
         """Look at a value through another tensor with a version counter of its own than the last time."""
+        if tensor.is_inference():
+            self.num_untold += 1
+            self.why_untold = aliases.WHY_INFERENCE
+            return block.value
         if self.roots is None:
             self.roots = weakref.WeakKeyDictionary()
         if aliases.note_root(self.roots, block.value, tensor):
@@ -247,11 +255,14 @@ class Tape(TapeCore):
     def parked(self, tensor: Tensor) -> Any:
         """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None.
 
-        None also where the store has no room at once: an audit makes nobody wait.
+        None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
         """
-        if stores.existing("host" if tensor.is_cuda else "disk") is None:
+        if not stores.is_ready("host" if tensor.is_cuda else "disk"):
             return None
-        packed = self._session(must=False).pack(tensor.detach().clone())
+        try:
+            packed = self._session(must=False).pack(tensor.detach().clone())
+        except (EngineError, torch.OutOfMemoryError):
+            return None
         return packed.unpack if isinstance(packed, Moved) else None
 
     def clear_after(self, task: int, value: Value) -> None:

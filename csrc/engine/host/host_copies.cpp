@@ -9,28 +9,24 @@
 namespace actckpt {
 
 TicketPtr HostEngine::claim_write() {
-  while (!writes_.empty()) {
-    TicketPtr ticket = std::move(writes_.front());
-    writes_.pop_front();
-    if (ticket->out == OutState::kQueued) {
-      ticket->out = OutState::kWriting;
-      return ticket;
-    }
+  if (writes_.empty()) {
+    return nullptr;
   }
-  return nullptr;
+  TicketPtr ticket = std::move(writes_.front());
+  writes_.pop_front();
+  ticket->out = OutState::kWriting;
+  return ticket;
 }
 
 std::pair<TicketPtr, LoadPtr> HostEngine::claim_load() {
-  while (!loads_.empty()) {
-    auto job = std::move(loads_.front());
-    loads_.pop_front();
-    if (job.second->state == LoadState::kQueued && job.first->load == job.second) {
-      job.second->state = LoadState::kReading;
-      ++job.first->num_readers;
-      return job;
-    }
+  if (loads_.empty()) {
+    return {};
   }
-  return {};
+  auto job = std::move(loads_.front());
+  loads_.pop_front();
+  job.second->state = LoadState::kReading;
+  ++job.first->num_readers;
+  return job;
 }
 
 void HostEngine::work() {

@@ -65,7 +65,7 @@ TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes,
   if (std::find(stores_.begin(), stores_.end(), store) == stores_.end()) {
     stores_.push_back(std::move(store));
   }
-  writes_.push_back(ticket);
+  ticket->queued = writes_.insert(writes_.end(), ticket);
   ++num_pending_;
   stats_.inflight_bytes += bytes;
   stats_.peak_inflight_bytes = std::max(stats_.peak_inflight_bytes, stats_.inflight_bytes);
@@ -152,11 +152,11 @@ bool HostEngine::start_load(const TicketPtr& ticket, std::byte* dst, KeepAlive k
   fork_guard_.check("prefetch");
   const Lock lock(mutex_);
   hand_over(released);
-  LoadPtr load = add_load(ticket, dst, keep);
+  const LoadPtr load = add_load(ticket, dst, keep);
   if (load == nullptr) {
     return false;
   }
-  loads_.emplace_back(ticket, std::move(load));
+  load->queued = loads_.emplace(loads_.end(), ticket, load);
   if (num_idle_ > 0) {
     work_.notify_one();
   }
@@ -191,6 +191,7 @@ void HostEngine::wait(const TicketPtr& ticket) {
   const Stopwatch watch;
   count_once(load.get(), &stats_.num_late);
   if (load->state == LoadState::kQueued) {
+    loads_.erase(load->queued);
     load->state = LoadState::kReading;
     ++ticket->num_readers;
     run_load(lock, ticket, load);
@@ -215,9 +216,12 @@ void HostEngine::abandon_load(const TicketPtr& ticket) {
   }
   if (load->state == LoadState::kReading) {
     stats_.graveyard_bytes += ticket->bytes;  // run_load gives `keep` back
-  } else {
-    release(&load->keep);
+    return;
   }
+  if (load->state == LoadState::kQueued) {
+    loads_.erase(load->queued);
+  }
+  release(&load->keep);
 }
 
 void HostEngine::unload(const TicketPtr& ticket, Released* released) {
@@ -245,6 +249,7 @@ void HostEngine::drop(const TicketPtr& ticket, Released* released) noexcept {
     window_.remove(ticket->bytes);
     if (ticket->out == OutState::kQueued) {
       ticket->out = OutState::kCancelled;
+      writes_.erase(ticket->queued);
       stats_.inflight_bytes -= ticket->bytes;
       --num_pending_;
       if (num_waiting_ > 0) {
@@ -306,6 +311,7 @@ HostStats HostEngine::stats() const {
   const Lock lock(mutex_);
   HostStats now = stats_;
   now.window_bytes = window_.bytes();
+  now.num_queued = writes_.size() + loads_.size();
   return now;
 }
 

@@ -21,7 +21,6 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -54,6 +53,7 @@ struct HostStats {
   std::uint64_t graveyard_bytes = 0;     // held only because a copy still runs
   std::uint64_t num_live = 0;            // tickets not dropped
   std::uint64_t window_bytes = 0;        // most that may be in flight now
+  std::uint64_t num_queued = 0;          // copies that no thread has begun
   std::uint64_t num_revived = 0;         // gets answered with the source
   std::uint64_t num_prefetched = 0;      // gets whose load had ended
   std::uint64_t num_late = 0;            // gets that had to wait or load themselves
@@ -149,8 +149,8 @@ class HostEngine {
   int num_idle_ = 0;
   int num_waiting_ = 0;
   int num_pending_ = 0;  // writes queued or running
-  std::deque<TicketPtr> writes_;
-  std::deque<std::pair<TicketPtr, LoadPtr>> loads_;
+  Writes writes_;  // not begun
+  Loads loads_;    // not begun by a worker, nor asked for
   std::atomic<std::uint64_t> num_failed_writes_{0};  // as in stats_
   Released released_;
   std::vector<std::shared_ptr<ByteStore>> stores_;  // every store ever used stays

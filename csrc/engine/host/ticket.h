@@ -7,6 +7,8 @@
 //            `---------------> Cancelled         dropped before a thread began
 //   load: Queued -> Reading -> Ready | Failed    one destination; a ticket has at most one load
 //
+// A copy is in the engine's queue exactly while it is Queued: what ends before a thread begins it
+// leaves nothing behind there.
 // Whoever moves Queued on (a worker or a caller) runs the copy, without the lock. A dropped ticket,
 // or an abandoned load, whose copy is running is the graveyard: source, destination and stored
 // bytes stay until that copy has ended.
@@ -18,7 +20,9 @@
 
 #include <cstddef>
 #include <exception>
+#include <list>
 #include <memory>
+#include <utility>
 
 #include "engine/byte_store.h"
 #include "engine/keep_alive.h"
@@ -29,12 +33,20 @@ namespace actckpt {
 enum class OutState { kQueued, kWriting, kStored, kKept, kCancelled };
 enum class LoadState { kQueued, kReading, kReady, kFailed };
 
+struct Load;
+struct Ticket;
+using TicketPtr = std::shared_ptr<Ticket>;
+using LoadPtr = std::shared_ptr<Load>;
+using Writes = std::list<TicketPtr>;
+using Loads = std::list<std::pair<TicketPtr, LoadPtr>>;
+
 struct Load {
   Load(std::byte* dst_, KeepAlive keep_) : dst(dst_), keep(keep_) {}
 
   std::byte* const dst;
   KeepAlive keep;
   LoadState state = LoadState::kQueued;
+  Loads::iterator queued;  // while it is
   std::exception_ptr error;
   bool counted = false;  // in time or late: told once
 };
@@ -49,6 +61,7 @@ struct Ticket {
   const TimingPtr timing = std::make_shared<Timing>();
 
   OutState out = OutState::kQueued;
+  Writes::iterator queued;  // while it is
   KeepAlive source;  // null once released
   bool wanted = false;   // source shall outlive its write: it was handed back or prefetched
   bool dropped = false;
@@ -56,8 +69,5 @@ struct Ticket {
   std::unique_ptr<StoredBytes> stored;
   std::shared_ptr<Load> load;
 };
-
-using TicketPtr = std::shared_ptr<Ticket>;
-using LoadPtr = std::shared_ptr<Load>;
 
 }  // namespace actckpt

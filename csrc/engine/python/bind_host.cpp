@@ -173,6 +173,7 @@ void bind_stats(py::module_& module) {
       .def_readonly("graveyard_bytes", &HostStats::graveyard_bytes)
       .def_readonly("num_live", &HostStats::num_live)
       .def_readonly("window_bytes", &HostStats::window_bytes)
+      .def_readonly("num_queued", &HostStats::num_queued)
       .def_readonly("num_revived", &HostStats::num_revived)
       .def_readonly("num_prefetched", &HostStats::num_prefetched)
       .def_readonly("num_late", &HostStats::num_late)

@@ -98,3 +98,21 @@ def test_a_dropped_ticket_says_so(rig: Rig, make_bytes: Make) -> None:
     ticket.drop()
     with pytest.raises(native.ClosedError, match="dropped"):
         ticket.get()
+
+
+def test_what_ends_before_a_thread_began_it_leaves_nothing_in_the_queues(folder: str, make_bytes: Make) -> None:
+    rig = Rig(folder, num_workers=0)
+    data, stays = make_bytes(10), make_bytes(10)
+    kept = rig.put(stays)
+    for _ in range(5):
+        rig.put(data).drop()
+    assert rig.engine.stats().num_queued == 1, "the one that lives"
+    rig.engine.flush()
+    out = np.zeros(10, np.uint8)
+    for end in (kept.unload, kept.get, kept.drop):
+        kept.unload()
+        assert kept.prefetch(out.ctypes.data, out)
+        assert rig.engine.stats().num_queued == 1
+        end()
+        assert rig.engine.stats().num_queued == 0, end
+    assert np.array_equal(out, stays)

@@ -46,6 +46,13 @@ NAMES = [
     (torch.utils.checkpoint, "_CachingTorchDispatchMode", "optional: context_fn has torch's limits"),
     (torch._C, "_dispatch_get_all_op_names", "optional, in operator_names: names are not checked, none are suggested"),
     (torch, "_disable_dynamo", "optional: the compiler looks into regions of TransformerEngine"),
+    (torch._C, "_get_deterministic_algorithms", "required: public is a Python function"),
+    (torch._C, "_get_deterministic_algorithms_warn_only", "required: public is a Python function"),
+    (torch._C, "_set_deterministic_algorithms", "required: the public one sets more"),
+    (torch._C, "_get_fp32_precision_getter", "optional: precisions of float32 are left alone"),
+    (torch._C, "_set_fp32_precision_setter", "goes with _get_fp32_precision_getter"),
+    (torch._C, "_get_float32_matmul_precision", "optional: public; what it tells may not fit the precision in force"),
+    (torch._C, "_get_cudnn_allow_tf32", "optional: public; what it tells may not fit the precision in force"),
     (torch.Tensor, "_backward_hooks", "required: hooks of parameters must not run twice"),
 ]
 
@@ -60,13 +67,38 @@ def test_installed_torch_has_the_private_name(owner: Any, name: str, without: st
     )
 
 
-@pytest.mark.parametrize("flag", [getter for getter, _ in torch_private._SDPA_FLAGS])
-def test_installed_torch_has_the_sdpa_flag(flag: str) -> None:
-    assert hasattr(torch._C, flag), f"torch {torch.__version__} has no {flag}: reruns leave this flag alone now"
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for kind in ("elements", "cpus", "cuda", "hip")
+        for name in getattr(torch_private, f"NUMERIC_OF_{kind.upper()}")
+    ],
+)
+def test_installed_torch_tells_and_sets_the_setting(name: str, kind: str) -> None:
+    if torch.__version__ < (2, 13):
+        pytest.skip(f"torch {torch.__version__} may be older than {name}")
+    found = [flag for flag, _, _ in getattr(torch_private, f"flags_of_{kind}")]
+    assert name in found, f"torch {torch.__version__} has no _get_{name} with a setter: it is left alone now"
+
+
+def test_installed_torch_has_the_flags_of_python_code() -> None:
+    assert [flag for _, flag in torch_private.python_flags] == ["_is_fastpath_enabled", "enabled", "strategy"]
 
 
 def test_every_private_name_of_torch_is_checked_here() -> None:
-    public = {"Any", "Callable", "Hooks", "Iterator", "Sequence", "Variable", "contextmanager", "torch"}
+    public = {
+        "Any",
+        "Callable",
+        "Flag",
+        "Hooks",
+        "Iterator",
+        "Sequence",
+        "Variable",
+        "contextmanager",
+        "partial",
+        "torch",
+    }
     functions = {
         "callee_of",
         "forced_by_context",
@@ -76,26 +108,41 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "replaced_function_modes",
         "selective_policy",
         "unsharded_parameter",
+        "wait_for_collective",
         "when_backward_ends",
         "without_tensor_hooks",
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
     assert names == {
         "FREEING_METHODS",
+        "NUMERIC_OF_CPUS",
+        "NUMERIC_OF_CUDA",
+        "NUMERIC_OF_ELEMENTS",
+        "NUMERIC_OF_HIP",
+        "SCRIPT_FAILURE",  # checked in tests/contract/test_keywords.py
         "any_autocast_enabled",
         "below_autograd",
         "current_graph_exec_group",
         "current_graph_task_id",
         "disable_dynamo",
         "exchange_api",
+        "flags_of_cpus",
+        "flags_of_cuda",
+        "flags_of_elements",
+        "flags_of_hip",
+        "get_precision",
         "keeps_graph",
+        "must_be_deterministic",
+        "nondeterminism_warns",
         "num_function_modes",
+        "older_precisions",
         "pop_hooks",
         "push_hooks",
+        "python_flags",
         "queue_callback",
-        "sdpa_getters",
-        "sdpa_setters",
+        "set_deterministic",
         "set_grad_enabled",
+        "set_precision",
         "top_hooks",
     }, "add the new name to NAMES above"
 

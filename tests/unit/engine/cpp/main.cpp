@@ -201,6 +201,7 @@ void test_threads_share_an_engine(const std::string& folder, bool on_disk) {
   engine->collect(&released);
   drop_all(&released);
   CHECK(engine->stats().num_live == 0);
+  CHECK(engine->stats().num_queued == 0);
   CHECK(engine->stats().stored_bytes == 0);
   CHECK(engine->stats().graveyard_bytes == 0);
 }

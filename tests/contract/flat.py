@@ -1,0 +1,54 @@
+"""Nothing may grow with the number of steps: a measure, and how many steps it takes.
+
+A test that is given `STEPS` runs 2,000 of them; `make soak` runs 20,000 (marker `soak`, which pytest leaves out unless
+it is asked for):
+
+    @pytest.mark.parametrize("steps", STEPS)
+    def test_my_loop_stays_flat(steps: int) -> None:
+        assert_flat(step, steps)
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+
+import pytest
+from offload_oracle import flush
+
+import actckpt
+from actckpt.report.memory import LiveStorages
+
+STEPS = [2_000, pytest.param(20_000, marks=pytest.mark.soak)]
+
+_SLACK = {"live bytes": 0, "bytes in stores": 0, "objects": 10, "resident bytes": 4 << 20}
+
+
+def assert_flat(step: Callable[[], object], steps: int) -> None:
+    """Run `step` so many times; no more must be there at the end than after a tenth of them.
+
+    Bytes of tensors and in stores exactly, Python objects within 10, resident memory within 4 MiB.
+    """
+    with LiveStorages() as live:
+        for _ in range(steps // 10):
+            step()
+        early = _look(live)
+        for _ in range(steps - steps // 10):
+            step()
+        late = _look(live)
+    grown = {name: late[name] - early[name] for name in late}
+    assert all(change <= _SLACK[name] for name, change in grown.items()), f"from step {steps // 10} to {steps}: {grown}"
+
+
+def _look(live: LiveStorages) -> dict[str, int]:
+    flush()  # lets go of what was copied
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        resident_pages = int(file.read().split()[1])
+    return {
+        "live bytes": live.live_bytes,
+        "bytes in stores": actckpt.stats().store_bytes,
+        "objects": len(gc.get_objects()),
+        "resident bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
+    }

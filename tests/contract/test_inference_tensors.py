@@ -1,0 +1,403 @@
+"""Inference tensors have no version: nobody tells when they change. Gradients are right all the same, or it raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from oracle import assert_equal
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+
+import actckpt
+from actckpt.policies import PerOp
+
+_aten = torch.ops.aten
+
+POLICIES: dict[str, Any] = {
+    "recompute": "recompute",
+    "list": [_aten.sin.default],
+    "keep what reads it": [_aten.add.Tensor, _aten.cat.default],
+    "offload": PerOp({_aten.sin.default: "offload"}, default="recompute"),
+    "keep all by value": lambda info: actckpt.Action.KEEP,
+    "recompute all by value": lambda info: actckpt.Action.RECOMPUTE,
+}
+
+
+@pytest.fixture(params=["first", "off"])
+def _audit(request: Any) -> Iterator[None]:
+    before = actckpt.configure().audit
+    actckpt.configure(audit=request.param)
+    yield
+    actckpt.configure(audit=before)
+
+
+def inference(*shape: int) -> Tensor:
+    with torch.inference_mode():
+        return torch.randn(*shape)
+
+
+@torch.inference_mode()
+def change(t: Tensor) -> None:
+    t.add_(1)
+
+
+# Replay
+
+
+def _added(x: Tensor, t: Tensor) -> Tensor:
+    return (x + t).sin().exp()
+
+
+def _of_a_view(x: Tensor, t: Tensor) -> Tensor:
+    return (x + t[0].expand(3, 4)).sin().exp()
+
+
+def _by_keyword(x: Tensor, t: Tensor) -> Tensor:
+    return torch.add(x.cos(), other=t, alpha=2).sin().exp()
+
+
+def _in_a_list(x: Tensor, t: Tensor) -> Tensor:
+    return torch.cat([x.cos(), t]).sin().exp()
+
+
+def _in_place(x: Tensor, t: Tensor) -> Tensor:
+    return x.cos().add_(t).sin().exp()
+
+
+def _copied(x: Tensor, t: Tensor) -> Tensor:
+    buffer = torch.empty_like(x)
+    buffer[:1] = t[:1]
+    buffer[1:] = t[1:]
+    return (x + buffer).sin().exp()
+
+
+def _from_it_alone(x: Tensor, t: Tensor) -> Tensor:
+    return (x * (t * 2).cos()).sin().exp()
+
+
+def _written_inside(x: Tensor, t: Tensor) -> Tensor:
+    first = (x + t).sin()
+    change(t)
+    return (first + t).sin().exp()
+
+
+def _made_inside(x: Tensor, t: Tensor) -> Tensor:
+    with torch.inference_mode():
+        made = t * 2
+        made.add_(x.detach())
+    y = (x + made).sin().exp()
+    made_inside.append(made)
+    return y
+
+
+def _statistics_in_inference_mode(x: Tensor, t: Tensor) -> Tensor:
+    mean = torch.zeros(4)
+    y = (x + mean).sin().exp()
+    with torch.inference_mode():
+        torch.nn.functional.batch_norm(x.detach(), mean, torch.ones(4), training=True)
+        torch.nn.functional.instance_norm(x.detach()[None], mean[:3], torch.ones(3), use_input_stats=True)
+    return y * (x + mean).sin()
+
+
+def _frozen(x: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        features = (t @ t.T).relu()
+    return (x.T @ features).sin().exp() + (x.T + t.T).sin()
+
+
+made_inside: list[Tensor] = []
+PROGRAMS = [
+    _added,
+    _of_a_view,
+    _by_keyword,
+    _in_a_list,
+    _in_place,
+    _copied,
+    _from_it_alone,
+    _written_inside,
+    _made_inside,
+    _statistics_in_inference_mode,
+    _frozen,
+]
+
+
+def _gradient(program: Callable[..., Any], region: Any) -> list[Tensor]:
+    """Run a program, change the inference tensors that it read, and return gradients, twice."""
+    torch.manual_seed(3)
+    x, t = torch.randn(3, 4, requires_grad=True), inference(3, 4)
+    made_inside.clear()
+    with region():
+        y = program(x, t)
+    for tensor in (t, *made_inside):
+        change(tensor)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    change(t)
+    return [y.detach(), *first, *torch.autograd.grad(y.sum(), x)]
+
+
+@pytest.mark.usefixtures("_audit")
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_replayed_from_inference_tensors_that_changed_is_what_the_forward_had(
+    program: Any, policy: str
+) -> None:
+    expected = _gradient(program, nullcontext)
+    for _ in range(3):
+        assert_equal(_gradient(program, functools.partial(actckpt.region, POLICIES[policy])), expected)
+
+
+def test_the_report_says_what_is_kept_on_account_of_an_inference_tensor() -> None:
+    x, t = torch.randn(3, requires_grad=True), inference(3)
+    with actckpt.region() as r:
+        y = (x + t).sin().exp()
+    rows = {row.operator: row for row in r.report().rows}
+    assert rows["aten.add.Tensor"].not_replayed == {"made from an inference tensor: nobody tells when it changes": 1}
+    assert rows["aten.exp.default"].recomputed_bytes == 12
+    y.sum().backward()
+
+
+def test_an_inference_tensor_on_memory_that_was_seen_before_is_noticed() -> None:
+    x, t = torch.randn(3, requires_grad=True), inference(3)
+    same = torch.empty(0).set_(t.untyped_storage(), 0, (3,))
+    with actckpt.region():
+        y = (x + same).sin()
+        z = (y + t).sin()
+    expected = [y.detach().clone(), (y + t).cos().detach()]
+    change(t)
+    assert_equal(torch.autograd.grad(z, y, torch.ones(3))[0], expected[1])
+
+
+def test_a_backward_in_inference_mode_is_as_plain() -> None:
+    def gradient(run: Any) -> Tensor:
+        x = torch.arange(3.0, requires_grad=True)
+        y = run(lambda x: torch.nn.functional.dropout(x.sin().exp(), 0.5).cos(), x).sum()
+        with torch.inference_mode():
+            return torch.autograd.grad(y, x)[0].clone()
+
+    def region(function: Any, x: Tensor) -> Tensor:
+        with actckpt.region():
+            return function(x)
+
+    results = []
+    for run in (lambda function, x: function(x), actckpt.checkpoint, region):
+        torch.manual_seed(0)
+        results.append(gradient(run))
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])
+
+
+class _ChangesWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        result = 2 * x * grad
+        x.zero_()
+        return result
+
+
+def test_a_backward_in_inference_mode_that_changes_what_it_unpacked_spoils_nothing_else() -> None:
+    x = torch.arange(3.0, requires_grad=True)
+    with actckpt.region():
+        h = x.exp()
+        y = h.sin() + _ChangesWhatItSaved.apply(h)
+    with torch.inference_mode():
+        (found,) = torch.autograd.grad(y, x, torch.ones(3))
+    assert_equal(found.clone(), ((x.exp().cos() + 2 * x.exp()) * x.exp()).detach())
+
+
+# Rerun
+
+
+class AsModule(torch.nn.Module):
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        return _read(x, *more)
+
+
+@dataclasses.dataclass
+class Config:
+    t: Tensor
+
+
+def _read(x: Tensor, t: Any, **_: Any) -> Tensor:
+    while not isinstance(t, Tensor):
+        t = t.t if isinstance(t, Config) else t["t"] if isinstance(t, dict) else t[0]
+    return (x + t).sin().exp()
+
+
+def _with_closure(run: Any, x: Tensor, t: Tensor) -> Tensor:
+    return run(lambda x: _read(x, t), x)
+
+
+def _with_default(run: Any, x: Tensor, t: Tensor) -> Tensor:
+    def function(x: Tensor, t: Tensor = t) -> Tensor:
+        return _read(x, t)
+
+    return run(function, x)
+
+
+_GLOBAL = torch.zeros(0)
+
+
+def _reads_global(x: Tensor) -> Tensor:
+    return _read(x, _GLOBAL)
+
+
+def _with_global(run: Any, x: Tensor, t: Tensor) -> Tensor:
+    global _GLOBAL
+    _GLOBAL = t
+    return run(_reads_global, x)
+
+
+def _changing_it(x: Tensor, t: Tensor) -> Tensor:
+    change(t)
+    return _read(x, t)
+
+
+class _Changing(torch.nn.Module):
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return _changing_it(x, t)
+
+
+class _Biased(torch.nn.Module):
+    def __init__(self, bias: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.bias).sin().exp()
+
+
+def _in_a_parameter(run: Any, x: Tensor, t: Tensor) -> Tensor:
+    with torch.inference_mode():
+        module = _Biased(torch.nn.Parameter(t.clone()))
+    made_inside.append(module.bias)
+    return run(module, x)
+
+
+PLACES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "argument of a module": lambda run, x, t: run(AsModule(), x, t),
+    "argument": lambda run, x, t: run(_read, x, t),
+    "keyword": lambda run, x, t: run(lambda x, *, t: _read(x, t), x, t=t),
+    "list": lambda run, x, t: run(_read, x, [t]),
+    "tuple of a module": lambda run, x, t: run(AsModule(), x, (t,)),
+    "dict of lists": lambda run, x, t: run(_read, x, {"t": [t]}),
+    "dataclass": lambda run, x, t: run(_read, x, Config(t)),
+    "list that others have": lambda run, x, t: run(_read, x, _shared_list(t)),
+    "view": lambda run, x, t: run(AsModule(), x, t[:1]),
+    "expanded": lambda run, x, t: run(AsModule(), x, t[:1].expand(3, 4)),
+    "closure": _with_closure,
+    "default": _with_default,
+    "partial": lambda run, x, t: run(functools.partial(_read, t=t), x),
+    "global variable": _with_global,
+    "changed by the function": lambda run, x, t: run(_Changing(), x, t),
+    "changed by a function": lambda run, x, t: run(_changing_it, x, t),
+    "a parameter": _in_a_parameter,
+}
+_shared: list[Any] = []
+
+
+def _shared_list(t: Tensor) -> list[Tensor]:
+    _shared.append([t])
+    return _shared[-1]
+
+
+def _nested(run: Any) -> Any:
+    def outer(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return run(lambda x: run(function, x.cos(), *args, **kwargs), x)
+
+    return outer
+
+
+def _in_region(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    with actckpt.region():
+        return actckpt.checkpoint(function, x.cos(), *args, **kwargs)
+
+
+def _in_save_on_cpu(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    with save_on_cpu():
+        return actckpt.checkpoint(function, x.cos(), *args, **kwargs)
+
+
+def _in_offload(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    with actckpt.offload(min_bytes=0):
+        return actckpt.checkpoint(function, x.cos(), *args, **kwargs)
+
+
+def _plain(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return function(x, *args, **kwargs)
+
+
+def _plain_of_cosine(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return function(x.cos(), *args, **kwargs)
+
+
+METHODS: dict[str, tuple[Any, Any]] = {
+    "checkpoint": (actckpt.checkpoint, _plain),
+    "offloaded inputs": (functools.partial(actckpt.checkpoint, offload_inputs=True), _plain),
+    "nested": (_nested(actckpt.checkpoint), _plain_of_cosine),
+    "in a region": (_in_region, _plain_of_cosine),
+    "in save_on_cpu": (_in_save_on_cpu, _plain_of_cosine),
+    "in offload": (_in_offload, _plain_of_cosine),
+}
+
+
+def _rerun(place: str, run: Any, changes: bool) -> list[Tensor]:
+    torch.manual_seed(4)
+    x, t = torch.randn(3, 4, requires_grad=True), inference(3, 4)
+    made_inside.clear()
+    y = PLACES[place](run, x, t)
+    for tensor in (t, *made_inside) if changes else ():
+        change(tensor)
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    return [*first, *torch.autograd.grad(y.sum(), x)]
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rerun_gets_inference_tensors_as_they_were_or_raises(place: str, method: str, changes: bool) -> None:
+    ours, plain = METHODS[method]
+    expected = _rerun(place, plain, changes)
+    must_run = not changes and not place.startswith("changed by")
+    try:
+        found = _rerun(place, ours, changes)
+    except torch.utils.checkpoint.CheckpointError as error:
+        assert not must_run, error
+        assert any(words in str(error) for words in ("inference", "changed in place", "by an inplace operation"))
+    else:
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("place", ["argument of a module", "view", "expanded", "changed by the function"])
+def test_a_rerun_gets_a_copy_of_an_inference_tensor_that_was_an_argument(place: str) -> None:
+    assert_equal(_rerun(place, actckpt.checkpoint, True), _rerun(place, _plain, True))
+
+
+def test_torch_raises_where_an_inference_tensor_is_an_argument() -> None:
+    x, t = torch.randn(3, requires_grad=True), inference(3)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        torch.utils.checkpoint.checkpoint(_read, x, t, use_reentrant=False)
+
+
+def test_a_normal_tensor_that_is_changed_in_inference_mode_is_noticed() -> None:
+    x, t = torch.randn(3, requires_grad=True), torch.randn(3)
+    with actckpt.region():
+        y = (x + t).sin()
+    z = actckpt.checkpoint(AsModule(), x, t)
+    change(t)
+    with pytest.raises(actckpt.errors.SavedTensorChangedError):
+        y.sum().backward()
+    with pytest.raises(actckpt.errors.InputChangedError):
+        z.sum().backward()

@@ -1,0 +1,171 @@
+"""Reruns and replayed operators find the settings that change numbers as the forward did."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from settings_seen import (
+    READ_ABOVE,
+    READ_BY_CODE,
+    as_before,
+    assert_same,
+    everything,
+    fails_from_call,
+    flushes,
+    found,
+    look,
+    seen,
+)
+from torch import Tensor
+from torch_settings import IRRELEVANT, RESTORED, RESTORED_FOR_RERUNS, all_public_names
+
+import actckpt
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.set_default_tensor_type.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is an experimental feature.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    with as_before():
+        yield
+
+
+def test_every_public_setter_of_torch_is_classed() -> None:
+    classed = IRRELEVANT.keys() | RESTORED.keys() | RESTORED_FOR_RERUNS.keys()
+    unknown = all_public_names() - classed
+    assert sorted(unknown) == [], (
+        "does it change numbers? Restore it in actckpt/runtime/numerics.py, or say above why not"
+    )
+
+
+def test_nothing_is_classed_that_torch_does_not_have() -> None:
+    if torch.__version__ < (2, 13):
+        pytest.skip(f"torch {torch.__version__} may lack some")
+    optional = {"torch.backends.cudnn.benchmark_limit"}  # with a GPU
+    elsewhere = {"torch.nn.attention.sdpa_kernel", "torch.utils.deterministic.fill_uninitialized_memory"}
+    classed = IRRELEVANT.keys() | RESTORED.keys() | RESTORED_FOR_RERUNS.keys()
+    assert sorted(classed - all_public_names() - optional - elsewhere) == []
+
+
+@pytest.mark.parametrize("name", RESTORED)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_replayed_operator_finds_the_settings_of_its_forward(name: str, depth: int) -> None:
+    for_forward, for_backward = RESTORED[name]
+    w, t = torch.randn(3, requires_grad=True), torch.randn(3)
+    for_forward()
+    with actckpt.region():
+        h = t
+        for _ in range(depth):
+            h = look(h.sin())
+        y = w * h
+    for_backward()
+    outside = everything()
+    (found,) = torch.autograd.grad(y, w, torch.ones(3))
+    assert everything() == outside
+    assert len(seen) == 2 * depth
+    for settings in seen:
+        assert_same(settings, seen[0])
+    assert_equal(found, h)
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_a_replayed_operator_finds_settings_that_were_in_force_for_a_part_of_its_region(name: str) -> None:
+    for_forward, for_backward = RESTORED[name]
+    w, t = torch.randn(3, requires_grad=True), torch.randn(3)
+    with actckpt.region():
+        y = w * look(t)
+        for_forward()
+        y = y + w * look(t)
+        for_backward()
+        y = y * look(t)
+    outside = everything()
+    torch.autograd.grad(y, w, torch.ones(3))
+    assert everything() == outside
+    for settings, expected in zip(seen[3:], seen[2::-1], strict=True):  # backward begins with the last one
+        assert_same(settings, expected)
+
+
+@pytest.mark.parametrize("kind", ["module", "function"])
+@pytest.mark.parametrize("name", RESTORED | RESTORED_FOR_RERUNS)
+def test_a_rerun_finds_the_settings_of_its_forward(name: str, kind: str) -> None:
+    for_forward, for_backward = (RESTORED | RESTORED_FOR_RERUNS)[name]
+
+    class Looks(torch.nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            seen_above.append({name: READ_ABOVE[name]() for name in READ_BY_CODE})
+            return (w * look(t)).sin()
+
+    seen_above: list[dict[str, Any]] = []
+    w, t = torch.randn(3, requires_grad=True), torch.randn(3)
+    module = Looks()
+    for_forward()
+    y = actckpt.checkpoint(module if kind == "module" else lambda w: module(w), w)
+    for_backward()
+    outside = everything()
+    torch.autograd.grad(y, w, torch.ones(3))
+    assert everything() == outside
+    assert len(seen) == 2
+    assert_same(seen[1], seen[0])
+    assert len(seen_above) == 2 and seen_above[0] == seen_above[1]
+
+
+_SEVERAL = [
+    "torch.set_default_dtype",
+    "torch.set_flush_denormal",
+    "torch.set_float32_matmul_precision",
+    "torch.use_deterministic_algorithms",
+    "torch.nn.attention.sdpa_kernel",
+    "torch.backends.cudnn.allow_tf32",
+]
+
+
+@pytest.mark.parametrize("kind", ["rerun", "replay"])
+def test_settings_are_put_back_after_an_error(kind: str) -> None:
+    fails_from_call[0] = 1
+    w, t = torch.randn(3, requires_grad=True), torch.randn(3)
+    fail = torch.ops.settings_seen.fail
+    for name in _SEVERAL:
+        RESTORED[name][0]()
+    if kind == "rerun":
+        y = actckpt.checkpoint(lambda w: w * fail(t, []), w)
+    else:
+        with actckpt.region():
+            y = w * fail(t, [])
+    for name in _SEVERAL:
+        RESTORED[name][1]()
+    outside = everything()
+    with pytest.raises(ValueError, match="this kernel fails"):
+        torch.autograd.grad(y, w, torch.ones(3))
+    assert len(seen) == 2 and seen[0] != found()
+    assert_same(seen[1], seen[0])
+    assert everything() == outside
+
+
+def test_settings_of_a_thread_are_those_of_the_forward_where_backward_runs_in_another_one() -> None:
+    w, t = torch.randn(3, requires_grad=True), torch.randn(3)
+    torch.set_flush_denormal(True)
+    with actckpt.region():
+        y = w * look(t)
+    z = actckpt.checkpoint(lambda w: w * look(t), w)
+    left: list[bool] = []
+
+    def backward() -> None:
+        torch.set_flush_denormal(False)
+        torch.autograd.grad(y, w, torch.ones(3))
+        torch.autograd.grad(z, w, torch.ones(3))
+        left.append(flushes())
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert left == [False] and flushes()
+    assert [settings["denormals"] for settings in seen] == [True] * 4

@@ -1,0 +1,301 @@
+"""Every public setter of torch that may change numbers: whether its setting is restored, and if not, why not."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.backends
+
+backends = torch.backends
+
+
+# What torch offers. A new torch must not add a setter without this file noticing.
+
+
+def _modules() -> Iterator[tuple[str, Any]]:
+    yield "torch.backends", torch.backends
+    for info in pkgutil.walk_packages(torch.backends.__path__, "torch.backends."):
+        if not any(part.startswith("_") for part in info.name.split(".")):
+            yield info.name, importlib.import_module(info.name)
+
+
+def _has_own_setter(kind: type) -> bool:
+    return inspect.isfunction(kind.__setattr__)
+
+
+def _names_it_sets(item: Any) -> set[str]:
+    """Return the names that a `__setattr__` compares with."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(item).__setattr__)))
+    compares = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    constants = [node for compare in compares for node in ast.walk(compare) if isinstance(node, ast.Constant)]
+    return {node.value for node in constants if isinstance(node.value, str)} - {"backend", "op"}
+
+
+def _public_names(path: str, module: Any) -> Iterator[str]:
+    """Yield functions, context managers and attributes that can be set."""
+    if type(module) is not types.ModuleType:
+        for name in dir(type(module)):
+            found = inspect.getattr_static(type(module), name)
+            if name.startswith("_"):
+                continue
+            if hasattr(type(found), "__set__") or inspect.isfunction(found):
+                yield f"{path}.{name}"
+            elif _has_own_setter(type(found)):
+                yield from (f"{path}.{name}.{inner}" for inner in _names_it_sets(found))
+    inner_module = getattr(module, "m", module)
+    for name, found in vars(inner_module).items():
+        if name.startswith("_") or isinstance(found, types.ModuleType):
+            continue
+        is_own = getattr(found, "__module__", None) == inner_module.__name__
+        if inspect.isclass(found):
+            if is_own and hasattr(found, "__enter__"):
+                yield f"{path}.{name}"
+        elif _has_own_setter(type(found)):
+            yield from (f"{path}.{name}.{inner}" for inner in _names_it_sets(found))
+            if not _names_it_sets(found):
+                yield f"{path}.{name}"
+        elif (is_own and callable(found)) or (name.islower() and isinstance(found, (bool, int, str, type(None)))):
+            yield f"{path}.{name}"
+
+
+def all_public_names() -> set[str]:
+    found = {f"torch.{name}" for name in dir(torch) if name.startswith(("set_", "use_"))}
+    for path, module in _modules():
+        found.update(_public_names(path, module))
+    return found
+
+
+# How they are classed.
+
+_TELLS = "tells, and sets nothing"
+_NOT_NUMBERS = "changes no numbers"
+_NOT_OPERATORS = "what operators compute does not depend on it: "
+#: Name -> why it needs no restoring.
+IRRELEVANT: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            "torch.backends.flags_frozen",
+            "torch.backends.cpu.get_cpu_capability",
+            *(f"torch.backends.cuda.can_use_{name}" for name in ("cudnn_attention", "efficient_attention")),
+            "torch.backends.cuda.can_use_flash_attention",
+            *(f"torch.backends.cuda.{name}_sdp_enabled" for name in ("cudnn", "flash", "math", "mem_efficient")),
+            "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
+            *(f"torch.backends.{name}.is_built" for name in ("cuda", "mps")),
+            "torch.backends.cuda.is_ck_sdpa_available",
+            "torch.backends.cuda.is_flash_attention_available",
+            *(f"torch.backends.cudnn.{name}" for name in ("is_acceptable", "is_available", "version")),
+            "torch.backends.cudnn.rnn.get_cudnn_mode",
+            *(f"torch.backends.cusparselt.{name}" for name in ("get_max_alg_id", "is_available", "version")),
+            *(
+                f"torch.backends.{name}.is_available"
+                for name in ("kleidiai", "mkl", "mkldnn", "mps", "nnpack", "openmp")
+            ),
+            "torch.backends.opt_einsum.is_available",
+            "torch.backends.mkldnn.is_acl_available",
+            "torch.backends.mha.get_fastpath_enabled",
+            "torch.backends.opt_einsum.get_opt_einsum",
+            *(f"torch.backends.mps.{name}" for name in ("get_core_count", "get_name", "is_macos13_or_newer")),
+            "torch.backends.mps.is_macos_or_newer",
+            *(f"torch.backends.python_native.{name}" for name in ("all_dsls", "available_dsls", "get_dsl_operations")),
+            *(f"torch.backends.python_native.{name}" for name in ("is_dsl_disabled", "is_operation_disabled")),
+            "torch.backends.quantized.supported_engines",
+            "torch.backends.xnnpack.enabled",
+        ],
+        _TELLS,
+    ),
+    **dict.fromkeys(
+        [
+            "torch.set_anomaly_enabled",
+            "torch.set_printoptions",
+            "torch.set_warn_always",
+            "torch.backends.disable_global_flags",
+            "torch.backends.mkl.verbose",
+            "torch.backends.mkldnn.verbose",
+            "torch.backends.xeon.run_cpu.create_args",
+            "torch.backends.xeon.run_cpu.format_str",
+            "torch.backends.xeon.run_cpu.main",
+        ],
+        _NOT_NUMBERS,
+    ),
+    **dict.fromkeys(
+        [f"torch.set_autocast_{name}" for name in ("cache_enabled", "dtype", "enabled")]
+        + [f"torch.set_autocast_{kind}_{name}" for kind in ("cpu", "ipu", "xla") for name in ("dtype", "enabled")]
+        + ["torch.set_autocast_gpu_dtype"],
+        "autocast is restored for reruns; replay runs below it (test_semantics.py)",
+    ),
+    "torch.set_grad_enabled": "reruns and replay set grad mode themselves",
+    "torch.set_rng_state": "random state is captured apart (test_random_state.py)",
+    "torch.set_default_device": "a function mode: restored for reruns; recorded operators name their device",
+    "torch.set_num_interop_threads": _NOT_OPERATORS + "of TorchScript's tasks, and set once per process",
+    "torch.backends.cudnn.rnn.init_dropout_state": "makes a state for a caller",
+    "torch.backends.cudnn.benchmark_limit": "how many algorithms are timed: what was found is remembered for replay",
+    **dict.fromkeys(
+        [f"torch.backends.cuda.{name}_workspace_size" for name in ("blas", "cublas", "cublaslt")],
+        "takes effect on handles made later: what is in use cannot be put back",
+    ),
+    "torch.backends.cuda.cufft_plan_cache": _NOT_OPERATORS + "how many plans are cached",
+    "torch.backends.mkldnn.allow_tf32": _NOT_OPERATORS + "of XPUs alone; the same as fp32_precision there",
+    **dict.fromkeys(
+        [
+            f"torch.backends.python_native.{name}"
+            for name in (
+                *("disable_dispatch_keys", "disable_operations", "enable_dispatch_keys", "enable_operations"),
+                "operations_disabled",
+            )
+        ],
+        "registers other kernels for the whole process, as torch.library does",
+    ),
+    "torch.backends.cuda.sdp_kernel": "deprecated: sets the flags below",
+}
+
+
+def assign(path: str, value: Any) -> Callable[[], None]:
+    """Return a function that assigns to a name of torch."""
+    owner, _, name = path.rpartition(".")
+
+    def assign() -> None:
+        setattr(eval(owner, {"torch": torch}), name, value)
+
+    return assign
+
+
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], None]:
+    return lambda: function(*args, **kwargs)
+
+
+def enter(context: Callable[..., Any], **kwargs: Any) -> Callable[[], None]:
+    """Return a function that enters a context for good; `_as_before` undoes it."""
+    return lambda: context(**kwargs).__enter__()
+
+
+#: Name -> what sets it for the forward, and what for the backward.
+RESTORED: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+    "torch.set_default_dtype": (
+        call(torch.set_default_dtype, torch.bfloat16),
+        call(torch.set_default_dtype, torch.float16),
+    ),
+    "torch.set_default_tensor_type": (
+        call(torch.set_default_tensor_type, torch.DoubleTensor),
+        call(torch.set_default_tensor_type, torch.FloatTensor),
+    ),
+    "torch.set_flush_denormal": (call(torch.set_flush_denormal, True), call(torch.set_flush_denormal, False)),
+    "torch.set_num_threads": (call(torch.set_num_threads, 2), call(torch.set_num_threads, 1)),
+    "torch.use_deterministic_algorithms": (
+        call(torch.use_deterministic_algorithms, True, warn_only=True),
+        call(torch.use_deterministic_algorithms, False),
+    ),
+    "torch.set_deterministic_debug_mode": (
+        call(torch.set_deterministic_debug_mode, "error"),
+        call(torch.set_deterministic_debug_mode, "warn"),
+    ),
+    "torch.set_float32_matmul_precision": (
+        call(torch.set_float32_matmul_precision, "medium"),
+        call(torch.set_float32_matmul_precision, "high"),
+    ),
+    "torch.utils.deterministic.fill_uninitialized_memory": (
+        assign("torch.utils.deterministic.fill_uninitialized_memory", False),
+        assign("torch.utils.deterministic.fill_uninitialized_memory", True),
+    ),
+    "torch.backends.fp32_precision": (assign("torch.backends.fp32_precision", "tf32"), lambda: None),
+    "torch.backends.set_flags": (lambda: None, call(backends.m.set_flags, "bf16")),
+    "torch.backends.flags": (lambda: None, enter(backends.m.flags, fp32_precision="ieee")),
+    "torch.backends.mkldnn.enabled": (assign("torch.backends.mkldnn.enabled", False), lambda: None),
+    "torch.backends.mkldnn.deterministic": (assign("torch.backends.mkldnn.deterministic", True), lambda: None),
+    "torch.backends.mkldnn.fp32_precision": (assign("torch.backends.mkldnn.fp32_precision", "bf16"), lambda: None),
+    "torch.backends.mkldnn.set_flags": (call(backends.mkldnn.set_flags, False, True), lambda: None),
+    "torch.backends.mkldnn.flags": (lambda: None, enter(backends.mkldnn.flags, enabled=False, fp32_precision="bf16")),
+    **{
+        f"torch.backends.mkldnn.{name}.fp32_precision": (
+            assign(f"torch.backends.mkldnn.{name}.fp32_precision", "bf16"),
+            assign(f"torch.backends.mkldnn.{name}.fp32_precision", "ieee"),
+        )
+        for name in ("matmul", "conv", "rnn")
+    },
+    "torch.backends.nnpack.set_flags": (
+        call(backends.nnpack.set_flags, False),
+        call(backends.nnpack.set_flags, True),
+    ),
+    "torch.backends.nnpack.flags": (lambda: None, enter(backends.nnpack.flags, enabled=False)),
+    "torch.backends.quantized.engine": (
+        assign("torch.backends.quantized.engine", backends.quantized.supported_engines[0]),
+        assign("torch.backends.quantized.engine", backends.quantized.supported_engines[-1]),
+    ),
+    **{
+        f"torch.backends.cuda.enable_{name}_sdp": (
+            call(getattr(backends.cuda, f"enable_{name}_sdp"), False),
+            call(getattr(backends.cuda, f"enable_{name}_sdp"), True),
+        )
+        for name in ("cudnn", "flash", "math", "mem_efficient")
+    },
+    "torch.nn.attention.sdpa_kernel": (
+        enter(torch.nn.attention.sdpa_kernel, backends=[torch.nn.attention.SDPBackend.MATH]),
+        enter(
+            torch.nn.attention.sdpa_kernel,
+            backends=[torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH],
+            set_priority=True,
+        ),
+    ),
+    "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp": (
+        call(backends.cuda.allow_fp16_bf16_reduction_math_sdp, True),
+        call(backends.cuda.allow_fp16_bf16_reduction_math_sdp, False),
+    ),
+    **{
+        f"torch.backends.cuda.matmul.{name}": (
+            assign(f"torch.backends.cuda.matmul.{name}", first),
+            assign(f"torch.backends.cuda.matmul.{name}", second),
+        )
+        for name, first, second in [
+            ("allow_fp16_accumulation", True, False),
+            ("allow_fp16_reduced_precision_reduction", False, True),
+            ("allow_bf16_reduced_precision_reduction", (False, False), True),
+            ("allow_tf32", True, False),
+            ("fp32_precision", "tf32", "ieee"),
+        ]
+    },
+    "torch.backends.cuda.preferred_blas_library": (
+        call(backends.cuda.preferred_blas_library, "cublas"),
+        call(backends.cuda.preferred_blas_library, "default"),
+    ),
+    "torch.backends.cuda.preferred_linalg_library": (lambda: None, lambda: None),  # others cannot be set on a CPU
+    "torch.backends.cuda.preferred_rocm_fa_library": (lambda: None, lambda: None),
+    **{
+        f"torch.backends.cudnn.{name}": (assign(f"torch.backends.cudnn.{name}", value), lambda: None)
+        for name, value in [
+            ("allow_tf32", False),
+            ("benchmark", True),
+            ("deterministic", True),
+            ("enabled", False),
+            ("fp32_precision", "tf32"),
+            ("depthwise_kernel", "cudnn"),
+            ("conv.fp32_precision", "ieee"),
+            ("rnn.fp32_precision", "ieee"),
+        ]
+    },
+    "torch.backends.cudnn.set_flags": (lambda: None, call(backends.cudnn.set_flags, False, True)),
+    "torch.backends.cudnn.flags": (enter(backends.cudnn.flags, enabled=False), lambda: None),
+    "torch.backends.miopen.immediate": (assign("torch.backends.miopen.immediate", True), lambda: None),
+    "torch.backends.miopen.set_flags": (call(backends.miopen.set_flags, True), lambda: None),
+    "torch.backends.miopen.flags": (lambda: None, enter(backends.miopen.flags, immediate=True)),
+}
+
+EINSUM = vars(backends.opt_einsum.m)
+#: The same for what reruns find, and what recorded operators do not depend on: Python code that chooses among them.
+RESTORED_FOR_RERUNS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+    "torch.backends.mha.set_fastpath_enabled": (
+        call(backends.mha.set_fastpath_enabled, False),
+        call(backends.mha.set_fastpath_enabled, True),
+    ),
+    # As its own functions do; they refuse where the package is not installed.
+    "torch.backends.opt_einsum.flags": (call(EINSUM.update, enabled=True, strategy="greedy"), lambda: None),
+    "torch.backends.opt_einsum.set_flags": (lambda: None, call(EINSUM.update, enabled=True, strategy="optimal")),
+    "torch.backends.opt_einsum.enabled": (call(EINSUM.update, enabled=True), lambda: None),
+    "torch.backends.opt_einsum.strategy": (call(EINSUM.update, strategy="greedy"), lambda: None),
+}
