@@ -76,8 +76,10 @@ def unpack_slowly(packed: _Packed) -> Tensor:
         return packed.unpack()
     tape, window = packed.tape, packed.window
     value = window.value
-    if tape.is_open and not torch.is_grad_enabled():
-        _note_backward_inside(tape)
+    if tape.is_open:
+        tape.audit_late(value)
+        if not torch.is_grad_enabled():
+            _note_backward_inside(tape)
     # Also where nothing is replayed: what hooks outside hold may come back through a rerun, which swaps.
     swap = _NO_SWAP if tape.swap < 0 or value.held is not None else _frames.Swap(tape.swap)
     with swap, tape.lock:
@@ -117,9 +119,21 @@ def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     if value.index > 0 and value.operator.has_workspace:
         tape.site.audited.add(place)
         return
+    if value.spare is None:
+        _leave_checksum(tape, weakref.ref(handle), place, tensor)
+    else:  # it may be kept, each time that the place runs
+        with Paused():
+            begin = functools.partial(_leave_checksum, tape, weakref.ref(handle), place, tensor.detach())
+        tape.late_audits.setdefault(value, []).append(begin)
+
+
+def _leave_checksum(tape: Tape, reference: weakref.ref[Any], place: int, tensor: Tensor) -> None:
+    handle = reference()
+    if handle is None:
+        return
     with Paused(), suppress(torch.OutOfMemoryError):  # an audit fails nothing: it is left out here
         handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
-        tape.audited.append(weakref.ref(handle))
+        tape.audited.append(reference)
 
 
 def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
@@ -274,9 +288,11 @@ def _settle_candidates(tape: Tape) -> None:
     candidates, tape.candidates = tape.candidates, []
     for value in candidates:
         spare, value.spare = value.spare, None
-        if spare is None or value.is_at_hand() or not value.is_wanted():
+        if spare is None or not value.is_wanted():
             continue
-        if new_leaf_bytes(value, value.nbytes) > value.nbytes:
+        if value.is_at_hand():
+            tape.audit_late(value)
+        elif new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.held = spare
             value.step = None
             tape.holding.append(value)
@@ -284,3 +300,6 @@ def _settle_candidates(tape: Tape) -> None:
                 value.entry.action, value.entry.why = Action.KEEP, "recomputing it would hold more bytes"
         else:
             mark_needed(value)
+            tape.audit_late(value)
+    if candidates:
+        tape.late_audits.clear()

@@ -20,6 +20,7 @@ from actckpt.runtime.counters import counters
 from actckpt.runtime.offload import Session
 from actckpt.runtime.replay import aliases
 from actckpt.runtime.replay.audit import Site
+from actckpt.runtime.replay.checksums import compact
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.filling import Filling
 from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
@@ -105,6 +106,11 @@ class Tape(TapeCore):
         return Needed(self.saved)
 
     @functools.cached_property
+    def late_audits(self) -> dict[Value, list[Callable[[], None]]]:
+        """What leaves the checksums of values that may be kept when the region closes."""
+        return {}
+
+    @functools.cached_property
     def _sessions(self) -> dict[bool, Session]:
         """By whether packing may wait for room."""
         return {}
@@ -175,7 +181,9 @@ class Tape(TapeCore):
         """Get ready for the storage of a value to be overwritten by a recorded operator (Rule 1)."""
         if value is None:
             return
-        value.spare = None
+        if value.spare is not None:
+            self.audit_late(value)
+            value.spare = None
         if value.held is None and value.stored is None:
             return
         if value.step is None and self.needed.has(value):
@@ -260,10 +268,15 @@ class Tape(TapeCore):
         if not stores.is_ready("host" if tensor.is_cuda else "disk"):
             return None
         try:
-            packed = self._session(must=False).pack(tensor.detach().clone())
+            packed = self._session(must=False).pack(compact(tensor.detach()).clone())
         except (EngineError, torch.OutOfMemoryError):
             return None
-        return packed.unpack if isinstance(packed, Moved) else None
+        return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
+
+    def audit_late(self, value: Value) -> None:
+        """Leave the checksums of a value that is dropped, although it might have been kept (see `settle`)."""
+        for begin in self.late_audits.pop(value, ()):
+            begin()
 
     def clear_after(self, task: int, value: Value) -> None:
         """Let go of what is cached for `value` when the backward `task` ends, at the latest (Rule 12)."""
@@ -368,6 +381,10 @@ class Tape(TapeCore):
         if value.step is None or value.why_opaque:
             return False
         return self.num_lost == 0 or self.obtainable.has(value)
+
+
+def _expanded(packed: Moved, shape: torch.Size) -> Tensor:
+    return packed.unpack().expand(shape)
 
 
 def _read(plan: RegionPlan, packed: Moved) -> Tensor:
