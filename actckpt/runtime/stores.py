@@ -50,8 +50,8 @@ class Backend(Protocol):
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes:
         """Return the bytes, valid for the current stream."""
 
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> bool:
-        """Begin to bring the bytes back; False if there is no need."""
+    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes | None:
+        """Begin to bring the bytes back; returns to where, None if there is no need."""
 
 
 class CpuBackend:
@@ -99,10 +99,9 @@ class CpuBackend:
         assert isinstance(found, Bytes)
         return found
 
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> bool:
+    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes | None:
         buffer = _buffer(nbytes, device)
-        began: bool = ticket.prefetch(buffer.storage.data_ptr(), buffer)
-        return began
+        return buffer if ticket.prefetch(buffer.storage.data_ptr(), buffer) else None
 
 
 class CudaBackend:
@@ -196,12 +195,12 @@ class CudaBackend:
             _tensor_on(result.storage).record_stream(stream)
         return result
 
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> bool:
+    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes | None:
         put_device, put_stream = ticket.put_stream
         with torch.cuda.stream(torch.cuda.ExternalStream(put_stream, device=put_device)):
             buffer = _buffer(nbytes, device)
-        began: bool = ticket.load(put_device, put_stream, buffer.storage.data_ptr(), buffer, urgent=False)
-        return began
+        began = ticket.load(put_device, put_stream, buffer.storage.data_ptr(), buffer, urgent=False)
+        return buffer if began else None
 
 
 _warned: set[str] = set()

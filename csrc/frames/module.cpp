@@ -7,6 +7,7 @@
 #include "frames/frame.h"
 #include "frames/generators.h"
 #include "frames/held.h"
+#include "frames/meter.h"
 #include "frames/numerics.h"
 #include "frames/parameters.h"
 #include "frames/python.h"
@@ -33,6 +34,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_task_end_type();
   actckpt::add_held_types(module);
   actckpt::add_generator_types(module);
+  actckpt::add_meter_type(module);
   actckpt::add_parameter_functions(module);
   actckpt::add_numerics_functions(module);
   actckpt::add_exclusive_functions(module);

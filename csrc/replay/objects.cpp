@@ -4,6 +4,7 @@
 #include <new>
 #include <utility>
 
+#include "frames/meter.h"
 #include "frames/reads.h"
 #include "replay/geometry.h"
 #include "replay/names.h"
@@ -81,7 +82,9 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
   assign(entry->action, n.keep);
   assign(entry->why, n.no_reason);
-  entry->storage = untracked(PyWeakref_NewRef(reads().untyped_storage(tensor).ptr(), nullptr));
+  const py::object storage = reads().untyped_storage(tensor);
+  if (value->is_input == 0) note_alive(tape->meter, storage.ptr());
+  entry->storage = untracked(PyWeakref_NewRef(storage.ptr(), nullptr));
   if (entry->storage == nullptr) throw py::error_already_set();
   entry->nbytes = value->nbytes;
   if (PyList_Append(tape->entries, result.ptr()) != 0) throw py::error_already_set();

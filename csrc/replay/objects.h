@@ -149,6 +149,7 @@ struct TapeObject {
   PyObject* opaque_names;
   PyObject* entries;
   PyObject* outer;          // the hooks outside, or None
+  PyObject* meter;          // counts what of its values is alive, or None
   PyObject* candidates;
   HandleObject* first_handle;  // of those that are alive; borrowed, they hold the tape
   HandleObject* last_handle;

@@ -124,7 +124,7 @@ void tape_dealloc(PyObject* self) {
   release(reinterpret_cast<TapeObject*>(self)->cached);
   using T = TapeObject;
   free_object<T>(self, &T::blocks, &T::holding, &T::saved, &T::choice, &T::modules, &T::opaque_places,
-                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::why_untold);
+                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::why_untold, &T::meter);
 }
 
 int tape_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -335,6 +335,7 @@ PyMemberDef tape_members[] = {
     OBJECT(TapeObject, "saved", saved),             OBJECT(TapeObject, "choice", choice),
     OBJECT(TapeObject, "modules", modules),         OBJECT(TapeObject, "opaque_places", opaque_places),
     OBJECT(TapeObject, "audited_places", audited_places), OBJECT(TapeObject, "opaque_names", opaque_names),
+    OBJECT(TapeObject, "meter", meter),
     OBJECT(TapeObject, "outer", outer),             OBJECT(TapeObject, "candidates", candidates),
     NUMBER(TapeObject, "num_lost", num_lost),       NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
     NUMBER(TapeObject, "opaque_bytes", opaque_bytes),

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "frames/meter.h"
 #include "frames/reads.h"
 #include "replay/geometry.h"
 #include "replay/names.h"
@@ -149,14 +150,15 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
     result = py::reinterpret_steal<py::object>(made);
   }
   num_replayed += 1;
+  const auto* core = reinterpret_cast<TapeObject*>(tape);
   if (PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(python().tensor_type)) == 0 ||
       !has_size(result.ptr(), target)) {
     return py::object();  // executed once more in Python, which says what is wrong
   }
+  if (!is_none(core->meter)) note_alive(core->meter, reads().untyped_storage(result.ptr()).ptr());
   if (!is_none(target->entry)) {
     reinterpret_cast<EntryObject*>(target->entry)->num_replays += 1;
   }
-  const auto* core = reinterpret_cast<TapeObject*>(tape);
   const bool has_room = core->window_bytes < 0 || core->cached == nullptr || core->cached->bytes <= core->window_bytes;
   if (task != -1 && has_room && is_asked(target, task)) cache(tape, target, result.ptr(), task);
   return result;

@@ -237,6 +237,8 @@ class _Run:
                 "operator depend on a global setting that changed? Keep what it makes: add it to "
                 "actckpt.configure(opaque=[...])."
             )
+        if self._tape.meter is not None:
+            self._tape.meter.note(tensor.untyped_storage())
         if value.entry is not None:
             value.entry.num_replays += 1
         if value is self._target or self._uses[value]:

@@ -11,7 +11,7 @@ from actckpt.runtime.replay import saved
 from actckpt.runtime.replay.audit import site_of
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.recorder import Recorder
-from actckpt.runtime.replay.report import Entry
+from actckpt.runtime.replay.report import Figures
 from actckpt.runtime.replay.tape import Tape
 
 __all__ = ["OpenRegion"]
@@ -38,7 +38,7 @@ class OpenRegion:
     Args:
         choice: the policy.
         caller: what names the place that opens it, see `audit.site_of`.
-        entries: gets the lines of the report.
+        figures: gets what the report says.
         respects_hooks: whether the hooks that are active where it is opened get the bytes of what it keeps, not only
             of its inputs.
     """
@@ -46,7 +46,7 @@ class OpenRegion:
     __slots__ = ("_has_hooks", "_outer_choice", "_outer_tape", "_recorder", "tape")
 
     def __init__(
-        self, choice: Choice, caller: Any, entries: list[Entry] | None = None, *, respects_hooks: bool = True
+        self, choice: Choice, caller: Any, figures: Figures | None = None, *, respects_hooks: bool = True
     ) -> None:
         outer_hooks = torch_private.outer_hooks()
         current = _local.tape
@@ -67,10 +67,13 @@ class OpenRegion:
         self._has_hooks = True
         if choice.always is Action.OFFLOAD:
             session = offload.Session("auto", offload.DEFAULT_MIN_BYTES)
+            if figures is not None:
+                figures.watch(session)
             torch_private.push_hooks(*session.hooks)
             return
         self.tape = tape = Tape(choice, outer_hooks, site_of(caller))
-        tape.entries = entries
+        if figures is not None:
+            tape.entries, tape.meter = figures.entries, figures.meter
         tape.hands_kept_out = respects_hooks
         tape.pack_hook = functools.partial(pack_recorded, tape)
         self._recorder = _local.idle.pop() if _local.idle else Recorder()

@@ -79,6 +79,7 @@ class Tape(TapeCore):
         self.opaque_names = settings.opaque
         #: Lines of the report, None where nobody will ask for one.
         self.entries = None
+        self.meter = None
         #: See `configure`.
         self.replay_order: Any = settings.replay_order
         self.window_follows = settings.replay_window == "auto"
@@ -253,6 +254,8 @@ class Tape(TapeCore):
         session = self._sessions.get(must)
         if session is None:
             session = self._sessions[must] = Session("auto", min_bytes=0, must=must)
+            if self.meter is not None:
+                session.watch(self.meter)
         return session
 
     @staticmethod
