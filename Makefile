@@ -3,11 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The version of TransformerEngine whose code `make te` runs; 2.9.0 is the oldest that is known.
+TE_VERSION ?= 2.20.2
+TE_VENV ?= .venv-te
+INTEGRATIONS ?= .venv-integrations
+SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test soak lint types bench sanitize clean
+.PHONY: demo test soak integrations lint types bench sanitize te clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
@@ -18,6 +23,10 @@ test: $(STAMP)
 # Nothing may grow over 20,000 steps; `make test` runs the same over 2,000.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
+
+# The tests that run code of other packages, in an environment of their own.
+integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,12 +42,24 @@ bench: $(STAMP)
 sanitize:
 	scripts/engine_sanitize
 
+# TransformerEngine's Python code on the CPU, in an environment of its own. ARGS="-k ..." picks tests.
+te: $(STAMP)
+	PYTHON="$(PYTHON)" TE_VENV="$(TE_VENV)" TE_VERSION="$(TE_VERSION)" scripts/te_on_cpu $(ARGS)
+
 # torch first and pinned: a range would pull another build of it.
-$(STAMP): pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+$(STAMP): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint,plot]'
 	touch $(STAMP)
 
+# PyPI's torchvision, which timm asks for, goes with another build of torch and does not import beside this one.
+$(INTEGRATIONS)/.installed: tests/integrations/requirements.txt $(SOURCES)
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt -e '.[test]' -r $<
+	$(INTEGRATIONS)/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
 clean:
-	rm -rf $(VENV) build actckpt/*.so *.egg-info
+	rm -rf $(VENV) $(TE_VENV) $(INTEGRATIONS) build actckpt/*.so *.egg-info

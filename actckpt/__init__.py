@@ -4,6 +4,9 @@ The names of torch.utils.checkpoint are here too, so that code which imports tha
 this one instead.
 """
 
+import importlib as _importlib
+import types as _types
+
 import torch.utils.checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
@@ -22,21 +25,24 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from actckpt import policies, rng, te
+from actckpt import memory, policies, rng, te
 from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
-from actckpt.blocks import apply, remove
+from actckpt.blocks import apply, remove, report
 from actckpt.config import Settings, configure
 from actckpt.errors import (
     ActckptError,
     AuditError,
     BlocksError,
+    CostTableError,
     InputChangedError,
+    PlanInfeasibleError,
     RerunMismatchError,
     SavedTensorChangedError,
     TransformerEngineError,
 )
+from actckpt.model_report import ModelReport
 from actckpt.regions import region
 from actckpt.runtime import connect as _connect  # noqa: F401 - imported for its effect
 from actckpt.runtime.replay import connect as _connect_replay  # noqa: F401 - imported for its effect
@@ -51,8 +57,11 @@ __all__ = [
     "CheckpointError",
     "CheckpointFunction",
     "CheckpointPolicy",
+    "CostTableError",
     "DefaultDeviceType",
     "InputChangedError",
+    "ModelReport",
+    "PlanInfeasibleError",
     "RerunMismatchError",
     "SavedTensorChangedError",
     "SavedTensorInfo",
@@ -69,11 +78,14 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
+    "memory",
     "noop_context_fn",
     "offload",
+    "planner",
     "policies",
     "region",
     "remove",
+    "report",
     "reset_stats",
     "rng",
     "set_checkpoint_debug_enabled",
@@ -87,3 +99,9 @@ if hasattr(_torch_checkpoint, "GraphExecGroup"):  # from torch 2.10 on
     from torch.utils.checkpoint import GraphExecGroup
 
     __all__ += ["GraphExecGroup"]
+
+
+def __getattr__(name: str) -> _types.ModuleType:
+    if name == "planner":  # imported when it is first asked for: most programs need none
+        return _importlib.import_module("actckpt.planner")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

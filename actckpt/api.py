@@ -4,27 +4,24 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from actckpt import _frames, config
-from actckpt.compiled import TORCH_PARAMETERS, compiled_checkpoint
+from actckpt.compiled import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
 from actckpt.policies import choice_of, selective_choice
 from actckpt.runtime import messages, rng, state, torch_private
 from actckpt.runtime.inputs import is_of_module
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
 from actckpt.runtime.packed import held_inputs
-from actckpt.runtime.replay.audit import caller_of
-from actckpt.runtime.replay.choice import Choice
-from actckpt.runtime.replay.opened import OpenRegion
+from actckpt.runtime.replay.audit import caller_of, site_of
+from actckpt.runtime.replay.calls import run_in_region
+from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.rerun import Region
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
-
-ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 def checkpoint(
@@ -70,6 +67,7 @@ def checkpoint(
         What `function` returns; without a function, a decorator.
     Raises:
         ValueError: a bad keyword.
+        TypeError: `function` cannot be called, or takes no keyword of a name that is nearly one of these.
         CheckpointError: in backward, when a rerun saves other tensors than the forward, or when a
             tensor that it needs was changed in place.
     Cost: one more forward of `function` in backward. Memory: the inputs, and during its backward what
@@ -86,6 +84,8 @@ def checkpoint(
     if function is None:
         given = locals()
         return _decorator(args, kwargs, {name: given[name] for name in _KEYWORDS})
+    if (kwargs or not callable(function)) and not torch.compiler.is_compiling():
+        _check_call(function, args, kwargs)
     return checkpoint_call(
         function,
         args,
@@ -111,6 +111,40 @@ _UNKNOWN_TORCH_KEYWORDS = {
     for name, parameter in TORCH_PARAMETERS.items()
     if parameter.default is not parameter.empty and name not in _PARAMETERS
 }
+
+
+def _check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where what is to be called cannot be, or cannot take a keyword that was meant for `checkpoint`."""
+    if not callable(function):
+        kind = f"a tensor of shape {tuple(function.shape)}" if isinstance(function, torch.Tensor) else repr(function)
+        order = "The function comes first" if any(map(callable, args)) else "Pass it uncalled, its arguments after it"
+        raise TypeError(
+            f"checkpoint: {kind} is not a function. {order}: checkpoint(layer, x), not checkpoint(layer(x))."
+        )
+    for name in kwargs:
+        hint = _meant_for_us(name)
+        if hint and not _takes_keyword(function, name):
+            raise TypeError(
+                f"checkpoint: neither checkpoint nor {messages.name_of(function)} has a keyword {name!r}. {hint}"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _meant_for_us(name: str) -> str:
+    if name == "min_bytes":
+        return "To offload from a size on: with actckpt.offload(min_bytes=...): y = layer(x)."
+    near = difflib.get_close_matches(name, _KEYWORDS, n=1, cutoff=0.8)
+    return f"Did you mean {near[0]}?" if near else ""
+
+
+def _takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(
+            function.forward if isinstance(function, torch.nn.Module) else function
+        ).parameters
+    except ValueError:  # a builtin that has none
+        return True
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _decorator(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -158,13 +192,33 @@ def checkpoint_call(
     offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
     input_hooks: torch_private.Hooks | None = None,
+    matches: Matches | None = None,
 ) -> Any:
     """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
 
     Args:
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
+        matches: gets the operators that run, of those that the policy names.
     """
     if torch.compiler.is_compiling():
+        if not goes_by_operator(policy):
+            torch_private.graph_break(BY_OPERATOR)
+            return _checkpoint_eagerly(
+                function,
+                args,
+                kwargs,
+                use_reentrant=use_reentrant,
+                context_fn=context_fn,
+                determinism_check=determinism_check,
+                debug=debug,
+                preserve_rng_state=preserve_rng_state,
+                early_stop=early_stop,
+                respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+                policy=policy,
+                offload_inputs=offload_inputs,
+                rng_trackers=rng_trackers,
+                input_hooks=input_hooks,
+            )
         return compiled_checkpoint(
             function,
             args,
@@ -187,7 +241,11 @@ def checkpoint_call(
     if state.awaited:
         state.register_awaited()
     if policy is not None and policy != "recompute":
-        return _run_in_region(choice_of(policy), function, args, kwargs, respect_saved_tensors_hooks is not False)
+        choice, site = choice_of(policy), site_of(caller_of(function, args, kwargs))
+        if not site.is_rerun:
+            respects_hooks = respect_saved_tensors_hooks is not False
+            return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches)
+        preserve_rng_state = True  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
     if forced_early_stop is not None:
@@ -205,10 +263,13 @@ def checkpoint_call(
     contexts = None
     if context_fn is not noop_context_fn and not debug:
         contexts = context_fn()
-        choice = selective_choice(contexts[0])
-        if choice is not None:
+        selective = selective_choice(contexts[0])
+        if selective is not None:
             _check_replays(offload_inputs, "context_fn")
-            return _run_in_region(choice, function, args, kwargs, respect_saved_tensors_hooks is not False)
+            site = site_of(caller_of(function, args, kwargs))
+            if not site.is_rerun:
+                return run_in_region(selective, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
+            contexts, preserve_rng_state = None, True
     if offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
@@ -221,6 +282,10 @@ def checkpoint_call(
     elif contexts is not None:
         region.forward_context, region.rerun_context = contexts
     return region.run(function, args, kwargs, early_stop=early_stop, check_metadata=check_metadata)
+
+
+#: The same where the compiler would trace it and must not: it runs in between two compiled graphs.
+_checkpoint_eagerly = torch_private.disable_dynamo(checkpoint_call)
 
 
 def checkpoint_sequential(
@@ -297,6 +362,12 @@ def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Of
         ...     y = layer(torch.randn(256, 64))
         >>> y.sum().backward()
     """
+    if callable(to):
+        kind = type(to).__name__
+        raise ValueError(
+            f"offload: to is a {kind}, not a store. To run it under offload: with actckpt.offload(): y = model(x). "
+            "Each block of a model: actckpt.apply(model, policy='offload')."
+        )
     if to not in ("auto", "host", "disk"):
         raise ValueError(f"offload: to={to!r} is not a store. Pass 'auto', 'host' or 'disk'.")
     if to == "host" and not torch.cuda.is_available():
@@ -354,20 +425,6 @@ def _check_replays(offload_inputs: bool, what: str) -> None:
             f"this {what} operators are replayed: use a policy= function that returns Action.OFFLOAD where its "
             "SavedTensorInfo.is_input is True."
         )
-
-
-def _run_in_region(
-    choice: Choice, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], respects_hooks: bool
-) -> Any:
-    """Run the forward recorded, so that single operators are replayed."""
-    opened = OpenRegion(choice, caller_of(function, args, kwargs), respects_hooks=respects_hooks)
-    try:
-        result = function(*args, **kwargs)
-    except BaseException:
-        opened.close(has_failed=True)
-        raise
-    opened.close(has_failed=False)
-    return result
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

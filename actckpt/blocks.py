@@ -5,7 +5,6 @@ its `state_dict` keys and its hooks; hooks of the block itself run outside of th
 """
 
 import difflib
-import fnmatch
 import functools
 import inspect
 import types
@@ -14,11 +13,16 @@ from typing import Any
 
 import torch
 
+from actckpt.action import Action
 from actckpt.api import checkpoint, checkpoint_call, offload
 from actckpt.errors import BlocksError
-from actckpt.policies import choice_of, compiled_form
+from actckpt.finding import has_forward, repeated_blocks
+from actckpt.model_report import AppliedBlocks, ModelReport
+from actckpt.operator_names import portable
+from actckpt.policies import choice_of
+from actckpt.selectors import is_pattern, matches
 
-__all__ = ["apply", "remove"]
+__all__ = ["apply", "remove", "report"]
 
 Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
 
@@ -32,14 +36,19 @@ def apply(
         model: changed in place.
         policy: `"recompute"` or None: as in `checkpoint`. `"offload"`: each call runs under `offload`. Any other policy
             of `region`: each call is such a region.
-        blocks: which of its modules: a type or several, qualified names (`"layers.0"`, also with
-            wildcards: `"layers.*"`), or a predicate on modules. None: the repeated blocks, which are
-            the outermost modules of one type that stand together in a ModuleList, Sequential or ModuleDict.
+        blocks: which of its modules: a type or several, qualified names (`"layers.0"`), also with wildcards, which
+            stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp, see `actckpt.selectors.matches`), or a
+            predicate on modules. Of matches inside each other the outermost are taken; a name without wildcards is
+            always taken. None: the repeated blocks. These are modules of a kind that repeats, in rows (ModuleList,
+            Sequential, ModuleDict, numbered attributes), neither stages of many blocks nor small parts of blocks, such
+            that the least is held at the peak; NOTE [ Blocks of a model ] in actckpt/finding.py says how.
         **options: keywords of `checkpoint`, or of `offload`, for every block.
     Returns:
-        The qualified names of the blocks that are checkpointed now.
+        The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
+        calls backward are named in one warning, and in `actckpt.report(model)`.
     Raises:
         BlocksError: no block matches, a name matches nothing, or a block is checkpointed already.
+        TypeError: `model` is no module.
         ValueError: the policy, or an option, is not known, or `offload` does not take its value.
 
     Example::
@@ -52,6 +61,9 @@ def apply(
         >>> actckpt.remove(model)
         ('0', '1', '2')
     """
+    _check_model(model, "apply")
+    if policy is Action.OFFLOAD:
+        policy = "offload"
     if policy is not None:
         choice_of(policy)  # raises if it is none
     known = inspect.signature(offload if policy == "offload" else checkpoint).parameters
@@ -72,8 +84,9 @@ def apply(
             f"apply: {len(applied)} of {len(chosen)} blocks are checkpointed already, the first is {applied[0]!r}.\n"
             "Call actckpt.remove(model) first, or pass other blocks."
         )
-    for block in chosen.values():
-        block.forward = _CheckpointedForward(block, policy, options)
+    together = AppliedBlocks()
+    for name, block in chosen.items():
+        block.forward = together.forwards[name] = _CheckpointedForward(block, policy, options, together)
     return tuple(chosen)
 
 
@@ -85,12 +98,7 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
     Raises:
         BlocksError: there are none.
     """
-    applied = {name: module for name, module in model.named_modules() if _is_applied(module)}
-    if not applied:
-        raise BlocksError(
-            f"remove: none of the {sum(1 for _ in model.modules())} modules of {type(model).__name__} is "
-            "checkpointed. Call remove on the model that was given to apply."
-        )
+    applied = _applied(model, "remove")
     for module in applied.values():
         forward = module.__dict__.pop("forward")
         if forward.replaced is not None:
@@ -101,26 +109,33 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
 class _CheckpointedForward:
     """The forward of one block, checkpointed. An object, so that deepcopy and pickle follow the block."""
 
-    def __init__(self, block: torch.nn.Module, policy: Any, options: dict[str, Any]) -> None:
+    def __init__(self, block: torch.nn.Module, policy: Any, options: dict[str, Any], together: AppliedBlocks) -> None:
         self.block = block
+        self.together = together
+        self.has_run = False
         self.policy = policy
-        #: What the compiler takes for it, None: nothing else.
-        self.compiled_policy = None if policy in (None, "recompute") else compiled_form(policy)
         self.options = options
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
         self.__wrapped__ = block.forward  # the signature, for `inspect`
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"policy": portable(self.policy), "options": portable(self.options)}
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.has_run = True
+        if not torch.compiler.is_compiling() and not self.together.is_checked:
+            return self.together.watched(self._run(*args, **kwargs))
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.policy == "offload":
             # Looked up inside: torch.compile breaks the graph here, and would make `self.block.forward` of a bound
             # method that it must carry over, which is this very object.
             with offload(**self.options):
                 return self._original()(*args, **kwargs)
-        policy = self.policy
-        if torch.compiler.is_compiling() and self.compiled_policy is not None:
-            policy = self.compiled_policy
-        return checkpoint_call(self._original(), args, kwargs, policy=policy, **self.options)
+        matches = None if torch.compiler.is_compiling() else self.together.matches
+        return checkpoint_call(self._original(), args, kwargs, policy=self.policy, matches=matches, **self.options)
 
     def _original(self) -> Callable[..., Any]:
         if self.replaced is not None:
@@ -130,52 +145,102 @@ class _CheckpointedForward:
         return types.MethodType(type(self.block).forward, self.block)
 
 
+def report(model: torch.nn.Module) -> ModelReport:
+    """Return what became of `apply` so far: which blocks it checkpoints, and which of them ran.
+
+    Raises:
+        BlocksError: no block of `model` is checkpointed.
+
+    Example::
+
+        >>> import torch, actckpt
+        >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+        >>> model = torch.nn.Sequential(block(), block())
+        >>> _ = actckpt.apply(model)
+        >>> model(torch.randn(2, 4)).sum().backward()
+        >>> actckpt.report(model).blocks_ran
+        ('0', '1')
+    """
+    applied = _applied(model, "report")
+    ran = tuple(name for name, module in applied.items() if module.forward.has_run)
+    together = {id(module.forward.together): module.forward.together for module in applied.values()}
+    idle = dict.fromkeys(operator for blocks in together.values() for operator in blocks.matches.idle())
+    return ModelReport(blocks_patched=tuple(applied), blocks_ran=ran, operators_not_run=tuple(idle))
+
+
+def _check_model(model: Any, what: str) -> None:
+    if isinstance(model, torch.nn.Module):
+        return
+    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    owner = getattr(model, "__self__", None)
+    instead = "the model itself, a torch.nn.Module"
+    if isinstance(owner, torch.nn.Module):
+        instead = f"the {type(owner).__name__} that it belongs to"
+    raise TypeError(f"{what}: model is {kind}, not a module. Pass {instead}: actckpt.{what}(model).")
+
+
+def _applied(model: torch.nn.Module, what: str) -> dict[str, Any]:
+    """Return the blocks of a model that are checkpointed; raises if there are none."""
+    _check_model(model, what)
+    applied = {name: module for name, module in model.named_modules() if _is_applied(module)}
+    if not applied:
+        raise BlocksError(
+            f"{what}: none of the {sum(1 for _ in model.modules())} modules of {type(model).__name__} is "
+            f"checkpointed. Call {what} on the model that was given to apply."
+        )
+    return applied
+
+
 def _is_applied(module: torch.nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), _CheckpointedForward)
 
 
 def _find(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.Module]:
     if blocks is None:
-        return dict(_repeated(model, ""))
-    if isinstance(blocks, Sequence) and not isinstance(blocks, str):
-        found: dict[str, torch.nn.Module] = {}
-        for block in blocks:
-            found |= _find_one(model, block)
-        return {name: module for name, module in model.named_modules() if name in found}
-    return _find_one(model, blocks)
+        return repeated_blocks(model)
+    several = blocks if isinstance(blocks, Sequence) and not isinstance(blocks, str) else [blocks]
+    named: set[str] = set()
+    matched: set[str] = set()
+    for block in several:
+        is_name = isinstance(block, str) and not is_pattern(block)
+        (named if is_name else matched).update(_find_one(model, block))
+    outermost = {name for name in matched if not any(other in matched for other in _names_around(name))}
+    return {name: module for name, module in model.named_modules() if name in named | outermost}
+
+
+def _names_around(name: str) -> Iterator[str]:
+    """Yield the names of the modules that a module is in, but for the whole model."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
-    modules: dict[str, torch.nn.Module] = {name: module for name, module in model.named_modules() if name}
+    named = {name: module for name, module in model.named_modules() if name}
+    modules: dict[str, torch.nn.Module] = {name: module for name, module in named.items() if has_forward(module)}
     if isinstance(block, str):
-        found = {name: module for name, module in modules.items() if fnmatch.fnmatchcase(name, block)}
+        found = {name: module for name, module in modules.items() if matches(block, name)}
+        if block in named and block not in modules:
+            raise BlocksError(
+                f"apply: {block!r} is a {type(named[block]).__name__}, which is never called: it has no "
+                f"forward. Pass {block + '.*'!r} for the modules in it."
+            )
         if not found:
             near = difflib.get_close_matches(block, modules, n=3)
+            some = f"Nearest: {', '.join(near)}" if near else f"The first: {', '.join(list(modules)[:5]) or 'none'}"
             raise BlocksError(
-                f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}."
-                f" Nearest: {', '.join(near) or 'none'}. Names are those of model.named_modules()."
+                f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}. {some}. "
+                "Names are those of model.named_modules()."
             )
         return found
     if isinstance(block, type):
         return {name: module for name, module in modules.items() if isinstance(module, block)}
     if callable(block):
-        matches: Callable[[torch.nn.Module], bool] = block
-        return {name: module for name, module in modules.items() if matches(module)}
+        accepts: Callable[[torch.nn.Module], bool] = block
+        return {name: module for name, module in modules.items() if accepts(module)}
     raise BlocksError(
-        f"apply: blocks={block!r} is a {type(block).__name__}. Pass module types, qualified names, or a predicate."
+        f"apply: blocks={block!r} is a {type(block).__name__}. Pass module types, qualified names (texts, also for "
+        "numbers: '3'), or a predicate."
     )
-
-
-def _repeated(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the outermost groups of at least two blocks of one type that have modules of their own."""
-    children = list(module.named_children())
-    is_container = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict))
-    kinds = [type(child) for _, child in children if next(child.children(), None) is not None]
-    for name, child in children:
-        if is_container and kinds.count(type(child)) >= 2:
-            yield prefix + name, child
-        else:
-            yield from _repeated(child, f"{prefix}{name}.")
 
 
 def _nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:

@@ -2,17 +2,15 @@
 
 import dataclasses
 import os
-import re
 import tempfile
 from collections.abc import Iterable
 from typing import Any
 
 from actckpt import operator_names
+from actckpt.sizes import parse_bytes
 
-__all__ = ["Settings", "configure", "parse_bytes"]
+__all__ = ["Settings", "configure", "format_bytes", "parse_bytes"]
 
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_MAX_BYTES = 2**62
 _PROBE_BYTES = 4096
 #: Sizes that may follow what is seen.
 _AUTOMATIC = ("max_inflight", "replay_window")
@@ -161,25 +159,6 @@ def _checked_names(opaque: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def parse_bytes(size: object, *, what: str) -> int:
-    """Return a size in bytes.
-
-    Args:
-        size: a whole number of bytes, or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`.
-        what: its name, for the error.
-    Raises:
-        ValueError: it is not a size.
-    """
-    nbytes = size if isinstance(size, int) and not isinstance(size, bool) else -1
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-        if match and match[2].upper() in _UNITS:
-            nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    if 0 <= nbytes <= _MAX_BYTES:
-        return nbytes
-    raise ValueError(f"{what}={size!r} is not a size. Pass bytes as a whole number, or a text like '64GiB' or '500MB'.")
-
-
 def _checked_folder(folder: object) -> str:
     try:
         path = os.fsdecode(folder)  # type: ignore[arg-type]
@@ -196,3 +175,11 @@ def _checked_folder(folder: object) -> str:
             f"(errno {error.errno}). Pass another one."
         ) from None
     return path
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return a size for people: `"512 B"`, `"12.0 KiB"`, `"3.5 GiB"`."""
+    if nbytes < 10 * 2**10:
+        return f"{nbytes} B"
+    unit, size = next(((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20)) if nbytes < 10 * 2**10 * s), ("GiB", 2**30))
+    return f"{nbytes / size:.1f} {unit}"

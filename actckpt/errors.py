@@ -6,6 +6,8 @@
     |-- AuditError              also torch.utils.checkpoint.CheckpointError
     |-- SavedTensorChangedError also torch.utils.checkpoint.CheckpointError
     |-- BlocksError             also ValueError
+    |-- CostTableError          also ValueError
+    |-- PlanInfeasibleError     also ValueError
     `-- TransformerEngineError
 
 Mismatch errors derive from torch's CheckpointError (a RuntimeError), so that handlers written for
@@ -14,20 +16,20 @@ torch's function keep working. Every message says what and where, both numbers, 
 
 from torch.utils.checkpoint import CheckpointError
 
+from actckpt.error_base import ActckptError, CostTableError, PlanInfeasibleError
+
 __all__ = [
     "ActckptError",
     "AuditError",
     "BlocksError",
     "CheckpointError",
+    "CostTableError",
     "InputChangedError",
+    "PlanInfeasibleError",
     "RerunMismatchError",
     "SavedTensorChangedError",
     "TransformerEngineError",
 ]
-
-
-class ActckptError(Exception):
-    """Base of every error that actckpt raises on its own account."""
 
 
 class RerunMismatchError(ActckptError, CheckpointError):

@@ -6,6 +6,7 @@ Every form that `region`, `checkpoint` and `apply` take becomes a `Choice`, whic
 import difflib
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,9 +18,10 @@ from actckpt.action import Action, SavedTensorInfo
 from actckpt.runtime import torch_private
 from actckpt.runtime.replay.choice import Choice
 
-__all__ = ["PerOp", "choice_of", "compiled_form", "selective_choice"]
+__all__ = ["PerOp", "choice_of", "is_torch_policy", "selective_choice"]
 
 _NAMES = tuple(action.value for action in Action)
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 
 _ACTION_OF_TORCH = {
     CheckpointPolicy.MUST_SAVE: Action.KEEP,
@@ -66,6 +68,11 @@ class PerOp:
             for overload in _overloads(op)
         }
         self.default = _action(default, "default")
+        #: Whether anything is to be moved.
+        self.moves = not {self.default, *self.actions.values()} <= {Action.KEEP, Action.RECOMPUTE}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return operator_names.portable(self.__dict__)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         actions = ", ".join(f"{op}: {action.value}" for op, action in self.actions.items())
@@ -81,24 +88,45 @@ def choice_of(policy: Any) -> Choice:
     if isinstance(policy, (str, Action, CheckpointPolicy)):
         return Choice(default=_action(policy, "policy"))
     if isinstance(policy, PerOp):
-        return Choice(policy.actions, policy.default)
+        return Choice(policy.actions, policy.default, is_per_operator=True)
     if isinstance(policy, Mapping):
         raise ValueError("policy is a dict. Pass actckpt.policies.PerOp(...), which says what happens to the rest.")
-    if isinstance(policy, torch.nn.Module):
-        raise ValueError(
-            f"policy is a module, {type(policy).__name__}, and that is no policy. To run it in a region: "
-            "actckpt.region()(module)."
-        )
+    if isinstance(policy, (list, tuple)):
+        return _keeping(tuple(policy))
+    mistaken = _mistaken_for_a_policy(policy)
+    if mistaken:
+        raise ValueError(f"policy is {mistaken}")
     if isinstance(policy, Iterable):
         return _keeping(tuple(policy))
     if callable(policy):
-        if _is_torch_policy(policy):
+        if is_torch_policy(policy):
             return Choice(after_call=lambda op, args, kwargs, result: _ask_torch(policy, op, args, kwargs, result))
         return Choice(for_value=lambda info: _ask_value(policy, info))
     raise ValueError(
         f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', an "
         "Action, a list of operators to keep, actckpt.policies.PerOp, or a function."
     )
+
+
+def _mistaken_for_a_policy(policy: Any) -> str:
+    """Say what something is that is called or iterated like a policy and is none; an empty text if it may be one."""
+    if isinstance(policy, _OPERATORS):
+        return f"one operator, {policy}. Pass a list of the operators to keep: policy=[torch.ops.{policy}]."
+    if isinstance(policy, torch.nn.Module):
+        return f"a module, {type(policy).__name__}. To run it in a region: actckpt.region()(module)."
+    if isinstance(policy, type):
+        return (
+            f"a class, {policy.__name__}. Policies go by operator: pass a list of the operators to keep, such as "
+            "['aten.mm']. To checkpoint the modules of a class: actckpt.apply(model, blocks=TheClass)."
+        )
+    if isinstance(policy, torch.Tensor):
+        return f"a tensor of shape {tuple(policy.shape)}. To run code in a region: with actckpt.region(): y = layer(x)."
+    if isinstance(policy, types.MethodType) and policy.__func__ is getattr(type(policy.__self__), "forward", None):
+        return f"the forward of a {type(policy.__self__).__name__}. To run it in a region: actckpt.region()(module)."
+    name = getattr(policy, "__name__", "")
+    if any(getattr(functions, name, None) is policy for functions in (torch, torch.nn.functional)):
+        return f"a function of torch, {name}. Pass a list of the operators to keep, such as ['aten.mm', 'aten.addmm']."
+    return ""
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,17 +140,7 @@ def selective_choice(context: object) -> Choice | None:
     return None if policy is None else choice_of(policy)
 
 
-def compiled_form(policy: Any) -> Any:
-    """Return what torch's selective checkpointing takes for a policy under torch.compile, None if it takes none.
-
-    A list of overloads, or a policy function of torch's form.
-    """
-    if isinstance(policy, Iterable) and not isinstance(policy, str):
-        return [overload for op in policy for overload in _overloads(op)]
-    return policy if callable(policy) and _is_torch_policy(policy) else None
-
-
-def _is_torch_policy(policy: Callable[..., Any]) -> bool:
+def is_torch_policy(policy: Callable[..., Any]) -> bool:
     """Whether a function takes (ctx, op, *args, **kwargs), rather than one SavedTensorInfo."""
     try:
         parameters = inspect.signature(policy).parameters.values()
@@ -170,7 +188,9 @@ def _action(action: Any, what: str) -> Action:
             f"{what}=CheckpointPolicy.{action.name} is what torch's policy functions return. Pass "
             f"actckpt.{_ACTION_OF_TORCH[action]}, or a function (ctx, op, *args, **kwargs) that returns it."
         )
-    near = difflib.get_close_matches(str(action), _NAMES, n=1)
+    if isinstance(action, str) and ("." in action or "::" in action) and not action.startswith("Action."):
+        raise ValueError(f"{what}={action!r} names an operator. Pass a list of the operators to keep: [{action!r}].")
+    near = difflib.get_close_matches(str(action).lower().removeprefix("action."), _NAMES, n=1)
     raise ValueError(
         f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, _NAMES))}, or an actckpt.Action."
         + (f" Did you mean {near[0]!r}?" if near else "")
@@ -178,32 +198,14 @@ def _action(action: Any, what: str) -> Action:
 
 
 def _overloads(op: Any) -> list[Any]:
-    """Return the overloads that `op` stands for: an overload, a packet, or a name of either."""
-    if isinstance(op, torch._ops.OpOverload):
+    """Return what `op` stands for: an overload or a higher-order operator, a packet of overloads, or a name of one."""
+    if isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return [op]
     if isinstance(op, torch._ops.OpOverloadPacket):
         return [getattr(op, name) for name in op.overloads()]
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        raise ValueError(f"policy: {op} is a higher-order operator, which is not recorded. Name operators only.")
     if not isinstance(op, str):
         raise ValueError(
             f"policy: {op!r} is a {type(op).__name__}, not an operator. Pass for example torch.ops.aten.mm.default, "
             "torch.ops.aten.mm, or 'aten.mm'."
         )
-    return _overloads(_named(op))
-
-
-def _named(name: str) -> Any:
-    namespace, _, rest = name.replace("::", ".").removeprefix("torch.ops.").partition(".")
-    base, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
-    if packet is None:
-        near = operator_names.nearest(f"{namespace}.{base}" if base else f"aten.{namespace}")
-        raise ValueError(f"policy: there is no operator {name!r}. Nearest: {near}.")
-    if not overload:
-        return packet
-    if overload not in packet.overloads():
-        raise ValueError(
-            f"policy: {namespace}.{base} has no overload {overload!r}; it has {', '.join(packet.overloads())}."
-        )
-    return getattr(packet, overload)
+    return _overloads(operator_names.named(op))

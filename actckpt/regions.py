@@ -9,9 +9,11 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from actckpt._frames import all_or_nothing
 from actckpt.policies import choice_of
 from actckpt.runtime.replay.audit import caller_of
-from actckpt.runtime.replay.opened import OpenRegion
+from actckpt.runtime.replay.matches import Matches
+from actckpt.runtime.replay.opened import OpenRegion, StillOpenError
 from actckpt.runtime.replay.report import Figures, Report, explained
 
 __all__ = ["region"]
@@ -54,6 +56,11 @@ class region:  # noqa: N801 - used as a function
         self._caller: Any = None
         self._figures = Figures()
         self._note = _NOT_OPEN
+        self._matches: Matches | None = None
+
+    def __repr__(self) -> str:
+        policy = getattr(self._policy, "__qualname__", None) or repr(self._policy)
+        return f"<actckpt.region({policy}){', open' if self._open is not None else ''}>"
 
     def __call__(self, func: _Function = None, /, *more: Any, **keywords: Any) -> _Function:  # type: ignore[assignment]
         """Return a function that runs in a region with this policy each time: `region(policy)(function)`."""
@@ -73,19 +80,29 @@ class region:  # noqa: N801 - used as a function
 
         return run  # type: ignore[return-value]
 
-    def __enter__(self) -> "region":
+    def _enter(self) -> "region":
         if self._open is not None:
-            raise RuntimeError("This region is open already. Make another one with actckpt.region(...).")
+            raise StillOpenError("This region is open already. Make another one with actckpt.region(...).")
         if torch.is_grad_enabled():
             self._figures = Figures()
             self._open = OpenRegion(self._choice, self._caller or _place(sys._getframe(1)), self._figures)
+            self._open.__enter__()
             self._note = self._open.why_not_recorded()
+            self._matches = self._open.matches
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened.close(has_failed=kind is not None)
+    def _exit(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._open is not None:
+            self._open.__exit__(kind)
+            self._open = None
+
+    def _unwind(self, error: BaseException) -> None:
+        if self._open is not None and not isinstance(error, StillOpenError):
+            self._open.unwind(error)
+            self._open = None
+
+    __enter__ = all_or_nothing(_enter, _unwind)
+    __exit__ = all_or_nothing(_exit, _unwind)
 
     @overload
     def report(self) -> Report: ...
@@ -113,7 +130,7 @@ class region:  # noqa: N801 - used as a function
                 f"report: explain={explain!r} is a {type(explain).__name__}. It takes a tensor of the region."
             )
         if explain is None:
-            return self._figures.report(self._note)
+            return self._figures.report(self._note, self._matches.idle() if self._matches is not None else ())
         entries = self._figures.entries
         return explained(entries, explain) if entries or not self._note else self._note
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from actckpt import _frames
+from actckpt import _frames, config
 from actckpt.engine import native
 from actckpt.runtime import figures, stores
 from actckpt.runtime.counters import counters
@@ -12,9 +12,9 @@ from actckpt.runtime.counters import counters
 __all__ = ["Stats", "reset_stats", "stats"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
-    """Sums since the last `reset_stats`, and what is held now. Bytes, counts and seconds."""
+    """Sums since the last `reset_stats`, and what is held now. Bytes, counts and seconds. Prints what is not zero."""
 
     #: Bytes handed to a store, each storage once; also those that then stayed because it was full or failed.
     offloaded_bytes: int
@@ -39,6 +39,9 @@ class Stats:
     late_reloads: int
     #: Time that callers, and streams of the program, waited for copies.
     stall_seconds: float
+    #: Tensors that stayed because they have less than `min_bytes`, and `offload` blocks that moved nothing at all.
+    kept_small: int
+    idle_offloads: int
     #: Tensors that stayed because a limit was reached, or the disk was full.
     kept_full: int
     #: Tensors that stayed because a copy or a call of the device failed.
@@ -59,6 +62,27 @@ class Stats:
     #: Bytes copied because an operator was about to overwrite them in place while backward still needs them.
     copied_on_write_bytes: int
 
+    def _texts(self) -> dict[str, str]:
+        """Return the fields that are not zero, with their units."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: _with_unit(name, value) for name, value in found.items() if value}
+
+    def __repr__(self) -> str:
+        return f"Stats({', '.join(f'{name}={text}' for name, text in self._texts().items())})"
+
+    def __str__(self) -> str:
+        texts = self._texts()
+        width = max(map(len, texts), default=0)
+        return (
+            "\n".join(f"{name:{width}}  {text}" for name, text in texts.items()) or "nothing moved, rerun or replayed"
+        )
+
+
+def _with_unit(name: str, value: float) -> str:
+    if name.endswith("_bytes"):
+        return config.format_bytes(int(value))
+    return f"{value:.3g} s" if name.endswith("_seconds") else str(value)
+
 
 _baseline: dict[str, float] = {}
 
@@ -77,7 +101,7 @@ _OF_STORES = (
 def _totals() -> dict[str, float]:
     totals: dict[str, float] = dict(_frames.offload_sums())
     totals["rerun_regions"] = _frames.num_reruns()
-    for name in ("replayed_operators", "kept_opaque", "copied_on_write_bytes"):
+    for name in ("idle_offloads", "replayed_operators", "kept_opaque", "copied_on_write_bytes"):
         totals[name] = counters.value(name)
     totals["replayed_operators"] += _frames.num_replayed()
     of_stores = figures.sums()
@@ -140,6 +164,8 @@ def stats() -> Stats:
         prefetched_reloads=int(sums["prefetched_reloads"]),
         late_reloads=int(sums["late_reloads"]),
         stall_seconds=float(sums["stall_seconds"]),
+        kept_small=int(sums["kept_small"]),
+        idle_offloads=int(sums["idle_offloads"]),
         kept_full=int(sums["kept_full"]),
         kept_failed=int(sums["kept_failed"]),
         kept_busy=int(sums["kept_busy"]),

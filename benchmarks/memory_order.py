@@ -21,8 +21,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 
 import actckpt
-from actckpt.report.memory import LiveStorages
-from actckpt.report.plot import plot_panels
+from actckpt._plot import plot_panels
+from actckpt.memory import LiveStorages
 
 _MIB = 1 << 20
 _MATMUL = torch.ops.aten.mm.default

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 _MATMULS = ("aten::mm", "aten::addmm", "aten::bmm")
 _KEPT = [

@@ -6,7 +6,7 @@ Run: python examples/checkpoint_a_transformer.py
 import torch
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 
 def train(model: torch.nn.Module, inputs: torch.Tensor) -> tuple[float, float]:

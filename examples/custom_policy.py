@@ -7,7 +7,7 @@ import torch
 
 import actckpt
 from actckpt import Action, SavedTensorInfo
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 # Keep what is expensive to compute again, recompute the rest. A packet stands for all its overloads.
 BY_OPERATOR = actckpt.policies.PerOp(

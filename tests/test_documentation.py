@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 import actckpt
 import actckpt.api
 import actckpt.blocks
+import actckpt.planner.costs
 import actckpt.policies
 import actckpt.regions
 from actckpt.engine import native
@@ -43,7 +44,9 @@ def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "module", [actckpt.api, actckpt.blocks, actckpt.policies, actckpt.regions], ids=lambda module: module.__name__
+    "module",
+    [actckpt.api, actckpt.blocks, actckpt.planner.costs, actckpt.policies, actckpt.regions],
+    ids=lambda module: module.__name__,
 )
 def test_docstring_examples_run(module: ModuleType) -> None:
     results = doctest.testmod(module)
@@ -90,6 +93,17 @@ def test_configure_describes_every_setting() -> None:
 def test_the_reference_has_every_field_of_stats() -> None:
     described = re.findall(r"^\| `(\w+)` \|", _SECTIONS["Stats"], re.MULTILINE)
     assert described == [field.name for field in dataclasses.fields(actckpt.Stats)]
+
+
+@pytest.mark.parametrize("name", ["SavedTensorInfo", "Action"])
+def test_fields_of_policies_are_described_in_the_reference_and_in_help(name: str) -> None:
+    kind = getattr(actckpt, name)
+    fields = (
+        [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(kind.__members__)
+    )
+    rows = re.findall(r"^\| (`.*?`) \|", _SECTIONS[name], re.MULTILINE)
+    assert [field for row in rows for field in re.findall(r"\w+", row)] == fields
+    assert re.findall(r"^    (\w+): ", inspect.getdoc(kind) or "", re.MULTILINE) == fields
 
 
 def test_the_reference_has_every_error_of_the_engine() -> None:

@@ -11,14 +11,26 @@ _PACKAGE = Path(__file__).parents[1] / "actckpt"
 
 #: Lower rooms first: a module may import from rooms that stand before its own, and from its own.
 _ROOMS = [
-    ["_version", "errors", "action", "operator_names", "config", "_frames", "_engine"],
+    [
+        "_version",
+        "error_base",
+        "errors",
+        "action",
+        "sizes",
+        "selectors",
+        "operator_names",
+        "config",
+        "_frames",
+        "_engine",
+    ],
+    ["planner"],
     ["engine"],
     ["runtime"],
     ["compiled", "policies"],
     ["rng", "regions", "api"],
-    ["blocks", "statistics"],
+    ["finding", "model_report", "blocks", "statistics"],
     ["te"],
-    ["report", "doctor"],
+    ["memory", "_plot", "doctor"],
     ["demo", "cli", "__main__"],
 ]
 _RANKS = {room: rank for rank, rooms in enumerate(_ROOMS) for room in rooms}

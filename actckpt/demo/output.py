@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from actckpt._plot import plot_timelines
 from actckpt._version import __version__
 from actckpt.demo.settings import DemoSettings
 from actckpt.demo.train import MethodResult
-from actckpt.report.plot import plot_timelines
 
 __all__ = ["describe_run", "draw_picture", "make_table", "write_json"]
 

@@ -15,7 +15,7 @@ from actckpt.demo.data import batches
 from actckpt.demo.methods import Method
 from actckpt.demo.model import BYTE_VALUES, LanguageModel
 from actckpt.demo.settings import DemoSettings
-from actckpt.report.memory import StepMemory, measure_step
+from actckpt.memory import StepMemory, measure_step
 
 __all__ = ["MethodResult", "train"]
 

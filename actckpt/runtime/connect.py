@@ -5,7 +5,7 @@ import threading
 import torch
 
 from actckpt import _frames
-from actckpt.runtime import messages, rerun, rng, state, torch_private
+from actckpt.runtime import messages, rerun, rng, state, stays, torch_private
 from actckpt.runtime.inputs import HeldTensorChanged, changed_error, has_same_bytes, own_copy, parameter_error
 
 NAMES = {
@@ -15,6 +15,8 @@ NAMES = {
     "storage_type": torch.UntypedStorage,
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
+    # Whether backward may clear what it is given of a saved tensor.
+    "alias_rules": stays.alias_rules,
     # Global state that a rerun must find as the forward found it.
     "state_getters": state.GETTERS,
     # Default generators: of the CPU alone, and of the devices of a tuple of arguments.

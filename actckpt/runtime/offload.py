@@ -6,13 +6,15 @@ Rule 1. Parameters, buffers and their views stay: somebody else keeps them anywa
         that requires grad, or of type Parameter; once one was seen, its storage is known, so that aliases
         without a base (`w.detach()`, `w.data`) stay too. Buffers are looked up in the modules whose forward
         runs, and in what a region with `offload_inputs` calls.
-Rule 2. What stays is held as a detached alias, unless it is a leaf: an output held as such would keep its own
-        graph alive.
+Rule 2. What stays is held as a detached alias, unless it is a parameter: an output held as such would keep its own
+        graph alive, and so may what the attributes of any tensor refer to.
 Rule 3. Hooks switch autograd's version check off, so every handle has one of its own. For a moved tensor a
         canary does it: an alias that shares the version counter but not the storage. Of a subclass, whose
         inner tensors do not count what is done to it, the tensor itself is asked as long as it lives.
 Rule 4. Every unpack gives a fresh alias: users (TransformerEngine) clear what they were given. It shares the
-        canary's version counter, so a backward that changes what it saved is noticed by the next unpack.
+        canary's version counter, so a backward that changes what it saved is noticed by the next unpack. But what needs
+        no grad, stayed, and is held by the program still, comes back as the very object, as in plain autograd, unless
+        TransformerEngine saved it. An alias has the attributes of the object (csrc/frames/original.h).
 Rule 5. Bytes that were brought back are let go of after their unpack, since with `retain_graph` the handle
         lives on; those saved several times, when backward ends. See also NOTE [ Reading ahead ].
 Rule 6. Nothing is moved during a rerun: what it saves is needed at once.
@@ -34,6 +36,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError
 from actckpt.runtime import reading, stays, stores, torch_private
+from actckpt.runtime.counters import counters
 from actckpt.runtime.inputs import contents_of
 from actckpt.runtime.messages import changed_in_place
 from actckpt.runtime.replay.report import Figures, Report
@@ -42,10 +45,12 @@ from actckpt.runtime.spans import join
 from actckpt.runtime.stack import modules_on_stack
 from actckpt.runtime.taken_apart import TakenApart
 
-__all__ = ["DEFAULT_MIN_BYTES", "Offloading", "Session", "keep_in_place"]
+__all__ = ["DEFAULT_MIN_BYTES", "EVERYTHING_STAYS", "Offloading", "Session", "keep_in_place"]
 
 #: Below it the bookkeeping costs more than the memory is worth.
 DEFAULT_MIN_BYTES = 1 << 20
+#: No tensor is as large: under such a session everything stays.
+EVERYTHING_STAYS = 1 << 62
 
 
 class Session(_frames.OffloadSession):
@@ -75,13 +80,16 @@ class Offloading(ContextDecorator):
         self._figures.watch(session)
         hooks = saved_tensors_hooks(*session.hooks)
         hooks.__enter__()
-        if not hasattr(self._entered, "hooks"):
-            self._entered.hooks = []
-        self._entered.hooks.append(hooks)
+        if not hasattr(self._entered, "open"):
+            self._entered.open = []
+        self._entered.open.append((session, hooks))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._entered.hooks.pop().__exit__(*exception)
+        session, hooks = self._entered.open.pop()
+        hooks.__exit__(*exception)
+        if not session.has_moved and self._min_bytes < EVERYTHING_STAYS and not _frames.is_rerunning():
+            counters.add("idle_offloads", 1)
 
     def report(self) -> Report:
         """Return what the block that was entered last moved, what stayed since it is small, and the peak so far.

@@ -78,7 +78,9 @@ class Packed:
 
     def __init__(self, call: Call, survey: Survey, hooks: Any) -> None:
         function, args, kwargs = call
-        self._holding = holding = _Holding(hooks, _frames.exclusive_ids(args, kwargs))
+        holding = _Holding(hooks, _frames.exclusive_ids(args, kwargs))
+        #: None once the forward is done: what was packed knows its hook, and nothing else may keep them alive.
+        self._holding: _Holding | None = holding
         self._function = holding.hold(function)
         self._args = [holding.hold(value) for value in args]
         self._kwargs = {name: holding.hold(value) for name, value in kwargs.items()}
@@ -91,7 +93,9 @@ class Packed:
 
     def forward_done(self) -> None:
         """Decide which closure variables stay live (Rule 3), and let go of the originals."""
+        assert self._holding is not None
         self._rebound = self._holding.forward_done()
+        self._holding = None
         self._watched.forward_done()
 
     def thaw(self) -> Thawed:

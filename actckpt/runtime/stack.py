@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["module_name", "modules_on_stack", "user_line"]
+__all__ = ["is_code_running", "module_name", "modules_on_stack", "user_line"]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -38,6 +38,12 @@ def modules_on_stack() -> Iterator[torch.nn.Module]:
             frame.f_locals.clear()
         if isinstance(owner, torch.nn.Module):
             yield owner
+
+
+def is_code_running(package: str) -> bool:
+    """Whether a function of a package is running in this thread."""
+    names = (frame.f_globals.get("__name__") for frame in _frames_outward())
+    return any(isinstance(name, str) and name.partition(".")[0] == package for name in names)
 
 
 _names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()

@@ -67,7 +67,9 @@ class CpuBackend:
         if settings.fix_malloc:
             native.fix_mmap_threshold(_MMAP_THRESHOLD_BYTES)
         file = _spill_file(settings)
-        return cls(native.CpuStore.on_file(file, window_bytes=settings.window_bytes, num_workers=settings.num_workers))
+        store = native.CpuStore.on_file(file, window_bytes=settings.window_bytes, num_workers=settings.num_workers)
+        _tell_of_threads(store.stats(), settings.num_workers)
+        return cls(store)
 
     @property
     def window_bytes(self) -> int:
@@ -213,6 +215,20 @@ def _warn_once(reason: str, message: str, *args: object) -> None:
             return
         _warned.add(reason)
     _log.warning(message, *args)
+
+
+def _tell_of_threads(found: native.HostStats, num_asked: int) -> None:
+    """Tell that copies have fewer threads than they should."""
+    if found.num_workers < num_asked:
+        _warn_once(
+            "threads",
+            "Only %d of %d threads to copy to the spill file could be made: %s. %s Raise the limit of threads (ulimit "
+            "-u, pids.max of the cgroup) or of memory (ulimit -v), or ask for fewer with configure(num_workers=...).",
+            found.num_workers,
+            num_asked,
+            found.last_error,
+            "They copy all." if found.num_workers else "Callers copy, once max_inflight bytes wait.",
+        )
 
 
 def _warn_of_writes(num_failed: int, num_full: int, error: str) -> None:

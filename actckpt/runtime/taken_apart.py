@@ -8,6 +8,8 @@ Rule 2. The version counters of the parts do not tell what is done to the outer 
         long as it lives.
 Rule 3. What a collective is still writing is waited for: it may be read at once.
 Rule 4. What says how a nested tensor is divided is the name of its sizes: the same tensor must come back.
+Rule 5. Where all parts come back as the very objects that they were, so does the outer tensor. Else it is built again,
+        and has the Python attributes of the saved one, as plain tensors do (csrc/frames/original.h).
 """
 
 import weakref
@@ -38,7 +40,10 @@ class TakenApart:
         unpack: returns the part that was packed.
     """
 
-    __slots__ = ("_context", "_kind", "_packed", "_same", "_shape", "_stride", "_tensor", "_unpack", "_version")
+    __slots__ = (
+        *("_attributes", "_context", "_kind", "_needs_grad", "_packed", "_same", "_shape", "_stride"),
+        *("_tensor", "_unpack", "_version"),
+    )
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         torch_private.wait_for_collective(tensor)
@@ -50,6 +55,8 @@ class TakenApart:
                 self._packed[name] = pack(part)
             else:
                 self._same[name] = part
+        self._attributes = self._attributes_of(tensor)
+        self._needs_grad = tensor.requires_grad
         self._unpack = unpack
         self._kind: Any = type(tensor)
         self._context = context
@@ -64,5 +71,15 @@ class TakenApart:
         if outer is not None and version(outer) != self._version:
             raise changed_in_place(self._shape, outer.dtype, version(outer), self._version)
         parts = self._same | {name: self._unpack(packed) for name, packed in self._packed.items()}
+        is_whole = outer is not None and all(parts[name] is getattr(outer, name) for name in self._packed)
+        if outer is not None and is_whole and self._packed and not (self._needs_grad or outer.requires_grad):
+            return outer
         tensor: Tensor = self._kind.__tensor_unflatten__(parts, self._context, self._shape, self._stride)
+        for name, value in (self._attributes if outer is None else self._attributes_of(outer)).items():
+            vars(tensor).setdefault(name, value)
         return tensor
+
+    def _attributes_of(self, tensor: Tensor) -> dict[str, Any]:
+        """Return the Python attributes that are no parts."""
+        parts = {*self._same, *self._packed}
+        return {name: value for name, value in vars(tensor).items() if name not in parts}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
+import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch.autograd import Variable
 
@@ -145,8 +146,29 @@ python_flags: tuple[tuple[dict[str, Any], str], ...] = tuple(
     if flag in module.__dict__
 )
 
+#: The number that autograd gives to the next node of this thread. Missing: tensors that an autograd.Function makes
+#: inside of a region count as inputs of the region, which stay.
+next_sequence_number: Callable[[], int] | None = _optional(torch._C._autograd, "_get_sequence_nr")
+
+#: What every node of a Python autograd.Function is an instance of. Required.
+function_node_type: type = torch._C._FunctionBase
+
+#: The code of `torch.autograd.Function.apply`, which is the innermost Python frame while autograd saves for a Function.
+#: Missing: what compiled code saves counts as an input.
+apply_code: Any = _optional(_optional(torch.autograd.Function.apply, "__func__"), "__code__")
+
+#: What the names of the modules of compiled code begin with. Where torch calls it otherwise, operators of compiled code
+#: are recorded like any others, and the audit finds what its kernels do in between.
+COMPILED_PREFIX = "torch._inductor"
+
 #: Keeps torch.compile out of a function, without importing the compiler. Missing: it looks inside.
 disable_dynamo: Callable[[Any], Any] = _optional(torch, "_disable_dynamo") or (lambda function: function)
+
+
+def graph_break(why: str) -> None:
+    """Break the graph that is being traced; with `fullgraph=True` that is an error with this text."""
+    torch._dynamo.graph_break(why.strip())  # the error shows results of calls, and global variables it does not
+
 
 #: The stack of function modes of this thread. Missing: function modes are not restored.
 num_function_modes: Callable[[], int] = _optional(torch._C, "_len_torch_function_stack") or (lambda: 0)
@@ -188,6 +210,34 @@ def outer_hooks() -> Hooks | None:
     return None if top_hooks is None else top_hooks(False)
 
 
+def are_on_top(hooks: Hooks | None) -> bool:
+    """Whether these hooks were pushed last, of those not popped. Where `top_hooks` is missing, none are."""
+    found = outer_hooks()
+    return hooks is not None and found is not None and found[0] is hooks[0]
+
+
+def remove_dispatch_mode(mode: Any) -> None:
+    """Take a dispatch mode off the stack of this thread, if it is there, after its enter or exit was cut short.
+
+    Also puts right the flags that torch keeps beside the stack. Required in that case only.
+    """
+    names: Any = torch.utils._python_dispatch
+    stack = [names._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    if any(other is mode for other in stack):
+        above = []
+        while (top := names._pop_mode()) is not mode:
+            above.append(top)
+        for other in reversed(above):
+            names._push_mode(other)
+        stack = [other for other in stack if other is not mode]
+    names._is_in_torch_dispatch_mode = bool(stack)
+    names._is_in_non_infra_torch_dispatch_mode = any(not other.is_infra_mode() for other in stack)
+    if hasattr(names, "set_is_in_mode_without_ignore_compile_internals"):
+        traced = any(not other.ignore_compile_internals() for other in stack)
+        names._is_in_any_mode_without_ignore_compile_internals = traced
+        names.set_is_in_mode_without_ignore_compile_internals(traced)
+
+
 def knows_outer_hooks() -> bool:
     """Whether `outer_hooks` can tell; if not, inputs are saved through an autograd.Function."""
     return top_hooks is not None
@@ -217,12 +267,22 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
     return policy
 
 
+def set_selective_policy(context: Any, policy: Callable[..., Any]) -> None:
+    """Let a mode for which `selective_policy` returns one ask another policy function."""
+    context.policy_fn = policy
+
+
 def callee_of(overload: Any) -> Callable[..., Any]:
     """Return what an overload of an operator calls. Missing: the overload itself, which is slower."""
     if type(overload) is not torch._ops.OpOverload:
         return overload  # type: ignore[no-any-return]
     callee: Callable[..., Any] = getattr(overload, "_op", overload)
     return callee
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether an autograd.Function runs code that torch.compile made. Missing: none is taken for one."""
+    return hasattr(function, "_aot_id")
 
 
 def function_modes() -> tuple[Any, ...]:

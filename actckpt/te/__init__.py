@@ -5,10 +5,13 @@ Importing this imports nothing of TransformerEngine. Once somebody loads it, `ac
 `wrap` chooses per module and makes backward through its modules repeatable.
 """
 
+from actckpt.runtime.stays import add_alias_rule
 from actckpt.te.checkpoint import checkpoint
 from actckpt.te.registration import await_te, ignore
+from actckpt.te.stays import saves_now
 from actckpt.te.wrap import unwrap, wrap
 
 __all__ = ["checkpoint", "ignore", "unwrap", "wrap"]
 
 await_te()
+add_alias_rule(saves_now)

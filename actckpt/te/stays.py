@@ -1,4 +1,4 @@
-"""Which tensors of TransformerEngine's modules must not be offloaded.
+"""Which tensors of TransformerEngine's modules must not be offloaded, or given back as they are.
 
 NOTE [ What stays ]
 
@@ -9,17 +9,22 @@ Rule 2. Weights, the parts of quantized weights, and the casts of weights that m
 Rule 3. A cast of a weight that is made anew in each forward belongs to the saved tensors and could be moved; but it
         is as cheap to make as to bring back. It is recognised by its shape and its one byte per element.
 Rule 4. A tensor with a ready event is moved after that event.
+Rule 5. Backward empties what it is done with (`saved.data = torch.empty(0)`), for everybody who shares the object. So
+        what TransformerEngine saves is given back as an alias, also while it is not registered.
 """
 
+import sys
 import warnings
 
 import torch
 from torch import Tensor
 
-from actckpt.runtime.stack import modules_on_stack
-from actckpt.te.state import Internals, is_te_module
+from actckpt.runtime.stack import is_code_running, modules_on_stack
+from actckpt.te.state import PACKAGE, Internals, is_te_module
 
-__all__ = ["Stays"]
+__all__ = ["Stays", "saves_now"]
+
+_ROOT = PACKAGE.partition(".")[0]
 
 
 class Stays:
@@ -62,6 +67,13 @@ class Stays:
             "warnings.filterwarnings('ignore', message='.*has two offloaders').",
             stacklevel=2,
         )
+
+
+def saves_now() -> bool:
+    """Whether code of TransformerEngine is running (Rule 5)."""
+    if _ROOT not in sys.modules:
+        return False
+    return is_code_running(_ROOT) or any(is_te_module(module) for module in modules_on_stack())
 
 
 def _is_cast(shape: torch.Size, weight: torch.Size) -> bool:

@@ -12,7 +12,6 @@ Rule 2. With retain_graph, no node of TransformerEngine may be outside a region 
 """
 
 import difflib
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,7 +22,8 @@ from actckpt import config
 from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
 from actckpt.runtime import rng, torch_private
-from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session
+from actckpt.runtime.offload import DEFAULT_MIN_BYTES, EVERYTHING_STAYS, Offloading, Session
+from actckpt.selectors import matches
 from actckpt.te import registration
 from actckpt.te.fresh import call_with_fresh_graphs
 from actckpt.te.state import is_te_module
@@ -31,8 +31,6 @@ from actckpt.te.state import is_te_module
 __all__ = ["unwrap", "wrap"]
 
 _ACTIONS = ("keep", "recompute", "offload")
-#: No tensor is as large: under such a session everything stays.
-_NOTHING = 1 << 62
 
 Policy = str | Mapping[str | type[torch.nn.Module], str]
 
@@ -51,7 +49,8 @@ def wrap(
         module: a module of TransformerEngine, a container of such modules, or a model that has some. Changed in place.
         policy: `"recompute"`: run the module again in backward. `"offload"`: move what it saves off the GPU. `"keep"`:
             leave it. One for all outermost modules of TransformerEngine, or a dict of several: its keys are qualified
-            names of submodules or their ends (`"self_attention"`), wildcards, types, or names of types.
+            names of submodules or their ends (`"self_attention"`), also with wildcards (`"layers.*"`, see
+            `actckpt.selectors.matches`), types, or names of types.
         retain_graph: let backward run any number of times, which TransformerEngine's modules cannot: each wrapped
             module is run again in each backward. `"offload"` then moves the inputs that this needs; `"keep"` raises.
         get_rng_state_tracker: as in `te.checkpoint`.
@@ -128,7 +127,7 @@ class _WrappedForward:
             return Offloading("auto", self.min_bytes)
         if torch_private.outer_hooks() is None:
             return nullcontext()
-        return Offloading("auto", _NOTHING)  # inside one that is offloaded
+        return Offloading("auto", EVERYTHING_STAYS)  # inside one that is offloaded
 
 
 @torch_private.disable_dynamo
@@ -236,7 +235,7 @@ def _matching(module: torch.nn.Module, key: str | type[torch.nn.Module]) -> list
 
 def _matches(name: str, module: torch.nn.Module, key: str) -> bool:
     ends = name == key or name.endswith(f".{key}")
-    return ends or type(module).__name__ == key or (bool(name) and fnmatch.fnmatchcase(name, key))
+    return ends or type(module).__name__ == key or (bool(name) and matches(f"**.{key}", name))
 
 
 def _check_nesting(found: dict[str, str]) -> None:

@@ -17,18 +17,14 @@ struct HeldObject {
   bool is_tensor;
   bool is_copy;  // of an inference tensor: each rerun gets its own
   bool requires_grad;
-  bool is_of_leaf;  // itself, or what it is a view of
+  bool is_of_parameter;  // itself, or what it is a view of
 };
 
 PyTypeObject* held_type = nullptr;
 
 HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self); }
 
-bool is_tensor(PyObject* object) {
-  const int result = PyObject_IsInstance(object, python().tensor_type);
-  if (result < 0) throw py::error_already_set();
-  return result != 0;
-}
+bool is_tensor(PyObject* object) { return is_instance(object, python().tensor_type); }
 
 py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   HeldObject* self = PyObject_New(HeldObject, held_type);
@@ -37,7 +33,7 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   new (&self->unpack) py::object();
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
   self->requires_grad = reads().requires_grad.is_true(tensor);
-  self->is_of_leaf = true;
+  self->is_of_parameter = false;
   py::object kept = py::reinterpret_borrow<py::object>(tensor);
   self->version = 0;
   self->is_copy = !read_version(tensor, &self->version);
@@ -45,7 +41,7 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   if (pack != Py_None) {
     const py::object base = py::reinterpret_borrow<py::object>(tensor).attr("_base");
     const py::handle root = base.is_none() ? py::handle(tensor) : py::handle(base);
-    self->is_of_leaf = root.attr("is_leaf").ptr() == Py_True;
+    self->is_of_parameter = is_instance(root.ptr(), python().parameter_type);
     self->held = call(pack, kept.ptr());
     self->unpack = py::reinterpret_borrow<py::object>(unpack);
     self->is_tensor = is_tensor(self->held.ptr());
@@ -66,10 +62,9 @@ py::object thaw(PyObject* object) {
     const py::object unpacked = call(self->unpack.ptr(), self->held.ptr());
     const py::object tensor =
         self->is_copy ? call(python().own_copy, unpacked.ptr()) : call_method(unpacked.ptr(), python().detach);
-    if (!self->requires_grad) return tensor;
-    call_method(tensor.ptr(), python().requires_grad_);
-    // A leaf now, which regions inside must not take for a parameter, as they did not in the forward.
-    if (!self->is_of_leaf) tensor.attr(kThawedMark) = py::bool_(true);
+    if (self->requires_grad) call_method(tensor.ptr(), python().requires_grad_);
+    // Regions inside must take it for a parameter where they did so in the forward, and only there.
+    if (self->is_of_parameter) tensor.attr(kParameterMark) = py::bool_(true);
     return tensor;
   }
   return self->is_copy ? call(python().own_copy, self->held.ptr()) : self->held;

@@ -9,8 +9,8 @@
 
 namespace actckpt {
 
-// Attribute of tensors that are leaves only because a rerun got them from the hooks outside.
-constexpr const char* kThawedMark = "_actckpt_thawed";
+// Attribute of tensors that stand for parameters in a rerun, which got them from the hooks outside.
+constexpr const char* kParameterMark = "_actckpt_parameter";
 
 // Holds positional arguments as a tuple; null if one of them is neither a tensor nor plain. Sets
 // `on_device` where a tensor is not on the CPU.

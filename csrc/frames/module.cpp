@@ -3,6 +3,7 @@
 //
 // No function here releases the GIL, since all of them handle Python objects; what blocks (a lock,
 // the user's function) is called through Python, which releases it.
+#include "frames/all_or_nothing.h"
 #include "frames/exclusive.h"
 #include "frames/frame.h"
 #include "frames/generators.h"
@@ -19,6 +20,7 @@
 #include "replay/needs.h"
 #include "replay/objects.h"
 #include "replay/pack.h"
+#include "replay/paused.h"
 #include "replay/record.h"
 #include "replay/unpack.h"
 #include "hooks/bytes.h"
@@ -39,8 +41,10 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_numerics_functions(module);
   actckpt::add_exclusive_functions(module);
   actckpt::add_swap_functions(module);
+  actckpt::add_all_or_nothing(module);
   actckpt::add_region_functions(module);
   actckpt::replay::add_replay_types(module);
+  actckpt::replay::add_paused(module);
   actckpt::replay::add_record_functions(module);
   actckpt::replay::add_pack_functions(module);
   actckpt::replay::add_unpack_functions(module);

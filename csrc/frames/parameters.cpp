@@ -71,9 +71,7 @@ Parameters::Parameters(PyObject* function) {
     if (PyUnicode_CompareWithASCIIString(name.ptr(), "forward") != 0) return;
     module = PyMethod_GET_SELF(function);
   }
-  const int is_module = PyObject_IsInstance(module, python().module_type);
-  if (is_module < 0) throw py::error_already_set();
-  if (is_module == 0) return;
+  if (!is_instance(module, python().module_type)) return;
   module_ = py::reinterpret_borrow<py::object>(module);
   sum_before_ = sum_versions(module);
 }

@@ -50,6 +50,7 @@ void connect(const py::dict& names) {
   p.storage_type = keep("storage_type");
   connect_reads(p.tensor_type, p.parameter_type, p.storage_type);
   p.lock_type = keep("lock_type");
+  p.alias_rules = keep("alias_rules");
   p.state_getters = keep("state_getters");
   p.cpu_generators = keep("cpu_generators");
   p.top_hooks = keep("top_hooks");
@@ -108,6 +109,12 @@ void call_quietly(PyObject* function, PyObject* argument) {
 }
 
 bool is_true(PyObject* object, PyObject* name) { return attribute(object, name).ptr() == Py_True; }
+
+bool is_instance(PyObject* object, PyObject* type) {
+  const int result = PyObject_IsInstance(object, type);
+  if (result < 0) throw py::error_already_set();
+  return result == 1;
+}
 
 long long version_of(PyObject* tensor) {
   long long version = 0;

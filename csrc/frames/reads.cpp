@@ -48,7 +48,7 @@ Reads& reads() {
 void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* storage_type) {
   Reads& r = reads();
   for (Read* read : {&r.shape, &r.dtype, &r.device, &r.version, &r.requires_grad, &r.is_leaf, &r.is_cpu,
-                     &r.is_nested, &r.base, &r.detach, &r.is_inference, &r.is_conj, &r.is_neg, &r.stride,
+                     &r.is_nested, &r.base, &r.grad_fn, &r.detach, &r.is_inference, &r.is_conj, &r.is_neg, &r.stride,
                      &r.storage_offset, &r.untyped_storage}) {
     read->connect(tensor_type, parameter_type);
   }

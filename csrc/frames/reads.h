@@ -50,6 +50,7 @@ struct Reads {
   Read is_cpu{"is_cpu", Read::Kind::kAttribute};
   Read is_nested{"is_nested", Read::Kind::kAttribute};
   Read base{"_base", Read::Kind::kAttribute};
+  Read grad_fn{"grad_fn", Read::Kind::kAttribute};
   Read detach{"detach", Read::Kind::kMethod};
   Read is_inference{"is_inference", Read::Kind::kMethod};
   Read is_conj{"is_conj", Read::Kind::kMethod};

@@ -1,7 +1,11 @@
 #include "hooks/handles.h"
 
+#include <memory>
 #include <new>
+#include <utility>
 
+#include "frames/original.h"
+#include "frames/reads.h"
 #include "frames/witness.h"
 #include "hooks/bytes.h"
 #include "hooks/reading.h"
@@ -13,7 +17,8 @@ struct StaysObject {
   PyObject_HEAD
   py::object tensor;
   Witness witness;
-  bool is_leaf;
+  std::unique_ptr<Original> original;
+  bool is_held_itself;
 };
 
 struct MovedObject {
@@ -25,6 +30,7 @@ struct MovedObject {
   long long offset_bytes, element_size;
   long long version;
   bool is_conj;
+  std::unique_ptr<Original> original;
 };
 
 PyTypeObject* stays_type = nullptr;
@@ -62,13 +68,22 @@ py::object owned(Object* self) {
   raise(call_with(names().changed_error, shape, dtype, number(found).ptr(), number(expected).ptr()));
 }
 
+// A parameter, or a leaf like one.
+bool is_parameter_itself(PyObject* tensor) {
+  if (!reads().is_leaf.is_true(tensor)) return false;
+  if (reads().requires_grad.is_true(tensor)) return true;
+  return is_instance(tensor, python().parameter_type);
+}
+
 py::object unpack_stays(StaysObject* self) {
   PyObject* tensor = self->tensor.ptr();
   long long found = 0, expected = 0;
   if (self->witness.is_changed(tensor, &found, &expected)) {
     raise_changed(attribute(tensor, python().shape).ptr(), attribute(tensor, python().dtype).ptr(), found, expected);
   }
-  return self->is_leaf ? self->tensor : call_method(tensor, python().detach);
+  if (self->is_held_itself) return self->tensor;
+  py::object alias = reads().detach(tensor);
+  return self->original != nullptr ? self->original->resolved(std::move(alias)) : alias;
 }
 
 // The bytes of the span; throws where the memory behind them is gone.
@@ -112,7 +127,7 @@ py::object unpack_moved(MovedObject* self) {
   // A fresh alias each time, with the canary's version counter (Rule 4).
   py::object alias = call_method(self->canary.ptr(), python().detach);
   set_data(alias, tensor.ptr());
-  return alias;
+  return self->original != nullptr ? self->original->with_attributes(std::move(alias)) : alias;
 }
 
 PyObject* stays_unpack(PyObject* self, PyObject*) {
@@ -171,10 +186,12 @@ PyType_Spec moved_spec = {"actckpt._frames.Moved", sizeof(MovedObject), 0,
 py::object new_stays(PyObject* tensor) {
   StaysObject* self = create<StaysObject>(stays_type);
   py::object handle = owned(self);
-  self->is_leaf = is_true(tensor, names().is_leaf);
-  // An output held as such would keep its own graph alive.
+  // Who has it keeps it anyway. An output held as such would keep its own graph alive, and what its attributes refer to
+  // may lead there too.
+  self->is_held_itself = is_parameter_itself(tensor);
   self->tensor =
-      self->is_leaf ? py::reinterpret_borrow<py::object>(tensor) : call_method(tensor, python().detach);
+      self->is_held_itself ? py::reinterpret_borrow<py::object>(tensor) : reads().detach(tensor);
+  if (!self->is_held_itself) self->original = Original::of(tensor);
   self->witness = Witness(tensor, version_of(tensor), self->tensor.ptr());
   return handle;
 }
@@ -195,6 +212,7 @@ py::object new_moved(PyObject* tensor, const py::object& span, const Extent& ext
   self->version = extent.version;
   self->canary = call_method(tensor, python().detach);
   set_data(self->canary, no_bytes(self->device.ptr()));
+  self->original = Original::of(tensor);
   return handle;
 }
 

@@ -222,8 +222,8 @@ long long current_task() {
 
 PyObject* offload_sums(PyObject*, PyObject*) {
   const Sums& s = sums();
-  return Py_BuildValue("{s:L,s:L,s:L}", "offloaded_bytes", s.offloaded_bytes, "reloaded_bytes",
-                       s.reloaded_bytes, "deduplicated_bytes", s.deduplicated_bytes);
+  return Py_BuildValue("{s:L,s:L,s:L,s:L}", "offloaded_bytes", s.offloaded_bytes, "reloaded_bytes",
+                       s.reloaded_bytes, "deduplicated_bytes", s.deduplicated_bytes, "kept_small", s.kept_small);
 }
 
 PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(end_call)},

@@ -28,6 +28,7 @@ struct Sums {
   long long offloaded_bytes = 0;
   long long reloaded_bytes = 0;
   long long deduplicated_bytes = 0;
+  long long kept_small = 0;
 };
 Sums& sums();
 

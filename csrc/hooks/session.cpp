@@ -14,11 +14,15 @@ namespace {
 
 enum class Target { kAuto, kHost, kDisk };
 
+// As `min_bytes`: nothing is to be moved. EVERYTHING_STAYS in actckpt/runtime/offload.py.
+constexpr long long kNothing = 1LL << 62;
+
 struct SessionObject {
   PyObject_HEAD
   std::shared_ptr<Record> record;
   long long min_bytes;
   bool must;  // wait for room rather than leave bytes where they are
+  bool has_moved;  // something, or what was moved already was saved again
   Target target;
   PyObject* guarded;  // the backend that memory was last guarded for, or null
 };
@@ -48,9 +52,7 @@ void note_parameter(PyObject* parameter) {
 
 // Rule 1: whether the tensor or what it is a view of is a parameter. Notes its storage.
 bool is_parameter(PyObject* root) {
-  const int is_instance = PyObject_IsInstance(root, python().parameter_type);
-  if (is_instance < 0) throw_pending();
-  if (is_instance == 0 && !is_leaf_with_grad(root)) return false;
+  if (!is_instance(root, python().parameter_type) && !is_leaf_with_grad(root)) return false;
   note_parameter(root);
   return true;
 }
@@ -181,6 +183,7 @@ bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, 
   if (nbytes == 0) return true;
   if (nbytes < session->min_bytes) {
     note_small(session, tensor, nbytes);
+    if (session->min_bytes < kNothing) ++sums().kept_small;
     return true;
   }
   if (!is_of_a_kind_that_moves(tensor) || !is_on_a_device_that_moves(session, tensor, is_cuda)) return true;
@@ -214,6 +217,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   const Extent extent = extent_of(tensor, root.ptr(), storage.ptr());
   const py::object span = span_for(self, tensor, extent, is_cuda, may_share);
   if (!span) return new_stays(tensor);
+  session->has_moved = true;
   return new_moved(tensor, span, extent);
 }
 
@@ -282,6 +286,7 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   session->record->previous = last_moved();  // until it moves something itself
   session->min_bytes = min_bytes;
   session->must = must != 0;
+  session->has_moved = false;
   const std::string name = to;
   session->target = name == "host" ? Target::kHost : name == "disk" ? Target::kDisk : Target::kAuto;
   session->guarded = nullptr;
@@ -310,9 +315,16 @@ PyMethodDef methods[] = {
     {"move", fast(session_move), METH_FASTCALL, "move(tensor, backend, start, nbytes) -> Span or None."},
     {nullptr, nullptr, 0, nullptr}};
 
+PyObject* session_has_moved(PyObject* self, void*) { return PyBool_FromLong(session_of(self)->has_moved ? 1 : 0); }
+
+PyGetSetDef properties[] = {
+    {"has_moved", session_has_moved, nullptr, "Whether anything that was packed is in a store.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
 PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(session_new)},
                        {Py_tp_dealloc, reinterpret_cast<void*>(session_dealloc)},
                        {Py_tp_methods, methods},
+                       {Py_tp_getset, properties},
                        {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
                        {0, nullptr}};
 PyType_Spec spec = {"actckpt._frames.OffloadSession", sizeof(SessionObject), 0,

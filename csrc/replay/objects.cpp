@@ -76,7 +76,8 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   const ReplayNames& n = names();
   auto* entry = allocated<EntryObject>(entry_type);
   const auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(entry));
-  entry->operator_ = is_none(value->operator_) ? Py_NewRef(n.made_by_nothing)
+  PyObject* unnamed = value->is_input != 0 ? n.made_by_nothing : n.made_unseen;
+  entry->operator_ = is_none(value->operator_) ? Py_NewRef(unnamed)
                                                : attribute(value->operator_, n.name).release().ptr();
   const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(value->key));
   assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));

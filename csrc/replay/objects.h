@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "frames/numerics.h"
+#include "frames/original.h"
 #include "frames/python.h"
 
 namespace actckpt::replay {
@@ -116,6 +117,7 @@ struct HandleObject {
   PyObject* tape;
   PyObject* window;
   PyObject* alias;  // a tensor like the window, where one is held; else null
+  Original* original;  // null: see frames/original.h
   PyObject* audit;
   ValueObject* listed_on;  // borrowed: it forgets the handle when one of the two goes
   HandleObject* previous;  // of its tape, in the order of saving
@@ -164,6 +166,7 @@ struct TapeObject {
   long long num_packed;
   long long num_untold;  // tensor arguments of which nobody tells when they change
   PyObject* why_untold;  // of the last of them
+  long long began_at;        // number that autograd would have given to a node when it was opened, -1: not known
   char is_open;
   char is_audited;
   char audits_always;

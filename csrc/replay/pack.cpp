@@ -7,6 +7,7 @@
 #include "replay/lineage.h"
 #include "replay/names.h"
 #include "replay/record.h"
+#include "replay/unseen.h"
 
 namespace actckpt::replay {
 namespace {
@@ -54,6 +55,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     if (value->was_saved == 0) {
       value->was_saved = 1;
+      look_at_saver(tape, value, tensor);
       if (!decided(tape, value, tensor)) {
         PyObject* both[] = {arguments[0], found.ptr(), tensor};
         const auto done =
@@ -65,6 +67,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (value->is_parameter != 0) {  // it stays: to hold this view of it, as plain autograd does, holds nothing more
       assign(reinterpret_cast<HandleObject*>(handle.ptr())->alias, tensor);
     }
+    reinterpret_cast<HandleObject*>(handle.ptr())->original = Original::of(tensor).release();
     add_handle(value, handle.ptr());
     if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
       tape->num_packed += 1;
@@ -138,7 +141,7 @@ PyObject* settle_held(PyObject*, PyObject* self) {
         if (PyList_SetItem(list, i, Py_None) != 0) throw py::error_already_set();
       }
     }
-    const bool is_alone = PyLong_AsLong(PyList_GET_ITEM(names().num_recorders, 0)) == 0;
+    const bool is_alone = PySet_GET_SIZE(names().recording) == 0;
     py::list others;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
       PyObject* item = PyList_GET_ITEM(list, i);

@@ -2,8 +2,6 @@
 // return new tensors are recorded here; all others by `record_special` in actckpt/runtime/replay/recorder.py.
 #include "replay/record.h"
 
-#include <pythread.h>
-
 #include <cstdint>
 #include <cstring>
 #include <unordered_map>
@@ -14,6 +12,8 @@
 #include "frames/reads.h"
 #include "replay/geometry.h"
 #include "replay/names.h"
+#include "replay/paused.h"
+#include "replay/unseen.h"
 
 namespace actckpt::replay {
 namespace {
@@ -22,7 +22,8 @@ namespace {
 struct Known {
   py::object func;  // keeps the address taken
   py::object callee;  // what to call for it
-  py::object op;  // null: not recorded
+  py::object op;
+  bool is_recorded = false;
   bool is_view = false;
   bool is_plain = false;
   Numerics which = Numerics::kAll;  // settings that it may depend on
@@ -35,23 +36,14 @@ const Known& known(PyObject* func) {
   Known entry;
   entry.func = py::reinterpret_borrow<py::object>(func);
   entry.op = call(names().describe, func);
-  if (entry.op.is_none()) {
-    entry.op = py::object();
-    entry.callee = entry.func;
-  } else {
-    entry.callee = attribute(entry.op.ptr(), names().callee);
+  entry.is_recorded = is_true(entry.op.ptr(), names().is_recorded);
+  entry.callee = attribute(entry.op.ptr(), names().callee);
+  if (entry.is_recorded) {
     entry.is_view = is_true(entry.op.ptr(), names().is_view);
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
     if (is_true(entry.op.ptr(), names().is_elementwise)) entry.which = Numerics::kOfElements;
   }
   return found->emplace(func, std::move(entry)).first->second;
-}
-
-bool is_paused() {
-  PyObject* paused = names().paused;
-  if (PyDict_GET_SIZE(paused) == 0) return false;
-  const auto thread = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
-  return PyDict_GetItem(paused, thread.ptr()) != nullptr;
 }
 
 py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
@@ -170,6 +162,7 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
   const bool stays = !is_none(action) && action != names().recompute;
   if (step == nullptr || stays || PyObject_IsTrue(why.ptr()) == 1) {
     assign(value->held, tensor);
+    value->index = index;
     append(tape->holding, reinterpret_cast<PyObject*>(value));
     if (!is_none(tape->meter)) note_alive(tape->meter, reads().untyped_storage(tensor).ptr());
     return;
@@ -253,6 +246,15 @@ bool has_fakes(PyObject* types) {
   return false;
 }
 
+// Notes what a higher-order operator returned, which is not executed again: its arguments may be functions.
+void add_unrecorded(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs, PyObject* result) {
+  const bool asks_calls = is_true(tape->choice, names().asks_calls);
+  const py::object action = asks_calls ? asked(tape->choice, entry.func.ptr(), args, kwargs, result)
+                                       : static_action(tape->choice, entry.func.ptr());
+  long index = 0;
+  add_results(tape, nullptr, entry.op.ptr(), result, action.ptr(), names().why_higher_order, index);
+}
+
 bool has_other_types(PyObject* types) {
   for (const py::handle type : py::reinterpret_borrow<py::sequence>(types)) {
     if (!is_tensor_type(type.ptr())) return true;
@@ -269,7 +271,7 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     PyObject* func = arguments[1];
     PyObject* args = arguments[3];
     PyObject* kwargs = count == 4 || arguments[4] == Py_None ? nullptr : arguments[4];
-    if (is_paused()) return called(func, args, kwargs).release().ptr();
+    if (is_paused() || is_in_compiled_code()) return called(func, args, kwargs).release().ptr();
     if (PyObject_Size(arguments[2]) > 0 && has_other_types(arguments[2])) {
       if (has_fakes(arguments[2])) return called(func, args, kwargs).release().ptr();
       // The subclass calls operators on its inner tensors, and these are recorded (Rule 4 of NOTE [ Replay ]).
@@ -283,7 +285,11 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       Py_RETURN_NOTIMPLEMENTED;
     }
     const Known& entry = known(func);
-    if (!entry.op) return called(func, args, kwargs).release().ptr();
+    if (!entry.is_recorded) {
+      py::object result = called(func, args, kwargs);
+      add_unrecorded(tape, entry, args, kwargs, result.ptr());
+      return result.release().ptr();
+    }
     if (entry.is_view) {
       py::object result = called(entry.callee.ptr(), args, kwargs);
       if (is_true(tape->choice, names().asks_calls)) asked(tape->choice, func, args, kwargs, result.ptr());
@@ -295,11 +301,13 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   });
 }
 
-// Parameters and leaves like them. What a checkpoint outside gave its rerun is a leaf there only.
-bool is_parameter(PyObject* root) {
+// Parameters, and leaves like them unless there are hooks outside, which get those as inputs. What such hooks gave a
+// rerun is a leaf there, and a parameter only if it was one in the forward.
+bool is_parameter(const TapeObject* tape, PyObject* root) {
   if (!reads().is_leaf.is_true(root)) return false;
-  if (PyObject_IsInstance(root, python().parameter_type) == 1) return true;
-  return reads().requires_grad.is_true(root) && PyObject_HasAttrString(root, kThawedMark) == 0;
+  if (is_instance(root, python().parameter_type)) return true;
+  if (is_none(tape->outer)) return reads().requires_grad.is_true(root);
+  return PyObject_HasAttrString(root, kParameterMark) != 0;
 }
 
 // Takes a storage that nothing recorded made as an input of the region.
@@ -314,7 +322,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   if (root.ptr() != tensor && storage_of(root.ptr(), Geometry(root.ptr())).ptr() != storage.ptr()) {
     root = py::reinterpret_borrow<py::object>(tensor);
   }
-  value->is_parameter = is_parameter(root.ptr());
+  value->is_parameter = is_parameter(tape, root.ptr());
   assign(value->held, root.ptr());
   look_at(value, root.ptr(), root_of(root.ptr()));
   assign(value->asked, attribute(tape->choice, names().for_value).ptr());
@@ -322,6 +330,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   const py::object block = new_block(storage.ptr(), made.ptr());
   if (PyDict_SetItem(tape->blocks, key_of(storage.ptr()).ptr(), block.ptr()) != 0) throw py::error_already_set();
   append(tape->holding, made.ptr());
+  look_at_maker(tape, value, root.ptr());
   return made;
 }
 

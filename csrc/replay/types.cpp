@@ -110,6 +110,7 @@ void handle_dealloc(PyObject* self) {
   forget_handle(handle);
   if (value != nullptr) let_go_of_needs(value, value->counted_task);
   unlist(handle);
+  delete std::exchange(handle->original, nullptr);
   using H = HandleObject;
   free_object<H>(self, &H::audit, &H::alias, &H::window, &H::tape);
 }
@@ -193,6 +194,17 @@ PyObject* value_add_handle(PyObject* self, PyObject* handle) {
   return guarded([&] {
     add_handle(reinterpret_cast<ValueObject*>(self), handle);
     Py_RETURN_NONE;
+  });
+}
+
+// The windows of the saved tensors on it that are alive, in the order of saving.
+PyObject* value_windows(PyObject* self, PyObject*) {
+  return guarded([&] {
+    py::list windows;
+    for (const HandleObject* handle : reinterpret_cast<ValueObject*>(self)->handles) {
+      if (handle != nullptr) windows.append(py::reinterpret_borrow<py::object>(handle->window));
+    }
+    return windows.release().ptr();
   });
 }
 
@@ -343,6 +355,7 @@ PyMemberDef tape_members[] = {
     NUMBER(TapeObject, "num_values", num_values),   NUMBER(TapeObject, "num_packed", num_packed),
     NUMBER(TapeObject, "window_bytes", window_bytes),
     NUMBER(TapeObject, "num_untold", num_untold),   OBJECT(TapeObject, "why_untold", why_untold),
+    NUMBER(TapeObject, "began_at", began_at),
     FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
     FLAG(TapeObject, "audits_always", audits_always), FLAG(TapeObject, "window_follows", window_follows), END};
 PyGetSetDef value_getters[] = {{"num_handles", num_handles, nullptr, nullptr, nullptr},
@@ -361,6 +374,7 @@ PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr}
                                {"is_wanted", value_is_wanted, METH_NOARGS, nullptr},
                                {"num_readers", value_num_readers, METH_O, nullptr},
                                {"is_reading", value_is_reading, METH_O, nullptr},
+                               {"windows", value_windows, METH_NOARGS, nullptr},
                                {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMethodDef step_methods[] = {{"add_output", step_add_output, METH_VARARGS, nullptr},
                               {"add_written", step_add_written, METH_O, nullptr},

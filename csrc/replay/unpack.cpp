@@ -170,7 +170,7 @@ py::object unpacked(HandleObject* handle) {
   auto* window = reinterpret_cast<WindowObject*>(handle->window);
   auto* value = reinterpret_cast<ValueObject*>(window->value);
   if (tape->is_open != 0 || !is_none(handle->audit) || !is_neutral() ||
-      PyLong_AsLong(PyList_GET_ITEM(names().num_recorders, 0)) != 0) {
+      PySet_GET_SIZE(names().recording) != 0) {
     return py::object();
   }
   py::object base;
@@ -200,11 +200,17 @@ py::object unpacked(HandleObject* handle) {
   return tensor;
 }
 
+// The very object that was saved, where it can be had, else `alias` with its attributes.
+py::object as_saved(PyObject* handle, py::object alias) {
+  const Original* original = reinterpret_cast<HandleObject*>(handle)->original;
+  return original != nullptr ? original->resolved(std::move(alias)) : alias;
+}
+
 PyObject* unpack(PyObject*, PyObject* packed) {
   return guarded([&]() -> PyObject* {
     if (Py_TYPE(packed) == handle_type) {
       py::object tensor = unpacked(reinterpret_cast<HandleObject*>(packed));
-      if (tensor) return tensor.release().ptr();
+      if (tensor) return as_saved(packed, std::move(tensor)).release().ptr();
     }
     return PyObject_CallOneArg(names().unpack_slowly, packed);
   });
@@ -216,6 +222,9 @@ void add_unpack_functions(py::module_& module) {
   static PyMethodDef methods[] = {{"unpack_recorded", unpack, METH_O, "unpack_recorded(packed)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("as_saved", [](const py::handle& handle, py::object alias) {
+    return as_saved(handle.ptr(), std::move(alias));
+  });
   module.def("num_replayed", [] { return num_replayed; });
 }
 

@@ -18,7 +18,7 @@ import pytest
 from offload_oracle import flush
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 STEPS = [2_000, pytest.param(20_000, marks=pytest.mark.soak)]
 

@@ -6,11 +6,16 @@ import copy
 import inspect
 import io
 import pickle
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracle import assert_equal, gradients, leaf
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import actckpt
 
@@ -73,7 +78,14 @@ def _reruns(model: Any) -> list[int]:
         (Block, NAMES),
         ((Block, torch.nn.LayerNorm), (*NAMES, "head.0")),
         ("layers.1", ("layers.1",)),
-        ("layers.*", None),
+        ("layers.*", NAMES),
+        ("layers.**", NAMES),
+        ("**", ("embed", *NAMES, "head")),
+        (lambda module: not isinstance(module, torch.nn.Linear), (*NAMES, "head")),
+        ("layers.[!1]", ("layers.0", "layers.2")),
+        ("**.linear", tuple(f"{name}.linear" for name in NAMES)),
+        (["layers.*", "**.linear", "layers.1.act"], (*NAMES[:2], "layers.1.act", NAMES[2])),
+        ([Block, torch.nn.Linear], ("embed", *NAMES, "head.1")),
         ("layers.?", NAMES),
         (["layers.2", "layers.0"], ("layers.0", "layers.2")),
         (["head", Block], (*NAMES, "head")),
@@ -83,10 +95,7 @@ def _reruns(model: Any) -> list[int]:
 def test_blocks_are_found_by_type_name_pattern_predicate_or_repetition(blocks: Any, names: Any) -> None:
     model = Model()
     expected = _step(model)
-    applied = actckpt.apply(model, blocks=blocks)
-    if names is None:
-        names = tuple(name for name, _ in model.named_modules() if name.startswith("layers."))
-    assert applied == names
+    assert actckpt.apply(model, blocks=blocks) == names
     assert_equal(_step(model), expected)
     assert actckpt.remove(model) == names
     assert_equal(_step(model), expected)
@@ -216,12 +225,14 @@ def test_removing_from_an_untouched_model_raises() -> None:
     ("blocks", "words"),
     [
         ("layer.1", r"(?s)'layer\.1'.*Nearest: .*layers\.1"),
-        ("zzzzzzzz", "Nearest: none"),
+        ("zzzzzzzz", r"it has 16\. The first: embed, layers\.0"),
         (Other, "(?s)Other.*Block.*blocks="),
         (lambda module: False, "no block that matches"),
         ([], "no block"),
         (3, "a int"),
         (["layers.0", 4], "a int"),
+        ("layers", r"'layers' is a ModuleList, which is never called.* 'layers\.\*'"),
+        (torch.nn.ModuleList, "no block that matches"),
     ],
 )
 def test_blocks_that_match_nothing_are_named(blocks: Any, words: str) -> None:
@@ -262,3 +273,165 @@ def test_evaluation_without_grad_runs_each_block_once() -> None:
     with torch.no_grad():
         assert_equal(model(torch.ones(2, 8)), expected.detach())
     assert [layer.calls for layer in model.layers] == [1, 1, 1]
+
+
+_ADDMM = torch.ops.aten.addmm.default
+
+
+def _keep_addmm(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return op == _ADDMM
+
+
+def _keep_values_of_addmm(info: actckpt.SavedTensorInfo) -> str:
+    return "keep" if info.op == _ADDMM else "recompute"
+
+
+_POLICIES: dict[str, dict[str, Any]] = {
+    "overload": {"policy": [_ADDMM]},
+    "packet": {"policy": [torch.ops.aten.addmm]},
+    "name": {"policy": ["aten.addmm"]},
+    "tuple": {"policy": (_ADDMM, torch.ops.higher_order.cond)},
+    "set": {"policy": {_ADDMM}},
+    "PerOp": {"policy": actckpt.policies.PerOp({torch.ops.aten.addmm: "keep", torch.ops.higher_order.cond: "offload"})},
+    "context_fn": {"context_fn": partial(create_selective_checkpoint_contexts, [_ADDMM])},
+    "function": {"policy": _keep_addmm},
+    "values": {"policy": _keep_values_of_addmm},
+    "action": {"policy": actckpt.Action.RECOMPUTE},
+}
+
+_LOAD = """
+import sys, torch, actckpt
+model = torch.load(sys.argv[1], weights_only=False)
+x = torch.linspace(-1, 1, 16).view(2, 8)
+actckpt.reset_stats()
+model(x).square().sum().backward()
+assert actckpt.stats().replayed_operators == int(sys.argv[2]), actckpt.stats()
+torch.save([p.grad for p in model.parameters()], sys.argv[1])
+"""
+
+
+def _layers() -> torch.nn.Sequential:
+    torch.manual_seed(2)
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
+
+
+def _num_replayed(model: torch.nn.Module) -> int:
+    actckpt.reset_stats()
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 16).view(2, 8)).square().sum().backward()
+    return actckpt.stats().replayed_operators
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch", "deepcopy"])
+@pytest.mark.parametrize("options", _POLICIES)
+def test_an_applied_model_can_be_saved_and_copied_whatever_its_policy(options: str, way: str) -> None:
+    model = _layers()
+    actckpt.apply(model, **({"policy": None} | _POLICIES[options]))
+    _num_replayed(model)  # audited
+    expected = _num_replayed(model)
+    if way == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    elif way == "torch":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    else:
+        twin = copy.deepcopy(model)
+    _num_replayed(twin)
+    assert _num_replayed(twin) == expected
+    assert_equal(gradients(twin), gradients(model))
+    assert actckpt.remove(twin) == actckpt.remove(model) == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("options", ["packet", "PerOp"])
+def test_a_saved_model_is_loaded_by_a_fresh_process(options: str, tmp_path: Path) -> None:
+    model = _layers()
+    actckpt.apply(model, **_POLICIES[options])
+    expected = _num_replayed(model)
+    torch.save(model, tmp_path / "model.pt")
+    subprocess.run([sys.executable, "-c", _LOAD, str(tmp_path / "model.pt"), str(expected)], check=True)
+    assert_equal(torch.load(tmp_path / "model.pt"), gradients(model))
+
+
+def test_an_operator_that_the_loading_process_does_not_have_is_named() -> None:
+    class Gone(type(_ADDMM)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
+
+        def __str__(self) -> str:
+            return "mylib.gone.default"
+
+    data = pickle.dumps(actckpt.operator_names.portable([Gone()]))
+    with pytest.raises(ValueError, match=r"There is no operator 'mylib\.gone\.default'"):
+        pickle.loads(data)
+
+
+class _Skipping(Model):
+    """Calls the parts of its second block, not the block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embed(x))
+        x = self.layers[1].act(self.layers[1].linear(x))
+        return self.head(self.layers[2](x))
+
+
+def test_a_block_that_does_not_run_in_a_step_with_a_backward_is_told_once() -> None:
+    model = _Skipping()
+    actckpt.apply(model)
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    model(torch.ones(2, 8)).sum()  # no backward
+    with pytest.warns(
+        UserWarning, match=r"1 of 3 blocks did not run in a step that called backward: layers\.1\."
+    ) as warned:
+        _step(model)
+    assert len(warned) == 1
+    _step(model)
+    report = actckpt.report(model)
+    assert report.blocks_patched == NAMES and report.blocks_ran == ("layers.0", "layers.2")
+    assert str(report) == "2 of 3 blocks ran\nnot run: layers.1"
+    assert report.as_dict()["blocks_ran"] == ("layers.0", "layers.2")
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "offload", "min_bytes": 0}, {"policy": ["aten.addmm"]}], ids=str)
+def test_where_all_blocks_run_nothing_is_told_and_nothing_is_left_on_what_they_return(options: dict[str, Any]) -> None:
+    model = Model()
+    actckpt.apply(model, **options)
+    assert actckpt.report(model).blocks_ran == ()
+    for _ in range(2):
+        _step(model)
+        assert actckpt.report(model).blocks_ran == actckpt.report(model).blocks_patched == NAMES
+    hidden = model.layers[0](torch.ones(2, 8, requires_grad=True))
+    assert hidden._backward_hooks is None
+
+
+@pytest.mark.parametrize("wrap", [tuple, list, lambda parts: {"first": parts[0], "second": [parts[1]]}])
+def test_blocks_that_return_containers_are_watched_too(wrap: Any) -> None:
+    class Several(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return wrap([x.detach(), self.linear(x)])
+
+    model = torch.nn.ModuleList([Several(), Several()])
+    actckpt.apply(model, blocks=Several)
+    result = model[1](torch.ones(2, 8))
+    last = result["second"][0] if isinstance(result, dict) else result[1]
+    with pytest.warns(UserWarning, match="1 of 2 blocks did not run"):
+        last.sum().backward()
+
+
+def test_a_report_of_a_model_without_applied_blocks_raises() -> None:
+    with pytest.raises(actckpt.BlocksError, match=r"^report: none of the .* Call report on the model that was given"):
+        actckpt.report(Model())
+
+
+def test_the_action_offload_takes_the_options_of_its_name() -> None:
+    model = Model()
+    actckpt.apply(model, policy=actckpt.Action.OFFLOAD, min_bytes=0)
+    actckpt.reset_stats()
+    _step(model)
+    assert actckpt.stats().offloaded_bytes > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, gradients, leaf, mlp, ours
+from oracle import CountOperators, assert_equal, gradients, leaf, mlp, ours
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actckpt
@@ -141,12 +141,112 @@ def test_offloading_inside_a_full_graph_raises() -> None:
         _compiled(function)(leaf(3))
 
 
-@pytest.mark.parametrize("policy", [[torch.ops.aten.addmm], ["aten.addmm"]], ids=str)
-def test_an_applied_policy_of_packets_or_names_compiles_to_one_graph(policy: list[Any]) -> None:
-    torch._dynamo.reset()
-    model = torch.nn.Sequential(mlp(), mlp())
-    x = leaf(3, 8)
-    expected = torch.autograd.grad(model(x).sum(), x)[0]
-    actckpt.apply(model, policy=policy)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_equal(torch.autograd.grad(compiled(x).sum(), x)[0], expected)
+class _CountCompiled(CountOperators):
+    """The same, and compiled code stays compiled."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+_ADDMM = torch.ops.aten.addmm
+_KEEP_ADDMM: dict[str, Any] = {
+    "overloads": [_ADDMM.default],
+    "packet": [_ADDMM],
+    "name": ["aten.addmm"],
+    "tuple": (_ADDMM, "aten.mm"),
+    "set": {_ADDMM.default},
+    "higher-order operator": [_ADDMM.default, torch.ops.higher_order.flex_attention],
+    "PerOp": actckpt.policies.PerOp({"aten.addmm": "keep"}),
+    "PerOp that keeps the rest": actckpt.policies.PerOp({"aten.gelu": "recompute"}, default="keep"),
+    "keep": "keep",
+    "Action": actckpt.Action.KEEP,
+    "function": lambda ctx, op, *args, **kwargs: op == _ADDMM.default,
+    "partial": partial(lambda kept, ctx, op, *args, **kwargs: op == kept, _ADDMM.default),
+}
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "apply"])
+@pytest.mark.parametrize("policy", _KEEP_ADDMM)
+def test_a_policy_by_operator_is_followed_in_one_graph_whatever_its_form(policy: str, way: str) -> None:
+    model, x = torch.nn.Sequential(mlp(), mlp()), leaf(3, 8)
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    if way == "apply":
+        actckpt.apply(model, policy=_KEEP_ADDMM[policy])
+        compiled = _compiled(model)
+    else:
+        compiled = _compiled(lambda x: ours(model, x, policy=_KEEP_ADDMM[policy]))
+    with _CountCompiled() as count:
+        assert_equal(torch.autograd.grad(compiled(x).sum(), [x, *model.parameters()]), expected)
+    assert count.counts["aten.addmm.default"] == 4  # none in backward
+
+
+@pytest.mark.parametrize(
+    "policy", [None, "recompute", actckpt.Action.RECOMPUTE, [], actckpt.policies.PerOp({})], ids=str
+)
+def test_a_policy_that_recomputes_all_recomputes_in_the_compiled_backward(policy: Any) -> None:
+    model, x = torch.nn.Sequential(mlp(), mlp()), leaf(3, 8)
+    compiled = _compiled(lambda x: ours(model, x, policy=policy))
+    with _CountCompiled() as count:
+        compiled(x).sum().backward()
+    assert count.counts["aten.addmm.default"] > 4
+
+
+class _Moving:
+    """A policy in torch's form that is an object."""
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if op == _ADDMM.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _moving(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return _Moving()(ctx, op, *args, **kwargs)
+
+
+_MOVING: dict[str, dict[str, Any]] = {
+    "Action": {"policy": actckpt.Action.OFFLOAD},
+    "PerOp": {"policy": actckpt.policies.PerOp({"aten.addmm": "offload"})},
+    "PerOp default": {"policy": actckpt.policies.PerOp({}, default="prefer_offload")},
+    "function": {"policy": _moving},
+    "object": {"policy": _Moving()},
+    "context_fn": {"context_fn": partial(create_selective_checkpoint_contexts, _moving)},
+}
+
+
+@pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch has no MUST_CPU_OFFLOAD")
+@pytest.mark.parametrize("keywords", _MOVING)
+def test_what_must_be_moved_raises_one_line_that_names_actckpt(keywords: str) -> None:
+    """No compiler of torch 2.13 reads the tag: it would be kept, or recomputed, without a word."""
+    model, x = mlp(), leaf(3, 8)
+    with pytest.raises(Exception, match=r"actckpt\.checkpoint: .*torch\.compile of torch \S+ moves nothing: keep or"):
+        _compiled(lambda x: ours(model, x, **_MOVING[keywords]))(x)
+
+
+def test_what_prefers_to_be_moved_compiles_as_in_torch() -> None:
+    model, x = mlp(), leaf(3, 8)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return getattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD", CheckpointPolicy.PREFER_SAVE)
+
+    compiled = _compiled(lambda x: ours(model, x, policy=policy))
+    assert_equal(torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(model(x).sum(), x))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [lambda info: "keep", lambda info, limit=3: "keep", partial(lambda limit, info: "keep", 3), "prefer_offload"],
+)
+def test_a_policy_that_does_not_go_by_operator_raises_and_says_which_do(policy: Any) -> None:
+    model, x = mlp(), leaf(3, 8)
+    with pytest.raises(Exception, match=r"actckpt\.checkpoint: this policy cannot be honoured .* a PerOp of keep and"):
+        _compiled(lambda x: ours(model, x, policy=policy))(x)
+
+
+@pytest.mark.parametrize("policy", ["offload", actckpt.policies.PerOp({"aten.addmm": "offload"})], ids=str)
+def test_where_the_graph_may_break_a_policy_that_moves_runs_eagerly_and_moves(policy: Any) -> None:
+    model, x = mlp(width=512), leaf(1024, 512)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    actckpt.reset_stats()
+    y = torch.compile(lambda x: ours(model, x, policy=policy), backend="aot_eager")(x)
+    assert_equal(torch.autograd.grad(y.sum(), x), expected)
+    assert actckpt.stats().offloaded_bytes > 0

@@ -14,7 +14,7 @@ import torch
 from oracle import Log, leaf, mlp, ours
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 STEPS = 2000
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracle import BOTH, Checkpoint, leaf, mlp, ours, plain, theirs
 
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 Ask = Callable[[], None]
 

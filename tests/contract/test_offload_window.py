@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import actckpt
 from actckpt import config
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name
 
 import actckpt
 from actckpt import Action
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 aten = torch.ops.aten
 MIB = 2**20

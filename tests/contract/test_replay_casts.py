@@ -12,7 +12,7 @@ from oracle import CountOperators, assert_equal, leaf
 from torch import Tensor
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 _SIZE = 64
 _CAST_BYTES = _SIZE * _SIZE * 2

@@ -12,7 +12,7 @@ from test_replay_memory import Block
 from torch import Tensor, nn
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 from actckpt.runtime.replay import audit
 
 MIB = 2**20

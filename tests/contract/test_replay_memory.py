@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 aten = torch.ops.aten
 KEPT = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]

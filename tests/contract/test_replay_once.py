@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 from actckpt.runtime.replay import opened
 
 

@@ -191,7 +191,7 @@ def test_a_value_policy_is_told_the_module() -> None:
         ([torch.mm], "not an operator"),
         (["aten.addmn"], "Nearest: .*aten.addmm"),
         (["aten.mm.defautl"], "has no overload 'defautl'; it has default"),
-        ([torch.ops.higher_order.flex_attention], "higher-order operator"),
+        (["higher_order.cond.default"], "has no overload 'default'; it has none"),
     ],
 )
 def test_a_policy_that_is_none_is_refused_where_it_is_given(policy: Any, match: str) -> None:
@@ -292,3 +292,49 @@ def test_a_report_of_a_region_inside_another_one_points_outside() -> None:
         leaf(3).sin().cos()
     assert "the region around this one" in str(inner.report())
     assert {row.operator for row in outer.report().rows} >= {"aten.sin.default"}
+
+
+def _conditional(x: torch.Tensor) -> torch.Tensor:
+    """Run a higher-order operator whose result is saved."""
+    scaled = x * 2
+    return torch.cond(scaled.sum() > 0, lambda h: h.exp(), lambda h: h.sin(), (scaled,)).cos()
+
+
+def _asked_of_cond(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return op is torch.ops.higher_order.cond
+
+
+@pytest.mark.filterwarnings("ignore")  # torch compiles the two branches
+@pytest.mark.parametrize(
+    ("policy", "num_opaque"),
+    [
+        ([torch.ops.higher_order.cond], 0),
+        (actckpt.policies.PerOp({torch.ops.higher_order.cond: "keep"}), 0),
+        (_asked_of_cond, 0),
+        (lambda info: "keep" if info.op is torch.ops.higher_order.cond else "recompute", 0),
+        ([aten.mm], 1),
+    ],
+    ids=["list", "PerOp", "torch", "values", "another"],
+)
+def test_what_a_higher_order_operator_makes_is_kept_and_policies_may_name_it(policy: Any, num_opaque: int) -> None:
+    x = leaf(64)
+    expected = torch.autograd.grad(_conditional(x).sum(), x)
+    actckpt.reset_stats()
+    with actckpt.region(policy) as region:
+        y = _conditional(x)
+    assert_equal(torch.autograd.grad(y.sum(), x), expected)
+    assert actckpt.stats().kept_opaque == num_opaque
+    (row,) = [row for row in region.report().rows if row.operator == "cond"]
+    assert row.kept_bytes == 256
+    assert row.not_replayed == ({"made by a higher-order operator": 1} if num_opaque else {})
+
+
+def test_a_default_of_per_op_moves_values_of_any_size_and_no_inputs_also_without_actions() -> None:
+    x = leaf(8, 8)
+    expected = torch.autograd.grad((x.exp() * x).sin().sum(), x)
+    for action, moved in (("offload", 2 * 256), ("keep", 0), ("recompute", 0)):
+        actckpt.reset_stats()
+        with actckpt.region(actckpt.policies.PerOp({}, default=action)):
+            y = (x.exp() * x).sin()
+        assert_equal(torch.autograd.grad(y.sum(), x), expected)
+        assert actckpt.stats().offloaded_bytes == moved

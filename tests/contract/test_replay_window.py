@@ -12,7 +12,7 @@ from oracle import CountOperators
 from test_replay_memory import Block
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 _LAYERS = 32
 

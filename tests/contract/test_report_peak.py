@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 NUM = 100
 BYTES = 64 * 1024

@@ -16,7 +16,7 @@ from oracle import assert_equal
 from torch.utils import _pytree
 
 import actckpt
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not dist.is_available(), reason="needs torch.distributed with gloo"

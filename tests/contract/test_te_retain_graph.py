@@ -15,7 +15,7 @@ from te_oracle import RECIPES, make_model, plain, queued, train
 
 import actckpt
 from actckpt.errors import InputChangedError, RerunMismatchError, TransformerEngineError
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 
 @pytest.fixture

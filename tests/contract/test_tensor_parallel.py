@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import actckpt
 from actckpt.action import Action
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not dist.is_available(), reason="needs torch.distributed with gloo"

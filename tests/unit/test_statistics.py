@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 from collections.abc import Iterator
@@ -164,3 +165,96 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
     assert figures.sums() == before
     assert figures.sums() == before
     assert not held and other.store is not None
+
+
+def test_stats_print_with_units_and_without_zeros(tmp_path: Path) -> None:
+    _use(native.CpuStore.on_disk(str(tmp_path)))
+    assert "offloaded_bytes" not in str(actckpt.stats())
+    _train(count=4)
+    lines = dict(line.split(maxsplit=1) for line in str(actckpt.stats()).splitlines())
+    assert lines["offloaded_bytes"] == "16.0 KiB"
+    assert all(text not in ("0", "0 B") for text in lines.values())
+    assert "kept_full" not in lines
+    assert repr(actckpt.stats()).startswith("Stats(offloaded_bytes=16.0 KiB, ")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (10239, "10239 B"), (10240, "10.0 KiB"), (10 * 2**20, "10.0 MiB"), (12 * 2**30, "12.0 GiB")],
+)
+def test_sizes_have_the_unit_that_suits_them(nbytes: int, text: str) -> None:
+    assert config.format_bytes(nbytes) == text
+
+
+def test_seconds_print_as_seconds() -> None:
+    found = dataclasses.replace(actckpt.stats(), stall_seconds=0.01234)
+    assert "stall_seconds=0.0123 s" in repr(found)
+    zeros = dataclasses.replace(found, **{field.name: 0 for field in dataclasses.fields(found)})
+    assert str(zeros) == "nothing moved, rerun or replayed"
+
+
+def _policy_of_mine(info: actckpt.SavedTensorInfo) -> actckpt.Action:
+    return actckpt.Action.KEEP
+
+
+def test_regions_say_what_they_are() -> None:
+    region = actckpt.region("recompute")
+    assert repr(region) == "<actckpt.region('recompute')>"
+    with region:
+        assert repr(region) == "<actckpt.region('recompute'), open>"
+    assert repr(actckpt.region(_policy_of_mine)) == "<actckpt.region(_policy_of_mine)>"
+    assert repr(actckpt.region(actckpt.policies.PerOp({"aten.mm.default": "keep"}))) == (
+        "<actckpt.region(PerOp({aten.mm.default: keep}, default=recompute))>"
+    )
+
+
+def _offload(count: int, numel: int, **options: int) -> tuple[int, int]:
+    """Save `count` tensors in a block; return how many stayed for their size, and how many blocks moved nothing."""
+    actckpt.reset_stats()
+    hs = [torch.randn(numel, requires_grad=True) * 1.5 for _ in range(count)]
+    with actckpt.offload(**options):
+        ys = [h.sin() for h in hs]
+    del ys
+    found = actckpt.stats()
+    return found.kept_small, found.idle_offloads
+
+
+def test_tensors_below_min_bytes_are_counted() -> None:
+    assert _offload(3, PAGE // 4) == (3, 1)
+    assert _offload(3, PAGE // 4, min_bytes=PAGE + 1) == (3, 1)
+    assert _offload(3, PAGE // 4, min_bytes=PAGE) == (0, 0)
+    assert _offload(3, 0) == (0, 1), "what has no bytes is not small, but nothing was moved"
+
+
+def test_blocks_that_move_nothing_are_counted() -> None:
+    with torch.no_grad():
+        assert _offload(3, PAGE // 4, min_bytes=0) == (0, 1)
+    assert _offload(0, 0) == (0, 1)
+    actckpt.reset_stats()
+    weight = torch.nn.Parameter(torch.randn(PAGE))
+    for _ in range(2):
+        with actckpt.offload(min_bytes=0):
+            weight.sin()
+    assert (actckpt.stats().kept_small, actckpt.stats().idle_offloads) == (0, 2), "parameters stay"
+
+
+def test_a_block_that_saves_again_what_is_moved_already_is_not_idle() -> None:
+    actckpt.reset_stats()
+    h = torch.randn(PAGE, requires_grad=True) * 1.5
+    with actckpt.offload(min_bytes=0):
+        one = h.sin()
+    with actckpt.offload(min_bytes=0):
+        other = h.cos()
+    assert actckpt.stats().idle_offloads == 0 and actckpt.stats().deduplicated_bytes == 4 * PAGE
+    del one, other
+
+
+def test_a_block_inside_of_a_rerun_moves_nothing_for_another_reason() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with actckpt.offload(min_bytes=0):
+            return (x * 2).sin().exp()
+
+    x = torch.randn(PAGE, requires_grad=True)
+    actckpt.reset_stats()
+    actckpt.checkpoint(function, x).sum().backward()
+    assert actckpt.stats().idle_offloads == 0

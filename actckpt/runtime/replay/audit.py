@@ -25,14 +25,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from actckpt.engine.demotion import Steps
 from actckpt.errors import AuditError
+from actckpt.runtime import rng
 from actckpt.runtime.inputs import contents_of
 from actckpt.runtime.replay.checksums import checksum
+from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.stack import module_name
 
-__all__ = ["Site", "caller_of", "checksum", "failed_error", "site_of", "warn_of_original"]
+__all__ = ["Site", "caller_of", "can_compare", "checksum", "failed_error", "site_of", "warn_of_original"]
 
 _MAX_SITES = 4096
 _MAX_STRUCTURES = 64
@@ -43,7 +46,10 @@ _SAMPLE = 16
 class Site:
     """What is known about one place in the user's code that opens regions."""
 
-    __slots__ = ("audited", "has_warned", "modules", "num_calls", "opaque", "steps", "structures")
+    __slots__ = (
+        *("audited", "has_other_hooks", "has_warned", "is_rerun", "matches", "modules", "num_calls", "opaque", "steps"),
+        "structures",
+    )
 
     def __init__(self) -> None:
         #: Places that came back right.
@@ -57,8 +63,14 @@ class Site:
         self.num_calls = 0
         #: What `PREFER_OFFLOAD` moves here.
         self.steps = Steps()
+        #: Whether hooks around the region give back other bytes than they were handed.
+        self.has_other_hooks = False
         #: Whether it was said that replay does not help here.
         self.has_warned = False
+        #: Whether its function runs again in backward, since compiled code makes what its policy wants replayed.
+        self.is_rerun = False
+        #: Which operators that its policy names ran here.
+        self.matches = Matches()
 
     def begin(self, mode: str) -> bool:
         """Count a call; returns whether it is audited at all."""
@@ -173,6 +185,11 @@ def _itself(item: Any) -> Any:
         return _Itself(item)
     except TypeError:  # takes no weak references
         return type(item)
+
+
+def can_compare(tensor: Tensor) -> bool:
+    """Whether a checksum of a tensor would say anything."""
+    return not (tensor.is_meta or rng.is_capturing())
 
 
 def warn_of_original(what: str) -> None:

@@ -21,9 +21,11 @@ class Choice:
         after_call: asked once for every operator, right after it ran, with the operator, its arguments, its
             keywords and its result.
         for_value: asked once per value, when it is saved for the first time.
+        is_per_operator: whether `default` goes by operator too, also where there are no `actions`: inputs stay, and
+            values of any size move.
     """
 
-    __slots__ = ("_after_call", "_overloads", "actions_by_id", "asks_calls", "default", "for_value")
+    __slots__ = ("_after_call", "_is_per_operator", "actions_by_id", "asks_calls", "default", "for_value", "operators")
 
     def __init__(
         self,
@@ -32,11 +34,14 @@ class Choice:
         *,
         after_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Action] | None = None,
         for_value: Callable[[SavedTensorInfo], Action] | None = None,
+        is_per_operator: bool = False,
     ) -> None:
         #: By id() of the overload; torch keeps each as long as it lives, and hashes them in Python.
         self.actions_by_id = {id(overload): action for overload, action in (actions or {}).items()}
-        self._overloads = tuple(actions or ())  # their ids stay theirs
+        #: Those of `actions`, whose ids stay theirs.
+        self.operators = tuple(actions or ())
         self.default = default
+        self._is_per_operator = is_per_operator
         self._after_call = after_call
         #: Whether every operator must be reported with `after_call`.
         self.asks_calls = after_call is not None
@@ -56,4 +61,6 @@ class Choice:
     @property
     def always(self) -> Action | None:
         """The action for all values, None if they may differ."""
-        return None if self.actions_by_id else self.default
+        if self.actions_by_id or (self._is_per_operator and self.default is not Action.KEEP):
+            return None
+        return self.default

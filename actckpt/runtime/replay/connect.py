@@ -2,27 +2,18 @@
 
 from typing import Any
 
-import torch
-
 from actckpt import _frames
 from actckpt.action import Action
 from actckpt.runtime import torch_private
-from actckpt.runtime.replay import aliases, opened, recorder, saved, wrappers
-from actckpt.runtime.replay.operators import Operator, operator_of
-from actckpt.runtime.replay.paused import paused
+from actckpt.runtime.replay import aliases, opened, recorder, saved, unseen, wrappers
+from actckpt.runtime.replay.operators import operator_of
 
 __all__ = ["NAMES"]
 
 
-def _describe(func: Any) -> Operator | None:
-    """Return the facts about an overload; None for higher-order operators, which are not recorded (Rule 10)."""
-    return operator_of(func) if isinstance(func, torch._ops.OpOverload) else None
-
-
 #: By the names of the fields in csrc/replay/names.h; None where torch has no such thing.
 NAMES: dict[str, Any] = {
-    "paused": paused,
-    "describe": _describe,
+    "describe": operator_of,
     "record_special": recorder.record_special,
     "note_wrappers": wrappers.note,
     "begin_audit": saved.begin_audit,
@@ -36,7 +27,12 @@ NAMES: dict[str, Any] = {
     "any_autocast_enabled": torch_private.any_autocast_enabled,
     "num_function_modes": torch_private.num_function_modes,
     "exchange_api": torch_private.exchange_api,
-    "num_recorders": opened.num_recorders,
+    "recording": opened.recording,
+    "made_by_function": unseen.made_by_function,
+    "saved_by_function": unseen.saved_by_function,
+    "function_type": torch_private.function_node_type,
+    "apply_code": torch_private.apply_code,
+    "compiled_prefix": torch_private.COMPILED_PREFIX,
 }
 
 _frames.connect_replay(NAMES)

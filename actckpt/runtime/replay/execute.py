@@ -1,9 +1,8 @@
 """Execute recorded steps again, from values at hand to the one that backward asks for."""
 
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,19 +17,20 @@ from actckpt.runtime.counters import counters
 from actckpt.runtime.messages import parameter_name
 from actckpt.runtime.replay import schedule
 from actckpt.runtime.replay.aliases import Watched, changed_error
+from actckpt.runtime.replay.geometry import Geometry
 from actckpt.runtime.replay.lineage import Step, Value, Window
 from actckpt.runtime.replay.paused import Paused, version_of
 from actckpt.runtime.replay.tape import Tape
 from actckpt.runtime.replay.wrappers import Witness
 
-__all__ = ["HeldOutside", "bytes_of", "changed_error", "on", "replay", "watch_roots"]
+__all__ = ["bytes_of", "changed_error", "on", "replay", "watch_roots"]
 
 
 #: Held while a replayed operator runs under settings of its own: two threads must not put back each other's.
 _lock = threading.RLock()
 
 
-def on(base: Tensor, window: Window) -> Tensor:
+def on(base: Tensor, window: Window | Geometry) -> Tensor:
     """Return the tensor that `window` describes, on the storage of `base`. Call it paused."""
     dtype, shape, stride, offset = window.dtype, window.shape, window.stride, window.offset
     is_conj, is_neg = window.is_conj, window.is_neg
@@ -41,40 +41,6 @@ def on(base: Tensor, window: Window) -> Tensor:
     if is_conj:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if is_neg else tensor
-
-
-class HeldOutside:
-    """What the hooks around a region hold for it. Each backward unpacks it once, as torch's checkpoint demands."""
-
-    __slots__ = ("__weakref__", "_packed", "_task", "_tensor", "_unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
-        self._packed = packed
-        self._unpack = unpack
-        self._task = -1
-        self._tensor: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        """Return a tensor on the bytes. May run code of the user again, so not to be called paused."""
-        task = torch_private.current_graph_task_id()
-        if self._tensor is not None and self._task == task:
-            return self._tensor
-        tensor = self._unpack(self._packed)
-        if task != -1:
-            self._task, self._tensor = task, tensor
-            torch_private.when_backward_ends(partial(_let_go, weakref.ref(self), task))
-        return tensor
-
-    def let_go(self, task: int) -> None:
-        """Forget what the backward `task` unpacked."""
-        if self._task == task:
-            self._tensor = None
-
-
-def _let_go(reference: "weakref.ref[HeldOutside]", task: int) -> None:
-    held = reference()
-    if held is not None:
-        held.let_go(task)
 
 
 def bytes_of(tape: Tape, value: Value, window: Window | None = None, clock: int = 0) -> Tensor:
@@ -103,7 +69,7 @@ def bytes_of(tape: Tape, value: Value, window: Window | None = None, clock: int 
     tensor = stored()
     task = torch_private.current_graph_task_id()
     _frames.count_needs(tape, task)
-    if not isinstance(stored, HeldOutside) and tape.has_room() and _frames.is_asked(value, task):
+    if tape.outer is None and tape.has_room() and _frames.is_asked(value, task):
         _frames.cache(tape, value, tensor, task)  # who is replayed from it need not have it brought back once more
     return tensor
 

@@ -90,8 +90,20 @@ _NONDETERMINISTIC_ON_CUDA = frozenset(
 _NONDETERMINISTIC_ON_CUDA_IF = {"convolution": 6}
 
 
+class HigherOrder:
+    """An operator whose arguments may be functions: not recorded (Rule 10 of NOTE [ Replay ])."""
+
+    is_recorded = False
+
+    def __init__(self, func: Any) -> None:
+        self.func = self.callee = func
+        self.name = str(func)
+
+
 class Operator:
     """Facts about one overload of an operator."""
+
+    is_recorded = True
 
     __slots__ = (
         "callee",
@@ -202,12 +214,12 @@ def _is_out_variant(schema: Any) -> bool:
     return "out" in schema.overload_name and any(_is_write(a) and a.kwarg_only for a in schema.arguments)
 
 
-_known: dict[Any, Operator] = {}
+_known: dict[Any, Operator | HigherOrder] = {}
 
 
-def operator_of(func: Any) -> Operator:
-    """Return what is known about an overload."""
+def operator_of(func: Any) -> Operator | HigherOrder:
+    """Return what is known about an overload, or about what is called like one."""
     found = _known.get(func)
     if found is None:
-        found = _known[func] = Operator(func)
+        found = _known[func] = (Operator if isinstance(func, torch._ops.OpOverload) else HigherOrder)(func)
     return found

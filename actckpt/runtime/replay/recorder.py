@@ -25,9 +25,11 @@ Rule 8.  Outside storages. Before replay reads a storage from outside, its size 
 Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`), each operator under the
          settings that it had in forward (NOTE [ Settings ]). A tensor that
          unpack returned while the region is open is known to the region as what it is.
-Rule 10. Compile. The recorder ignores compiled code and lets higher-order operators through.
+Rule 10. Compile. Operators inside of compiled code are not recorded: kernels that no dispatcher sees write to the same
+         memory in between. What it returns and saves is opaque. A function of which that is much runs again, from its
+         next call on. Higher-order operators are let through.
 Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
-         Else what it must hold goes through the hooks outside when it closes, in the order of birth.
+         Else what it must hold goes through the hooks outside when it closes, in the order of birth: see `outside`.
 Rule 12. Caching. Replayed values that this backward asks for again stay until it has, or ends: NOTE [ Needs ] in
          `lineage`, and within a window of bytes: NOTE [ Windows ] in `windows`.
 Rule 13. Order. See `schedule`.
@@ -46,10 +48,11 @@ from actckpt.action import Action
 from actckpt.runtime import rng
 from actckpt.runtime.replay import filling, saved
 from actckpt.runtime.replay.lineage import Step, Value, Window, blank_of, redirect
+from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.replay.operators import Operator
 from actckpt.runtime.replay.tape import Tape
 
-__all__ = ["Recorder", "record_special"]
+__all__ = ["Recorder", "WatchingRecorder", "record_special"]
 
 #: Of what stands for bytes that a step does not read.
 _OVERWRITTEN = "overwritten"
@@ -68,6 +71,18 @@ class Recorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Compiled code stays compiled (Rule 10)."""
         return True
+
+
+class WatchingRecorder(Recorder):
+    """A recorder that notes which operators of a policy run. See NOTE [ Operators that a policy names ]."""
+
+    def __init__(self, matches: Matches) -> None:
+        super().__init__()
+        self.matches = matches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.matches.note(func)
+        return _frames.torch_dispatch(self, func, types, args, kwargs)
 
 
 # Torch wraps the handlers of a class body so that the compiler does not look into them; this one is native.

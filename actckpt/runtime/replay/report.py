@@ -9,6 +9,7 @@ from torch import Tensor
 
 from actckpt._frames import Entry, Meter, OffloadSession
 from actckpt.action import Action
+from actckpt.config import format_bytes
 
 __all__ = ["Entry", "Figures", "Report", "Row", "explained"]
 
@@ -38,6 +39,8 @@ class Report:
     rows: tuple[Row, ...]
     #: Why there are no rows, where nothing was recorded; else an empty text.
     note: str = ""
+    #: Operators that the policy names and that did not run here in the first step, with what ran in their place.
+    operators_not_run: tuple[str, ...] = ()
     #: Bytes of the values made in the region, saved, kept, replayed or brought back, that were alive at once, at most
     #: so far. Not counted: inputs and parameters, gradients, what autograd did not save and the region did not hold.
     peak_bytes: int = 0
@@ -58,18 +61,27 @@ class Report:
         return sum(row.recomputed_bytes for row in self.rows)
 
     @classmethod
-    def of(cls, entries: list[Entry], note: str = "", *, peak_bytes: int = 0) -> "Report":
+    def of(
+        cls,
+        entries: list[Entry],
+        note: str = "",
+        operators_not_run: tuple[str, ...] = (),
+        *,
+        peak_bytes: int = 0,
+    ) -> "Report":
         """Sum entries up by operator and module, in the order of their first value."""
         groups: dict[tuple[str, str | None], list[Entry]] = {}
         for entry in entries:
             groups.setdefault((entry.operator, entry.module), []).append(entry)
-        return cls(tuple(_row(*key, members) for key, members in groups.items()), "" if groups else note, peak_bytes)
+        rows = tuple(_row(*key, members) for key, members in groups.items())
+        return cls(rows, "" if groups else note, operators_not_run, peak_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rows and the sums as plain data."""
         return {
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "note": self.note,
+            "operators_not_run": self.operators_not_run,
             "kept_bytes": self.kept_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "recomputed_bytes": self.recomputed_bytes,
@@ -87,11 +99,14 @@ class Report:
         header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "why kept")
         lines = [header, *(_cells(row) for row in self.rows)]
         lines.append(
-            ("all", "", "", *map(_size, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
+            ("all", "", "", *map(format_bytes, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
         )
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        table = "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-        return f"{table}\npeak so far: {_size(self.peak_bytes)}"
+        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        if self.operators_not_run:
+            table.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
+        table.append(f"peak so far: {format_bytes(self.peak_bytes)}")
+        return "\n".join(table)
 
     def __str__(self) -> str:
         return self.table()
@@ -112,15 +127,15 @@ class Figures:
         self.session = session
         session.watch(self.meter)
 
-    def report(self, note: str = "") -> Report:
+    def report(self, note: str = "", operators_not_run: tuple[str, ...] = ()) -> Report:
         """Return the report as things stand."""
         if self.session is None:
-            return Report.of(self.entries, note, peak_bytes=self.meter.peak_bytes)
+            return Report.of(self.entries, note, operators_not_run, peak_bytes=self.meter.peak_bytes)
         num_moved, moved_bytes, num_small, small_bytes = self.session.moved_and_small()
         why = {"smaller than min_bytes": num_small} if num_small else {}
         count = num_moved + num_small
         row = Row("(all)", None, count, small_bytes, moved_bytes, recomputed_bytes=0, num_replays=0, not_replayed=why)
-        return Report((row,) if count else (), "" if count else note or _NOTHING, self.meter.peak_bytes)
+        return Report((row,) if count else (), "" if count else note or _NOTHING, peak_bytes=self.meter.peak_bytes)
 
 
 def explained(entries: list[Entry], tensor: Tensor) -> str:
@@ -145,7 +160,7 @@ def _explained_one(entry: Entry) -> str:
     done = {Action.KEEP: "kept", Action.OFFLOAD: "offloaded", Action.RECOMPUTE: "dropped"}[entry.action]
     why = entry.why or "the policy says so"
     replays = f"; replayed {entry.num_replays} times so far" if entry.action is Action.RECOMPUTE else ""
-    return f"Made by {entry.operator}{where}, {_size(entry.nbytes)}: {done}, because {why}{replays}."
+    return f"Made by {entry.operator}{where}, {format_bytes(entry.nbytes)}: {done}, because {why}{replays}."
 
 
 def _row(operator: str, module: str | None, entries: list[Entry]) -> Row:
@@ -166,11 +181,5 @@ def _row(operator: str, module: str | None, entries: list[Entry]) -> Row:
 
 def _cells(row: Row) -> tuple[str, ...]:
     reasons = ", ".join(f"{count} x {reason}" for reason, count in row.not_replayed.items())
-    sizes = map(_size, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
+    sizes = map(format_bytes, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
     return (row.operator, row.module or "", str(row.num_values), *sizes, str(row.num_replays), reasons)
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 10 * 2**10:
-        return f"{nbytes} B"
-    return f"{nbytes / 2**10:.1f} KiB" if nbytes < 10 * 2**20 else f"{nbytes / 2**20:.1f} MiB"

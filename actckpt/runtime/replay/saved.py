@@ -15,15 +15,15 @@ from actckpt._frames import stays
 from actckpt.action import Action
 from actckpt.engine.native import EngineError
 from actckpt.errors import AuditError
-from actckpt.runtime import rng, torch_private
+from actckpt.runtime import torch_private
 from actckpt.runtime.replay import audit, casts, execute, wrappers
-from actckpt.runtime.replay.execute import HeldOutside
-from actckpt.runtime.replay.lineage import Block, Handle, Value, mark_needed, new_leaf_bytes, window_of
-from actckpt.runtime.replay.paused import Paused, version_of, whole
+from actckpt.runtime.replay.lineage import Block, Handle, Value, Window, mark_needed, new_leaf_bytes, window_of
+from actckpt.runtime.replay.outside import HeldOutside, Reads, hand_out, reads_of
+from actckpt.runtime.replay.paused import Paused, version_of
 from actckpt.runtime.replay.tape import Tape
 from actckpt.runtime.taken_apart import TakenApart
 
-__all__ = ["begin_audit", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
+__all__ = ["begin_audit", "is_much", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
 
 
 #: What autograd holds in the place of a saved tensor.
@@ -85,13 +85,14 @@ def unpack_slowly(packed: _Packed) -> Tensor:
     with swap, tape.lock:
         previous, packed.task = packed.task, torch_private.current_graph_task_id()
         try:
-            base = execute.bytes_of(tape, value, window, packed.clock)
+            tensor = _as_hooks_gave_it(value, window)
+            base = execute.bytes_of(tape, value, window, packed.clock) if tensor is None else tensor
         except BaseException:
             packed.task = previous
             raise
         _frames.let_go_of_needs(value, packed.task)
     with Paused():
-        tensor = execute.on(base, window)
+        tensor = execute.on(base, window) if tensor is None else tensor.detach()
     if packed.audit is not None and value.held is None:
         tensor = _audited(packed, packed.audit, tensor)
     if tape.is_open:
@@ -99,7 +100,14 @@ def unpack_slowly(packed: _Packed) -> Tensor:
         known = tape.blocks.get(id(storage))
         if known is None or known.storage() is not storage:
             tape.blocks[id(storage)] = Block(storage, value)  # Rule 9
-    return tensor
+    return _frames.as_saved(packed, tensor)
+
+
+def _as_hooks_gave_it(value: Value, window: Window) -> Tensor | None:
+    """Return a saved tensor that the hooks around the region hold, None where its bytes are elsewhere."""
+    stored = value.stored
+    is_outside = isinstance(stored, HeldOutside) and value.held is None and value.cached is None
+    return stored.piece(window) if is_outside else None  # type: ignore[union-attr]
 
 
 class Audit(NamedTuple):
@@ -113,7 +121,7 @@ class Audit(NamedTuple):
 
 def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     """Leave a checksum of a dropped tensor whose place has not come back right yet."""
-    if rng.is_capturing() or tensor.is_meta:
+    if not audit.can_compare(tensor):
         return
     value = handle.window.value
     if value.index > 0 and value.operator.has_workspace:
@@ -148,6 +156,9 @@ def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
         tape.site.audited.add(expected.place)
         if not tape.audits_always:
             handle.audit = None
+        return tensor
+    if tape.site.has_other_hooks:  # Rule 3 of NOTE [ Hooks outside ]
+        handle.audit = None
         return tensor
     value = handle.window.value
     tape.site.opaque.add(value.key)
@@ -194,17 +205,25 @@ def settle(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
     casts.note(tape)
-    made_of = wrappers.witnesses(tape)
+    made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
     tape.blocks.clear()
     tape.filling = None
     _settle_candidates(tape)
     casts.replay_from_parameters(tape)
-    if tape.opaque_bytes > max(_OPAQUE_BYTES, (tape.recompute_bytes + tape.opaque_bytes) // _OPAQUE_SHARE):
+    if is_much(tape.opaque_bytes, tape.recompute_bytes + tape.opaque_bytes):
         _warn_of_opaque(tape)
+    reads = reads_of(tape) if tape.outer is not None else {}
     tape.saved.clear()
     for value in _frames.settle_held(tape):
-        _settle_one(tape, value)
-    execute.watch_roots(tape, made_of)
+        _settle_one(tape, value, reads.get(value))
+    if tape.roots is not None or made_of:
+        execute.watch_roots(tape, made_of)
+    tape.outer = None  # whoever holds something of this region holds it now
+
+
+def is_much(opaque_bytes: int, total_bytes: int) -> bool:
+    """Whether so much of what a policy wants recomputed cannot be replayed that the user should know."""
+    return opaque_bytes > max(_OPAQUE_BYTES, total_bytes // _OPAQUE_SHARE)
 
 
 def _report_held(tape: Tape, value: Value, held: Tensor) -> None:
@@ -241,7 +260,7 @@ def _note_backward_inside(tape: Tape) -> None:
         )
 
 
-def _settle_one(tape: Tape, value: Value) -> None:
+def _settle_one(tape: Tape, value: Value, reads: Reads | None) -> None:
     held = value.held
     assert held is not None
     if tape.entries is not None and value.entry is None:
@@ -262,10 +281,7 @@ def _settle_one(tape: Tape, value: Value) -> None:
         if value.stored is not None:
             return
     if tape.outer is not None and (tape.hands_kept_out or value.is_input):
-        pack_outer, unpack_outer = tape.outer
-        with Paused():
-            alias = whole(held)  # what comes back must have the layout of the storage, whatever tensor stood for it
-        value.stored = HeldOutside(pack_outer(alias), unpack_outer)
+        value.stored = hand_out(tape, value, held, reads)
         value.held = None
     else:
         value.held = alias

@@ -1,6 +1,5 @@
 """The tape of an open region: what its storages hold, what must be held, and what autograd saves of it."""
 
-import fnmatch
 import functools
 import threading
 import weakref
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt import _frames, config
+from actckpt import _frames, config, selectors
 from actckpt._frames import Moved, add_entry, evict, look_at, stays, uncache, value_of
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.engine.demotion import RegionPlan
@@ -28,7 +27,10 @@ from actckpt.runtime.replay.paused import Paused, whole
 from actckpt.runtime.replay.reach import Needed, Obtainable
 from actckpt.runtime.replay.wrappers import Seen
 
-__all__ = ["Tape"]
+__all__ = ["COMPILED", "Tape"]
+
+#: Why what compiled code returns or saves is not replayed.
+COMPILED = "made by compiled code"
 
 
 class Tape(TapeCore):
@@ -64,6 +66,9 @@ class Tape(TapeCore):
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
         self.recompute_bytes = 0
         self.opaque_bytes = 0
+        #: Of the latter, those of compiled code.
+        self.compiled_bytes = 0
+        self.began_at = -1 if torch_private.next_sequence_number is None else torch_private.next_sequence_number()
         self.lock = threading.RLock()
         #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
         self.swap = -1
@@ -72,7 +77,7 @@ class Tape(TapeCore):
         self.modules = site.modules
         self.opaque_places = site.opaque
         self.audited_places = site.audited
-        self.is_audited = site.begin(settings.audit)
+        self.is_audited = site.begin(settings.audit) and not (outer is not None and site.has_other_hooks)
         self.audits_always = settings.audit == "always"
         self.audited: list[weakref.ref[Any]] = []
         #: Names whose values are never replayed.
@@ -174,7 +179,7 @@ class Tape(TapeCore):
         if self.opaque_names and value.operator is not None:
             operator = value.operator.name
             names = [operator, operator.rpartition(".")[0], site.modules.get(key) or ""]
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.opaque_names):
+            if any(selectors.matches(pattern, name) for name in names for pattern in self.opaque_names):
                 return "configure(opaque=...) names it"
         return ""
 
@@ -334,6 +339,8 @@ class Tape(TapeCore):
             if not value.is_input:
                 counters.add("kept_opaque", 1)
                 self.opaque_bytes += value.nbytes
+                if value.why_opaque is COMPILED:
+                    self.compiled_bytes += value.nbytes
         elif action is Action.RECOMPUTE:
             self.recompute_bytes += value.nbytes
         if action is not Action.RECOMPUTE:

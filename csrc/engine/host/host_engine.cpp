@@ -1,6 +1,7 @@
 #include "engine/host/host_engine.h"
 
 #include <algorithm>
+#include <system_error>
 
 #include "engine/errors.h"
 
@@ -28,15 +29,15 @@ std::shared_ptr<HostEngine> HostEngine::make(const HostConfig& config) {
   });
 }
 
-HostEngine::HostEngine(const HostConfig& config) : window_(config.window_bytes) {
+HostEngine::HostEngine(const HostConfig& config) : config_(config), window_(config.window_bytes) {
   try {
     for (int i = 0; i < config.num_workers; ++i) {
       workers_.emplace_back(&HostEngine::work, this);
     }
-  } catch (...) {
-    shutdown();
-    throw;
+  } catch (const std::system_error& error) {  // the threads that there are do it, or callers
+    stats_.last_error = format_errno(error.code().value());
   }
+  stats_.num_workers = static_cast<int>(workers_.size());
 }
 
 HostEngine::~HostEngine() noexcept { shutdown(); }

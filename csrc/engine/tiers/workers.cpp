@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
+#include <system_error>
 #include <utility>
+
+#include "engine/errors.h"
 
 namespace actckpt {
 namespace {
@@ -22,15 +26,28 @@ std::shared_ptr<Workers> Workers::make(int num_threads) {
 }
 
 void Workers::start(const Lock&) {
-  while (!is_stopped_ && static_cast<int>(threads_.size()) < num_threads_) {
-    threads_.emplace_back(&Workers::work, this);
+  if (is_refused_) {
+    return;
+  }
+  try {
+    while (!is_stopped_ && static_cast<int>(threads_.size()) < num_threads_) {
+      threads_.emplace_back(&Workers::work, this);
+    }
+  } catch (const std::system_error& error) {
+    if (threads_.empty()) {
+      throw EngineError("No thread can be made to copy between host memory and disk, of " +
+                        std::to_string(num_threads_) + " that configure(num_workers=...) asks for: " +
+                        format_errno(error.code().value()) +
+                        ". Raise the limit of threads (ulimit -u, pids.max of the cgroup) or of memory (ulimit -v).");
+    }
+    is_refused_ = true;  // those that there are do it all
   }
 }
 
 void Workers::submit(Job job, bool urgent) {
   const Lock lock(mutex_);
-  (urgent ? urgent_ : jobs_).push_back(std::move(job));
   start(lock);
+  (urgent ? urgent_ : jobs_).push_back(std::move(job));
   changed_.notify_one();
 }
 

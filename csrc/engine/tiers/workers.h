@@ -5,7 +5,8 @@
 // are noticed that way without anybody waiting for them. Threads start with the first job or wake.
 // With no threads, `run_one` runs the jobs: for tests. `stop` joins and drops what was not begun.
 // Thread rule: any thread; `submit` and `wake` take a leaf lock. `progress` is called with no lock
-// held. Jobs must not throw. Ownership: owns its threads.
+// held. Jobs must not throw. Where the system refuses threads, those that it gave do all; `submit` and
+// `wake` throw EngineError where it gave none. Ownership: owns its threads.
 
 #pragma once
 
@@ -59,6 +60,7 @@ class Workers {
   std::deque<Job> urgent_;
   std::deque<Job> jobs_;
   bool is_stopped_ = false;
+  bool is_refused_ = false;  // the system has no more threads for us
   bool is_watched_ = false;  // a thread is in `watch`
   bool is_awake_ = false;    // something is on its way
   std::vector<std::thread> threads_;

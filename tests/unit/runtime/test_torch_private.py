@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch.autograd import Variable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -54,6 +55,15 @@ NAMES = [
     (torch._C, "_get_float32_matmul_precision", "optional: public; what it tells may not fit the precision in force"),
     (torch._C, "_get_cudnn_allow_tf32", "optional: public; what it tells may not fit the precision in force"),
     (torch.Tensor, "_backward_hooks", "required: hooks of parameters must not run twice"),
+    (torch._C, "_FunctionBase", "required: how what an autograd.Function made is recognised"),
+    (torch._C, "_len_torch_dispatch_stack", "required where a signal handler raises while a region opens or closes"),
+    (torch.utils._python_dispatch, "_get_dispatch_stack_at", "goes with _len_torch_dispatch_stack"),
+    (torch.utils._python_dispatch, "_pop_mode", "goes with _len_torch_dispatch_stack"),
+    (torch.utils._python_dispatch, "_push_mode", "goes with _len_torch_dispatch_stack"),
+    (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode", "goes with _len_torch_dispatch_stack"),
+    (torch.utils._python_dispatch, "_is_in_non_infra_torch_dispatch_mode", "goes with _len_torch_dispatch_stack"),
+    (torch._C._autograd, "_get_sequence_nr", "optional: what compiled code returns counts as an input of a region"),
+    (torch.autograd.Function.apply, "__func__", "optional: what compiled code saves counts as an input of a region"),
 ]
 
 
@@ -100,13 +110,18 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "torch",
     }
     functions = {
+        "are_on_top",
         "callee_of",
+        "is_compiled_function",
         "forced_by_context",
         "function_modes",
+        "graph_break",
         "knows_outer_hooks",
         "outer_hooks",
+        "remove_dispatch_mode",
         "replaced_function_modes",
         "selective_policy",
+        "set_selective_policy",
         "unsharded_parameter",
         "wait_for_collective",
         "when_backward_ends",
@@ -114,6 +129,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
     assert names == {
+        "COMPILED_PREFIX",
         "FREEING_METHODS",
         "NUMERIC_OF_CPUS",
         "NUMERIC_OF_CUDA",
@@ -121,6 +137,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "NUMERIC_OF_HIP",
         "SCRIPT_FAILURE",  # checked in tests/contract/test_keywords.py
         "any_autocast_enabled",
+        "apply_code",
         "below_autograd",
         "current_graph_exec_group",
         "current_graph_task_id",
@@ -131,8 +148,10 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "flags_of_elements",
         "flags_of_hip",
         "get_precision",
+        "function_node_type",
         "keeps_graph",
         "must_be_deterministic",
+        "next_sequence_number",
         "nondeterminism_warns",
         "num_function_modes",
         "older_precisions",
@@ -276,3 +295,29 @@ def test_without_tensor_hooks_a_gradient_does_not_meet_them() -> None:
     assert torch.equal(torch.autograd.grad(product, x, retain_graph=True)[0], 2 * torch.ones(2)) and log
     handle.remove()
     assert torch.equal(torch.autograd.grad(product, x)[0], torch.ones(2))
+
+
+def test_without_sequence_numbers_what_an_autograd_function_made_counts_as_an_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class ByNumpy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(2 * x.detach().numpy())
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return 2 * grads[0]
+
+    x = torch.randn(8, requires_grad=True)
+    expected = torch.autograd.grad(ByNumpy.apply(x).sin().sum(), x)[0]
+    operators = []
+    for name in ("next_sequence_number", None):
+        if name is not None:
+            monkeypatch.setattr(torch_private, name, None)
+        with actckpt.region() as region:
+            y = ByNumpy.apply(x).sin()
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+        operators.append(region.report().rows[0].operator)
+        monkeypatch.undo()
+    assert operators == ["(input)", "(not recorded)"]

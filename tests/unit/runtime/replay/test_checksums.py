@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt.report.memory import LiveStorages
+from actckpt.memory import LiveStorages
 from actckpt.runtime.replay.checksums import checksum, compact
 
 MIB = 2**20

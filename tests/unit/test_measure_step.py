@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from actckpt.report.memory import LiveStorages, measure_step
+from actckpt.memory import LiveStorages, measure_step
 
 BATCH, WIDTH, HIDDEN = 8, 16, 32
 WIDE_BYTES = BATCH * HIDDEN * 4

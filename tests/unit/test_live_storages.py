@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from actckpt.report.memory import LiveStorages, measure_step
+from actckpt.memory import LiveStorages, measure_step
 
 FLOAT_BYTES = 4
 BATCH, WIDTH, HIDDEN = 8, 16, 32

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from actckpt.report import plot
-from actckpt.report.plot import plot_panels, plot_timelines
+from actckpt import _plot
+from actckpt._plot import plot_panels, plot_timelines
 
 
 def test_picture_is_a_png_with_one_line_per_name(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_picture_is_a_png_with_one_line_per_name(tmp_path: Path) -> None:
 def test_a_ninth_line_does_not_look_like_the_first(tmp_path: Path) -> None:
     figure = pytest.importorskip("matplotlib.figure")
     axes = figure.Figure().add_subplot()
-    plot._draw(axes, {f"method {index}": [(0.0, 0), (1.0, 2**20)] for index in range(16)})
+    _plot._draw(axes, {f"method {index}": [(0.0, 0), (1.0, 2**20)] for index in range(16)})
     lines = [line for line in axes.get_lines() if str(line.get_label()).startswith("method")]
     looks = {(line.get_color(), line.get_linestyle(), str(line._unscaled_dash_pattern)) for line in lines}
     assert len(looks) == len(lines) == 16

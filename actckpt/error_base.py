@@ -1,0 +1,27 @@
+"""The errors that need no torch, for the planner, which does not import it. All of them are in `actckpt.errors`."""
+
+__all__ = ["ActckptError", "CostTableError", "PlanInfeasibleError"]
+
+
+class ActckptError(Exception):
+    """Base of every error that actckpt raises on its own account."""
+
+
+class CostTableError(ActckptError, ValueError):
+    """A cost table says something that cannot be. The message names the field."""
+
+
+class PlanInfeasibleError(ActckptError, ValueError):
+    """No plan fits into the budget.
+
+    Args:
+        message: what holds the memory.
+        smallest_bytes: the smallest budget for which there is a plan; None: there is none, however large.
+    """
+
+    def __init__(self, message: str, smallest_bytes: float | None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+    def __reduce__(self) -> tuple[type, tuple[str, float | None]]:
+        return type(self), (str(self), self.smallest_bytes)

@@ -1,0 +1,21 @@
+"""Plans for a memory budget: what to keep, recompute and offload. See docs/planning.md. Nothing here imports torch."""
+
+from actckpt.error_base import CostTableError, PlanInfeasibleError
+from actckpt.planner.costs import BlockClass, Capacity, CostTable, Value
+from actckpt.planner.plans import Plan
+from actckpt.planner.simulation import Simulation, Span, simulate
+from actckpt.planner.solving import solve
+
+__all__ = [
+    "BlockClass",
+    "Capacity",
+    "CostTable",
+    "CostTableError",
+    "Plan",
+    "PlanInfeasibleError",
+    "Simulation",
+    "Span",
+    "Value",
+    "simulate",
+    "solve",
+]

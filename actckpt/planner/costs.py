@@ -1,0 +1,235 @@
+"""Cost tables: what the solver and the simulator know of a model and its machine. See docs/planning.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from actckpt.error_base import CostTableError
+from actckpt.planner.fields import Fields
+
+__all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "Capacity", "CostTable", "Value"]
+
+COST_TABLE_VERSION = 1
+#: Name of the value that is the input of its block.
+BLOCK_INPUT = "x0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A tensor of a block: what it costs to hold and to compute again. Fields as in docs/planning.md."""
+
+    name: str
+    nbytes: float
+    recompute_s: float = 0.0
+    inputs: tuple[str, ...] = ()
+    needed: bool = True
+    offloadable: bool = True
+    replayable: bool = True
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Value:
+        name = fields.text("name")
+        replayable = fields.flag("replayable", name != BLOCK_INPUT)
+        found = cls(
+            name=name,
+            nbytes=fields.size("bytes"),
+            recompute_s=fields.seconds("recompute_s", None if replayable else 0.0),
+            inputs=fields.names("inputs", ()),
+            needed=fields.flag("needed", True),
+            offloadable=fields.flag("offloadable", True),
+            replayable=replayable,
+        )
+        fields.nothing_else()
+        return found
+
+    def _to_dict(self) -> dict[str, Any]:
+        found = dataclasses.asdict(self)
+        return {"name": found.pop("name"), "bytes": found.pop("nbytes"), **found, "inputs": list(self.inputs)}
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockClass:
+    """What the blocks of one structure have in common. Fields as in docs/planning.md."""
+
+    forward_s: float
+    backward_s: float
+    working_set_bytes: float
+    gradient_bytes: float = 0.0
+    values: tuple[Value, ...] = ()
+    rerun: bool = False
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> BlockClass:
+        values = tuple(Value._from_fields(each) for each in fields.tables("values"))
+        _check_values(values, fields.where)
+        found = cls(
+            forward_s=fields.seconds("forward_s"),
+            backward_s=fields.seconds("backward_s"),
+            working_set_bytes=fields.size("working_set_bytes"),
+            gradient_bytes=fields.size("gradient_bytes", 0),
+            values=values,
+            rerun=fields.flag("rerun", False),
+        )
+        fields.nothing_else()
+        return found
+
+    def _to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "values": [value._to_dict() for value in self.values]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """Most bytes there are while each block of the stack runs, in the order of the stack."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CostTable:
+    """Bytes and seconds of a stack of blocks, and the links to host memory and disk.
+
+    Make one with `from_dict` or `from_json`, which check what they read; the constructor checks nothing.
+    """
+
+    classes: Mapping[str, BlockClass]
+    #: Name of the class of each block, in the order of the forward.
+    stack: tuple[str, ...]
+    fixed_bytes: float = 0.0
+    d2h_bytes_per_s: float = 0.0
+    h2d_bytes_per_s: float = 0.0
+    #: None: no limit.
+    host_bytes: float | None = None
+    disk_bytes: float = 0.0
+    disk_write_bytes_per_s: float = 0.0
+    disk_read_bytes_per_s: float = 0.0
+    capacity_bytes: Capacity | None = None
+
+    @property
+    def blocks(self) -> tuple[BlockClass, ...]:
+        """The class of each block, in the order of the forward."""
+        return tuple(self.classes[name] for name in self.stack)
+
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a step in which every value is kept."""
+        return sum(block.forward_s + block.backward_s for block in self.blocks)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> CostTable:
+        """Read a cost table from plain data.
+
+        Args:
+            table: fields as in docs/planning.md, sizes in bytes, times in seconds.
+        Raises:
+            CostTableError: a field is missing, unknown or makes no sense. The message says which one.
+
+        Example::
+
+            >>> from actckpt.planner import CostTable
+            >>> block = {"forward_s": 0.1, "backward_s": 0.2, "working_set_bytes": 300, "values": []}
+            >>> CostTable.from_dict({"version": 1, "classes": {"block": block}, "stack": ["block"]}).plain_seconds
+            0.30000000000000004
+        """
+        fields = Fields(table, "cost table")
+        fields.version(COST_TABLE_VERSION)
+        classes = {name: BlockClass._from_fields(each) for name, each in fields.named_tables("classes").items()}
+        stack = fields.names("stack", among=classes)
+        if not stack:
+            raise CostTableError("cost table.stack is empty. List the class of each block, in forward order.")
+        found = cls(
+            classes=classes,
+            stack=stack,
+            fixed_bytes=fields.size("fixed_bytes", 0),
+            d2h_bytes_per_s=fields.rate("d2h_bytes_per_s"),
+            h2d_bytes_per_s=fields.rate("h2d_bytes_per_s"),
+            host_bytes=fields.limit("host_bytes"),
+            disk_bytes=fields.limit("disk_bytes") or 0,
+            disk_write_bytes_per_s=fields.rate("disk_write_bytes_per_s"),
+            disk_read_bytes_per_s=fields.rate("disk_read_bytes_per_s"),
+            capacity_bytes=_capacity(fields, len(stack)),
+        )
+        fields.nothing_else()
+        return found
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> CostTable:
+        """Read a cost table from a JSON file.
+
+        Raises:
+            OSError: the file cannot be read.
+            CostTableError: it is no JSON, or as in `from_dict`.
+        """
+        try:
+            table = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CostTableError(f"{path} is no JSON: {error}. See docs/planning.md for what it must be.") from None
+        return cls.from_dict(table)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain data, which `from_dict` reads."""
+        table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        table["classes"] = {name: block._to_dict() for name, block in self.classes.items()}
+        table["stack"] = list(self.stack)
+        if self.capacity_bytes is not None:
+            table["capacity_bytes"] = {key: list(each) for key, each in vars(self.capacity_bytes).items()}
+        return {"version": COST_TABLE_VERSION, **{key: each for key, each in table.items() if each is not None}}
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the table to a JSON file, which `from_json` reads."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def as_cost_table(costs: CostTable | Mapping[str, Any]) -> CostTable:
+    """Return a cost table, read from plain data where it is not one yet."""
+    return costs if isinstance(costs, CostTable) else CostTable.from_dict(costs)
+
+
+def _check_values(values: tuple[Value, ...], where: str) -> None:
+    """Names are unique, inputs exist, and each comes before what reads it."""
+    inputs = {value.name: value.inputs for value in values}
+    if len(inputs) < len(values):
+        twice = next(value.name for index, value in enumerate(values) if value.name in list(inputs)[:index])
+        raise CostTableError(f"{where}.values has two values named {twice!r}. Give each a name of its own.")
+    for index, value in enumerate(values):
+        Fields.check_names(value.inputs, inputs, f"{where}.values[{index}].inputs")
+    if cycle := _cycle(inputs):
+        raise CostTableError(
+            f"{where}.values has a cycle: {' <- '.join(cycle)}. No value can be computed from itself; leave out one of "
+            "these inputs."
+        )
+    seen: set[str] = set()
+    for index, value in enumerate(values):
+        if late := [name for name in value.inputs if name not in seen]:
+            raise CostTableError(
+                f"{where}.values[{index}] ({value.name!r}) reads {late[0]!r}, which comes after it. Put values in the "
+                "order in which the forward computes them."
+            )
+        seen.add(value.name)
+
+
+def _cycle(inputs: Mapping[str, tuple[str, ...]]) -> list[str] | None:
+    """Return the names along a cycle, its first one again at the end; None where there is none."""
+    left = dict(inputs)
+    while ready := [name for name, reads in left.items() if not any(read in left for read in reads)]:
+        for name in ready:
+            del left[name]
+    if not left:
+        return None
+    path = [next(iter(left))]
+    while path.count(path[-1]) < 2:  # each of these reads another of these
+        path.append(next(read for read in left[path[-1]] if read in left))
+    return path[path.index(path[-1]) :]
+
+
+def _capacity(fields: Fields, num_blocks: int) -> Capacity | None:
+    table = fields.table("capacity_bytes")
+    if table is None:
+        return None
+    found = Capacity(table.limits("forward", num_blocks), table.limits("backward", num_blocks))
+    table.nothing_else()
+    return found

@@ -1,0 +1,121 @@
+"""A plan in words: `Plan.explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy
+
+from actckpt.action import Action
+from actckpt.error_base import PlanInfeasibleError
+from actckpt.planner.costs import Value
+from actckpt.planner.improvement import candidate
+from actckpt.planner.plans import Plan
+from actckpt.planner.problem import Problem
+from actckpt.planner.schedule import evaluate
+from actckpt.planner.solving import solve
+from actckpt.sizes import format_bytes, format_seconds
+
+__all__ = ["explained"]
+
+#: What the next GiB would buy; a tenth of the budget where that is less.
+_MORE_BYTES = 2**30
+
+
+def explained(plan: Plan) -> str:
+    """Say what sets the peak, what is done with which values and why, and what more memory would buy."""
+    lines = [_times(plan), _peak(plan), *_offloaded(plan), *_recomputed(plan), *_reruns(plan)]
+    return "\n".join([*lines, *_other_budgets(plan)])
+
+
+def _times(plan: Plan) -> str:
+    text = f"Budget {format_bytes(plan.budget_bytes)}: a step takes {format_seconds(plan.step_seconds)}"
+    if plan.overhead_seconds == 0.0:
+        return f"{text}, no longer than with everything kept."
+    parts = [
+        (plan.recompute_seconds, "computing again"),
+        (plan.write_wait_seconds, "waiting for copies out"),
+        (plan.read_wait_seconds, "waiting for copies back"),
+    ]
+    listed = ", ".join(f"{format_seconds(seconds)} {what}" for seconds, what in parts if seconds)
+    return (
+        f"{text}, {_share(plan, plan.overhead_seconds)} more than with everything kept: {listed}. "
+        f"No plan for this budget adds less than {_share(plan, plan.bound_seconds)}."
+    )
+
+
+def _share(plan: Plan, seconds: float) -> str:
+    share = f" ({100 * seconds / plan.plain_seconds:.2f} %)" if plan.plain_seconds else ""
+    return f"{format_seconds(seconds)}{share}"
+
+
+def _peak(plan: Plan) -> str:
+    """Say when the peak is, and what is in memory then."""
+    problem = Problem.of(plan.costs, plan.budget_bytes, dict(plan.pins))
+    actions = zip(problem.blocks, plan.actions, strict=True)
+    best = candidate(problem, [tuple(each[value.name] for value in block.values) for block, each in actions])
+    assert best is not None
+    schedule = evaluate(problem, best.footprints[None], numpy.array([plan.max_inflight], float))
+    index = int(numpy.maximum(schedule.forward_bytes, schedule.backward_bytes)[0].argmax())
+    backward = bool(schedule.backward_bytes[0, index] >= schedule.forward_bytes[0, index])
+    gradients = float((problem.backward_base - problem.forward_base)[index]) if backward else 0.0
+    moving = schedule.ahead_bytes[0, index] if backward else schedule.backlog_bytes[0, index]
+    parts = [
+        (problem.blocks[index].working_set_bytes, "the block's working set"),
+        (float(best.footprints[:index, 0].sum()), "kept by the blocks before it"),
+        (plan.costs.fixed_bytes, "fixed"),
+        (gradients, "gradients made by then"),
+        (float(moving), "read back ahead" if backward else "still to be written out"),
+    ]
+    held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
+    where = f"{'backward' if backward else 'forward'} of block {index} of {len(problem.blocks)}"
+    return f"Peak {format_bytes(plan.peak_bytes)}, in {where} ({plan.costs.stack[index]!r}): {held}."
+
+
+def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Value, int, int]]:
+    """Yield class, value, and in how many blocks of how many it has an action."""
+    for name, block in plan.costs.classes.items():
+        blocks = [index for index, each in enumerate(plan.costs.stack) if each == name]
+        for value in block.values:
+            num = sum(plan.actions[index][value.name] is action and not plan.rerun[index] for index in blocks)
+            if num:
+                yield name, value, num, len(blocks)
+
+
+def _offloaded(plan: Plan) -> Iterator[str]:
+    for name, value, num, of in _groups(plan, Action.OFFLOAD):
+        other = f"computing it again would take {format_seconds(num * value.recompute_s)}, and what its inputs take"
+        why = other if value.replayable else "it cannot be computed again"
+        total = format_bytes(num * value.nbytes)
+        yield f"Offloaded: {value.name} of {name!r} in {num} of {of} blocks ({total} out and back): {why}."
+
+
+def _recomputed(plan: Plan) -> Iterator[str]:
+    for name, value, num, of in _groups(plan, Action.RECOMPUTE):
+        if value.needed:
+            total, seconds = format_bytes(num * value.nbytes), format_seconds(num * value.recompute_s)
+            yield f"Recomputed: {value.name} of {name!r} in {num} of {of} blocks ({total}): {seconds}."
+
+
+def _reruns(plan: Plan) -> Iterator[str]:
+    for name, block in plan.costs.classes.items():
+        num = sum(rerun for rerun, each in zip(plan.rerun, plan.costs.stack, strict=True) if each == name)
+        if num:
+            yield f"Run again as a whole: {num} blocks {name!r}: {format_seconds(num * block.forward_s)}."
+
+
+def _other_budgets(plan: Plan) -> Iterator[str]:
+    """Say what a larger budget would save and a smaller one would cost."""
+    change = min(_MORE_BYTES, plan.budget_bytes / 10)
+    if plan.overhead_seconds:
+        more = solve(plan.costs, budget=plan.budget_bytes + change, pins=dict(plan.pins))
+        saved = max(plan.overhead_seconds - more.overhead_seconds, 0.0)
+        yield f"{format_bytes(change)} more would save {_share(plan, saved)}."
+    try:
+        less = solve(plan.costs, budget=plan.budget_bytes - change, pins=dict(plan.pins))
+    except PlanInfeasibleError as error:
+        least = format_bytes(error.smallest_bytes or 0)
+        yield f"{format_bytes(change)} less would not do: the smallest budget is {least}."
+    else:
+        lost = max(less.overhead_seconds - plan.overhead_seconds, 0.0)
+        yield f"{format_bytes(change)} less would cost {_share(plan, lost)}."

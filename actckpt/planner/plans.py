@@ -1,0 +1,124 @@
+"""A plan as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from actckpt._version import __version__
+from actckpt.action import Action
+from actckpt.planner.costs import CostTable
+
+__all__ = ["PLAN_VERSION", "Plan"]
+
+PLAN_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What becomes of each value of each block, and what that is predicted to cost. Made by `solve`."""
+
+    budget_bytes: float
+    #: Per block of the stack, in the order of the forward: what becomes of each value, by name. A value that backward
+    #: does not need and that is neither kept nor offloaded is `RECOMPUTE`, and costs nothing unless another needs it.
+    actions: tuple[Mapping[str, Action], ...]
+    #: Per block: it is run again as a whole to get back what was dropped.
+    rerun: tuple[bool, ...]
+    #: Seconds of a step in which everything is kept.
+    plain_seconds: float
+    #: What is added to them: computing again, and waiting for copies out and back.
+    recompute_seconds: float
+    write_wait_seconds: float
+    read_wait_seconds: float
+    #: No plan adds less.
+    bound_seconds: float
+    #: Bytes in memory at the worst moment, with copies ahead of backward limited to `max_inflight`.
+    peak_bytes: float
+    #: Most bytes that wait to be written out, or are read back ahead; with fewer, the step would take longer.
+    max_inflight: int
+    #: Most bytes that one block's recomputation makes.
+    replay_window: int
+    #: What the plan was made of.
+    costs: CostTable
+    pins: tuple[tuple[Any, Action], ...] = ()
+    #: Where the values are in a model: per block, the place of each value by name. None: the plan knows no model.
+    places: tuple[Mapping[str, Any], ...] | None = None
+    #: The version of actckpt that made it.
+    version: str = __version__
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Seconds that a step takes longer than one in which everything is kept."""
+        return self.recompute_seconds + self.write_wait_seconds + self.read_wait_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.plain_seconds + self.overhead_seconds
+
+    def explain(self) -> str:
+        """Say in words what sets the peak, what is done with which values and why, and what more memory would buy.
+
+        Cost: solves the problem twice more, with other budgets.
+        """
+        from actckpt.planner.explanation import explained  # which solves, and so imports this module
+
+        return explained(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, which `from_dict` reads."""
+        plan: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plan["actions"] = [{name: action.value for name, action in actions.items()} for actions in self.actions]
+        plan["rerun"] = list(self.rerun)
+        plan["pins"] = [[list(key) if isinstance(key, tuple) else key, action.value] for key, action in self.pins]
+        plan["places"] = None if self.places is None else [dict(places) for places in self.places]
+        plan["costs"] = self.costs.to_dict()
+        sums = {"overhead_seconds": self.overhead_seconds, "step_seconds": self.step_seconds}  # for other readers
+        return {"plan_version": PLAN_VERSION, **sums, **plan}
+
+    @classmethod
+    def from_dict(cls, plan: Mapping[str, Any]) -> Plan:
+        """Read a plan from plain data that `to_dict` gave.
+
+        Raises:
+            ValueError: it is no plan, or one of another version.
+        """
+        if not isinstance(plan, Mapping) or "plan_version" not in plan:
+            raise ValueError("This is no plan: it has no plan_version. Pass what `Plan.to_dict` gave.")
+        if plan["plan_version"] != PLAN_VERSION:
+            raise ValueError(
+                f"This plan is of version {plan['plan_version']!r}, made by actckpt {plan.get('version')}; "
+                f"actckpt {__version__} reads version {PLAN_VERSION}. Make it again."
+            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        if missing := [name for name in names if name not in plan]:
+            raise ValueError(f"This plan has no {missing[0]!r}. It was changed or cut off; make it again.")
+        fields = {name: plan[name] for name in names}
+        fields["actions"] = tuple({name: Action(each) for name, each in block.items()} for block in plan["actions"])
+        fields["rerun"] = tuple(plan["rerun"])
+        pins = ((tuple(key) if isinstance(key, list) else key, each) for key, each in plan["pins"])
+        fields["pins"] = tuple((key, Action(each)) for key, each in pins)
+        fields["places"] = None if plan["places"] is None else tuple(plan["places"])
+        fields["costs"] = CostTable.from_dict(plan["costs"])
+        return cls(**fields)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file, which `load` reads."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a JSON file that `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no plan, or one of another version.
+        """
+        try:
+            plan = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no JSON: {error}. Pass a file that `Plan.save` wrote.") from None
+        return cls.from_dict(plan)

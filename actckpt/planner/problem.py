@@ -1,0 +1,257 @@
+"""A cost table with a budget and pins, laid out for the solver: one entry per block of the stack."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy
+
+from actckpt.action import Action
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable
+from actckpt.planner.fields import nearest
+
+__all__ = ["Actions", "Array", "Choice", "Footprint", "Pins", "Problem", "footprint", "recomputed"]
+
+Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
+#: What becomes of each value of a block, in the order of its class.
+Actions = tuple[Action, ...]
+#: What `solve` takes: of one value (block, name), of all of a class ("class", name), or of all with that name.
+Pins = Mapping[Any, Action | str]
+
+_PLANNED = {action.value: action for action in (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD)}
+
+
+class Footprint(NamedTuple):
+    """What the actions of one block come to."""
+
+    kept_bytes: float
+    offloaded_bytes: float
+    #: Seconds in backward to get back what was dropped.
+    recompute_s: float
+    #: Whether that is by running the whole block again.
+    rerun: bool
+
+
+class Choice(NamedTuple):
+    """Actions of one block and what they come to."""
+
+    actions: Actions
+    footprint: Footprint
+
+
+def recomputed(block: BlockClass, actions: Actions) -> frozenset[str] | None:
+    """Return the values that replay computes again so that backward has all that it needs; None if it cannot."""
+    return _replayed(block, actions, [value.name for value in block.values if value.needed])
+
+
+def _replayed(block: BlockClass, actions: Actions, wanted: list[str]) -> frozenset[str] | None:
+    by_name = {value.name: (value, action) for value, action in zip(block.values, actions, strict=True)}
+    found: set[str] = set()
+    while wanted:
+        value, action = by_name[wanted.pop()]
+        if action is not Action.RECOMPUTE or value.name in found:
+            continue
+        if not value.replayable:
+            return None
+        found.add(value.name)
+        wanted.extend(value.inputs)
+    return frozenset(found)
+
+
+def footprint(block: BlockClass, actions: Actions) -> Footprint | None:
+    """Return what actions come to, by replay or by a rerun, whichever is faster; None where neither can do it."""
+    ways = []
+    replay = recomputed(block, actions)
+    if replay is not None:
+        ways.append((_seconds(block, replay), False))
+    if block.rerun:
+        has_input = any(value.name == BLOCK_INPUT for value in block.values)
+        replay = _replayed(block, actions, [BLOCK_INPUT] * has_input)
+        if replay is not None:
+            ways.append((block.forward_s + _seconds(block, replay), True))
+    if not ways:
+        return None
+    held = dict.fromkeys(Action, 0.0)
+    for value, action in zip(block.values, actions, strict=True):
+        held[action] += value.nbytes
+    return Footprint(held[Action.KEEP], held[Action.OFFLOAD], *min(ways))
+
+
+def _seconds(block: BlockClass, replayed: frozenset[str]) -> float:
+    """Add up in the order of the block: sums must not depend on that of a set, nor plans on sums."""
+    return sum(value.recompute_s for value in block.values if value.name in replayed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What the solver works on. Arrays have an entry per block."""
+
+    costs: CostTable
+    budget_bytes: float
+    blocks: tuple[BlockClass, ...]
+    #: Per block and value, the actions that it may have.
+    allowed: tuple[tuple[Actions, ...], ...]
+    #: Most bytes there are while a block runs.
+    forward_capacity: Array
+    backward_capacity: Array
+    #: Bytes of them that no action changes: fixed bytes, the block's working set, gradients made so far.
+    forward_base: Array
+    backward_base: Array
+    _footprints: dict[tuple[int, Actions], Footprint | None] = dataclasses.field(default_factory=dict, repr=False)
+    _others: dict[tuple[int, Actions], list[Choice]] = dataclasses.field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, costs: CostTable, budget_bytes: float, pins: Pins | None = None) -> Problem:
+        """Lay out a cost table.
+
+        Raises:
+            ValueError: a pin names nothing, cannot be, or contradicts another.
+        """
+        blocks = costs.blocks
+        working = numpy.array([block.working_set_bytes for block in blocks], float) + costs.fixed_bytes
+        gradients = numpy.array([block.gradient_bytes for block in blocks], float)
+        unlimited = numpy.full(len(blocks), numpy.inf)
+        found = cls(
+            costs=costs,
+            budget_bytes=budget_bytes,
+            blocks=blocks,
+            allowed=_allowed(costs, blocks, pins or {}),
+            forward_capacity=unlimited,
+            backward_capacity=unlimited,
+            forward_base=working,
+            backward_base=working + numpy.cumsum(gradients[::-1])[::-1],
+        )
+        return found.with_budget(budget_bytes)
+
+    def with_budget(self, budget_bytes: float) -> Problem:
+        """Return the same with another budget."""
+        limits = self.costs.capacity_bytes
+        forward, backward = (limits.forward, limits.backward) if limits else (numpy.inf, numpy.inf)
+        full = numpy.full(len(self.blocks), float(budget_bytes))
+        return dataclasses.replace(
+            self,
+            budget_bytes=budget_bytes,
+            forward_capacity=numpy.minimum(full, forward),
+            backward_capacity=numpy.minimum(full, backward),
+        )
+
+    @functools.cached_property
+    def scale_s(self) -> float:
+        """Seconds of the order of a step's, to tell times from rounding."""
+        recompute_s = sum(value.recompute_s for block in self.blocks for value in block.values)
+        return self.costs.plain_seconds or recompute_s or 1.0
+
+    @functools.cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Per block, the first block of the same class with the same actions allowed."""
+        keys = list(zip(self.costs.stack, self.allowed, strict=True))
+        first: dict[Any, int] = {}
+        return tuple(first.setdefault(key, index) for index, key in enumerate(keys))
+
+    def footprint(self, index: int, actions: Actions) -> Footprint | None:
+        """Return what actions of one block come to, None where they leave out what backward needs."""
+        key = self.kinds[index], actions
+        if key not in self._footprints:
+            self._footprints[key] = footprint(self.blocks[index], actions)
+        return self._footprints[key]
+
+    def others(self, index: int, actions: Actions) -> list[Choice]:
+        """Return what differs from actions of a block in one value, and ways to run the block again as a whole."""
+        key = self.kinds[index], actions
+        if key not in self._others:
+            found = ((other, self.footprint(index, other)) for other in self._changes(index, actions))
+            self._others[key] = [Choice(other, come_to) for other, come_to in found if come_to is not None]
+        return self._others[key]
+
+    def _changes(self, index: int, actions: Actions) -> Iterator[Actions]:
+        block, allowed = self.blocks[index], self.allowed[index]
+        for position, may in enumerate(allowed):
+            for action in may:
+                if action is not actions[position]:
+                    yield (*actions[:position], action, *actions[position + 1 :])
+        if block.rerun:
+            yield self.plain[index]
+            for held in (Action.KEEP, Action.OFFLOAD):
+                wanted = [held if value.name == BLOCK_INPUT else Action.RECOMPUTE for value in block.values]
+                yield tuple(_first(want, may) for want, may in zip(wanted, allowed, strict=True))
+
+    @property
+    def all_held(self) -> tuple[Actions, ...]:
+        """The actions that leave nothing to be computed again, as far as pins allow."""
+        return tuple(tuple(_first(Action.KEEP, may) for may in allowed) for allowed in self.allowed)
+
+    @functools.cached_property
+    def plain(self) -> tuple[Actions, ...]:
+        """The actions with the least to do: all that backward needs is kept, as far as pins allow."""
+        return tuple(
+            tuple(
+                _first(Action.KEEP if value.needed else Action.RECOMPUTE, may)
+                for value, may in zip(block.values, allowed, strict=True)
+            )
+            for block, allowed in zip(self.blocks, self.allowed, strict=True)
+        )
+
+
+def _first(wanted: Action, allowed: Actions) -> Action:
+    return wanted if wanted in allowed else allowed[0]
+
+
+#: For values, by block and position: a pin's action, and the key that says so.
+_Pinned = dict[tuple[int, int], tuple[Action, Any]]
+
+
+def _allowed(costs: CostTable, blocks: tuple[BlockClass, ...], pins: Pins) -> tuple[tuple[Actions, ...], ...]:
+    linked = costs.d2h_bytes_per_s > 0 and costs.h2d_bytes_per_s > 0
+    free: list[list[Actions]] = []
+    for index, block in enumerate(blocks):
+        free.append([])
+        for value in block.values:
+            can_go = linked and value.offloadable and index < len(blocks) - 1
+            can_be_dropped = not value.needed or value.replayable or (block.rerun and value.name != BLOCK_INPUT)
+            free[-1].append((Action.KEEP, *[Action.RECOMPUTE] * can_be_dropped, *[Action.OFFLOAD] * can_go))
+    pinned: _Pinned = {}
+    for key, action in pins.items():
+        _pin(costs, free, key, _action(action, key), pinned)
+    for (index, position), (action, _) in pinned.items():
+        free[index][position] = (action,)
+    return tuple(tuple(each) for each in free)
+
+
+def _pin(costs: CostTable, free: list[list[Actions]], key: Any, action: Action, pinned: _Pinned) -> None:
+    places = list(_places(costs, key))
+    if not places:
+        known = sorted({value.name for block in costs.classes.values() for value in block.values})
+        near = nearest(str(key[-1] if isinstance(key, tuple) and key else key), known)
+        raise ValueError(f"pins: {key!r} names no value{near}. Pass a name, (class, name) or (block, name).")
+    one = isinstance(key, tuple) and isinstance(key[0], int)
+    for index, position in places:
+        if action not in free[index][position]:
+            if action is Action.OFFLOAD and index == len(free) - 1 and not one:
+                continue  # a pin of many values leaves out the last block, which offloads nothing
+            can = ", ".join(each.value for each in free[index][position])
+            raise ValueError(f"pins: {key!r} cannot be {action.value!r} in block {index}: it can be {can}.")
+        other, other_key = pinned.setdefault((index, position), (action, key))
+        if other is not action:
+            raise ValueError(
+                f"pins: {other_key!r} says {other.value!r} and {key!r} says {action.value!r}, both for block {index}. "
+                "Leave out one."
+            )
+
+
+def _places(costs: CostTable, key: Any) -> Iterator[tuple[int, int]]:
+    where, name = key if isinstance(key, tuple) and len(key) == 2 else (None, key)
+    for index, class_name in enumerate(costs.stack):
+        if where is None or where == class_name or (isinstance(where, int) and where == index):
+            for position, value in enumerate(costs.classes[class_name].values):
+                if value.name == name:
+                    yield index, position
+
+
+def _action(action: Action | str, key: Any) -> Action:
+    found = _PLANNED.get(action.value if isinstance(action, Action) else action)
+    if found is None:
+        raise ValueError(f"pins: {key!r} is {action!r}. Pass one of {', '.join(_PLANNED)}.")
+    return found

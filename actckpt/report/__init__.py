@@ -1,1 +1,0 @@
-"""Measurements and pictures of them; uses only public names of the rest of the package."""

@@ -1,0 +1,238 @@
+"""Saved tensors that need no grad come back as the very objects, or as aliases with their Python attributes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from offload_oracle import TwoTensor, flush, two_tensor
+from oracle import assert_equal, leaf, plain, theirs
+from te_fakes import installed
+
+import actckpt
+
+aten = torch.ops.aten
+
+
+class Saves(torch.autograd.Function):
+    """Saves a tensor and remembers what it gets back."""
+
+    found: list[Any] = []  # noqa: RUF012 - cleared by each test
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, saved: Any) -> torch.Tensor:
+        ctx.save_for_backward(saved)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        Saves.found.append(ctx.saved_tensors[0])
+        return grad * 3, None
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    Saves.found.clear()
+    yield
+    Saves.found.clear()
+
+
+def _region(policy: Any) -> Callable[..., Any]:
+    def method(function: Callable[..., Any], *args: Any) -> Any:
+        with actckpt.region(policy):
+            return function(*args)
+
+    return method
+
+
+def _offloaded(**options: Any) -> Callable[..., Any]:
+    def method(function: Callable[..., Any], *args: Any) -> Any:
+        with actckpt.offload(**options):
+            y = function(*args)
+        flush()
+        return y
+
+    return method
+
+
+#: What keeps the bytes of an input where they are.
+STAYING: dict[str, Callable[..., Any]] = {
+    "plain": plain,
+    "torch": theirs,
+    "rerun": actckpt.checkpoint,
+    "recompute": _region("recompute"),
+    "keep": _region("keep"),
+    "list": _region([aten.mul]),
+    "function": _region(lambda info: "keep" if info.is_input else "recompute"),
+    "offload": _offloaded(),
+    "offload policy": _region("offload"),
+}
+MOVING: dict[str, Callable[..., Any]] = {
+    "offload": _offloaded(min_bytes=0),
+    "function": _region(lambda info: "offload"),
+}
+
+
+class Named(torch.Tensor):
+    """Does nothing."""
+
+
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "a tensor": lambda: torch.randn(4, 6),
+    "a mask": lambda: torch.randn(4, 6) > 0,
+    "a view": lambda: torch.randn(8, 6)[2:6],
+    "a transposed view": lambda: torch.randn(6, 4).t(),
+    "an expanded view": lambda: torch.randn(6).expand(4, 6),
+    "a conjugated view": lambda: torch.randn(4, 6, dtype=torch.complex64).conj(),
+    "a detached output": lambda: leaf(4, 6).sin().detach(),
+    "a frozen parameter": lambda: torch.nn.Parameter(torch.randn(4, 6), requires_grad=False),
+    "a sparse tensor": lambda: torch.eye(4, 6).to_sparse(),
+    "a subclass": lambda: torch.randn(4, 6).as_subclass(Named),
+    "a wrapper": lambda: two_tensor(4, 6),
+    "a wrapper of wrappers": lambda: TwoTensor(two_tensor(4, 6), two_tensor(4, 6)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", STAYING)
+def test_a_tensor_that_stayed_comes_back_as_the_very_object(name: str, kind: str) -> None:
+    saved, x = KINDS[kind](), leaf(4, 6)
+    saved.tag = "kept"  # type: ignore[attr-defined]
+    y = STAYING[name](lambda x: Saves.apply(x.sin(), saved).exp(), x)
+    torch.autograd.grad(y.sum(), x, retain_graph=name != "torch")
+    if name != "torch":
+        torch.autograd.grad(y.sum(), x)
+    assert all(found is saved for found in Saves.found)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "parameter" not in kind and "sparse" not in kind])
+@pytest.mark.parametrize("name", MOVING)
+def test_a_tensor_that_moved_comes_back_with_its_attributes(name: str, kind: str) -> None:
+    def program(method: Callable[..., Any], *, lives: bool) -> Any:
+        torch.manual_seed(3)
+        saved, x = KINDS[kind](), leaf(4, 6)
+        saved.tag, saved.scale = "moved", torch.ones(2)  # type: ignore[attr-defined]
+        y = method(lambda x: Saves.apply(x.sin(), saved).exp(), x)
+        if lives:
+            saved.tag = "changed later"  # type: ignore[attr-defined]
+        else:
+            del saved
+        found = torch.autograd.grad(y.sum(), x)
+        return found, Saves.found[-1].tag, Saves.found[-1].scale
+
+    for lives in (True, False):
+        assert_equal(program(MOVING[name], lives=lives), program(plain, lives=lives))
+
+
+@pytest.mark.parametrize("name", [*STAYING, *MOVING])
+def test_an_intermediate_with_attributes_comes_back_with_them(name: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        mask = x.detach() > 0
+        mask.tag = "made here"  # type: ignore[attr-defined]
+        return Saves.apply(x.sin(), mask).exp()
+
+    x = leaf(64, 64)
+    y = {**STAYING, **MOVING}[name](function, x * 1)
+    torch.autograd.grad(y.sum(), x)
+    assert Saves.found[-1].tag == "made here"
+
+
+@pytest.mark.parametrize("name", [name for name in STAYING if name not in ("plain", "torch", "rerun", "keep")])
+def test_a_tensor_whose_bytes_were_replaced_comes_back_as_it_was_saved(name: str) -> None:
+    saved, x = torch.randn(4, 6), leaf(4, 6)
+    before = saved.clone()
+    y = STAYING[name](lambda x: Saves.apply(x.sin(), saved).exp(), x)
+    saved.data = torch.zeros(4, 6)
+    torch.autograd.grad(y.sum(), x)
+    assert_equal(Saves.found[-1], before)
+
+
+@pytest.mark.parametrize("name", [name for name in STAYING if name not in ("plain", "torch", "rerun", "keep")])
+def test_a_tensor_that_was_changed_still_raises(name: str) -> None:
+    saved, x = torch.randn(4, 6), leaf(4, 6)
+    y = STAYING[name](lambda x: Saves.apply(x.sin(), saved).exp(), x)
+    saved.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), x)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("name", ["recompute", "list", "function", "offload", "offload policy"])
+def test_the_object_is_not_kept_alive(name: str) -> None:
+    with _no_collector():
+        saved, x = torch.randn(4, 6), leaf(4, 6)
+        saved.tag = "saved"  # type: ignore[attr-defined]
+        y = STAYING[name](lambda x, saved=saved: Saves.apply(x.sin(), saved).exp(), x)
+        held = weakref.ref(saved)
+        del saved
+        assert held() is None
+        torch.autograd.grad(y.sum(), x)
+        assert Saves.found[-1].tag == "saved"
+
+
+@pytest.mark.parametrize("name", ["recompute", "list", "function", "offload", "offload policy"])
+def test_attributes_that_lead_to_the_graph_do_not_keep_it_alive(name: str) -> None:
+    class Probe:
+        pass
+
+    with _no_collector():
+        saved, x, probe = torch.randn(4, 6), leaf(4, 6), Probe()
+        saved.tag = "saved"  # type: ignore[attr-defined]
+        y = STAYING[name](lambda x, saved=saved: Saves.apply(x.sin(), saved).exp(), x)
+        saved.output, saved.probe = y, probe  # type: ignore[attr-defined]
+        held = weakref.ref(probe)
+        del saved, y, probe
+        assert held() is None
+
+
+def test_bytes_of_a_dropped_value_are_not_kept_alive() -> None:
+    storages = []
+    with actckpt.region():
+        x = leaf(64, 64)
+        mask = (x.detach() > 0).float()
+        mask.tag = "made here"  # type: ignore[attr-defined]
+        storages.append(weakref.ref(mask.untyped_storage()))
+        y = Saves.apply(x.sin(), mask)
+        del mask
+    assert storages[0]() is None
+    y.sum().backward()
+    assert Saves.found[-1].tag == "made here"
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_what_a_module_of_transformer_engine_saved_is_emptied_for_nobody_else(name: str) -> None:
+    if name in ("plain", "torch", "rerun", "keep"):
+        pytest.skip("there the very object is emptied, as by TransformerEngine without checkpoints")
+
+    class Empties(Saves):
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            (saved,) = ctx.saved_tensors
+            result = grad * saved
+            saved.data = torch.empty(0)
+            return result, None
+
+    with installed() as te:
+
+        class Layer(te.Linear):  # type: ignore[name-defined, misc]
+            def forward(self, x: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+                return Empties.apply(x.sin(), saved).exp()  # type: ignore[no-any-return]
+
+        layer, saved, x = Layer(), torch.randn(4, 8), leaf(4, 8)
+        before = saved.clone()
+        y = STAYING[name](layer, x, saved)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert_equal(saved, before)
+        assert_equal(torch.autograd.grad(y.sum(), x), first)

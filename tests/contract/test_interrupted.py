@@ -1,0 +1,235 @@
+"""Regions whose opening or closing does not come to its end: a signal handler raises, or another thread closes them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import leaf
+
+import actckpt
+from actckpt.runtime import torch_private
+
+_POLICIES = pytest.mark.parametrize("policy", ["keep", "recompute", "offload", [torch.ops.aten.sin.default]], ids=str)
+_OPENS_AND_CLOSES = ("/actckpt/regions.py", "/replay/opened.py", "/replay/saved.py", "/utils/_python_dispatch.py")
+
+
+class InterruptError(Exception):
+    """What the signal handler raises."""
+
+
+def thread_state() -> tuple[Any, ...]:
+    """What a region changes in its thread."""
+    modes: Any = torch.utils._python_dispatch
+    return (
+        torch_private.outer_hooks(),
+        torch._C._len_torch_dispatch_stack(),
+        torch.is_grad_enabled(),
+        modes._is_in_torch_dispatch_mode,
+        modes._is_in_non_infra_torch_dispatch_mode,
+        getattr(modes, "_is_in_any_mode_without_ignore_compile_internals", None),
+    )
+
+
+def program(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() * x).cos().exp()
+
+
+def gradient(x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(program(x).sum(), x)[0]
+
+
+def assert_regions_work() -> None:
+    """A region in this thread records and replays."""
+    x = leaf(4)
+    with actckpt.region() as r:
+        y = program(x)
+    assert r.report().recomputed_bytes > 0
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
+
+
+def interrupt(call: Callable[[], Any], at: int) -> bool:
+    """Call, and raise before the given opcode of what opens and closes regions; return whether it came to that one."""
+    left = at
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(_OPENS_AND_CLOSES):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise InterruptError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except InterruptError:
+        return True
+    finally:
+        sys.settrace(before)
+    return left < 0
+
+
+def interruptions(call: Callable[[], Any]) -> Iterator[int]:
+    """Call again and again, each time interrupted one opcode later, until it comes to its end."""
+    at = 0
+    while interrupt(call, at):
+        yield at
+        at += 1
+    assert at > 20
+
+
+@_POLICIES
+def test_opening_interrupted_at_any_opcode_changes_nothing(policy: Any) -> None:
+    before = thread_state()
+    opened = []
+
+    def enter() -> None:
+        opened[:] = [actckpt.region(policy)]
+        opened[0].__enter__()
+
+    for _ in interruptions(enter):
+        assert thread_state() == before
+        assert_regions_work()
+    opened[0].__exit__(None, None, None)
+    assert thread_state() == before
+
+
+@_POLICIES
+def test_opening_interrupted_inside_a_region_leaves_that_one_as_it_was(policy: Any) -> None:
+    x = leaf(4)
+    with actckpt.region(lambda info: actckpt.Action.RECOMPUTE) as outer:
+        before = thread_state()
+        opened = []
+
+        def enter() -> None:
+            opened[:] = [actckpt.region(policy)]
+            opened[0].__enter__()
+
+        for _ in interruptions(enter):
+            assert thread_state() == before
+        opened[0].__exit__(None, None, None)
+        y = program(x)
+    assert outer.report().recomputed_bytes > 0 and outer.report().kept_bytes == 0
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
+
+
+@_POLICIES
+@pytest.mark.parametrize("changes", [False, True], ids=["", "input changed after it"])
+def test_closing_interrupted_at_any_opcode_closes_and_gradients_are_right_or_raise(policy: Any, changes: bool) -> None:
+    before = thread_state()
+    x = leaf(4)
+    expected = gradient(x)
+    made: list[Any] = []
+
+    def run() -> None:
+        t = x + 0
+        r = actckpt.region(policy)
+        r.__enter__()
+        y = program(t)
+        made[:] = [r, t, y]
+
+    def close() -> None:
+        made[0].__exit__(None, None, None)
+
+    at = 0
+    while True:
+        run()
+        is_interrupted = interrupt(close, at)
+        assert thread_state() == before
+        _, t, y = made
+        try:
+            if changes:
+                t.detach().fill_(2.0)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+        except RuntimeError:
+            assert is_interrupted or changes
+        else:
+            assert torch.equal(grad, expected)
+        if not is_interrupted:
+            break
+        at += 1
+    assert at > 20
+    assert_regions_work()
+
+
+@_POLICIES
+def test_a_storm_of_signals_around_regions_leaves_the_thread_as_it_was(policy: Any) -> None:
+    def handle(*_: Any) -> None:
+        raise InterruptError
+
+    before = thread_state()
+    x = leaf(4)
+    expected = gradient(x)
+    num_interrupts = 0
+    old = signal.signal(signal.SIGALRM, handle)
+    try:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (20 + num_interrupts % 400))
+                with actckpt.region(policy):
+                    y = program(x)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except InterruptError:
+                num_interrupts += 1
+                assert thread_state() == before
+            else:
+                assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert num_interrupts > 50
+    assert_regions_work()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_closing_in_another_thread_raises_and_leaves_the_region_open(policy: Any) -> None:
+    before = thread_state()
+    x = leaf(4)
+    errors: list[BaseException] = []
+    r = actckpt.region(policy)
+    r.__enter__()
+
+    def close() -> None:
+        here = thread_state()
+        try:
+            r.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(error)
+        assert thread_state() == here
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert "was opened in thread" in str(errors[0]) and "close it there" in str(errors[0])
+    y = program(x)
+    r.__exit__(None, None, None)
+    assert thread_state() == before
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
+
+
+def test_closing_the_outer_of_two_regions_first_raises_and_both_can_be_closed_in_order() -> None:
+    before = thread_state()
+    x = leaf(4)
+    outer, inner = actckpt.region("recompute"), actckpt.region("offload")
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="before what was opened in it"):
+        outer.__exit__(None, None, None)
+    y = program(x)
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    assert thread_state() == before
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))

@@ -1,0 +1,62 @@
+"""What a training step of a model holds, and the same with the checkpointing of its own library and with ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import actckpt
+from actckpt.memory import LiveStorages
+
+#: What differs by allocation of a few small tensors.
+SLACK = 1.01
+
+
+class Held:
+    """Bytes of one step, and its gradients."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[Any, ...], **keywords: Any) -> None:
+        model.train()
+        for is_first in (True, False):  # the first one makes the gradients that stay
+            torch.manual_seed(5)
+            model.zero_grad(set_to_none=is_first)
+            with LiveStorages() as live:
+                loss = _first_tensor(model(*inputs, **keywords)).float().square().mean()
+                self.after_forward = live.live_bytes
+                loss.backward()
+            self.peak = live.peak_bytes
+        self.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _first_tensor(result: Any) -> Tensor:
+    if isinstance(result, Tensor):
+        return result
+    return _first_tensor(next(iter(result.values())) if isinstance(result, dict) else result[0])
+
+
+def compare(
+    model: nn.Module, inputs: tuple[Any, ...], theirs: Callable[[nn.Module], Any] | None, **keywords: Any
+) -> tuple[tuple[str, ...], Held, Held | None, Held]:
+    """Return the names of our blocks and what is held without checkpointing, with theirs and with ours.
+
+    Gradients are bit-equal, and all blocks run.
+    """
+    plain = Held(model, inputs, **keywords)
+    library = None
+    if theirs is not None:
+        switched = copy.deepcopy(model)
+        theirs(switched)
+        library = Held(switched, inputs, **keywords)
+    applied = copy.deepcopy(model)
+    names = actckpt.apply(applied)
+    ours = Held(applied, inputs, **keywords)
+    assert actckpt.report(applied).blocks_ran == names
+    assert ours.gradients.keys() == plain.gradients.keys()
+    for name, expected in plain.gradients.items():
+        found = ours.gradients[name]
+        assert found is expected or torch.equal(found, expected), name
+    return names, plain, library, ours

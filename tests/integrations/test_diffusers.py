@@ -1,0 +1,45 @@
+"""`apply` finds the blocks of the U-Nets of diffusers, and holds no more than their own checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from held import SLACK, compare
+
+diffusers = pytest.importorskip("diffusers")
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*")
+
+
+def _conditional() -> Any:
+    model = diffusers.UNet2DConditionModel(
+        sample_size=32,
+        block_out_channels=(32, 64, 64, 64),
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    return model, (torch.randn(1, 4, 32, 32), torch.tensor([1]), torch.randn(1, 7, 32)), 38
+
+
+def _unconditional() -> Any:
+    model = diffusers.UNet2DModel(
+        sample_size=32,
+        block_out_channels=(32, 64, 64),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+    )
+    return model, (torch.randn(1, 3, 32, 32), torch.tensor(3)), 23
+
+
+@pytest.mark.parametrize("made", [_conditional, _unconditional])
+def test_the_blocks_of_a_unet_hold_and_peak_no_more_than_its_own_checkpointing(made: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs, num_blocks = made()
+    names, plain, theirs, ours = compare(model, inputs, lambda switched: switched.enable_gradient_checkpointing())
+    assert len(names) == num_blocks
+    assert theirs is not None
+    assert ours.after_forward <= SLACK * theirs.after_forward
+    assert ours.peak <= SLACK * theirs.peak < 0.7 * plain.peak

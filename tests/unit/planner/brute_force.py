@@ -1,0 +1,218 @@
+"""Every plan of a small stack, tried: an oracle that shares no code with the solver or the simulator."""
+
+import itertools
+import random
+from typing import Any
+
+import numpy
+from scipy import optimize
+
+Table = dict[str, Any]
+#: Kept bytes, offloaded bytes and recompute seconds of a block.
+Triple = tuple[float, float, float]
+
+
+def random_table(seed: int) -> Table:
+    """Return a small stack with whole numbers, so that plans fill budgets to the last byte."""
+    rng = random.Random(seed)
+    num_blocks, num_values = rng.choice([(2, 5), (3, 3), (3, 4), (4, 3)])
+    classes = {f"c{i}": _random_class(rng, num_values) for i in range(rng.randint(1, 2))}
+    stack = [rng.choice(list(classes)) for _ in range(num_blocks)]
+    table: Table = {"version": 1, "classes": classes, "stack": stack}
+    if rng.random() < 0.5:
+        classes["head"] = {"forward_s": 1.0, "backward_s": 1.0, "working_set_bytes": rng.randint(1, 12)}
+        stack[-1] = "head"
+    for name in ("d2h_bytes_per_s", "h2d_bytes_per_s"):
+        table[name] = rng.choice([0.5, 1.0, 2.0, 4.0])
+    if rng.random() < 0.3:
+        table["host_bytes"] = rng.randint(0, 20)
+        if rng.random() < 0.7:
+            rates = {f"disk_{way}_bytes_per_s": rng.choice([0.3, 1.0, 3.0]) for way in ("read", "write")}
+            table.update(rates, disk_bytes=rng.randint(1, 30))
+    if rng.random() < 0.4:
+        limits = [[rng.randint(12, 45) for _ in stack] for _ in range(2)]
+        table["capacity_bytes"] = {"forward": limits[0], "backward": limits[1]}
+    if rng.random() < 0.3:
+        table["fixed_bytes"] = rng.randint(0, 5)
+        for block in classes.values():
+            block["gradient_bytes"] = rng.randint(0, 4)
+    return table
+
+
+def _random_class(rng: random.Random, num_values: int) -> Table:
+    names = ["x0", *(f"v{i}" for i in range(1, num_values))]
+    values = [
+        {
+            "name": name,
+            "bytes": rng.randint(1, 9),
+            "recompute_s": rng.choice([0.0, 0.25, 0.5, 1.0, 2.0, 3.0]),
+            "inputs": [other for other in names[:i] if rng.random() < 0.4],
+            "needed": rng.random() < 0.75,
+            "offloadable": rng.random() < 0.8,
+            "replayable": rng.random() < (0.8 if i else 0.3),
+        }
+        for i, name in enumerate(names)
+    ]
+    return {
+        "forward_s": rng.choice([0.5, 1.0, 2.0, 4.0]),
+        "backward_s": rng.choice([0.5, 1.0, 3.0]),
+        "working_set_bytes": rng.randint(1, 15),
+        "values": values,
+        "rerun": rng.random() < 0.2,
+    }
+
+
+def triples(block: Table, *, last: bool, pins: dict[str, str]) -> list[Triple]:
+    """Return what each way to treat the values of a block comes to, once each."""
+    values = block.get("values", [])
+    found: dict[Triple, None] = {}
+    for actions in itertools.product("kor", repeat=len(values)):
+        barred = last or any(a == "o" and not v["offloadable"] for a, v in zip(actions, values, strict=True))
+        if ("o" in actions and barred) or any(
+            pins.get(v["name"], a) != a for a, v in zip(actions, values, strict=True)
+        ):
+            continue
+        held = {v["name"] for a, v in zip(actions, values, strict=True) if a != "r"}
+        seconds = []
+        replay = _computed_again(values, held, {v["name"] for v in values if v["needed"]})
+        if replay is not None:
+            seconds.append(replay)
+        if block.get("rerun"):
+            replay = _computed_again(values, held, {"x0"} & {v["name"] for v in values})
+            if replay is not None:
+                seconds.append(block["forward_s"] + replay)
+        if seconds:
+            sizes = [sum(v["bytes"] for a, v in zip(actions, values, strict=True) if a == which) for which in "ko"]
+            found[sizes[0], sizes[1], min(seconds)] = None
+    return list(found)
+
+
+def _computed_again(values: list[Table], held: set[str], wanted: set[str]) -> float | None:
+    """Return seconds of the smallest set of values that gives what is wanted: `r_v <= k_u + o_u + r_u`."""
+    again = wanted - held
+    while more := {name for v in values if v["name"] in again for name in v["inputs"]} - held - again:
+        again |= more
+    if any(v["name"] in again and not v["replayable"] for v in values):
+        return None
+    return float(sum(v["recompute_s"] for v in values if v["name"] in again))
+
+
+def best_overhead(table: Table, budget: float, pins: dict[Any, str] | None = None) -> float:
+    """Return the least seconds over plain training of any plan, infinite where none fits."""
+    return float(overheads(table, budget, all_triples(table, pins)).min(initial=numpy.inf))
+
+
+def all_triples(table: Table, pins: dict[Any, str] | None = None) -> Any:
+    """Return every plan, as an array (block, plan, 3). Pins are letters, by block and name."""
+    blocks = [table["classes"][name] for name in table["stack"]]
+    ways = []
+    for i, block in enumerate(blocks):
+        pinned = {name: letter for (index, name), letter in (pins or {}).items() if index == i}
+        ways.append(numpy.array(triples(block, last=i == len(blocks) - 1, pins=pinned)))
+    if not all(len(each) for each in ways):
+        return numpy.empty((len(blocks), 0, 3))
+    numbers = numpy.meshgrid(*(numpy.arange(len(each)) for each in ways), indexing="ij")
+    return numpy.stack([each[number.ravel()] for each, number in zip(ways, numbers, strict=True)])
+
+
+def capacities(table: Table, budget: float) -> tuple[Any, Any]:
+    """Return bytes left for what earlier blocks hold, while each block runs forward and backward."""
+    blocks = [table["classes"][name] for name in table["stack"]]
+    limits = table.get("capacity_bytes", {})
+    found = []
+    for way in ("forward", "backward"):
+        most = numpy.minimum(budget, limits.get(way, [numpy.inf] * len(blocks)))
+        gradients = numpy.array([block.get("gradient_bytes", 0) for block in blocks])
+        made = numpy.array([gradients[i:].sum() * (way == "backward") for i in range(len(blocks))])
+        working = numpy.array([block["working_set_bytes"] for block in blocks])
+        found.append(most - table.get("fixed_bytes", 0) - made - working)
+    return found[0], found[1]
+
+
+def overheads(table: Table, budget: float, plans: Any) -> Any:
+    """Return seconds over plain training of each plan, infinite where it does not fit."""
+    blocks = [table["classes"][name] for name in table["stack"]]
+    again = plans[..., 2]
+    before = [plans[:i, :, :2].sum(axis=0) for i in range(len(blocks) + 1)]
+    total, zero = before[-1][:, 1], numpy.zeros(plans.shape[1])
+    host = table.get("host_bytes", numpy.inf)
+    on_disk = numpy.maximum(total - host, 0)
+    rooms = capacities(table, budget)
+    fits = on_disk <= (table.get("disk_bytes", 0) if table.get("disk_write_bytes_per_s") else 0)
+    for i in range(len(blocks)):
+        fits &= (before[i][:, 0] <= rooms[0][i]) & (before[i][:, 0] <= rooms[1][i])
+    seconds = again.sum(axis=0)
+    out, written = zero, zero
+    for i, block in enumerate(blocks):
+        there = before[i][:, 1]
+        must = numpy.clip(before[i][:, 0] + there - rooms[0][i], 0, there) if i < len(blocks) - 1 else there
+        waits = [(must - out) / table["d2h_bytes_per_s"] - block["forward_s"], zero]
+        if table.get("disk_write_bytes_per_s"):
+            waits.append((must - host - written) / table["disk_write_bytes_per_s"] - block["forward_s"])
+        wait = numpy.max(waits, axis=0)
+        seconds, ran = seconds + wait, wait + block["forward_s"]
+        reach = numpy.minimum(written + table.get("disk_write_bytes_per_s", 0) * ran, on_disk)
+        out = numpy.minimum(numpy.minimum(out + table["d2h_bytes_per_s"] * ran, there), host + reach)
+        written = numpy.minimum(reach, out)
+    back, read = zero, zero
+    for i in reversed(range(len(blocks))):
+        needed = total - before[i][:, 1]
+        most = numpy.min([total - before[j][:, 1] - before[j][:, 0] + rooms[1][j] for j in range(i + 1)], axis=0)
+        waits = [(needed - back) / table["h2d_bytes_per_s"], zero]
+        if table.get("disk_read_bytes_per_s"):
+            waits.append((needed - (total - on_disk) - read) / table["disk_read_bytes_per_s"])
+        wait = numpy.max(waits, axis=0)
+        for ran, limit in ((wait, needed), (again[i] + blocks[i]["backward_s"], most)):
+            reach = numpy.minimum(read + table.get("disk_read_bytes_per_s", 0) * ran, on_disk)
+            moved = numpy.minimum(numpy.minimum(back + table["h2d_bytes_per_s"] * ran, limit), total - on_disk + reach)
+            back = numpy.maximum(back, moved)
+            read = numpy.minimum(reach, back + host - (total - on_disk)) if numpy.isfinite(host) else read
+        seconds = seconds + wait
+    return numpy.where(fits, seconds, numpy.inf)
+
+
+def smallest_budget(table: Table) -> float:
+    """Return the smallest budget for which any plan fits, infinite where there is none."""
+    plans = all_triples(table)
+    unlimited = overheads(table, numpy.inf, plans)
+    bare = {key: value for key, value in table.items() if key != "capacity_bytes"}
+    rooms = capacities(bare, 0.0)
+    kept = numpy.cumsum(plans[..., 0], axis=0) - plans[..., 0]
+    needed = (kept - numpy.minimum(*rooms)[:, None]).max(axis=0)
+    return float(numpy.where(numpy.isfinite(unlimited), needed, numpy.inf).min())
+
+
+def linear_overhead(table: Table, budget: float, plan: Any) -> float:
+    """Return what a linear program over the literal rows finds for one plan: waits, bytes moved, nothing else.
+
+    Variables per block: D, its wait, P, P', its wait. For tables without a disk.
+    """
+    blocks, num = [table["classes"][name] for name in table["stack"]], len(plan)
+    kept, gone = (numpy.cumsum(plan[:, i]) - plan[:, i] for i in range(2))
+    total = float(plan[:, 1].sum())
+    rooms = capacities(table, budget)
+    down, up = table["d2h_bytes_per_s"], table["h2d_bytes_per_s"]
+    rows, limits = [], []
+
+    def at_most(limit: float, **terms: dict[int, float]) -> None:
+        row = numpy.zeros((5, num))
+        for name, factors in terms.items():
+            for index, factor in factors.items():
+                row["DWPEV".index(name), index] += factor
+        rows.append(row.ravel())
+        limits.append(limit)
+
+    for i, block in enumerate(blocks):
+        at_most(gone[i], D={i: 1})
+        at_most(down * block["forward_s"], D={i: 1, **({i - 1: -1} if i else {})}, W={i: -down})
+        at_most(rooms[0][i] - kept[i] - gone[i], D={i: -1})
+        at_most(up * (plan[i, 2] + block["backward_s"]), E={i: 1}, P={i: -1})
+        at_most(0, E={i: -1}, P={i: 1})
+        at_most(gone[i] - total, P={i: -1})
+        at_most(rooms[1][i] - kept[i] + total - gone[i], E={i: 1})
+        at_most(0, P={i: 1}, V={i: -up}, **({"E": {i + 1: -1}} if i < num - 1 else {}))
+    at_most(-gone[-1], D={num - 1: -1})
+    costs = numpy.repeat([0.0, 1.0, 0.0, 0.0, 1.0], num)
+    result = optimize.linprog(costs, numpy.array(rows), limits, method="highs")
+    fits = result.status == 0 and total <= table.get("host_bytes", numpy.inf)
+    return float(result.fun + plan[:, 2].sum()) if fits else numpy.inf

@@ -1,0 +1,172 @@
+"""Cost tables read and written, and what cannot be."""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+import actckpt
+from actckpt.planner import CostTable, CostTableError, Value, simulate, solve
+
+Table = dict[str, Any]
+_PAGE = (Path(__file__).parents[3] / "docs/planning.md").read_text()
+
+
+def test_a_table_survives_the_way_through_json(table: Table, tmp_path: Path) -> None:
+    costs = CostTable.from_dict(table)
+    costs.to_json(tmp_path / "costs.json")
+    assert CostTable.from_json(tmp_path / "costs.json") == costs == CostTable.from_dict(costs.to_dict())
+    assert json.loads((tmp_path / "costs.json").read_text())["version"] == 1
+
+
+def test_fields_are_read_as_they_are_written(table: Table) -> None:
+    costs = CostTable.from_dict(table)
+    assert costs.stack == ("attention", "attention", "head")
+    assert costs.blocks[0].values[1] == Value("qkv", 30, 0.5, ("x0",), needed=False, offloadable=False)
+    assert (costs.fixed_bytes, costs.d2h_bytes_per_s, costs.h2d_bytes_per_s, costs.host_bytes) == (7, 4.0, 5.0, 15)
+    assert (costs.disk_bytes, costs.disk_write_bytes_per_s, costs.disk_read_bytes_per_s) == (100, 2.0, 3.0)
+    assert costs.capacity_bytes is not None and costs.capacity_bytes.backward == (70, 80, 90)
+    assert costs.plain_seconds == 8.0
+
+
+def test_defaults_offload_nothing_and_recompute_no_input() -> None:
+    block = {"forward_s": 1, "backward_s": 1, "working_set_bytes": 1, "values": [{"name": "x0", "bytes": 1}]}
+    costs = CostTable.from_dict({"version": 1, "classes": {"a": block}, "stack": ["a"]})
+    assert costs.d2h_bytes_per_s == costs.h2d_bytes_per_s == costs.fixed_bytes == costs.disk_bytes == 0
+    assert costs.host_bytes is None and costs.capacity_bytes is None
+    assert costs.blocks[0].gradient_bytes == 0 and not costs.blocks[0].rerun
+    assert costs.blocks[0].values == (Value("x0", 1, replayable=False),)
+
+
+def test_numbers_of_numpy_are_numbers(table: Table) -> None:
+    table["fixed_bytes"], table["d2h_bytes_per_s"] = numpy.int64(7), numpy.float32(4)
+    assert CostTable.from_dict(table).to_dict() == CostTable.from_dict({**table, "fixed_bytes": 7}).to_dict()
+
+
+def test_solve_and_simulate_take_plain_data(table: Table) -> None:
+    plan = solve(table, budget=60)
+    assert simulate(table, plan) == simulate(CostTable.from_dict(table), plan)
+
+
+def _value(number: int, **changes: Any) -> Callable[[Table], None]:
+    return lambda table: table["classes"]["attention"]["values"][number].update(changes)
+
+
+def _class(**changes: Any) -> Callable[[Table], None]:
+    return lambda table: table["classes"]["attention"].update(changes)
+
+
+def _table(**changes: Any) -> Callable[[Table], None]:
+    return lambda table: table.update(changes)
+
+
+_VALUES = "cost table.classes.attention.values"
+_BAD: dict[str, tuple[Callable[[Table], Any], str]] = {
+    "cycle": (_value(1, inputs=["out"]), f"{_VALUES} has a cycle: qkv <- out <- qkv"),
+    "own input": (_value(1, inputs=["qkv"]), f"{_VALUES} has a cycle: qkv <- qkv"),
+    "later": (_value(0, inputs=["other"]), f"{_VALUES}[0].inputs[0] is 'other', which is not there"),
+    "missing input": (
+        _value(2, inputs=["qvk"]),
+        f"{_VALUES}[2].inputs[0] is 'qvk', which is not there; nearest: 'qkv'",
+    ),
+    "same name": (_value(2, name="x0"), f"{_VALUES} has two values named 'x0'"),
+    "empty name": (_value(0, name=""), f"{_VALUES}[0].name is ''. It must be a text that is not empty."),
+    "negative": (_value(0, bytes=-1), f"{_VALUES}[0].bytes is -1. It must be a number of bytes from 0 on."),
+    "NaN": (_value(1, recompute_s=float("nan")), f"{_VALUES}[1].recompute_s is nan. It must be a number of seconds"),
+    "a million days": (
+        _class(forward_s=1e11),
+        "attention.forward_s is 100000000000.0, more than 8.64e+04 seconds. Is it in",
+    ),
+    "infinite": (
+        _class(working_set_bytes=float("inf")),
+        "attention.working_set_bytes is inf, more than 1.13e+15 bytes",
+    ),
+    "huge": (_value(0, bytes=10**400), f"{_VALUES}[0].bytes is 1000"),
+    "infinite rate": (_table(d2h_bytes_per_s=float("inf")), "cost table.d2h_bytes_per_s is inf, more than"),
+    "negative rate": (_table(h2d_bytes_per_s=-5.0), "cost table.h2d_bytes_per_s is -5.0. It must be"),
+    "text": (_value(0, bytes="10 MiB"), f"{_VALUES}[0].bytes is '10 MiB'. It must be a number of bytes."),
+    "bool": (_table(fixed_bytes=True), "cost table.fixed_bytes is True. It must be a number of bytes."),
+    "number for flag": (_value(0, needed=1), f"{_VALUES}[0].needed is 1. It must be true or false."),
+    "misspelt": (
+        _value(1, recompute_ms=3),
+        f"{_VALUES}[1] has an unknown field 'recompute_ms'; nearest: 'recompute_s'",
+    ),
+    "misspelt class": (_class(foward_s=1), "attention has an unknown field 'foward_s'; nearest: 'forward_s'"),
+    "misspelt top": (_table(d2h_bytes_per_sec=1), "nearest: 'd2h_bytes_per_s'"),
+    "no seconds": (
+        lambda t: t["classes"]["attention"]["values"][1].pop("recompute_s"),
+        "[1] has no field 'recompute_s'",
+    ),
+    "no bytes": (lambda t: t["classes"]["attention"]["values"][1].pop("bytes"), "[1] has no field 'bytes'"),
+    "no stack": (lambda t: t.pop("stack"), "cost table has no field 'stack'"),
+    "no version": (lambda t: t.pop("version"), "cost table has no field 'version'"),
+    "version": (_table(version=2), "cost table.version is 2. This actckpt reads version 1."),
+    "empty stack": (_table(stack=[]), "cost table.stack is empty"),
+    "unknown class": (
+        _table(stack=["attentoin"]),
+        "cost table.stack[0] is 'attentoin', which is not there; nearest: 'att",
+    ),
+    "stack of numbers": (_table(stack=[1]), "cost table.stack is [1]. It must be a list of names."),
+    "stack of text": (_table(stack="attention"), "cost table.stack is 'attention'. It must be a list."),
+    "values": (_class(values=3), "attention.values is 3. It must be a list."),
+    "value": (_class(values=["x0"]), "attention.values[0] is a str. It must be a table of named fields."),
+    "capacity": (
+        _table(capacity_bytes={"forward": [1], "backward": [1]}),
+        "capacity_bytes.forward has 1 numbers for a stack of 3",
+    ),
+    "capacity way": (
+        _table(capacity_bytes={"forward": [1, 2, 3]}),
+        "cost table.capacity_bytes has no field 'backward'",
+    ),
+    "classes": (_table(classes=[]), "cost table.classes is a list. It must be a table of named fields."),
+}
+
+
+@pytest.mark.parametrize("case", _BAD)
+def test_what_cannot_be_is_named_in_one_line(table: Table, case: str) -> None:
+    change, message = _BAD[case]
+    change(table)
+    with pytest.raises(CostTableError) as caught:
+        CostTable.from_dict(table)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, actckpt.ActckptError)
+
+
+def test_a_value_that_comes_before_its_input_is_named(table: Table) -> None:
+    values = table["classes"]["attention"]["values"]
+    values.append({"name": "mask", "bytes": 1, "recompute_s": 0})
+    values[1]["inputs"] = ["mask"]
+    with pytest.raises(
+        CostTableError, match=r"values\[1\] \('qkv'\) reads 'mask', which comes after it\. Put values in"
+    ):
+        CostTable.from_dict(table)
+
+
+def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CostTableError, match="cost table is a list"):
+        CostTable.from_dict([])  # type: ignore[arg-type]
+    (tmp_path / "costs.json").write_text('{"version": 1,')
+    with pytest.raises(CostTableError, match=r"costs\.json is no JSON: .*line 1"):
+        CostTable.from_json(tmp_path / "costs.json")
+    with pytest.raises(FileNotFoundError):
+        CostTable.from_json(tmp_path / "nothing.json")
+
+
+def test_reading_leaves_the_data_alone(table: Table) -> None:
+    before = copy.deepcopy(table)
+    solve(table, budget=60)
+    assert table == before
+
+
+def test_the_page_describes_every_field(table: Table) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (?:required|false|true|none|no limit|the budget|0)", _PAGE, re.MULTILINE)
+    costs = CostTable.from_dict(table).to_dict()
+    attention = costs["classes"]["attention"]
+    known = {*costs, *attention, *attention["values"][0]}
+    assert sorted(rows) == sorted(known)

@@ -1,0 +1,93 @@
+"""Plans written, read and put into words."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actckpt import Action, __version__
+from actckpt.planner import Plan, simulate, solve
+
+
+def test_a_plan_survives_the_way_through_its_file(table: dict[str, Any], tmp_path: Path) -> None:
+    plan = solve(table, budget=60, pins={("attention", "out"): "recompute", (1, "x0"): "keep", "qkv": "recompute"})
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.version == __version__
+    assert loaded.actions[0]["out"] is Action.RECOMPUTE
+    assert simulate(loaded.costs, loaded) == simulate(table, plan)
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["overhead_seconds"] == plan.overhead_seconds and written["plan_version"] == 1
+
+
+def test_a_plan_can_carry_places(table: dict[str, Any]) -> None:
+    plan = solve(table, budget=60)
+    assert plan.places is None
+    places: tuple[dict[str, Any], ...] = tuple({name: ["layers.0", 3] for name in actions} for actions in plan.actions)
+    plan = dataclasses.replace(plan, places=places)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"plan_version": 7},
+            r"This plan is of version 7, made by actckpt .*; actckpt .* reads version 1\. Make it again\.",
+        ),
+        ({"plan_version": None}, "This is no plan: it has no plan_version"),
+        ({"actions": None}, "This plan has no 'actions'"),
+    ],
+)
+def test_what_is_no_plan_is_refused(table: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    written = {**solve(table, budget=60).to_dict(), **change}
+    with pytest.raises(ValueError, match=message):
+        Plan.from_dict({key: each for key, each in written.items() if each is not None or key == "places"})
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("plan")
+    with pytest.raises(ValueError, match=r"plan\.json is no JSON: .* Pass a file that `Plan\.save` wrote\."):
+        Plan.load(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="This is no plan"):
+        Plan.from_dict([])  # type: ignore[arg-type]
+
+
+def test_explain_says_what_sets_the_peak_and_what_more_would_buy(llama: SimpleNamespace) -> None:
+    table = {**llama.shape_8b(), "fixed_bytes": 3 * 2**30}
+    plan = solve(table, budget=12 * 2**30)
+    lines = plan.explain().splitlines()
+    assert lines[0].startswith("Budget 12.00 GiB: a step takes ") and "computing again" in lines[0]
+    assert "No plan for this budget adds less than" in lines[0]
+    assert lines[1].startswith(
+        "Peak 12.00 GiB, in backward of block 31 of 32 ('block'): 1.28 GiB the block's working set"
+    )
+    assert "3.00 GiB fixed" in lines[1] and "kept by the blocks before it" in lines[1]
+    offloaded = next(line for line in lines if line.startswith("Offloaded: x0 of 'block' in "))
+    assert offloaded.endswith("it cannot be computed again.")
+    assert any(line.startswith("Recomputed: norm1 of 'block' in ") for line in lines)
+    more, less = (solve(table, budget=(12 + change) * 2**30) for change in (1, -1))
+    saved, lost = plan.overhead_seconds - more.overhead_seconds, less.overhead_seconds - plan.overhead_seconds
+    assert lines[-2].startswith(f"1.00 GiB more would save {1000 * saved:.2f} ms (")
+    assert lines[-1].startswith(f"1.00 GiB less would cost {1000 * lost:.2f} ms (")
+
+
+def test_explain_of_a_plan_that_fits_without_doing_anything(llama: SimpleNamespace) -> None:
+    lines = solve(llama.shape_8b(), budget=10**12).explain().splitlines()
+    assert lines[0].endswith("no longer than with everything kept.")
+    assert len(lines) == 3 and lines[2] == "1.00 GiB less would cost 0 s (0.00 %)."
+
+
+def test_explain_at_the_smallest_budget(llama: SimpleNamespace) -> None:
+    table = llama.shape_8b()
+    text = solve(table, budget=table["classes"]["block"]["working_set_bytes"]).explain()
+    assert "computing again" in text and "waiting for copies back" in text
+    assert text.endswith("131.30 MiB less would not do: the smallest budget is 1.28 GiB.")
+
+
+def test_explain_of_a_toy_names_every_part(table: dict[str, Any]) -> None:
+    text = solve(table, budget=60).explain()
+    assert "gradients made by then" in text and "7 B fixed" in text

@@ -1,0 +1,216 @@
+"""The simulator against steps worked out by hand."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actckpt import Action
+from actckpt.planner import CostTable, Plan, Simulation, Span, simulate
+
+_K, _R, _O = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD
+
+
+def _table(num_blocks: int = 3, **changes: Any) -> dict[str, Any]:
+    """Return blocks of one value of 10 bytes, 1 s forward, 2 s backward, over links of 5 bytes per second."""
+    value = {"name": "x", "bytes": 10, "recompute_s": 4}
+    block = {"forward_s": 1, "backward_s": 2, "working_set_bytes": 10, "values": [value]}
+    rates = {"d2h_bytes_per_s": 5, "h2d_bytes_per_s": 5}
+    return {"version": 1, "classes": {"a": block}, "stack": ["a"] * num_blocks, **rates, **changes}
+
+
+def _simulate(
+    table: dict[str, Any], actions: str, budget: float, *, rerun: str = "", window: int = 10**9
+) -> Simulation:
+    """Play a plan through: per block `k`, `r` or `o` for each of its values."""
+    costs = CostTable.from_dict(table)
+    by_letter = {"k": _K, "r": _R, "o": _O}
+    letters = [by_letter[letter] for letter in actions]
+    found = []
+    for block in costs.blocks:
+        found.append({value.name: letters.pop(0) for value in block.values})
+    assert not letters
+    numbers = dict.fromkeys(
+        (
+            "plain_seconds",
+            "recompute_seconds",
+            "write_wait_seconds",
+            "read_wait_seconds",
+            "bound_seconds",
+            "peak_bytes",
+        ),
+        0.0,
+    )
+    plan = Plan(
+        budget_bytes=budget,
+        actions=tuple(found),
+        rerun=tuple(letter == "y" for letter in rerun.ljust(len(found), "n")),
+        max_inflight=window,
+        replay_window=0,
+        costs=costs,
+        **numbers,
+    )
+    return simulate(costs, plan)
+
+
+def test_copies_that_hide_behind_compute_cost_nothing() -> None:
+    step = _simulate(_table(), "okk", budget=20)
+    assert step.seconds == 9.0 and step.overhead_seconds == 0.0 and step.fits
+    assert step.d2h == (Span(1.0, 3.0, "x", 0),), "from the end of its block on"
+    assert step.h2d == (Span(5.0, 7.0, "x", 0),), "not beside the last block, which leaves no room"
+    assert step.memory == (
+        (1.0, 10),
+        (2.0, 15),
+        (3.0, 20),
+        (3.0, 20),
+        (5.0, 20),
+        (5.0, 10),
+        (7.0, 20),
+        (7.0, 10),
+        (9.0, 10),
+    )
+    assert step.peak_bytes == 20 and step.peak_at == "forward of block 2"
+    assert step.host_peak_bytes == 10 and step.disk_peak_bytes == 0
+    names = [(span.what, span.block) for span in step.compute]
+    assert names == [*(("forward", i) for i in range(3)), *(("backward", i) for i in (2, 1, 0))]
+
+
+def test_blocks_wait_for_room_and_for_what_they_need() -> None:
+    step = _simulate(_table(), "ook", budget=10)
+    assert step.write_wait_seconds == 2.0, "a second at the end of each of the last two blocks"
+    assert step.read_wait_seconds == 4.0, "the whole copy of each of two values"
+    assert step.seconds == 15.0 and step.peak_bytes == 10
+    assert step.d2h == (Span(1.0, 3.0, "x", 0), Span(3.0, 5.0, "x", 1))
+    assert step.h2d == (Span(7.0, 9.0, "x", 1), Span(11.0, 13.0, "x", 0))
+    waits = [(span.start_s, span.end_s, span.block) for span in step.compute if span.what == "wait"]
+    assert waits == [(2.0, 3.0, 1), (4.0, 5.0, 2), (7.0, 9.0, 1), (11.0, 13.0, 0)]
+
+
+def test_everything_is_out_before_backward_begins_even_where_there_is_room() -> None:
+    step = _simulate(_table(d2h_bytes_per_s=1), "okk", budget=1000)
+    assert step.write_wait_seconds == 8.0
+
+
+def test_recomputation_takes_its_time_and_hides_copies() -> None:
+    step = _simulate(_table(), "ork", budget=20)
+    assert step.recompute_seconds == step.overhead_seconds == 4.0
+    assert step.compute[3:5] == (Span(3.0, 5.0, "backward", 2), Span(5.0, 9.0, "recompute", 1))
+    assert step.h2d == (Span(3.0, 5.0, "x", 0),), "beside the last block, as there is room"
+    step = _simulate(_table(4), "orkk", budget=20)
+    assert (step.recompute_seconds, step.read_wait_seconds) == (4.0, 0.0)
+    assert step.h2d == (Span(6.0, 8.0, "x", 0),), "beside the recomputation"
+
+
+def test_a_window_holds_back_copies_in_both_directions() -> None:
+    free = _simulate(_table(), "ook", budget=1000)
+    assert (free.write_wait_seconds, free.read_wait_seconds) == (2.0, 0.0)
+    step = _simulate(_table(), "ook", budget=1000, window=5)
+    assert (step.write_wait_seconds, step.read_wait_seconds) == (2.0, 2.0), "5 bytes ahead of each of two blocks"
+    assert max(nbytes for _, nbytes in step.memory) == step.peak_bytes == 15
+
+
+def test_reading_ahead_leaves_room_for_later_moments() -> None:
+    """Gradients of the first block come last: what is read ahead must not be in their way."""
+    table = _table(4)
+    classes = table["classes"]
+    classes["b"] = {**classes["a"], "working_set_bytes": 22}
+    table["stack"] = ["a", "b", "a", "a"]
+    step = _simulate(table, "okkk", budget=30)
+    assert step.fits and step.peak_bytes == 30, "only 8 bytes of block 0 while block 1 runs"
+
+
+def test_gradients_and_fixed_bytes_are_there() -> None:
+    table = _table(fixed_bytes=100)
+    table["classes"]["a"]["gradient_bytes"] = 7
+    step = _simulate(table, "kkk", budget=1000)
+    assert step.memory[2:] == ((3.0, 130), (3.0, 137), (5.0, 137), (5.0, 134), (7.0, 134), (7.0, 131), (9.0, 131))
+    assert step.peak_at == "backward of block 2"
+
+
+def test_what_host_memory_has_no_room_for_goes_on_to_the_disk() -> None:
+    disk = {"host_bytes": 10, "disk_bytes": 10, "disk_write_bytes_per_s": 2, "disk_read_bytes_per_s": 1}
+    step = _simulate(_table(**disk), "ook", budget=10)
+    assert step.host_peak_bytes == 10 and step.disk_peak_bytes == 10
+    ((start_s, end_s, what, block),) = step.disk_write
+    assert (start_s, end_s, what, block) == (1.0, pytest.approx(6.0), "x", 0)
+    assert step.d2h[0] == Span(1.0, 3.0, "x", 0)
+    assert step.d2h[1].end_s == pytest.approx(6.0), "as fast as the disk makes room"
+    assert step.write_wait_seconds == pytest.approx(3.0)
+    (read,) = step.disk_read
+    assert read.start_s == pytest.approx(8.0) and read.end_s == pytest.approx(18.0), "as host memory becomes free"
+    assert step.h2d[1].end_s == pytest.approx(18.0)
+    assert step.fits
+
+
+def test_what_goes_beyond_host_and_disk_does_not_fit() -> None:
+    step = _simulate(_table(host_bytes=6), "okk", budget=1000)
+    assert step.excess_bytes == 4 and not step.fits
+
+
+def test_a_budget_that_is_too_small_is_exceeded_not_refused() -> None:
+    step = _simulate(_table(), "kkk", budget=25)
+    assert step.excess_bytes == 5 and step.peak_bytes == 30 and step.overhead_seconds == 0.0
+
+
+def test_capacity_over_time_holds_beside_the_budget() -> None:
+    limits = {"forward": [30, 12, 30], "backward": [30, 30, 30]}
+    step = _simulate(_table(capacity_bytes=limits), "okk", budget=1000)
+    assert step.write_wait_seconds == pytest.approx(0.6), "until 8 of 10 bytes are out"
+    assert step.memory[1] == (2.6, 12)
+
+
+def test_a_block_that_is_run_again_needs_its_input() -> None:
+    table = _table(2)
+    block = table["classes"]["a"]
+    block["rerun"] = True
+    block["values"] = [
+        {"name": "x0", "bytes": 3, "recompute_s": 7, "replayable": True},
+        {"name": "y", "bytes": 5, "replayable": False},
+    ]
+    assert _simulate(table, "krkk", budget=100, rerun="yn").recompute_seconds == 1.0
+    assert _simulate(table, "rrkk", budget=100, rerun="yn").recompute_seconds == 8.0
+    block["values"][0]["replayable"] = False
+    with pytest.raises(
+        ValueError, match="Block 0 of the plan drops 'x0', which backward needs and nothing can compute again"
+    ):
+        _simulate(table, "rrkk", budget=100, rerun="yn")
+
+
+def test_values_that_nothing_needs_are_not_computed_again() -> None:
+    table = _table(2)
+    table["classes"]["a"]["values"] = [
+        {"name": "scores", "bytes": 5, "recompute_s": 10, "needed": False},
+        {"name": "mask", "bytes": 5, "recompute_s": 1, "needed": False},
+        {"name": "out", "bytes": 5, "recompute_s": 100, "inputs": ["scores"]},
+    ]
+    assert _simulate(table, "rrkrrk", budget=100).recompute_seconds == 0.0
+    assert _simulate(table, "rrrrrk", budget=100).recompute_seconds == 110.0
+    assert _simulate(table, "krrrrk", budget=100).recompute_seconds == 100.0
+
+
+def test_a_plan_of_another_model_is_refused_and_named(llama: SimpleNamespace) -> None:
+    from actckpt.planner import solve
+
+    plan = solve(llama.shape_8b(4), budget=10**12)
+    with pytest.raises(ValueError, match=r"The plan has 4 blocks, the cost table 5: it is of another model\."):
+        simulate(llama.shape_8b(5), plan)
+    with pytest.raises(ValueError, match=r"Block 0 of the plan is of another model: .*its value"):
+        simulate(_table(4), plan)
+    missing = dataclasses.replace(plan, actions=({}, *plan.actions[1:]))
+    with pytest.raises(
+        ValueError, match="Block 0 of the plan is of another model: the plan leaves out its value 'attention'"
+    ):
+        simulate(llama.shape_8b(4), missing)
+
+
+def test_a_plan_that_does_what_the_table_does_not_allow_is_refused() -> None:
+    table = _table()
+    with pytest.raises(
+        ValueError, match=r"Block 1 of the plan is run again as a whole, which its class does not allow"
+    ):
+        _simulate(table, "kkk", budget=100, rerun="nyn")
+    with pytest.raises(
+        ValueError, match="The plan offloads values, but the cost table has no d2h_bytes_per_s or h2d_bytes_per_s"
+    ):
+        _simulate({**table, "h2d_bytes_per_s": 0}, "okk", budget=100)

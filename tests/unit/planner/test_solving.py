@@ -1,0 +1,358 @@
+"""The solver against every plan there is, against linear programs, and against the simulator."""
+
+import copy
+import dataclasses
+import math
+import pickle
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import brute_force
+import numpy
+import pytest
+from brute_force import Table
+
+import actckpt
+from actckpt import Action
+from actckpt.planner import Plan, PlanInfeasibleError, simulate, solve
+
+_CLOSE = 1e-6
+
+
+def _budget(seed: int, least: float) -> int:
+    """Return a budget near the smallest one, at times that one itself."""
+    rng = random.Random(seed)
+    least = least if math.isfinite(least) else 10
+    return max(int(least) + rng.choice([-2, -1, 0, 0, *range(1, 13)]), 1)
+
+
+def _check_claims(table: Table, plan: Plan) -> None:
+    step = simulate(table, plan)
+    assert step.fits and plan.peak_bytes <= plan.budget_bytes
+    assert step.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-9, abs=1e-9)
+    assert step.overhead_seconds == pytest.approx(plan.overhead_seconds, rel=1e-9, abs=1e-9)
+    assert step.seconds == pytest.approx(plan.step_seconds, rel=1e-9)
+    for name in ("recompute_seconds", "write_wait_seconds", "read_wait_seconds"):
+        assert getattr(step, name) == pytest.approx(getattr(plan, name), rel=1e-9, abs=1e-9), name
+    assert plan.bound_seconds <= plan.overhead_seconds
+
+
+def _fits(seed: int) -> bool:
+    """Compare what `solve` says of a random stack with the best of all plans; return whether there is one."""
+    table = brute_force.random_table(seed)
+    least = brute_force.smallest_budget(table)
+    budget = _budget(seed, least)
+    best = brute_force.best_overhead(table, budget)
+    try:
+        plan = solve(table, budget=budget)
+    except PlanInfeasibleError as error:
+        assert math.isinf(best), seed
+        assert (math.inf if error.smallest_bytes is None else error.smallest_bytes) == least, seed
+        return False
+    assert plan.overhead_seconds == pytest.approx(best, abs=_CLOSE), seed
+    _check_claims(table, plan)
+    return True
+
+
+@pytest.mark.parametrize("first", range(0, 240, 40))
+def test_no_plan_of_a_small_stack_is_faster_and_the_simulator_says_the_same(first: int) -> None:
+    num_fitting = sum(_fits(seed) for seed in range(first, first + 40))
+    assert 20 < num_fitting < 40
+
+
+@pytest.mark.parametrize("seed", [218, 1001, 1005, 1558, 2860, 4484])
+def test_stacks_that_earlier_solvers_got_wrong(seed: int) -> None:
+    """Blocks that are run again and of which backward does not need the input; smallest budgets with limits."""
+    _fits(seed)
+
+
+def test_the_oracle_finds_what_a_linear_program_over_the_literal_rows_finds() -> None:
+    compared = 0
+    for seed in range(40):
+        table = brute_force.random_table(seed)
+        for name in ("disk_bytes", "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
+            table.pop(name, None)
+        plans = brute_force.all_triples(table)
+        rng = random.Random(seed)
+        budget = rng.randint(8, 45)
+        found = brute_force.overheads(table, budget, plans)
+        fitting = numpy.flatnonzero(numpy.isfinite(found)).tolist()
+        for number in [*rng.sample(fitting, min(3, len(fitting))), rng.randrange(len(found))]:
+            expected = brute_force.linear_overhead(table, budget, plans[:, number])
+            assert found[number] == pytest.approx(expected, abs=_CLOSE), seed
+            compared += 1
+    assert compared > 100
+
+
+@pytest.mark.parametrize(
+    ("shape", "percent"),
+    [*(("shape_8b", percent) for percent in (5, 20, 60, 90)), ("shape_70b", 15), ("interleaved", 30)],
+)
+def test_large_stacks_are_within_half_a_point_of_the_bound(llama: SimpleNamespace, shape: str, percent: int) -> None:
+    table = getattr(llama, shape)()
+    plan = solve(table, budget=llama.activation_bytes(table) * percent // 100)
+    assert plan.overhead_seconds - plan.bound_seconds <= 0.001 * plan.plain_seconds
+    if shape != "interleaved":
+        fluid = llama.fluid_bound(table, plan.budget_bytes)
+        assert plan.bound_seconds == pytest.approx(fluid, rel=1e-5, abs=1e-9)
+    _check_claims(table, plan)
+
+
+def test_no_change_of_one_value_saves_time_and_fits(llama: SimpleNamespace) -> None:
+    table = llama.interleaved(16)
+    plan = solve(table, budget=llama.activation_bytes(table) // 7)
+    plan = dataclasses.replace(plan, max_inflight=10**15)
+    tried = 0
+    for index in (0, 1, 2, 7, 13, 14, 15):
+        actions = plan.actions[index]
+        for name, action in actions.items():
+            for other in {Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD} - {action}:
+                if (name, other) == ("x0", Action.RECOMPUTE) or (index, other) == (15, Action.OFFLOAD):
+                    continue
+                changed = (*plan.actions[:index], {**actions, name: other}, *plan.actions[index + 1 :])
+                step = simulate(table, dataclasses.replace(plan, actions=changed))
+                tried += 1
+                assert not step.fits or step.overhead_seconds > plan.overhead_seconds * (1 - 1e-6), (index, name, other)
+    assert tried > 170
+
+
+def test_what_fits_is_kept(table: Table) -> None:
+    del table["capacity_bytes"]
+    plan = solve(table, budget=10**6)
+    assert plan.overhead_seconds == plan.bound_seconds == 0.0 and plan.max_inflight == plan.replay_window == 0
+    kept = {"x0": Action.KEEP, "qkv": Action.RECOMPUTE, "out": Action.KEEP}  # backward does not need qkv
+    assert plan.actions == (kept, kept, {})
+    assert plan.rerun == (False, False, False)
+    _check_claims(table, plan)
+
+
+def test_what_need_not_be_offloaded_is_kept() -> None:
+    block = {"forward_s": 5, "backward_s": 5, "working_set_bytes": 10, "values": [{"name": "x0", "bytes": 10}]}
+    rates = {"d2h_bytes_per_s": 10, "h2d_bytes_per_s": 10}
+    plan = solve({"version": 1, "classes": {"a": block}, "stack": ["a"] * 6, **rates}, budget=50)
+    assert plan.overhead_seconds == 0.0
+    assert [actions["x0"] for actions in plan.actions].count(Action.OFFLOAD) == 1
+
+
+def test_the_last_block_offloads_nothing(llama: SimpleNamespace) -> None:
+    for num_blocks in (1, 3, 20):
+        table = llama.shape_8b(num_blocks)
+        plan = solve(table, budget=table["classes"]["block"]["working_set_bytes"])
+        assert Action.OFFLOAD not in plan.actions[-1].values()
+        assert plan.replay_window == 0 or num_blocks > 1
+
+
+def _opaque(**changes: Any) -> Table:
+    """Return four blocks of which nothing can be computed again one by one."""
+    values = [
+        {"name": "x0", "bytes": 2, "offloadable": False},
+        {"name": "kernel", "bytes": 20, "replayable": False, "offloadable": False},
+    ]
+    block = {"forward_s": 3, "backward_s": 5, "working_set_bytes": 22, "rerun": True, "values": values, **changes}
+    return {"version": 1, "classes": {"a": block}, "stack": ["a"] * 4}
+
+
+def test_opaque_blocks_are_run_again_as_a_whole() -> None:
+    plan = solve(_opaque(), budget=50)  # the last block's working set, and 28 for three others
+    assert sorted(plan.rerun) == [False, False, True, True] and not plan.rerun[3]
+    assert plan.overhead_seconds == 6.0
+    for index, rerun in enumerate(plan.rerun):
+        assert plan.actions[index] == {"x0": Action.KEEP, "kernel": Action.RECOMPUTE if rerun else Action.KEEP}
+    assert "Run again as a whole: 2 blocks 'a': 6.00 s." in plan.explain()
+    _check_claims(_opaque(), plan)
+
+
+def test_blocks_that_may_not_be_run_again_keep_what_is_opaque() -> None:
+    with pytest.raises(PlanInfeasibleError) as caught:
+        solve(_opaque(rerun=False), budget=50)
+    assert caught.value.smallest_bytes == 88
+    assert "x0 can only be kept, kernel can only be kept" in str(caught.value)
+
+
+def test_pinning_an_opaque_value_to_recompute_runs_its_block_again() -> None:
+    plan = solve(_opaque(), budget=1000, pins={(1, "kernel"): "recompute"})
+    assert plan.rerun == (False, True, False, False) and plan.overhead_seconds == 3.0
+
+
+@pytest.mark.parametrize("fixed", [0, 5])
+def test_the_smallest_budget_is_what_the_error_says(llama: SimpleNamespace, fixed: int) -> None:
+    table = llama.shape_8b(24)
+    for block in table["classes"].values():
+        for value in block["values"]:
+            value["offloadable"] = value["name"] not in ("v", "up")
+            value["replayable"] = value["name"] not in ("x0", "up", "k")
+    table.update(fixed_bytes=fixed)
+    table["classes"]["block"]["gradient_bytes"] = 10**8 + 1
+    with pytest.raises(PlanInfeasibleError) as caught:
+        solve(table, budget=10**9)
+    least = caught.value.smallest_bytes
+    assert isinstance(least, int)
+    assert solve(table, budget=least).peak_bytes == least
+    with pytest.raises(PlanInfeasibleError) as again:
+        solve(table, budget=least - 1)
+    assert again.value.smallest_bytes == least
+
+
+def test_the_smallest_budget_with_little_host_memory(llama: SimpleNamespace) -> None:
+    table = llama.shape_8b(16)
+    sizes = {value["name"]: value["bytes"] for value in table["classes"]["block"]["values"]}
+    table["host_bytes"] = 5 * sizes["x0"] + 3
+    with pytest.raises(PlanInfeasibleError) as caught:
+        solve(table, budget=10**9)
+    working = table["classes"]["block"]["working_set_bytes"]
+    assert caught.value.smallest_bytes == working + 10 * sizes["x0"], "inputs of 15 blocks, of which 5 are offloaded"
+    assert "x0 kept for want of host memory" in str(caught.value)
+    solve(table, budget=caught.value.smallest_bytes)
+
+
+def test_the_error_says_what_holds_the_memory() -> None:
+    table = _opaque(rerun=False, gradient_bytes=1)
+    table["fixed_bytes"] = 100
+    with pytest.raises(PlanInfeasibleError) as caught:
+        solve(table, budget=60)
+    assert str(caught.value).startswith("No plan fits into 60 B: the smallest budget is 189 B (189 bytes). ")
+    text = "backward of block 3 of 4 ('a'): 22 B its working set, 100 B fixed, 1 B gradients made by then, 66 B kept"
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, actckpt.ActckptError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.smallest_bytes) == (str(caught.value), 189)
+
+
+def test_no_budget_helps_where_another_limit_is_too_small() -> None:
+    table = _opaque(rerun=False)
+    table["capacity_bytes"] = {"forward": [100] * 4, "backward": [100, 100, 100, 87]}
+    with pytest.raises(PlanInfeasibleError, match="whatever the budget: capacity_bytes leaves less than") as caught:
+        solve(table, budget=1000)
+    assert caught.value.smallest_bytes is None
+    table["capacity_bytes"]["backward"][3] = 88
+    assert solve(table, budget=1000).peak_bytes == 88
+
+
+def test_pinned_copies_that_host_memory_has_no_room_for_are_infeasible(llama: SimpleNamespace) -> None:
+    table = {**llama.shape_8b(20), "host_bytes": 10**8}
+    with pytest.raises(PlanInfeasibleError, match=r"pinned values need more host memory than there is \(95\.37 MiB\)"):
+        solve(table, budget=10**12, pins={"x0": "offload"})
+
+
+def test_pins_that_drop_what_backward_needs_are_infeasible(table: Table) -> None:
+    table["classes"]["attention"]["rerun"] = False
+    table["classes"]["attention"]["values"][1]["replayable"] = False
+    with pytest.raises(PlanInfeasibleError, match="pins drop what backward needs, and what it could be computed from"):
+        solve(table, budget=1000, pins={"qkv": "recompute", "out": "recompute"})
+    plan = solve(table, budget=1000, pins={"out": "recompute"})
+    assert plan.actions[0]["qkv"] is Action.KEEP, "to compute `out` from"
+
+
+@pytest.mark.parametrize(
+    "budget", ["70", "", "70 G", "lots", -1, 0.5, float("nan"), float("inf"), True, None, [70]], ids=repr
+)
+def test_a_budget_that_is_no_size_is_refused(table: Table, budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"^budget=.*is (no|not a) size\. Pass"):
+        solve(table, budget=budget)
+
+
+def test_a_budget_may_be_a_text_with_a_unit(llama: SimpleNamespace) -> None:
+    table = llama.shape_8b(16)
+    assert solve(table, budget="10 GiB").budget_bytes == 10 * 2**30
+    assert solve(table, budget="10 GB").budget_bytes == 10**10
+
+
+def test_a_budget_of_nothing_is_infeasible_where_something_is_needed(table: Table) -> None:
+    with pytest.raises(PlanInfeasibleError, match="No plan fits into 0 B"):
+        solve(table, budget=0)
+
+
+def test_pins_are_of_a_name_a_class_or_a_block(llama: SimpleNamespace) -> None:
+    table = llama.interleaved(9)
+    pins = {"attention": Action.KEEP, ("window", "norm1"): "recompute", (3, "x1"): "offload"}
+    plan = solve(table, budget=llama.activation_bytes(table), pins=pins)
+    assert all(actions["attention"] is Action.KEEP for actions in plan.actions)
+    norms = [actions["norm1"] is Action.RECOMPUTE for actions in plan.actions]
+    assert norms == [name == "window" for name in table["stack"]]
+    assert [index for index, actions in enumerate(plan.actions) if actions["x1"] is Action.OFFLOAD] == [3]
+    assert dict(plan.pins) == {**pins, ("window", "norm1"): Action.RECOMPUTE, (3, "x1"): Action.OFFLOAD}
+    _check_claims(table, plan)
+
+
+def test_a_pin_of_a_name_leaves_out_the_last_block_which_offloads_nothing(llama: SimpleNamespace) -> None:
+    plan = solve(llama.shape_8b(4), budget=10**12, pins={"x0": "offload"})
+    assert [actions["x0"].value for actions in plan.actions] == ["offload"] * 3 + ["keep"]
+    with pytest.raises(ValueError, match=r"pins: \(3, 'x0'\) cannot be 'offload' in block 3: it can be keep\."):
+        solve(llama.shape_8b(4), budget=10**12, pins={(3, "x0"): "offload"})
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"atention": "keep"}, "'atention' names no value; nearest: 'attention'. Pass a name, (class, name) or"),
+        ({(99, "q"): "keep"}, "(99, 'q') names no value"),
+        ({("blok", "q"): "keep"}, "('blok', 'q') names no value"),
+        ({"x0": "recompute"}, "'x0' cannot be 'recompute' in block 0: it can be keep, offload."),
+        ({"q": "prefer_offload"}, "'q' is 'prefer_offload'. Pass one of keep, recompute, offload."),
+        ({"q": 3}, "'q' is 3. Pass one of keep, recompute, offload."),
+        ({"q": "keep", (1, "q"): "recompute"}, "'q' says 'keep' and (1, 'q') says 'recompute', both for block 1."),
+    ],
+    ids=str,
+)
+def test_a_pin_that_cannot_be_is_one_clear_line(llama: SimpleNamespace, pins: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=r"^pins: ") as caught:
+        solve(llama.shape_8b(4), budget=10**12, pins=pins)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_pin_of_a_class_must_hold_in_the_last_block_too_but_for_offload(llama: SimpleNamespace) -> None:
+    table = llama.shape_8b(4)
+    table["classes"]["last"] = copy.deepcopy(table["classes"]["block"])
+    table["stack"][-1] = "last"
+    with pytest.raises(ValueError, match=r"pins: \('last', 'x0'\) cannot be 'recompute' in block 3: it can be keep\."):
+        solve(table, budget=10**12, pins={("last", "x0"): "recompute"})
+
+
+def test_a_limit_far_larger_than_another_hides_nothing() -> None:
+    table = _opaque(rerun=False)
+    table["capacity_bytes"] = {"forward": [2**62] * 4, "backward": [100, 100, 100, 87]}
+    with pytest.raises(PlanInfeasibleError, match="whatever the budget"):
+        solve(table, budget=2**62)
+
+
+def test_pins_that_agree_are_no_contradiction(llama: SimpleNamespace) -> None:
+    plan = solve(llama.shape_8b(4), budget=10**12, pins={"q": "recompute", (1, "q"): Action.RECOMPUTE})
+    assert plan.overhead_seconds > 0
+
+
+def test_the_windows_are_the_smallest_that_cost_no_time(llama: SimpleNamespace) -> None:
+    table = llama.shape_8b()
+    plan = solve(table, budget=llama.activation_bytes(table) // 5)
+    assert 0 < plan.max_inflight < 0.2 * llama.activation_bytes(table)
+    narrow = dataclasses.replace(plan, max_inflight=int(0.9 * plan.max_inflight))
+    assert simulate(table, narrow).seconds > plan.step_seconds
+    by_name = {value["name"]: value["bytes"] for value in table["classes"]["block"]["values"]}
+    replayed = [sum(by_name[n] for n, a in actions.items() if a is Action.RECOMPUTE) for actions in plan.actions]
+    assert 0 < plan.replay_window <= max(replayed)
+
+
+def test_a_plan_does_not_depend_on_the_process(llama: SimpleNamespace, run_without_torch: Callable[..., str]) -> None:
+    code = """
+import json
+from actckpt.planner import solve
+plan = solve(json.load(sys.stdin), budget=int(4.4e9)).to_dict()
+print(json.dumps([plan["actions"], plan["overhead_seconds"], plan["max_inflight"]]))
+"""
+    found = {run_without_torch(code, llama.shape_8b(), PYTHONHASHSEED=seed) for seed in ("1", "2")}
+    assert len(found) == 1
+
+
+def test_gradients_and_fixed_bytes_take_room(llama: SimpleNamespace) -> None:
+    table = llama.shape_8b(20)
+    budget = llama.activation_bytes(table) // 3
+    plain = solve(table, budget=budget)
+    fixed = solve({**table, "fixed_bytes": 10**10}, budget=budget + 10**10)
+    assert fixed.overhead_seconds == pytest.approx(plain.overhead_seconds)
+    assert fixed.peak_bytes == plain.peak_bytes + 10**10
+    grown = copy.deepcopy(table)
+    grown["classes"]["block"]["gradient_bytes"] = 2 * 10**8
+    plan = solve(grown, budget=budget)
+    assert plan.overhead_seconds > plain.overhead_seconds
+    _check_claims(grown, plan)
