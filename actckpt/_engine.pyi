@@ -151,6 +151,8 @@ class HostStats:
     @property
     def num_live(self) -> int: ...
     @property
+    def window_bytes(self) -> int: ...
+    @property
     def num_queued(self) -> int: ...
     @property
     def num_revived(self) -> int: ...
@@ -187,7 +189,7 @@ class Ticket:
     def drop(self) -> None: ...
 
 class HostEngine:
-    def __init__(self, *, num_workers: int = ..., window_bytes: int = ...) -> None: ...
+    def __init__(self, *, num_workers: int = ..., window_bytes: int | None = ...) -> None: ...
     def put(self, ptr: int, nbytes: int, store: ByteStore, keep: object, *, must: bool = True) -> Ticket | Kept: ...
     @property
     def num_failed_writes(self) -> int: ...
@@ -223,6 +225,8 @@ class DeviceStats:
     def stranded_bytes(self) -> int: ...
     @property
     def num_live(self) -> int: ...
+    @property
+    def window_bytes(self) -> int: ...
     @property
     def num_revived(self) -> int: ...
     @property
@@ -292,7 +296,7 @@ class DeviceEngine:
     def cuda(
         *,
         limit_bytes: int,
-        window_bytes: int,
+        window_bytes: int | None,
         release: Callable[[object, list[tuple[int, int]]], None],
         pageable_limit: int = 0,
         spill_file: SpillFile | None = None,
@@ -343,7 +347,7 @@ class _MockCuda:
         self,
         *,
         limit_bytes: int,
-        window_bytes: int,
+        window_bytes: int | None,
         release: Callable[[object, list[tuple[int, int]]], None],
         pageable_limit: int = 0,
         spill_file: SpillFile | None = None,

@@ -12,6 +12,8 @@ from actckpt.sizes import parse_bytes
 __all__ = ["Settings", "configure", "format_bytes", "parse_bytes"]
 
 _PROBE_BYTES = 4096
+#: Sizes that may follow what is seen.
+_AUTOMATIC = ("max_inflight", "replay_window")
 #: A name in `opaque` that begins like this is an operator's; other namespaces may also be names of modules.
 _NAMESPACES = ("aten", "prims")
 
@@ -30,8 +32,9 @@ class Settings:
     disk_limit: int | None = None
     #: Folder of the spill file. None: that of `tempfile`, and device tensors never go to disk.
     spill_dir: str | None = None
-    #: Most bytes on their way to a store, and most bytes read ahead of backward.
-    max_inflight: int = 256 * 2**20
+    #: Most bytes on their way to a store, and most bytes read ahead of backward. `"auto"`: follow the sizes of what is
+    #: stored, from 4 to 256 MiB.
+    max_inflight: int | str = "auto"
     #: Threads that copy CPU tensors, and device tensors from pinned memory on.
     num_workers: int = 2
     #: Whether offloading CPU tensors sets malloc's mmap threshold once, so that freed tensors return
@@ -48,8 +51,14 @@ class Settings:
     observers: tuple[type, ...] = ()
     #: In which order operators are replayed. None: see actckpt.runtime.replay.schedule.
     replay_order: Any = None
-    #: Most bytes of replayed values that wait for their turn in a backward. None: no limit.
-    replay_window: int | None = None
+    #: Most bytes of replayed values that wait for their turn in a backward. None: no limit. `"auto"`: no limit in a
+    #: region of a block; in one of many, the fewest with which no operator runs more than twice in a backward.
+    replay_window: int | str | None = "auto"
+
+    @property
+    def window_bytes(self) -> int | None:
+        """`max_inflight`; None: follows the sizes."""
+        return self.max_inflight if isinstance(self.max_inflight, int) else None
 
     @property
     def spill_folder(self) -> str:
@@ -76,7 +85,8 @@ def configure(**changes: Any) -> Settings:
         pageable_limit: most bytes of other host memory, used once pinned memory is full; None: automatic.
         disk_limit: most bytes in the spill file; None: no limit of ours.
         spill_dir: folder of the spill file; None: that of `tempfile`, and device tensors never go to disk.
-        max_inflight: most bytes on their way to a store, and most bytes read ahead of backward.
+        max_inflight: most bytes on their way to a store, and most bytes read ahead of backward. `"auto"`: the root of
+            what is stored times the largest tensor of it, at least four of the largest, and from 4 to 256 MiB.
         num_workers: threads that copy between memory and disk, at least 0 (GPU tensors: at least 1 is used).
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
         audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what replay makes.
@@ -86,7 +96,8 @@ def configure(**changes: Any) -> Settings:
         replay_order: a function from a `ReplayGraph` to the numbers of its steps in the order of execution; None: the
             order with the lowest peak that the built-in rules find.
         replay_window: most bytes of replayed values that wait for their turn in a backward; values beyond it are
-            computed again when they are asked for. None: no limit.
+            computed again when they are asked for. None: no limit. `"auto"`: about as few as let no operator run more
+            than twice; no limit in regions of the size of a block, and below 4 MiB.
     Returns:
         The settings in force now.
     Raises:
@@ -105,8 +116,8 @@ def configure(**changes: Any) -> Settings:
     if unknown:
         raise ValueError(f"configure: unknown setting {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
     for name in ("host_limit", "pageable_limit", "disk_limit", "max_inflight", "replay_window"):
-        if name in changes and (changes[name] is not None or name == "max_inflight"):
-            changes[name] = parse_bytes(changes[name], what=name)
+        if name in changes:
+            changes[name] = _checked_size(name, changes[name])
     if changes.get("spill_dir") is not None:
         changes["spill_dir"] = _checked_folder(changes["spill_dir"])
     workers = changes.get("num_workers", 0)
@@ -119,6 +130,13 @@ def configure(**changes: Any) -> Settings:
     _settings = dataclasses.replace(_settings, **changes)
     generation += 1
     return _settings
+
+
+def _checked_size(name: str, size: object) -> int | str | None:
+    """Return a size in bytes, or what else the setting `name` takes."""
+    if size is None and name != "max_inflight":
+        return None
+    return "auto" if size == "auto" and name in _AUTOMATIC else parse_bytes(size, what=name)
 
 
 def _check_replay(changes: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from actckpt.policies import choice_of
 from actckpt.runtime.replay.audit import caller_of
 from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.replay.opened import OpenRegion, StillOpenError
-from actckpt.runtime.replay.report import Entry, Report, explained
+from actckpt.runtime.replay.report import Figures, Report, explained
 
 __all__ = ["region"]
 
@@ -54,7 +54,7 @@ class region:  # noqa: N801 - used as a function
         self._open: OpenRegion | None = None
         #: What names the function that it decorates, None: the place of the `with` statement does.
         self._caller: Any = None
-        self._entries: list[Entry] = []
+        self._figures = Figures()
         self._note = _NOT_OPEN
         self._matches: Matches | None = None
 
@@ -84,8 +84,8 @@ class region:  # noqa: N801 - used as a function
         if self._open is not None:
             raise StillOpenError("This region is open already. Make another one with actckpt.region(...).")
         if torch.is_grad_enabled():
-            self._entries = []
-            self._open = OpenRegion(self._choice, self._caller or _place(sys._getframe(1)), self._entries)
+            self._figures = Figures()
+            self._open = OpenRegion(self._choice, self._caller or _place(sys._getframe(1)), self._figures)
             self._open.__enter__()
             self._note = self._open.why_not_recorded()
             self._matches = self._open.matches
@@ -130,8 +130,9 @@ class region:  # noqa: N801 - used as a function
                 f"report: explain={explain!r} is a {type(explain).__name__}. It takes a tensor of the region."
             )
         if explain is None:
-            return Report.of(self._entries, self._note, self._matches.idle() if self._matches is not None else ())
-        return explained(self._entries, explain) if self._entries or not self._note else self._note
+            return self._figures.report(self._note, self._matches.idle() if self._matches is not None else ())
+        entries = self._figures.entries
+        return explained(entries, explain) if entries or not self._note else self._note
 
 
 def _place(frame: types.FrameType) -> tuple[Any, ...]:

@@ -106,7 +106,7 @@ def _only(tier: str, folder: str) -> Iterator[native.DeviceEngine]:
     """Offload GPU tensors to one tier inside the block."""
     engine = native.DeviceEngine.cuda(
         limit_bytes=_LIMIT_BYTES if tier == "pinned" else 0,
-        window_bytes=config.settings().max_inflight,
+        window_bytes=config.settings().window_bytes,
         release=stores._record_streams,
         pageable_limit=_LIMIT_BYTES if tier == "pageable" else 0,
         spill_file=native.SpillFile(folder) if tier == "disk" else None,

@@ -148,7 +148,7 @@ class CpuStore:
         folder: str,
         *,
         limit_bytes: int = _UNLIMITED,
-        window_bytes: int = 256 << 20,
+        window_bytes: int | None = 256 << 20,
         num_workers: int = 2,
         faults: FaultyFileIo | None = None,
     ) -> CpuStore:
@@ -156,7 +156,8 @@ class CpuStore:
 
         Args:
             limit_bytes: most bytes of live tickets in the file; what is above stays in memory.
-            window_bytes: most bytes waiting to be written; `put` waits (and helps) above it.
+            window_bytes: most bytes waiting to be written; `put` waits (and helps) above it. None: follows the sizes
+                of what is stored, and `stats().window_bytes` tells.
             num_workers: threads that copy; with 0 callers run every copy.
         Raises:
             SpillWriteError: no file can be made in `folder`.
@@ -165,14 +166,14 @@ class CpuStore:
         return cls.on_file(file, window_bytes=window_bytes, num_workers=num_workers)
 
     @classmethod
-    def on_file(cls, file: SpillFile, *, window_bytes: int = 256 << 20, num_workers: int = 2) -> CpuStore:
+    def on_file(cls, file: SpillFile, *, window_bytes: int | None = 256 << 20, num_workers: int = 2) -> CpuStore:
         """Spill to a file that others may share."""
         engine = HostEngine(num_workers=num_workers, window_bytes=window_bytes)
         return cls(engine, ByteStore.on_disk(file))
 
     @classmethod
     def in_memory(
-        cls, *, limit_bytes: int = _UNLIMITED, window_bytes: int = 256 << 20, num_workers: int = 2
+        cls, *, limit_bytes: int = _UNLIMITED, window_bytes: int | None = 256 << 20, num_workers: int = 2
     ) -> CpuStore:
         """Copy to a host memory pool: saves nothing for CPU tensors, shows everything to tests."""
         pool = Pool(limit_bytes=limit_bytes)

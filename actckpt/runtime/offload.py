@@ -39,6 +39,7 @@ from actckpt.runtime import reading, stays, stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.inputs import contents_of
 from actckpt.runtime.messages import changed_in_place
+from actckpt.runtime.replay.report import Figures, Report
 from actckpt.runtime.sources import guard
 from actckpt.runtime.spans import join
 from actckpt.runtime.stack import modules_on_stack
@@ -71,20 +72,37 @@ class Offloading(ContextDecorator):
         self._to = to
         self._min_bytes = min_bytes
         self._entered = threading.local()
+        self._figures = Figures()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Offloading":
         session = Session(self._to, self._min_bytes)
+        self._figures = Figures()
+        self._figures.watch(session)
         hooks = saved_tensors_hooks(*session.hooks)
         hooks.__enter__()
         if not hasattr(self._entered, "open"):
             self._entered.open = []
         self._entered.open.append((session, hooks))
+        return self
 
     def __exit__(self, *exception: object) -> None:
         session, hooks = self._entered.open.pop()
         hooks.__exit__(*exception)
         if not session.has_moved and self._min_bytes < EVERYTHING_STAYS and not _frames.is_rerunning():
             counters.add("idle_offloads", 1)
+
+    def report(self) -> Report:
+        """Return what the block that was entered last moved, what stayed since it is small, and the peak so far.
+
+        Example::
+
+            >>> import torch, actckpt
+            >>> with actckpt.offload(min_bytes="1KiB") as block:
+            ...     y = torch.randn(256, 64, requires_grad=True).sin().sin()
+            >>> block.report().offloaded_bytes
+            65536
+        """
+        return self._figures.report()
 
 
 def _pack_otherwise(session: "_frames.OffloadSession", tensor: Tensor) -> "_frames.OffloadHandle":

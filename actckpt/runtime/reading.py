@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 
 from actckpt import config
+from actckpt.runtime import stores
 
 __all__ = ["learnt_order", "max_inflight", "note_order"]
 
@@ -42,4 +43,5 @@ def note_order(sizes: tuple[int, ...], places: tuple[int, ...]) -> None:
 
 def max_inflight() -> int:
     """Return the window of Rule 2 in bytes."""
-    return config.settings().max_inflight
+    window = config.settings().window_bytes
+    return stores.window_bytes() if window is None else window

@@ -37,6 +37,10 @@ Bytes = _frames.Bytes
 class Backend(Protocol):
     """One way to move bytes out and back."""
 
+    @property
+    def window_bytes(self) -> int:
+        """How many bytes may be on their way at once, as things stand."""
+
     def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         """Begin to move bytes out; returns a ticket, or None if they stay. Waits for room only if `must`."""
 
@@ -46,8 +50,8 @@ class Backend(Protocol):
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes:
         """Return the bytes, valid for the current stream."""
 
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> bool:
-        """Begin to bring the bytes back; False if there is no need."""
+    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes | None:
+        """Begin to bring the bytes back; returns to where, None if there is no need."""
 
 
 class CpuBackend:
@@ -63,9 +67,13 @@ class CpuBackend:
         if settings.fix_malloc:
             native.fix_mmap_threshold(_MMAP_THRESHOLD_BYTES)
         file = _spill_file(settings)
-        store = native.CpuStore.on_file(file, window_bytes=settings.max_inflight, num_workers=settings.num_workers)
+        store = native.CpuStore.on_file(file, window_bytes=settings.window_bytes, num_workers=settings.num_workers)
         _tell_of_threads(store.stats(), settings.num_workers)
         return cls(store)
+
+    @property
+    def window_bytes(self) -> int:
+        return self.store.stats().window_bytes
 
     def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         if torch_private.is_tracing():
@@ -95,10 +103,9 @@ class CpuBackend:
         assert isinstance(found, Bytes)
         return found
 
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> bool:
+    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes | None:
         buffer = _buffer(nbytes, device)
-        began: bool = ticket.prefetch(buffer.storage.data_ptr(), buffer)
-        return began
+        return buffer if ticket.prefetch(buffer.storage.data_ptr(), buffer) else None
 
 
 class CudaBackend:
@@ -119,7 +126,7 @@ class CudaBackend:
         bounce, buffer = limits.bounce_sizes(host if pageable or file else 0)
         engine = native.DeviceEngine.cuda(
             limit_bytes=host - bounce,
-            window_bytes=settings.max_inflight,
+            window_bytes=settings.window_bytes,
             release=_record_streams,
             pageable_limit=pageable,
             spill_file=file,
@@ -128,6 +135,10 @@ class CudaBackend:
             num_workers=max(1, settings.num_workers),
         )
         return cls(engine)
+
+    @property
+    def window_bytes(self) -> int:
+        return self.engine.stats().window_bytes
 
     def put(self, source: Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         if torch_private.is_tracing():
@@ -190,12 +201,12 @@ class CudaBackend:
             _tensor_on(result.storage).record_stream(stream)
         return result
 
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> bool:
+    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> Bytes | None:
         put_device, put_stream = ticket.put_stream
         with torch.cuda.stream(torch.cuda.ExternalStream(put_stream, device=put_device)):
             buffer = _buffer(nbytes, device)
-        began: bool = ticket.load(put_device, put_stream, buffer.storage.data_ptr(), buffer, urgent=False)
-        return began
+        began = ticket.load(put_device, put_stream, buffer.storage.data_ptr(), buffer, urgent=False)
+        return buffer if began else None
 
 
 _warned: set[str] = set()
@@ -288,6 +299,11 @@ def backend(kind: str) -> Backend:
             known = CpuBackend.on_disk(settings) if kind == "disk" else CudaBackend.from_settings(settings)
             _backends[kind] = config.generation, known
         return known
+
+
+def window_bytes() -> int:
+    """Return how many bytes the stores that exist would have on their way at once."""
+    return max((made.window_bytes for _, made in list(_backends.values())), default=0)
 
 
 def existing(kind: str) -> Backend | None:

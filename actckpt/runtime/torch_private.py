@@ -238,6 +238,28 @@ def implementation_of(tensor: torch.Tensor) -> int:
     return address
 
 
+class _AtEnd:
+    """Autograd calls it when a backward ends, and drops it uncalled when it fails."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+    __del__ = __call__
+
+
+def when_backward_ends(function: Callable[[], None]) -> None:
+    """Call `function` when the backward under way ends, also if it fails; see `queue_callback`."""
+    if queue_callback is not None:
+        queue_callback(_AtEnd(function))
+
+
 def outer_hooks() -> Hooks | None:
     """Return the (pack, unpack) that a tensor saved now would go through, or None."""
     return None if top_hooks is None else top_hooks(False)

@@ -8,6 +8,7 @@
 #include "frames/frame.h"
 #include "frames/generators.h"
 #include "frames/held.h"
+#include "frames/meter.h"
 #include "frames/modes.h"
 #include "frames/numerics.h"
 #include "frames/parameters.h"
@@ -18,6 +19,7 @@
 #include "frames/swap_lock.h"
 #include "frames/task_end.h"
 #include "replay/names.h"
+#include "replay/needs.h"
 #include "replay/objects.h"
 #include "replay/pack.h"
 #include "replay/paused.h"
@@ -36,6 +38,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::add_task_end_type();
   actckpt::add_held_types(module);
   actckpt::add_generator_types(module);
+  actckpt::add_meter_type(module);
   actckpt::add_parameter_functions(module);
   actckpt::add_numerics_functions(module);
   actckpt::add_mode_functions(module);
@@ -49,6 +52,7 @@ PYBIND11_MODULE(_frames, module) {
   actckpt::replay::add_record_functions(module);
   actckpt::replay::add_pack_functions(module);
   actckpt::replay::add_unpack_functions(module);
+  actckpt::replay::add_needs_functions(module);
   module.def("connect_replay", actckpt::replay::connect_replay, pybind11::arg("names"),
              "Tell recording and replay what they need of Python and torch. Called once.");
   actckpt::add_bytes_type(module);

@@ -61,9 +61,7 @@ bool has_lock(const py::object& contents) {
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(contents.ptr(), &position, &key, &value) != 0) {
-    const int result = PyObject_IsInstance(value, python().lock_types);
-    if (result < 0) throw py::error_already_set();
-    if (result != 0) return true;
+    if (is_instance(value, python().lock_types)) return true;
   }
   return false;
 }

@@ -5,6 +5,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "frames/meter.h"
 #include "hooks/bytes.h"
 
 namespace actckpt {
@@ -42,8 +43,12 @@ bool read_ahead(SpanObject* span, long long task) {
   try {
     const py::object began = call_method_with(span->backend, names().prefetch, span->ticket,
                                               span->nbytes_object, span->device);
-    // False: the source is still held, and stays until the span is unloaded. It needs no room.
-    if (began.ptr() != Py_True) window.bytes -= std::exchange(span->ahead_bytes, 0);
+    // None: the source is still held, and stays until the span is unloaded. It needs no room.
+    if (began.is_none()) {
+      window.bytes -= std::exchange(span->ahead_bytes, 0);
+    } else if (span->record != nullptr) {
+      note_alive(span->record->meter.ptr(), storage_of(began.ptr()));
+    }
   } catch (...) {
     leave_window(span);
     throw;
@@ -259,6 +264,8 @@ void note_moved(const RecordPointer& record, SpanObject* span) {
   record->spans.push_back(span);
   record->sizes.push_back(span->nbytes);
   ++record->num_alive;
+  ++record->num_moved;
+  record->moved_bytes += span->nbytes;
 }
 
 py::object fetch(SpanObject* span) {
@@ -272,6 +279,7 @@ py::object fetch(SpanObject* span) {
   sums().reloaded_bytes += span->nbytes;
   leave_window(span);
   const RecordPointer record = span->record;
+  if (record != nullptr) note_alive(record->meter.ptr(), storage_of(found.ptr()));
   if (task != -1 && record != nullptr) {
     arrive(record, task);
     note_seen(record, span->place, task);

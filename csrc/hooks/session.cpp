@@ -3,6 +3,7 @@
 #include <new>
 #include <utility>
 
+#include "frames/meter.h"
 #include "frames/region.h"
 #include "hooks/bytes.h"
 #include "hooks/handles.h"
@@ -159,6 +160,17 @@ py::object span_for(PyObject* self, PyObject* tensor, const Extent& extent, bool
   return joined.is_none() ? py::object() : joined;
 }
 
+// Counts a saved tensor that stays since it is small, unless somebody else holds it anyway.
+void note_small(const SessionObject* session, PyObject* tensor, long long nbytes) {
+  Record* record = session->record.get();
+  if (!record->meter || is_true(tensor, names().is_leaf)) return;
+  const py::object storage = reachable_storage(tensor);
+  if (!storage || is_known_owned(storage.ptr())) return;
+  record->num_small += 1;
+  record->small_bytes += nbytes;
+  note_alive(record->meter.ptr(), storage.ptr());
+}
+
 // Whether a plain tensor stays because of what or where it is; otherwise sets storage and root.
 bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, py::object* root,
            bool* is_cuda) {
@@ -170,6 +182,7 @@ bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, 
   const long long nbytes = integer(tensor, names().nbytes);
   if (nbytes == 0) return true;
   if (nbytes < session->min_bytes) {
+    note_small(session, tensor, nbytes);
     if (session->min_bytes < kNothing) ++sums().kept_small;
     return true;
   }
@@ -200,6 +213,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   py::object storage, root;
   bool is_cuda = false;
   if (stays(session, tensor, &storage, &root, &is_cuda)) return new_stays(tensor);
+  note_alive(session->record->meter.ptr(), storage.ptr());
   const Extent extent = extent_of(tensor, root.ptr(), storage.ptr());
   const py::object span = span_for(self, tensor, extent, is_cuda, may_share);
   if (!span) return new_stays(tensor);
@@ -224,6 +238,18 @@ PyObject* session_read_ahead(PyObject* self, PyObject*) {
     read_ahead_of(session_of(self)->record);
     Py_RETURN_NONE;
   });
+}
+
+// watch(meter)
+PyObject* session_watch(PyObject* self, PyObject* meter) {
+  session_of(self)->record->meter = py::reinterpret_borrow<py::object>(meter);
+  Py_RETURN_NONE;
+}
+
+// moved_and_small() -> tuple of two numbers of tensors, each with their bytes
+PyObject* session_moved_and_small(PyObject* self, PyObject*) {
+  const Record* record = session_of(self)->record.get();
+  return Py_BuildValue("LLLL", record->num_moved, record->moved_bytes, record->num_small, record->small_bytes);
 }
 
 // move(tensor, backend, start, nbytes) -> Span | None
@@ -283,6 +309,9 @@ PyMethodDef methods[] = {
     {"unpack", session_unpack, METH_O | METH_STATIC, "unpack(handle) -> Tensor: the unpack hook."},
     {"read_ahead", session_read_ahead, METH_NOARGS,
      "read_ahead(): a backward has come here; begin to bring back what it needs next."},
+    {"watch", session_watch, METH_O, "watch(meter): count on it what of the values is alive."},
+    {"moved_and_small", session_moved_and_small, METH_NOARGS,
+     "moved_and_small() -> number and bytes of storages moved, and of tensors that stay since they are small."},
     {"move", fast(session_move), METH_FASTCALL, "move(tensor, backend, start, nbytes) -> Span or None."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -4,6 +4,7 @@
 #include <new>
 #include <utility>
 
+#include "frames/meter.h"
 #include "frames/reads.h"
 #include "replay/geometry.h"
 #include "replay/names.h"
@@ -20,7 +21,7 @@ py::object new_value(long long nbytes, PyObject* device, long long ordinal) {
   auto* value = allocated<ValueObject>(value_type);
   value->nbytes = nbytes;
   value->ordinal = ordinal;
-  value->version = value->cached_task = -1;
+  value->version = value->cached_task = value->counted_task = -1;
   assign(value->device, device);
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(value));
 }
@@ -50,10 +51,25 @@ py::object new_block(PyObject* storage, PyObject* value) {
 
 py::object new_handle(PyObject* tape, PyObject* window) {
   auto* handle = allocated<HandleObject>(handle_type);
+  auto* core = reinterpret_cast<TapeObject*>(tape);
   handle->task = -1;
+  handle->clock = core->num_values;
   assign(handle->tape, tape);
   assign(handle->window, window);
+  handle->previous = core->last_handle;
+  (core->last_handle == nullptr ? core->first_handle : core->last_handle->next) = handle;
+  core->last_handle = handle;
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(handle));
+}
+
+void unlist(HandleObject* handle) noexcept {
+  auto* tape = reinterpret_cast<TapeObject*>(handle->tape);
+  (handle->previous == nullptr ? tape->first_handle : handle->previous->next) = handle->next;
+  (handle->next == nullptr ? tape->last_handle : handle->next->previous) = handle->previous;
+}
+
+void release(CachedBytes* cached) noexcept {
+  if (cached != nullptr && --cached->references == 0) delete cached;
 }
 
 EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
@@ -67,7 +83,9 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
   assign(entry->action, n.keep);
   assign(entry->why, n.no_reason);
-  entry->storage = untracked(PyWeakref_NewRef(reads().untyped_storage(tensor).ptr(), nullptr));
+  const py::object storage = reads().untyped_storage(tensor);
+  if (value->is_input == 0) note_alive(tape->meter, storage.ptr());
+  entry->storage = untracked(PyWeakref_NewRef(storage.ptr(), nullptr));
   if (entry->storage == nullptr) throw py::error_already_set();
   entry->nbytes = value->nbytes;
   if (PyList_Append(tape->entries, result.ptr()) != 0) throw py::error_already_set();

@@ -17,6 +17,12 @@ namespace actckpt::replay {
 
 struct HandleObject;
 
+// How many replayed bytes wait for their turn in a region. Shared by its tape and what is cached, which may outlive it.
+struct CachedBytes {
+  long long references;
+  long long bytes;
+};
+
 // The saved tensors on a value, in the order in which they were saved; borrowed, null where one is gone. Not a list of
 // weak references: what is made for every saved tensor of a step sets off the garbage collector, which walks the heap.
 struct Handles {
@@ -53,6 +59,14 @@ struct ValueObject {
   long long cached_task;
   long long cached_version;
   long long key;
+  CachedBytes* cached_in;  // null: nothing was ever cached
+  // What the backward `counted_task` still needs of it (needs.h): how often values that must be replayed read it, whether
+  // it is such a value, and between which clocks of saving and making all that lies.
+  long long counted_task;
+  long long num_readers;
+  long long first_use;
+  long long last_use;
+  char is_reading;
   char was_saved;  // and it is decided what becomes of it
   char is_needed;
   char is_input;
@@ -106,7 +120,10 @@ struct HandleObject {
   Original* original;  // null: see frames/original.h
   PyObject* audit;
   ValueObject* listed_on;  // borrowed: it forgets the handle when one of the two goes
+  HandleObject* previous;  // of its tape, in the order of saving
+  HandleObject* next;
   long long task;
+  long long clock;  // how many values the region had when it was saved
 };
 
 // What a report says of a saved value.
@@ -134,7 +151,13 @@ struct TapeObject {
   PyObject* opaque_names;
   PyObject* entries;
   PyObject* outer;          // the hooks outside, or None
+  PyObject* meter;          // counts what of its values is alive, or None
   PyObject* candidates;
+  HandleObject* first_handle;  // of those that are alive; borrowed, they hold the tape
+  HandleObject* last_handle;
+  CachedBytes* cached;      // null: nothing was ever cached
+  long long window_bytes;   // most of them; -1: no limit
+  long long counted_task;   // see `count_needs`
   long long num_lost;
   long long recompute_bytes;
   long long opaque_bytes;
@@ -148,6 +171,7 @@ struct TapeObject {
   char is_open;
   char is_audited;
   char audits_always;
+  char window_follows;      // the sizes seen: each backward begins without a limit
 };
 
 class Geometry;
@@ -203,6 +227,12 @@ py::object window_of(PyObject* tensor, PyObject* value, Geometry* geometry);
 
 // What a weak reference refers to, null if it is gone; borrowed from whoever holds it alive.
 PyObject* referent(PyObject* reference) noexcept;
+
+// Takes the handle out of the list of its tape.
+void unlist(HandleObject* handle) noexcept;
+
+// Lets go of a counter.
+void release(CachedBytes* cached) noexcept;
 
 // Notes that `handle` is on `value`.
 void add_handle(ValueObject* value, PyObject* handle);

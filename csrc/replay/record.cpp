@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "frames/held.h"
+#include "frames/meter.h"
 #include "frames/reads.h"
 #include "replay/geometry.h"
 #include "replay/names.h"
@@ -153,6 +154,7 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
     assign(value->held, tensor);
     value->index = index;
     append(tape->holding, reinterpret_cast<PyObject*>(value));
+    if (!is_none(tape->meter)) note_alive(tape->meter, reads().untyped_storage(tensor).ptr());
     return;
   }
   add_output(step, value, kind, index);

@@ -3,6 +3,7 @@
 
 #include "replay/geometry.h"
 #include "replay/names.h"
+#include "replay/needs.h"
 
 #include <structmember.h>
 
@@ -77,6 +78,8 @@ void value_dealloc(PyObject* self) {
     if (handle != nullptr) handle->listed_on = nullptr;
   }
   PyMem_Free(value->handles.many);
+  if (!is_none(value->cached)) value->cached_in->bytes -= value->nbytes;
+  release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
                  &V::spare, &V::why_opaque, &V::entry, &V::step);
@@ -100,12 +103,14 @@ void window_dealloc(PyObject* self) {
 }
 
 void handle_dealloc(PyObject* self) {
-  if (reinterpret_cast<HandleObject*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
-  forget_handle(reinterpret_cast<HandleObject*>(self));
-  if (const Original* original = std::exchange(reinterpret_cast<HandleObject*>(self)->original, nullptr)) {
-    py::error_scope pending;
-    delete original;
-  }
+  py::error_scope pending;
+  auto* handle = reinterpret_cast<HandleObject*>(self);
+  if (handle->weak_references != nullptr) PyObject_ClearWeakRefs(self);
+  ValueObject* value = handle->listed_on;
+  forget_handle(handle);
+  if (value != nullptr) let_go_of_needs(value, value->counted_task);
+  unlist(handle);
+  delete std::exchange(handle->original, nullptr);
   using H = HandleObject;
   free_object<H>(self, &H::audit, &H::alias, &H::window, &H::tape);
 }
@@ -117,10 +122,11 @@ void entry_dealloc(PyObject* self) {
 
 void tape_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
+  release(reinterpret_cast<TapeObject*>(self)->cached);
   using T = TapeObject;
   free_object<T>(self, &T::blocks, &T::holding, &T::saved, &T::choice, &T::modules, &T::opaque_places,
                  &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::why_untold,
-                 &T::why_opaque);
+                 &T::why_opaque, &T::meter);
 }
 
 int tape_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -214,6 +220,17 @@ PyObject* value_take_last_handle(PyObject* self, PyObject*) {
   return Py_NewRef(reinterpret_cast<PyObject*>(handle));
 }
 
+// value.num_readers(task): how often values that must be replayed in a backward read it.
+PyObject* value_num_readers(PyObject* self, PyObject* task) {
+  const auto* value = reinterpret_cast<ValueObject*>(self);
+  return PyLong_FromLongLong(value->counted_task == PyLong_AsLongLong(task) ? value->num_readers : 0);
+}
+
+PyObject* value_is_reading(PyObject* self, PyObject* task) {
+  const auto* value = reinterpret_cast<ValueObject*>(self);
+  return PyBool_FromLong(value->counted_task == PyLong_AsLongLong(task) && value->is_reading != 0);
+}
+
 PyObject* step_outputs(PyObject* self, void*) {
   PyObject* outputs = reinterpret_cast<StepObject*>(self)->outputs;
   return outputs == nullptr ? PyTuple_New(0) : Py_NewRef(outputs);
@@ -253,6 +270,11 @@ PyObject* step_add_output(PyObject* self, PyObject* args) {
   });
 }
 
+PyObject* tape_cached_bytes(PyObject* self, void*) {
+  const CachedBytes* cached = reinterpret_cast<TapeObject*>(self)->cached;
+  return PyLong_FromLongLong(cached == nullptr ? 0 : cached->bytes);
+}
+
 PyObject* window_on(PyObject* self, PyObject* value) {
   return guarded([&] {
     const auto* window = reinterpret_cast<WindowObject*>(self);
@@ -281,19 +303,21 @@ PyObject* window_stride(PyObject* self, void*) {
 #define OBJECT(type, name, field) {name, T_OBJECT, offsetof(type, field), 0, nullptr}
 #define NUMBER(type, name, field) {name, T_LONGLONG, offsetof(type, field), 0, nullptr}
 #define FLAG(type, name, field) {name, T_BOOL, offsetof(type, field), 0, nullptr}
+#define SEEN(type, name, field) {name, T_OBJECT, offsetof(type, field), READONLY, nullptr}
 #define END {nullptr, 0, 0, 0, nullptr}
 
 PyMemberDef value_members[] = {
     OBJECT(ValueObject, "device", device),         OBJECT(ValueObject, "step", step),
     OBJECT(ValueObject, "operator", operator_),    OBJECT(ValueObject, "action", action),
     OBJECT(ValueObject, "held", held),             OBJECT(ValueObject, "root", root),
-    OBJECT(ValueObject, "stored", stored),         OBJECT(ValueObject, "cached", cached),
+    OBJECT(ValueObject, "stored", stored),         SEEN(ValueObject, "cached", cached),
     OBJECT(ValueObject, "spare", spare),           OBJECT(ValueObject, "why_opaque", why_opaque),
     OBJECT(ValueObject, "asked", asked),
     OBJECT(ValueObject, "entry", entry),           NUMBER(ValueObject, "nbytes", nbytes),
     NUMBER(ValueObject, "ordinal", ordinal),       NUMBER(ValueObject, "index", index),
     NUMBER(ValueObject, "version", version),       NUMBER(ValueObject, "cached_task", cached_task),
     NUMBER(ValueObject, "key", key),               NUMBER(ValueObject, "cached_version", cached_version),
+    NUMBER(ValueObject, "first_use", first_use),   NUMBER(ValueObject, "last_use", last_use),
     FLAG(ValueObject, "is_needed", is_needed), FLAG(ValueObject, "is_input", is_input),
     FLAG(ValueObject, "is_parameter", is_parameter),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(ValueObject, weak_references), READONLY, nullptr},
@@ -311,6 +335,7 @@ PyMemberDef window_members[] = {
 PyMemberDef handle_members[] = {
     OBJECT(HandleObject, "tape", tape), OBJECT(HandleObject, "window", window),
     OBJECT(HandleObject, "alias", alias), OBJECT(HandleObject, "audit", audit), NUMBER(HandleObject, "task", task),
+    NUMBER(HandleObject, "clock", clock),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
 PyMemberDef entry_members[] = {
@@ -323,18 +348,22 @@ PyMemberDef tape_members[] = {
     OBJECT(TapeObject, "saved", saved),             OBJECT(TapeObject, "choice", choice),
     OBJECT(TapeObject, "modules", modules),         OBJECT(TapeObject, "opaque_places", opaque_places),
     OBJECT(TapeObject, "audited_places", audited_places), OBJECT(TapeObject, "opaque_names", opaque_names),
+    OBJECT(TapeObject, "meter", meter),
     OBJECT(TapeObject, "outer", outer),             OBJECT(TapeObject, "candidates", candidates),
     NUMBER(TapeObject, "num_lost", num_lost),       NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
     NUMBER(TapeObject, "opaque_bytes", opaque_bytes),
     OBJECT(TapeObject, "entries", entries),         NUMBER(TapeObject, "structure", structure),
     NUMBER(TapeObject, "num_values", num_values),   NUMBER(TapeObject, "num_packed", num_packed),
+    NUMBER(TapeObject, "window_bytes", window_bytes),
     NUMBER(TapeObject, "num_untold", num_untold),   OBJECT(TapeObject, "why_untold", why_untold),
     OBJECT(TapeObject, "why_opaque", why_opaque),
     NUMBER(TapeObject, "began_at", began_at),
     FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
-    FLAG(TapeObject, "audits_always", audits_always), END};
+    FLAG(TapeObject, "audits_always", audits_always), FLAG(TapeObject, "window_follows", window_follows), END};
 PyGetSetDef value_getters[] = {{"num_handles", num_handles, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef tape_getters[] = {{"cached_bytes", tape_cached_bytes, nullptr, nullptr, nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyGetSetDef step_getters[] = {{"outputs", step_outputs, nullptr, nullptr, nullptr},
                               {"results", step_results, nullptr, nullptr, nullptr},
                               {"written", step_written, nullptr, nullptr, nullptr},
@@ -345,6 +374,8 @@ PyGetSetDef window_getters[] = {{"shape", window_shape, nullptr, nullptr, nullpt
 PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr},
                                {"take_last_handle", value_take_last_handle, METH_NOARGS, nullptr},
                                {"is_wanted", value_is_wanted, METH_NOARGS, nullptr},
+                               {"num_readers", value_num_readers, METH_O, nullptr},
+                               {"is_reading", value_is_reading, METH_O, nullptr},
                                {"windows", value_windows, METH_NOARGS, nullptr},
                                {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMethodDef step_methods[] = {{"add_output", step_add_output, METH_VARARGS, nullptr},
@@ -379,7 +410,8 @@ PyType_Slot handle_slots[] = {{Py_tp_dealloc, slot(handle_dealloc)}, {Py_tp_memb
 PyType_Slot entry_slots[] = {{Py_tp_dealloc, slot(entry_dealloc)}, {Py_tp_members, entry_members}, {0, nullptr}};
 PyType_Slot tape_slots[] = {{Py_tp_new, slot(PyType_GenericNew)}, {Py_tp_dealloc, slot(tape_dealloc)},
                             {Py_tp_traverse, slot(tape_traverse)}, {Py_tp_clear, slot(tape_clear)},
-                            {Py_tp_members, tape_members},         {0, nullptr}};
+                            {Py_tp_members, tape_members},         {Py_tp_getset, tape_getters},
+                            {0, nullptr}};
 
 template <typename Object>
 PyTypeObject* made(py::module_& module, const char* name, PyType_Slot* slots, unsigned long flags) {

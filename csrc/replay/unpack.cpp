@@ -4,10 +4,12 @@
 #include <utility>
 #include <vector>
 
+#include "frames/meter.h"
 #include "frames/modes.h"
 #include "frames/reads.h"
 #include "replay/geometry.h"
 #include "replay/names.h"
+#include "replay/needs.h"
 
 namespace actckpt::replay {
 namespace {
@@ -130,32 +132,6 @@ py::object thawed(const StepObject* step) {
   return std::move(args);
 }
 
-// Whether bytes stay held on account of `value` alone, or of others like it.
-bool keeps_inputs(const ValueObject* value) {
-  if (is_none(value->step)) return false;
-  PyObject* inputs = reinterpret_cast<StepObject*>(value->step)->inputs;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
-    const auto* input = reinterpret_cast<ValueObject*>(PyList_GET_ITEM(inputs, i));
-    if (input->is_input == 0 && (!is_none(input->held) || !is_none(input->stored))) return true;
-  }
-  return false;
-}
-
-// Keeps a replayed value for the rest of the backward `task`.
-void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
-  if (!read_version(tensor, &value->cached_version)) return;  // see `Tape.cache`
-  assign(value->cached, tensor);
-  value->cached_task = task;
-  if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
-    assign(value->step, nullptr);  // see `Tape.cache`
-  }
-  const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(task));
-  PyObject* done =
-      PyObject_CallMethodObjArgs(tape, names().clear_after, number.ptr(), reinterpret_cast<PyObject*>(value), nullptr);
-  if (done == nullptr) throw py::error_already_set();
-  Py_DECREF(done);
-}
-
 // Executes the one step that makes `target`; null where that is not simple.
 py::object replayed(PyObject* tape, ValueObject* target, long long task) {
   if (is_none(target->step) || names().below_autograd == nullptr ||
@@ -176,14 +152,17 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
     result = py::reinterpret_steal<py::object>(made);
   }
   num_replayed += 1;
+  const auto* core = reinterpret_cast<TapeObject*>(tape);
   if (PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(python().tensor_type)) == 0 ||
       !has_size(result.ptr(), target)) {
     return py::object();  // executed once more in Python, which says what is wrong
   }
+  if (!is_none(core->meter)) note_alive(core->meter, reads().untyped_storage(result.ptr()).ptr());
   if (!is_none(target->entry)) {
     reinterpret_cast<EntryObject*>(target->entry)->num_replays += 1;
   }
-  if (task != -1 && is_pending(target, task)) cache(tape, target, result.ptr(), task);
+  const bool has_room = core->window_bytes < 0 || core->cached == nullptr || core->cached->bytes <= core->window_bytes;
+  if (task != -1 && has_room && is_asked(target, task)) cache(tape, target, result.ptr(), task);
   return result;
 }
 
@@ -205,6 +184,7 @@ py::object unpacked(HandleObject* handle) {
   const long long previous = handle->task;
   handle->task = PyLong_AsLongLong(call(python().graph_task_id).ptr());
   const bool is_replay = !base;
+  if (is_replay) count_needs(tape, handle->task);
   if (is_replay) base = replayed(handle->tape, value, handle->task);
   py::object tensor;
   if (is_replay && base && is_none(value->cached) && is_same(base.ptr(), window)) {
@@ -218,9 +198,7 @@ py::object unpacked(HandleObject* handle) {
     handle->task = previous;
     return tensor;
   }
-  if (!is_none(value->cached) && !is_none(value->step) && !is_pending(value, handle->task)) {
-    assign(value->cached, nullptr);
-  }
+  let_go_of_needs(value, handle->task);
   return tensor;
 }
 
@@ -250,9 +228,6 @@ void add_unpack_functions(py::module_& module) {
     return as_saved(handle.ptr(), std::move(alias));
   });
   module.def("num_replayed", [] { return num_replayed; });
-  module.def("is_pending", [](const py::handle& value, long long task) {
-    return is_pending(reinterpret_cast<ValueObject*>(value.ptr()), task);
-  });
 }
 
 }  // namespace actckpt::replay

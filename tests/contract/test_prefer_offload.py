@@ -65,7 +65,7 @@ class _ScriptedBackend(stores.CpuBackend):
         ticket.timing.stall_seconds += self.stall_of_size.get(nbytes, 0.0)
         return super().fetch(ticket.inner, nbytes, device)
 
-    def prefetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> bool:
+    def prefetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> stores.Bytes | None:
         return super().prefetch(ticket.inner, nbytes, device)
 
 

@@ -19,7 +19,7 @@ def _settings() -> Iterator[None]:
     before = actckpt.configure()
     actckpt.configure(audit="off")
     yield
-    actckpt.configure(audit=before.audit, replay_window=None)
+    actckpt.configure(audit=before.audit, replay_window=before.replay_window)
 
 
 def _num_calls(run: Callable[[], Any]) -> int:

@@ -38,6 +38,7 @@ def _audited(request: Any) -> Iterator[None]:
     actckpt.configure(audit=before)
 
 
+@pytest.mark.filterwarnings(r"ignore:Use of \w+ on expanded tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*backwards ran inside of one region:UserWarning")
 @pytest.mark.usefixtures("_audited")
 @settings(

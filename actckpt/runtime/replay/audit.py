@@ -11,7 +11,8 @@ places are opaque from then on: kept.
 A *structure* is the sequence of operators, shapes and dtypes that a call site has run so far, as a hash; a *place* is
 a structure and how many tensors were saved in it. The call site of a function that is decorated or checkpointed is that
 function, with the functions and modules that it was given. Elements are compared, not storages: memory between them
-that nothing ever wrote does not count.
+that nothing ever wrote does not count (`checksums`). What may be kept when its region closes, since recomputing it
+would hold more bytes, leaves its checksum then, or before it is overwritten, if it is dropped after all.
 """
 
 import functools
@@ -30,6 +31,7 @@ from actckpt.engine.demotion import Steps
 from actckpt.errors import AuditError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.inputs import contents_of
+from actckpt.runtime.replay.checksums import checksum
 from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.stack import module_name
 
@@ -39,9 +41,6 @@ _MAX_SITES = 4096
 _MAX_STRUCTURES = 64
 #: Above `_MAX_STRUCTURES`, one call in so many is audited.
 _SAMPLE = 16
-_CHUNK = 1 << 20
-#: The golden ratio as a 64-bit fraction: neighbouring positions get unrelated odd weights.
-_MULTIPLIER = -7046029254386353131
 
 
 class Site:
@@ -194,22 +193,6 @@ def can_compare(tensor: Tensor) -> bool:
         return False
     has_bytes = not (tensor.is_meta or type(tensor) is torch_private.fake_tensor_type)
     return has_bytes and not torch_private.is_zero_tangent(tensor)
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a position-sensitive checksum of the elements, on their device. Call it paused."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if plain.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=plain.device)
-    size = plain.element_size()
-    words = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
-    total = torch.zeros((), dtype=torch.int64, device=plain.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK]
-        weights = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=plain.device)
-        weights.mul_(_MULTIPLIER).bitwise_or_(1)
-        total += weights.mul_(chunk.to(torch.int64) + 1).sum()
-    return total
 
 
 def warn_of_original(what: str) -> None:

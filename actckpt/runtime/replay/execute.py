@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from actckpt import _frames
-from actckpt._frames import is_pending
 from actckpt.errors import ActckptError, SavedTensorChangedError
 from actckpt.runtime import numerics, rng, torch_private
 from actckpt.runtime.counters import counters
@@ -24,7 +23,7 @@ from actckpt.runtime.replay.paused import Paused, version_of
 from actckpt.runtime.replay.tape import Tape
 from actckpt.runtime.replay.wrappers import Witness
 
-__all__ = ["bytes_of", "changed_error", "is_pending", "on", "replay", "watch_roots"]
+__all__ = ["bytes_of", "changed_error", "on", "replay", "watch_roots"]
 
 
 #: Held while a replayed operator runs under settings of its own: two threads must not put back each other's.
@@ -44,8 +43,13 @@ def on(base: Tensor, window: Window | Geometry) -> Tensor:
     return torch._neg_view(tensor) if is_neg else tensor
 
 
-def bytes_of(tape: Tape, value: Value, window: Window | None = None) -> Tensor:
-    """Return a tensor on the storage of `value`, replayed if need be; None: all of its bytes are needed."""
+def bytes_of(tape: Tape, value: Value, window: Window | None = None, clock: int = 0) -> Tensor:
+    """Return a tensor on the storage of `value`, replayed if need be.
+
+    Args:
+        window: what is needed of its bytes; None: all.
+        clock: when the saved tensor that asks for them was saved; 0: not known.
+    """
     held, cached, stored = value.held, value.cached, value.stored  # another backward may let go of what is cached
     if held is not None:
         if not tape.is_open:
@@ -57,10 +61,17 @@ def bytes_of(tape: Tape, value: Value, window: Window | None = None) -> Tensor:
             return cached
         if value.step is None:
             raise changed_error(cached.shape, cached.dtype, version_of(cached), value.cached_version)
-        value.cached = None  # backward changed what it had unpacked
+        _frames.uncache(value)  # backward changed what it had unpacked
     if stored is None:
-        return replay(tape, value)
-    return stored.under(window) if window is not None and isinstance(stored, Watched) else stored()
+        return replay(tape, value, clock)
+    if isinstance(stored, Watched):
+        return stored() if window is None else stored.under(window)
+    tensor = stored()
+    task = torch_private.current_graph_task_id()
+    _frames.count_needs(tape, task)
+    if tape.outer is None and tape.has_room() and _frames.is_asked(value, task):
+        _frames.cache(tape, value, tensor, task)  # who is replayed from it need not have it brought back once more
+    return tensor
 
 
 def _check_unchanged(value: Value, held: Tensor) -> None:
@@ -118,33 +129,31 @@ def _sized(held: Tensor, nbytes: int, what: str) -> Tensor:
     return held
 
 
-def replay(tape: Tape, target: Value) -> Tensor:
+def replay(tape: Tape, target: Value, clock: int) -> Tensor:
     """Return a tensor on the storage of `target`, made by executing the steps that lead to it.
 
-    Values on the way that this backward will ask for stay with it (Rule 12 of NOTE [ Replay ]).
+    Values on the way that this backward asks for again stay with it (Rule 12 of NOTE [ Replay ]).
     """
     step = target.step
     if step is None:
         if target.is_at_hand():  # another backward has just replayed it
             return bytes_of(tape, target)
         raise _lost(target)
-    if all(value.is_at_hand() for value in step.inputs):
-        return _Run(tape, target, [step], None).result()
-    if tape.replay_window is not None:
-        tape.drop_cached(after=target)
-    return _Run(tape, target, *schedule.order(tape, target)).result()
+    task = torch_private.current_graph_task_id()
+    _frames.count_needs(tape, task)
+    return _Run(tape, target, task, *schedule.order(tape, target, task, clock)).result()
 
 
 class _Run:
     """One replay: steps in order, and what they made that is needed still."""
 
-    def __init__(self, tape: Tape, target: Value, steps: list[Step], retained: set[Value] | None) -> None:
+    def __init__(self, tape: Tape, target: Value, task: int, steps: list[Step], retained: set[Value]) -> None:
         self._tape = tape
         self._target = target
+        self._task = task
         self._steps = steps
-        #: What stays for later in this backward; None: all that it will ask for.
+        #: What stays for later in this backward.
         self._retained = retained
-        self._task = torch_private.current_graph_task_id()
         self._made: dict[Value, Tensor] = {}
         self._uses = Counter(value for step in steps for value in set(step.inputs))
 
@@ -182,7 +191,8 @@ class _Run:
         memory = torch.empty(0, dtype=torch.uint8, device=value.device)
         if base is None:  # all of it will be overwritten
             return memory.set_(torch.empty(value.nbytes, dtype=torch.uint8, device=value.device).untyped_storage())
-        if value in self._made and self._uses[value] == 1 and value.cached is None and value is not self._target:
+        is_alone = value not in self._retained and value is not self._target
+        if is_alone and value in self._made and self._uses[value] == 1:
             return self._made.pop(value)
         return memory.set_(base.untyped_storage().clone())
 
@@ -194,14 +204,14 @@ class _Run:
                 "operator depend on a global setting that changed? Keep what it makes: add it to "
                 "actckpt.configure(opaque=[...])."
             )
+        if self._tape.meter is not None:
+            self._tape.meter.note(tensor.untyped_storage())
         if value.entry is not None:
             value.entry.num_replays += 1
         if value is self._target or self._uses[value]:
             self._made[value] = tensor
-        if self._task == -1 or value.is_at_hand():
-            return
-        if is_pending(value, self._task) if self._retained is None else value in self._retained:
-            self._tape.cache(self._task, value, tensor)
+        if value in self._retained and not value.is_at_hand():
+            _frames.cache(self._tape, value, tensor, self._task)
 
 
 def _thawed(arg: Any, bases: dict[Value, Tensor]) -> Any:

@@ -20,7 +20,7 @@ from actckpt.runtime.replay.audit import Site, site_of
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.replay.recorder import Recorder, WatchingRecorder
-from actckpt.runtime.replay.report import Entry
+from actckpt.runtime.replay.report import Figures
 from actckpt.runtime.replay.tape import Tape
 
 __all__ = ["OpenRegion", "StillOpenError"]
@@ -51,7 +51,7 @@ class OpenRegion:
     Args:
         choice: the policy.
         caller: the site of the place that opens it, or what names it, see `audit.site_of`.
-        entries: gets the lines of the report.
+        figures: gets what the report says.
         respects_hooks: whether the hooks that are active where it is opened get the bytes of what it keeps, not only
             of its inputs.
         runs_function: whether it is around the call of a function, which can be run again.
@@ -62,7 +62,7 @@ class OpenRegion:
         "_caller",
         "_choice",
         "_counted",
-        "_entries",
+        "_figures",
         "_hooks",
         "_outer_choice",
         "_outer_tape",
@@ -79,7 +79,7 @@ class OpenRegion:
         self,
         choice: Choice,
         caller: Any,
-        entries: list[Entry] | None = None,
+        figures: Figures | None = None,
         *,
         respects_hooks: bool = True,
         runs_function: bool = False,
@@ -87,7 +87,7 @@ class OpenRegion:
     ) -> None:
         self._choice = choice
         self._caller = caller
-        self._entries = entries
+        self._figures = figures
         self._respects_hooks = respects_hooks
         self._runs_function = runs_function
         self._thread = threading.get_ident()
@@ -115,17 +115,21 @@ class OpenRegion:
         if self._choice.always is Action.KEEP:
             return self
         if self._choice.always is Action.OFFLOAD:
-            self._hooks = offload.Session("auto", offload.DEFAULT_MIN_BYTES).hooks
+            session = offload.Session("auto", offload.DEFAULT_MIN_BYTES)
+            if self._figures is not None:
+                self._figures.watch(session)
+            self._hooks = session.hooks
             torch_private.push_hooks(*self._hooks)
             return self
         site = self._caller if isinstance(self._caller, Site) else site_of(self._caller)
         tape = Tape(self._choice, outer_hooks, site)
-        tape.entries = self._entries
         if unknown := unknown_modes():
             tape.why_opaque = (
                 f"made below the dispatch mode {modes.name_of(unknown[-1])}, which may change results; if it does not, "
                 "name it in configure(observers=...)"
             )
+        if self._figures is not None:
+            tape.entries, tape.meter = self._figures.entries, self._figures.meter
         tape.hands_kept_out = self._respects_hooks
         tape.pack_hook = functools.partial(pack_recorded, tape)
         self._outer_tape = current

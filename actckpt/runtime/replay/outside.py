@@ -170,8 +170,8 @@ class HeldOutside:
             return
         self._task = task
         self._found, self._base = {}, None
-        if task != -1 and torch_private.queue_callback is not None:
-            torch_private.queue_callback(partial(_let_go, weakref.ref(self), task))
+        if task != -1:
+            torch_private.when_backward_ends(partial(_let_go, weakref.ref(self), task))
 
     def _take(self, i: int) -> Tensor:
         if i in self._found:

@@ -32,7 +32,8 @@ Rule 10. Compile. Operators inside of compiled code are not recorded: kernels th
          next call on. Higher-order operators are let through.
 Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
          Else what it must hold goes through the hooks outside when it closes, in the order of birth: see `outside`.
-Rule 12. Caching. Replayed values with handles that this backward has not unpacked stay until it has, or ends.
+Rule 12. Caching. Replayed values that this backward asks for again stay until it has, or ends: NOTE [ Needs ] in
+         `lineage`, and within a window of bytes: NOTE [ Windows ] in `windows`.
 Rule 13. Order. See `schedule`.
 """
 

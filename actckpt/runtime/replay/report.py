@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from actckpt._frames import Entry
+from actckpt._frames import Entry, Meter, OffloadSession
 from actckpt.action import Action
 from actckpt.config import format_bytes
 
-__all__ = ["Entry", "Report", "Row", "explained"]
+__all__ = ["Entry", "Figures", "Report", "Row", "explained"]
+
+_NOTHING = "Nothing was saved here that could be moved."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Report:
     note: str = ""
     #: Operators that the policy names and that did not run here in the first step, with what ran in their place.
     operators_not_run: tuple[str, ...] = ()
+    #: Bytes of the values made in the region, saved, kept, replayed or brought back, that were alive at once, at most
+    #: so far. Not counted: inputs and parameters, gradients, what autograd did not save and the region did not hold.
+    peak_bytes: int = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -56,13 +61,20 @@ class Report:
         return sum(row.recomputed_bytes for row in self.rows)
 
     @classmethod
-    def of(cls, entries: list[Entry], note: str = "", operators_not_run: tuple[str, ...] = ()) -> "Report":
+    def of(
+        cls,
+        entries: list[Entry],
+        note: str = "",
+        operators_not_run: tuple[str, ...] = (),
+        *,
+        peak_bytes: int = 0,
+    ) -> "Report":
         """Sum entries up by operator and module, in the order of their first value."""
         groups: dict[tuple[str, str | None], list[Entry]] = {}
         for entry in entries:
             groups.setdefault((entry.operator, entry.module), []).append(entry)
         rows = tuple(_row(*key, members) for key, members in groups.items())
-        return cls(rows, "" if groups else note, operators_not_run)
+        return cls(rows, "" if groups else note, operators_not_run, peak_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rows and the sums as plain data."""
@@ -73,6 +85,7 @@ class Report:
             "kept_bytes": self.kept_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "recomputed_bytes": self.recomputed_bytes,
+            "peak_bytes": self.peak_bytes,
         }
 
     def as_json(self) -> str:
@@ -92,10 +105,37 @@ class Report:
         table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         if self.operators_not_run:
             table.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
+        table.append(f"peak so far: {format_bytes(self.peak_bytes)}")
         return "\n".join(table)
 
     def __str__(self) -> str:
         return self.table()
+
+
+class Figures:
+    """What the report of one region is made of."""
+
+    __slots__ = ("entries", "meter", "session")
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.meter = Meter()
+        self.session: OffloadSession | None = None
+
+    def watch(self, session: OffloadSession) -> None:
+        """Report on a block that moves everything, operators unseen."""
+        self.session = session
+        session.watch(self.meter)
+
+    def report(self, note: str = "", operators_not_run: tuple[str, ...] = ()) -> Report:
+        """Return the report as things stand."""
+        if self.session is None:
+            return Report.of(self.entries, note, operators_not_run, peak_bytes=self.meter.peak_bytes)
+        num_moved, moved_bytes, num_small, small_bytes = self.session.moved_and_small()
+        why = {"smaller than min_bytes": num_small} if num_small else {}
+        count = num_moved + num_small
+        row = Row("(all)", None, count, small_bytes, moved_bytes, recomputed_bytes=0, num_replays=0, not_replayed=why)
+        return Report((row,) if count else (), "" if count else note or _NOTHING, peak_bytes=self.meter.peak_bytes)
 
 
 def explained(entries: list[Entry], tensor: Tensor) -> str:

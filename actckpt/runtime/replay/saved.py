@@ -76,20 +76,21 @@ def unpack_slowly(packed: _Packed) -> Tensor:
         return packed.unpack()
     tape, window = packed.tape, packed.window
     value = window.value
-    if tape.is_open and not torch.is_grad_enabled():
-        _note_backward_inside(tape)
+    if tape.is_open:
+        tape.audit_late(value)
+        if not torch.is_grad_enabled():
+            _note_backward_inside(tape)
     # Also where nothing is replayed: what hooks outside hold may come back through a rerun, which swaps.
     swap = _NO_SWAP if tape.swap < 0 or value.held is not None else _frames.Swap(tape.swap)
     with swap, tape.lock:
         previous, packed.task = packed.task, torch_private.current_graph_task_id()
         try:
             tensor = _as_hooks_gave_it(value, window)
-            base = execute.bytes_of(tape, value, window) if tensor is None else tensor
+            base = execute.bytes_of(tape, value, window, packed.clock) if tensor is None else tensor
         except BaseException:
             packed.task = previous
             raise
-        if value.cached is not None and value.step is not None and not execute.is_pending(value, packed.task):
-            value.cached = None
+        _frames.let_go_of_needs(value, packed.task)
     with Paused():
         tensor = execute.on(base, window) if tensor is None else tensor.detach()
     if packed.audit is not None and value.held is None:
@@ -126,9 +127,21 @@ def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     if value.index > 0 and value.operator.has_workspace:
         tape.site.audited.add(place)
         return
+    if value.spare is None:
+        _leave_checksum(tape, weakref.ref(handle), place, tensor)
+    else:  # it may be kept, each time that the place runs
+        with Paused():
+            begin = functools.partial(_leave_checksum, tape, weakref.ref(handle), place, tensor.detach())
+        tape.late_audits.setdefault(value, []).append(begin)
+
+
+def _leave_checksum(tape: Tape, reference: weakref.ref[Any], place: int, tensor: Tensor) -> None:
+    handle = reference()
+    if handle is None:
+        return
     with Paused(), suppress(torch.OutOfMemoryError):  # an audit fails nothing: it is left out here
         handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
-        tape.audited.append(weakref.ref(handle))
+        tape.audited.append(reference)
 
 
 def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
@@ -301,9 +314,11 @@ def _settle_candidates(tape: Tape) -> None:
     candidates, tape.candidates = tape.candidates, []
     for value in candidates:
         spare, value.spare = value.spare, None
-        if spare is None or value.is_at_hand() or not value.is_wanted():
+        if spare is None or not value.is_wanted():
             continue
-        if new_leaf_bytes(value, value.nbytes) > value.nbytes:
+        if value.is_at_hand():
+            tape.audit_late(value)
+        elif new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.held = spare
             value.step = None
             tape.holding.append(value)
@@ -311,3 +326,6 @@ def _settle_candidates(tape: Tape) -> None:
                 value.entry.action, value.entry.why = Action.KEEP, "recomputing it would hold more bytes"
         else:
             mark_needed(value)
+            tape.audit_late(value)
+    if candidates:
+        tape.late_audits.clear()

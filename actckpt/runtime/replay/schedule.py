@@ -12,12 +12,14 @@ import bisect
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from actckpt._frames import is_asked, is_pending
+from actckpt.runtime.replay import windows
 from actckpt.runtime.replay.lineage import Step, Value
 
-__all__ = ["ReplayGraph", "default_order", "order", "peak_bytes", "retained"]
+__all__ = ["ReplayGraph", "default_order", "order", "peak_bytes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,12 @@ class ReplayGraph:
     nbytes: tuple[int, ...]
     #: The value that is asked for.
     target: int
-    #: Values that stay once they are made, since backward asks for them too.
+    #: Values that stay once they are made, since backward asks for them too, or others than these steps read them.
     retained: frozenset[int]
+    #: These, and those that only these steps read on the way to them: all that backward would have to make again.
+    again: frozenset[int] = frozenset()
+    #: For values that others read, the step before which they do so last.
+    until: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def maker(self) -> dict[int, int]:
         """Return the step that makes each value that is not at hand."""
@@ -100,85 +106,53 @@ def _depth_first(graph: ReplayGraph, needed: set[int]) -> list[int]:
     return list(order)
 
 
-def retained(graph: ReplayGraph, order: Sequence[int], window_bytes: int) -> set[int]:
-    """Return the values that stay for later, at most about `window_bytes` of them.
-
-    All that backward will ask for, if they fit. Else the last of them, and before those the few values that lead on
-    from some points of the order: what comes between is computed again from there when its turn comes. The
-    stretches grow from the last to the first, as more of the window becomes free (Griewank and Walther 2000, with at
-    most one repetition of each step).
-    """
-    asked = graph.retained - {graph.target}
-    if sum(graph.nbytes[value] for value in asked) <= window_bytes:
-        return set(asked)
-    made_at = {value: position for position, step in enumerate(order) for value in graph.makes[step]}
-    last_use = {value: position for position, step in enumerate(order) for value in graph.reads[step]}
-    crossing = [0] * len(order)
-    for value, made in made_at.items():
-        for position in range(made, last_use.get(value, made)):
-            crossing[position] += graph.nbytes[value]
-    asked_bytes = [sum(graph.nbytes[v] for v in graph.makes[step] if v in asked) for step in order]
-    cuts, start = _cuts(crossing, asked_bytes, window_bytes)
-    found = {value for value in asked if made_at.get(value, -1) > (cuts[0] if cuts else start)}
-    cuts.reverse()
-    for value, made in made_at.items():
-        first = bisect.bisect_left(cuts, made)
-        if first < len(cuts) and cuts[first] < last_use.get(value, made):
-            found.add(value)
-    return found - {graph.target}
-
-
-def _cuts(crossing: list[int], asked_bytes: list[int], window_bytes: int) -> tuple[list[int], int]:
-    """Return positions after which to keep what leads on, last first; as few as reach the start.
-
-    And the position after which all that backward asks for fits, -1: the start.
-    """
-    cost = min((size for size in crossing if size), default=1)
-    best: list[int] = []
-    best_start = len(crossing)
-    for number in range(min(window_bytes // cost, len(crossing)) + 1):
-        cuts: list[int] = []
-        start = end = len(crossing) - 1
-        for cut in range(number + 1):
-            room = window_bytes - (number - cut) * cost
-            while start >= 0 and room >= asked_bytes[start]:
-                room -= asked_bytes[start]
-                start -= 1
-            if start < 0 or cut == number or start >= end:
-                break
-            span = range(start, start + max(1, (end - start) // 4))
-            start = end = min(span, key=lambda position: (crossing[position], position))
-            cuts.append(start)
-        if start >= best_start:  # one more does not lead any further
-            break
-        best, best_start = cuts, start
-        if start < 0:
-            break
-    return best, best_start
-
-
 #: What `configure(replay_order=...)` takes.
 Order = Callable[[ReplayGraph], Sequence[int]]
 
 
-def order(tape: Any, target: Value) -> tuple[list[Step], set[Value] | None]:
-    """Return the steps that lead to `target`, in the order in which to execute them, and what to retain.
+def order(tape: Any, target: Value, task: int, clock: int) -> tuple[list[Step], set[Value]]:
+    """Return the steps that lead to `target`, in the order in which to execute them, and what stays of what they make.
 
-    None: all that backward will ask for.
+    Args:
+        task: the backward that asks for it.
+        clock: when the saved tensor that it asks for was saved.
     """
+    step = target.step
+    if step is not None and all(value.is_at_hand() for value in step.inputs):
+        made = [value for value in (reference() for reference in step.outputs) if value is not None]
+        return [step], {value for value in made if tape.has_room() and is_asked(value, task)}
     steps = _steps_of(target)
-    graph, values = _graph_of(steps, target)
+    graph, values = _graph_of(steps, target, task)
     plugged: Order | None = tape.replay_order
     if plugged is None:
         chosen = default_order(graph)
     else:
         chosen = _checked(graph, plugged(graph))
-    stay = None
-    if tape.replay_window is not None:
-        asks_more = bool(graph.retained - {graph.target})
-        room = max(tape.replay_window - tape.cached_bytes(), 0) if asks_more else 0
-        stay = {values[number] for number in retained(graph, chosen, room)}
-    return [steps[number] for number in chosen], stay
+    stay = set(graph.retained)
+    asked_bytes = sum(graph.nbytes[value] for value in stay if value != graph.target)
+    room = _room(tape, graph, chosen, asked_bytes, task, clock)
+    if room is not None and asked_bytes > room:
+        stay = windows.retained(graph, chosen, room) | ({graph.target} & graph.retained if tape.has_room() else set())
+    return [steps[number] for number in chosen], {values[number] for number in stay}
+
+
+def _room(tape: Any, graph: ReplayGraph, order: list[int], asked_bytes: int, task: int, clock: int) -> int | None:
+    """Return how many bytes of what backward asks for again may stay, None: all."""
+    if tape.window_bytes < 0:
+        if not tape.window_follows or asked_bytes <= windows.SMALL_BYTES:
+            return None
+        found = windows.smallest_window(graph, order)
+        if found * windows.LEAST_GAIN > asked_bytes:
+            return None
+        tape.window_bytes = max(found, windows.SMALL_BYTES)
+    if asked_bytes + tape.cached_bytes > tape.window_bytes:
+        tape.evict_leftovers(task, clock)
+    room: int = max(tape.window_bytes - tape.cached_bytes, 0)
+    if tape.window_follows and asked_bytes > room:
+        found = windows.smallest_window(graph, order)
+        tape.window_bytes += max(found - room, 0)
+        room = max(found, room)
+    return room
 
 
 def _steps_of(target: Value) -> list[Step]:
@@ -195,15 +169,21 @@ def _steps_of(target: Value) -> list[Step]:
     return [step for _, step in sorted(found.values(), key=lambda entry: entry[0])]
 
 
-def _graph_of(steps: list[Step], target: Value) -> tuple[ReplayGraph, list[Value]]:
+def _graph_of(steps: list[Step], target: Value, task: int) -> tuple[ReplayGraph, list[Value]]:
     numbers: dict[Value, int] = {}
     makes: list[tuple[int, ...]] = []
-    asked: set[int] = set()
+    ordinals: list[int] = []
+    reads_here: Counter[Value] = Counter()
     for step in steps:
         made = [value for value in (reference() for reference in step.outputs) if value is not None]
         makes.append(tuple(numbers.setdefault(value, len(numbers)) for value in made))
-        asked.update(numbers[value] for value in made if value.is_wanted())
-    made_here = set(numbers.values())
+        ordinals.append(made[-1].ordinal)
+        for value in made:
+            if value.is_reading(task):
+                reads_here.update(step.inputs)
+    made_here = list(numbers)
+    again = [value for value in made_here if is_asked(value, task)]
+    stay = [value for value in again if is_pending(value, task) or value.num_readers(task) > reads_here[value]]
     reads = tuple(
         tuple(dict.fromkeys(numbers.setdefault(value, len(numbers)) for value in step.inputs)) for step in steps
     )
@@ -211,9 +191,11 @@ def _graph_of(steps: list[Step], target: Value) -> tuple[ReplayGraph, list[Value
         operators=tuple(step.operator.name for step in steps),
         reads=reads,
         makes=tuple(makes),
-        nbytes=tuple(value.nbytes if number in made_here else 0 for value, number in numbers.items()),
+        nbytes=tuple(value.nbytes if number < len(made_here) else 0 for value, number in numbers.items()),
         target=numbers[target],
-        retained=frozenset(asked),
+        retained=frozenset(numbers[value] for value in stay),
+        again=frozenset(numbers[value] for value in again),
+        until={numbers[value]: bisect.bisect_left(ordinals, value.last_use) for value in stay},
     )
     return graph, list(numbers)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _frames, config, selectors
-from actckpt._frames import Moved, add_entry, is_pending, look_at, stays, value_of
+from actckpt._frames import Moved, add_entry, evict, look_at, stays, uncache, value_of
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.engine.demotion import RegionPlan
 from actckpt.engine.native import EngineError
@@ -19,10 +19,11 @@ from actckpt.runtime.counters import counters
 from actckpt.runtime.offload import Session
 from actckpt.runtime.replay import aliases
 from actckpt.runtime.replay.audit import Site
+from actckpt.runtime.replay.checksums import compact
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.filling import Filling
 from actckpt.runtime.replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
-from actckpt.runtime.replay.paused import Paused, version_of, whole
+from actckpt.runtime.replay.paused import Paused, whole
 from actckpt.runtime.replay.reach import Needed, Obtainable
 from actckpt.runtime.replay.wrappers import Seen
 
@@ -83,9 +84,11 @@ class Tape(TapeCore):
         self.opaque_names = settings.opaque
         #: Lines of the report, None where nobody will ask for one.
         self.entries = None
+        self.meter = None
         #: See `configure`.
         self.replay_order: Any = settings.replay_order
-        self.replay_window: int | None = settings.replay_window
+        self.window_follows = settings.replay_window == "auto"
+        self.window_bytes = settings.replay_window if isinstance(settings.replay_window, int) else -1
         #: What `PREFER_OFFLOAD` moves.
         self._plan: RegionPlan | None = None
         #: Values with cached bytes, by the backward that cached them.
@@ -109,14 +112,14 @@ class Tape(TapeCore):
         return Needed(self.saved)
 
     @functools.cached_property
-    def _sessions(self) -> dict[bool, Session]:
-        """By whether packing may wait for room."""
+    def late_audits(self) -> dict[Value, list[Callable[[], None]]]:
+        """What leaves the checksums of values that may be kept when the region closes."""
         return {}
 
     @functools.cached_property
-    def _waypoints(self) -> list[weakref.ref[Value]]:
-        """Values with cached bytes that others are replayed from."""
-        return []
+    def _sessions(self) -> dict[bool, Session]:
+        """By whether packing may wait for room."""
+        return {}
 
     # Values
 
@@ -184,7 +187,9 @@ class Tape(TapeCore):
         """Get ready for the storage of a value to be overwritten by a recorded operator (Rule 1)."""
         if value is None:
             return
-        value.spare = None
+        if value.spare is not None:
+            self.audit_late(value)
+            value.spare = None
         if value.held is None and value.stored is None:
             return
         if value.step is None and self.needed.has(value):
@@ -254,6 +259,8 @@ class Tape(TapeCore):
         session = self._sessions.get(must)
         if session is None:
             session = self._sessions[must] = Session("auto", min_bytes=0, must=must)
+            if self.meter is not None:
+                session.watch(self.meter)
         return session
 
     @staticmethod
@@ -269,58 +276,40 @@ class Tape(TapeCore):
         if not stores.is_ready("host" if tensor.is_cuda else "disk"):
             return None
         try:
-            packed = self._session(must=False).pack(tensor.detach().clone())
+            packed = self._session(must=False).pack(compact(tensor.detach()).clone())
         except (EngineError, torch.OutOfMemoryError):
             return None
-        return packed.unpack if isinstance(packed, Moved) else None
+        return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
 
-    def cache(self, task: int, value: Value, tensor: Tensor) -> None:
-        """Keep a replayed value until this backward has unpacked it (Rule 12).
-
-        Where the graph goes with this backward, what the value was replayed from is let go of: a kept value then goes
-        with its last need, not with the node that saved what was made from it.
-        """
-        if tensor.is_inference():  # made in a backward in inference mode: nobody would tell if that changes it
-            return
-        value.cached, value.cached_task, value.cached_version = tensor, task, version_of(tensor)
-        self.clear_after(task, value)
-        if not is_pending(value, task):
-            self._waypoints.append(weakref.ref(value))
-        if torch_private.keeps_graph is None or torch_private.keeps_graph() or value.step is None:
-            return
-        if any(not read.is_input and (read.held is not None or read.stored is not None) for read in value.step.inputs):
-            value.step = None
+    def audit_late(self, value: Value) -> None:
+        """Leave the checksums of a value that is dropped, although it might have been kept (see `settle`)."""
+        for begin in self.late_audits.pop(value, ()):
+            begin()
 
     def clear_after(self, task: int, value: Value) -> None:
         """Let go of what is cached for `value` when the backward `task` ends, at the latest (Rule 12)."""
         values = self._cached.get(task)
         if values is None:
             values = self._cached[task] = []
-            if torch_private.queue_callback is not None:
-                torch_private.queue_callback(lambda: self._clear(task))
+            torch_private.when_backward_ends(lambda: self._clear(task))
         values.append(weakref.ref(value))
 
-    def drop_cached(self, *, after: Value) -> None:
-        """Let go of replayed values that nobody asked for, and that only later values than `after` come from."""
-        waypoints, self._waypoints = self._waypoints, []
-        for reference in waypoints:
-            value = reference()
-            if value is None or value.cached is None:
-                continue
-            if value.ordinal > after.ordinal and not value.is_wanted():
-                value.cached = None
-            else:
-                self._waypoints.append(reference)
+    def has_room(self) -> bool:
+        """Whether one more value may stay beside what is cached: it may pass the window, the next one may not."""
+        return self.window_bytes < 0 or self.cached_bytes <= self.window_bytes
 
-    def cached_bytes(self) -> int:
-        """Return the bytes of replayed values that wait for their turn."""
-        waiting: set[Value] = set()
-        for task, references in self._cached.items():
-            values = ((reference, reference()) for reference in references)
-            live = [(reference, value) for reference, value in values if value is not None and value.cached is not None]
-            self._cached[task] = [reference for reference, _ in live]
-            waiting.update(value for _, value in live)
-        return sum(value.nbytes for value in waiting)
+    def evict_leftovers(self, task: int, clock: int) -> None:
+        """Let go of what is cached for saved tensors that the backward `task` has passed by.
+
+        It unpacks in the reverse order of saving: it has come to `clock`, and will not ask for what was saved later.
+        """
+        live = [(reference, reference()) for reference in self._cached.get(task, ())]
+        self._cached[task] = [reference for reference, value in live if value is not None and value.cached is not None]
+        for _, value in live:
+            if value is None or value.cached is None or (value.step is None and value.stored is None):
+                continue
+            if value.first_use > clock:
+                evict(value, task)
 
     def _clear(self, task: int) -> None:
         with self.lock:
@@ -328,9 +317,10 @@ class Tape(TapeCore):
                 value = reference()
                 if value is None or value.cached_task != task:
                     continue
-                if value.step is None and value.cached is not None:  # a backward of a part of the graph
+                if value.cached is not None and value.step is None and value.stored is None:
+                    # A backward of a part of the graph.
                     value.held, value.version = value.cached, value.cached_version
-                value.cached = None
+                uncache(value)
 
     def decide(self, value: Value, tensor: Tensor) -> None:
         """Decide what becomes of a value that autograd saves for the first time."""
@@ -401,6 +391,10 @@ class Tape(TapeCore):
         if value.step is None or value.why_opaque:
             return False
         return self.num_lost == 0 or self.obtainable.has(value)
+
+
+def _expanded(packed: Moved, shape: torch.Size) -> Tensor:
+    return packed.unpack().expand(shape)
 
 
 def _read(plan: RegionPlan, packed: Moved) -> Tensor:

@@ -29,7 +29,7 @@ std::shared_ptr<HostEngine> HostEngine::make(const HostConfig& config) {
   });
 }
 
-HostEngine::HostEngine(const HostConfig& config) : config_(config) {
+HostEngine::HostEngine(const HostConfig& config) : config_(config), window_(config.window_bytes) {
   try {
     for (int i = 0; i < config.num_workers; ++i) {
       workers_.emplace_back(&HostEngine::work, this);
@@ -49,7 +49,7 @@ void HostEngine::check_usable(const char* what) const {
 }
 
 bool HostEngine::fits(std::size_t bytes) const {
-  return stats_.inflight_bytes == 0 || stats_.inflight_bytes + bytes <= config_.window_bytes;
+  return stats_.inflight_bytes == 0 || stats_.inflight_bytes + bytes <= window_.bytes();
 }
 
 TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes,
@@ -73,6 +73,7 @@ TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes,
   ++stats_.num_puts;
   ++stats_.num_live;
   stats_.put_bytes += bytes;
+  window_.add(bytes);
   if (num_idle_ > 0 && stats_.inflight_bytes >= kWakeBytes) {
     work_.notify_one();
   }
@@ -246,6 +247,7 @@ void HostEngine::drop(const TicketPtr& ticket, Released* released) noexcept {
   if (!ticket->dropped) {
     ticket->dropped = true;
     --stats_.num_live;
+    window_.remove(ticket->bytes);
     if (ticket->out == OutState::kQueued) {
       ticket->out = OutState::kCancelled;
       writes_.erase(ticket->queued);
@@ -309,6 +311,7 @@ HostStats HostEngine::stats() const {
   fork_guard_.check("stats");
   const Lock lock(mutex_);
   HostStats now = stats_;
+  now.window_bytes = window_.bytes();
   now.num_queued = writes_.size() + loads_.size();
   return now;
 }

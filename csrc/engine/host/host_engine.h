@@ -3,7 +3,7 @@
 // Contract:
 //  - A source is kept until the store has its bytes; a write that fails keeps it for good. Nothing
 //    is lost, and a copy in flight never loses its memory: see NOTE [Ticket states].
-//  - Sources in flight never exceed `window_bytes`, or one tensor if that is larger.
+//  - Sources in flight never exceed the window (window.h), or one tensor if that is larger.
 //  - A thread that has to wait runs copies that no worker has begun instead of idling.
 //  - A source that is still held is handed back instead of read from the store.
 //  - In a forked child every call raises ForkedError and drops do nothing (NOTE [Fork]). After
@@ -32,12 +32,13 @@
 #include "engine/fork_guard.h"
 #include "engine/host/ticket.h"
 #include "engine/keep_alive.h"
+#include "engine/window.h"
 
 namespace actckpt {
 
 struct HostConfig {
   int num_workers = 2;  // 0: callers run every copy
-  std::uint64_t window_bytes = std::uint64_t{256} << 20;
+  std::uint64_t window_bytes = std::uint64_t{256} << 20;  // or kFollowsSizes
   // Workers say that there is something to `collect`; false: nobody was told. Null: nobody is.
   bool (*tell_released)() = nullptr;
 };
@@ -53,6 +54,7 @@ struct HostStats {
   std::uint64_t peak_inflight_bytes = 0;
   std::uint64_t graveyard_bytes = 0;     // held only because a copy still runs
   std::uint64_t num_live = 0;            // tickets not dropped
+  std::uint64_t window_bytes = 0;        // most that may be in flight now
   std::uint64_t num_queued = 0;          // copies that no thread has begun
   std::uint64_t num_revived = 0;         // gets answered with the source
   std::uint64_t num_prefetched = 0;      // gets whose load had ended
@@ -159,6 +161,7 @@ class HostEngine {
   bool is_told_ = false;  // somebody will collect what is in released_
   std::vector<std::shared_ptr<ByteStore>> stores_;  // every store ever used stays
   HostStats stats_;
+  Window window_;
   std::vector<std::thread> workers_;
 };
 

@@ -16,7 +16,8 @@ DeviceEngine::DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Poo
       wake_(std::move(below.wake)),
       slots_(std::move(pool), backend_.get(), config.rules),
       spills_(backend_.get(), config.spill, config.rules, std::move(below.tiers),
-              below.registrar) {}
+              below.registrar),
+      window_(config.window_bytes) {}
 
 Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep,
                       const PutOptions& options, Releases* releases) {
@@ -85,6 +86,7 @@ Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPt
 void DeviceEngine::launch(const DeviceTicketPtr& ticket) {
   ++stats_.num_puts;
   ++stats_.num_live;
+  window_.add(ticket->bytes);
   stats_.offloaded_bytes += ticket->bytes;
   ticket->is_below = !ticket->pieces.empty();
   if (ticket->is_below) {

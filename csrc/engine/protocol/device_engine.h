@@ -9,7 +9,7 @@
 //    calls record_stream(use) on the object for every use and then drops it; for a Got with
 //    `record_stream`, it calls record_stream(S) on the object before using it.
 //  - What is held on a device only because a copy runs (sources, and destinations that nobody
-//    read) exceeds `window_bytes` by at most one tensor.
+//    read) exceeds the window (window.h) by at most one tensor.
 //  - After a failed device call nothing is recycled any more: put keeps, get of what is not on the
 //    device raises, and what may be in use stays allocated (line 15).
 // Thread rule: any thread; calls are serialised. `drop` never waits and makes no device call; it
@@ -38,6 +38,7 @@
 #include "engine/protocol/spills.h"
 #include "engine/protocol/stream_waits.h"
 #include "engine/timing.h"
+#include "engine/window.h"
 
 namespace actckpt {
 
@@ -105,7 +106,7 @@ struct Got {
 };
 
 struct DeviceConfig {
-  std::uint64_t window_bytes = std::uint64_t{256} << 20;
+  std::uint64_t window_bytes = std::uint64_t{256} << 20;  // or kFollowsSizes
   ProtocolRules rules;
   SpillSettings spill;
 };
@@ -128,6 +129,7 @@ struct DeviceStats {
   std::uint64_t graveyard_bytes = 0;
   std::uint64_t stranded_bytes = 0;  // line 15
   std::uint64_t num_live = 0;
+  std::uint64_t window_bytes = 0;            // most that may be in flight now
   std::uint64_t num_revived = 0;
   std::uint64_t num_early_releases = 0;
   std::uint64_t num_kept_full = 0;
@@ -250,6 +252,7 @@ class DeviceEngine {
   std::vector<Pieces> stranded_pieces_;
   bool failed_ = false;
   DeviceStats stats_;
+  Window window_;
 
   std::mutex dropped_mutex_;  // leaf
   std::vector<DeviceTicketPtr> dropped_;

@@ -14,7 +14,7 @@ namespace actckpt {
 // Bytes whose source is not even written say nothing: the host merely runs ahead (trap 11).
 bool DeviceEngine::lags(int device, std::uint64_t bytes) {
   const Fly& fly = fly_[device];
-  if (fly.bytes() + bytes <= config_.window_bytes || fly.flights.empty()) {
+  if (fly.bytes() + bytes <= window_.bytes() || fly.flights.empty()) {
     return false;
   }
   std::uint64_t backlog = bytes;
@@ -24,7 +24,7 @@ bool DeviceEngine::lags(int device, std::uint64_t bytes) {
     }
     backlog += flight->bytes;
   }
-  return backlog > config_.window_bytes;
+  return backlog > window_.bytes();
 }
 
 // Line 6: beyond the window the stream, not the host, waits, and the oldest sources go at once.
@@ -32,7 +32,7 @@ void DeviceEngine::shrink_window(const DeviceTicket& ticket, Releases* releases)
   Fly& fly = fly_[ticket.device];
   std::uint64_t left = fly.bytes();
   std::size_t num_oldest = 0;
-  while (left > config_.window_bytes && num_oldest < fly.flights.size()) {
+  while (left > window_.bytes() && num_oldest < fly.flights.size()) {
     left -= fly.flights[num_oldest++]->bytes;
   }
   if (num_oldest > 0 && config_.rules.stream_waits_before_early_release) {
@@ -53,7 +53,7 @@ void DeviceEngine::shrink_window(const DeviceTicket& ticket, Releases* releases)
 // Nobody reads a destination in its grave: only its next owner, on the stream it was allocated on,
 // has to wait for the copy into it.
 void DeviceEngine::shrink_graves(Fly* fly, Releases* releases) {
-  while (fly->bytes() > config_.window_bytes && !fly->graves.empty()) {
+  while (fly->bytes() > window_.bytes() && !fly->graves.empty()) {
     const Grave oldest = fly->graves.front();
     if (backend_->capturing(oldest.home)) {
       return;
@@ -117,6 +117,7 @@ void DeviceEngine::bury_dropped(Releases* releases) {
 // window.
 void DeviceEngine::bury(DeviceTicket* ticket, Releases* releases) {
   --stats_.num_live;
+  window_.remove(ticket->bytes);
   if (!ticket->pieces.empty()) {
     stats_.tier_bytes[ticket->tier] -= ticket->bytes;
   }
@@ -268,6 +269,7 @@ DeviceStats DeviceEngine::stats() {
   for (const auto& [device, fly] : fly_) {
     now.inflight_bytes += fly.bytes();
   }
+  now.window_bytes = window_.bytes();
   now.bounce_bytes = spills_.pinned_bytes();
   now.spill = spills_.counts();
   return now;

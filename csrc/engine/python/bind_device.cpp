@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,7 +46,8 @@ const cuda::OpenedDriver& opened_driver() {
   return opened;
 }
 
-std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::uint64_t window_bytes,
+std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes,
+                                        std::optional<std::uint64_t> window_bytes,
                                         const py::object& release, std::uint64_t pageable_limit,
                                         std::shared_ptr<SpillFile> file,
                                         std::uint64_t bounce_bytes, std::uint64_t buffer_bytes,
@@ -63,7 +65,7 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::uint64_t
   }
   HandleSettings settings;
   settings.pool.limit_bytes = limit_bytes;
-  settings.window_bytes = window_bytes;
+  settings.window_bytes = window_bytes.value_or(kFollowsSizes);
   settings.pageable_limit_bytes = pageable_limit;
   settings.file = std::move(file);
   settings.bounce_bytes = bounce_bytes;
@@ -100,6 +102,7 @@ void bind_stats(py::module_& module) {
       .def_readonly("graveyard_bytes", &DeviceStats::graveyard_bytes)
       .def_readonly("stranded_bytes", &DeviceStats::stranded_bytes)
       .def_readonly("num_live", &DeviceStats::num_live)
+      .def_readonly("window_bytes", &DeviceStats::window_bytes)
       .def_readonly("num_revived", &DeviceStats::num_revived)
       .def_readonly("num_early_releases", &DeviceStats::num_early_releases)
       .def_readonly("num_kept_full", &DeviceStats::num_kept_full)

@@ -1,8 +1,11 @@
 // Host engine and its tickets. Each function says what it does with the GIL.
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -171,11 +174,12 @@ void shut_down_all() {
   }
 }
 
-EnginePtr make_engine(int num_workers, std::uint64_t window_bytes) {
+EnginePtr make_engine(int num_workers, std::optional<std::uint64_t> window_bytes) {
   if (num_workers < 0) {
     throw py::value_error("num_workers must not be negative, got " + std::to_string(num_workers));
   }
-  EnginePtr engine = HostEngine::make(HostConfig{num_workers, window_bytes, &tell_released});
+  EnginePtr engine = HostEngine::make(
+      HostConfig{num_workers, window_bytes.value_or(kFollowsSizes), &tell_released});
   auto& all = engines();
   all.erase(std::remove_if(all.begin(), all.end(), [](const auto& old) { return old.expired(); }),
             all.end());
@@ -195,6 +199,7 @@ void bind_stats(py::module_& module) {
       .def_readonly("peak_inflight_bytes", &HostStats::peak_inflight_bytes)
       .def_readonly("graveyard_bytes", &HostStats::graveyard_bytes)
       .def_readonly("num_live", &HostStats::num_live)
+      .def_readonly("window_bytes", &HostStats::window_bytes)
       .def_readonly("num_queued", &HostStats::num_queued)
       .def_readonly("num_revived", &HostStats::num_revived)
       .def_readonly("num_prefetched", &HostStats::num_prefetched)

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,13 +25,14 @@ class MockCuda {
   }
 
   // Workers' jobs run where somebody waits, and in `_work`.
-  std::shared_ptr<DeviceHandle> engine(std::uint64_t limit_bytes, std::uint64_t window_bytes,
+  std::shared_ptr<DeviceHandle> engine(std::uint64_t limit_bytes,
+                                       std::optional<std::uint64_t> window_bytes,
                                        const py::object& release, std::uint64_t pageable_limit,
                                        std::shared_ptr<SpillFile> file,
                                        std::uint64_t bounce_bytes, std::uint64_t buffer_bytes) {
     HandleSettings settings;
     settings.pool.limit_bytes = limit_bytes;
-    settings.window_bytes = window_bytes;
+    settings.window_bytes = window_bytes.value_or(kFollowsSizes);
     settings.pageable_limit_bytes = pageable_limit;
     settings.file = std::move(file);
     settings.bounce_bytes = bounce_bytes;

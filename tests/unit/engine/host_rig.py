@@ -16,7 +16,7 @@ Wait = Callable[[Callable[[], bool]], None]
 class Rig:
     """An engine over a store whose disk misbehaves on demand."""
 
-    def __init__(self, folder: str, *, num_workers: int = 2, window_bytes: int = 64 * MIB) -> None:
+    def __init__(self, folder: str, *, num_workers: int = 2, window_bytes: int | None = 64 * MIB) -> None:
         self.io = native.FaultyFileIo()
         self.file = native.SpillFile(folder, faults=self.io)
         self.store = native.ByteStore.on_disk(self.file)

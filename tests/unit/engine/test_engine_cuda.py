@@ -28,7 +28,7 @@ class Tensor:
 
 
 class Rig:
-    def __init__(self, *, limit_bytes: int = 1 << 26, window_bytes: int = 1 << 20) -> None:
+    def __init__(self, *, limit_bytes: int = 1 << 26, window_bytes: int | None = 1 << 20) -> None:
         self.cuda = sim.MockCuda()
         self.released: list[tuple[object, list[tuple[int, int]]]] = []
         released = self.released  # `release` must not refer to the engine
@@ -87,6 +87,18 @@ def test_the_window_releases_the_oldest_sources_at_once() -> None:
     assert [keep for keep, _ in rig.released] == tensors[:3]
     assert rig.engine.stats().peak_inflight_bytes <= 3 * PAGE
     assert len(tickets) == 5 and rig.cuda.faults == []
+
+
+def test_a_window_that_follows_the_sizes_grows_with_their_root_and_begins_anew() -> None:
+    rig = Rig(window_bytes=None, limit_bytes=1 << 30)
+    assert rig.engine.stats().window_bytes == 4 << 20
+    tickets = [rig.put(Tensor(pages=512)) for _ in range(64)]  # of 2 MiB
+    assert rig.engine.stats().window_bytes == 16 << 20
+    assert rig.engine.stats().peak_inflight_bytes <= (16 + 2) << 20
+    assert len(rig.released) == 64 - 8
+    tickets.clear()
+    rig.settle()
+    assert rig.engine.stats().window_bytes == 4 << 20
 
 
 def test_drop_makes_no_driver_call_and_nothing_in_flight_is_freed(rig: Rig) -> None:

@@ -125,6 +125,29 @@ def test_sources_in_flight_stay_within_the_window_or_one_tensor(folder: str, mak
     rig.engine.flush()
 
 
+def test_a_window_that_follows_the_sizes_grows_with_their_root_and_begins_anew(folder: str, make_bytes: Make) -> None:
+    rig = Rig(folder, window_bytes=None)
+
+    def window() -> int:
+        return rig.engine.stats().window_bytes
+
+    assert window() == 4 * MIB  # in any case
+    first = rig.put(make_bytes(2 * MIB))
+    assert window() == 8 * MIB  # four of the largest
+    small = [rig.put(make_bytes(MIB)) for _ in range(30)]
+    assert window() == 8 * MIB == (32 * MIB * 2 * MIB) ** 0.5
+    more = [rig.put(make_bytes(2 * MIB)) for _ in range(48)]
+    assert window() == 16 * MIB
+    assert rig.engine.stats().peak_inflight_bytes <= 16 * MIB
+    del first, more
+    assert window() == 16 * MIB  # backward has not read all of it yet
+    del small
+    assert window() == 4 * MIB
+    huge = [rig.put(make_bytes(100 * MIB)) for _ in range(2)]
+    assert window() == 256 * MIB
+    del huge
+
+
 def test_put_into_a_full_window_helps_instead_of_idling(folder: str, make_bytes: Make) -> None:
     rig = Rig(folder, num_workers=0, window_bytes=MIB)
     tickets = [rig.put(make_bytes(MIB)) for _ in range(3)]

@@ -1,0 +1,96 @@
+"""Position-sensitive checksums of the bytes behind a tensor, in pieces of bounded size."""
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["checksum", "compact"]
+
+#: Elements at once: at least, at most, and one part in so many of the tensor. Each takes 16 bytes meanwhile.
+_LEAST_PIECE = 1 << 15
+_MOST_PIECE = 1 << 20
+_PART = 64
+#: The golden ratio as a 64-bit fraction: neighbouring positions get unrelated odd weights.
+_MULTIPLIER = -7046029254386353131
+#: Sizes and strides in elements, the smallest stride first.
+_Dims = list[tuple[int, int]]
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a position-sensitive checksum of the elements, on their device. Call it paused.
+
+    Each element counts once, however often an expanded or overlapping view shows it, and memory between them does not.
+    Cost: time in the elements in memory; 16 bytes of temporaries for each of a piece of them.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.numel() == 0:
+        return total
+    words = _words(tensor)
+    most = min(max(words.numel() // _PART, _LEAST_PIECE), _MOST_PIECE)
+    begin = 0
+    for piece in _pieces(words, most):
+        total += _weighted(piece, begin)
+        begin += piece.numel()
+    return total
+
+
+def _weighted(words: Tensor, begin: int) -> Tensor:
+    weights = torch.arange(begin, begin + words.numel(), dtype=torch.int64, device=words.device)
+    weights.mul_(_MULTIPLIER).bitwise_or_(1)
+    elements = words.to(torch.int64, copy=True, memory_format=torch.contiguous_format).add_(1)
+    return weights.mul_(elements.view(-1)).sum()
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Return a view of `tensor` without what expanding repeats: `compact(tensor).expand(tensor.shape)` is equal."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _pieces(words: Tensor, most: int) -> Iterator[Tensor]:
+    """Yield `words` in pieces of at most so many elements."""
+    if words.numel() <= most:
+        yield words
+        return
+    row = words[0].numel()
+    for begin in range(0, words.shape[0], max(most // row, 1)):
+        if row > most:
+            yield from _pieces(words[begin], most)
+        else:
+            yield words[begin : begin + most // row]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the elements behind a tensor as integers, each once where that can be told from its strides."""
+    size = tensor.element_size()
+    dims = [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and stride]
+    dims.sort(key=operator.itemgetter(1))
+    offset = tensor.storage_offset()
+    # The bytes as they are. Views all along: of torch.func's wrappers no storage can be reached.
+    plain = tensor.conj() if tensor.is_conj() else tensor.detach()
+    plain = torch._neg_view(plain) if plain.is_neg() else plain
+    if size > 8:
+        plain = torch.view_as_real(plain)
+        dims = [(2, 1), *((n, 2 * stride) for n, stride in dims)]
+        offset *= 2
+    merged = _merged(dims)
+    shape, strides = [n for n, _ in reversed(merged)], [stride for _, stride in reversed(merged)]
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)
+    return plain.view(dtype).as_strided(shape, strides, offset)
+
+
+def _merged(dims: _Dims) -> _Dims:
+    """Return as few dimensions as reach the same elements: those that continue another one, or overlap with it."""
+    merged: _Dims = []
+    for size, stride in dims:
+        if merged:
+            inner, step = merged[-1]
+            if stride % step == 0 and stride // step <= inner:
+                merged[-1] = inner + stride // step * (size - 1), step
+                continue
+        merged.append((size, stride))
+    return merged

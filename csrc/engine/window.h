@@ -1,0 +1,55 @@
+// Most bytes that may be on their way at once.
+//
+// A number, or what follows the sizes of the live tickets: the root of their sum times the largest,
+// so that both what waits to be written and what is read ahead is small beside what is moved, and
+// at least four of the largest, so that copies have something to overlap with. It begins anew when
+// no ticket is left: most programs move other sizes then.
+// Thread rule: the owner's lock.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace actckpt {
+
+// In the place of a number of bytes.
+inline constexpr std::uint64_t kFollowsSizes = std::numeric_limits<std::uint64_t>::max();
+
+class Window {
+ public:
+  explicit Window(std::uint64_t bytes)
+      : follows_(bytes == kFollowsSizes), bytes_(follows_ ? kLeast : bytes) {}
+
+  std::uint64_t bytes() const { return bytes_; }
+
+  // A ticket of so many bytes is made.
+  void add(std::uint64_t bytes) {
+    live_ += bytes;
+    if (!follows_) return;
+    largest_ = std::max(largest_, bytes);
+    const double root = std::sqrt(static_cast<double>(live_) * static_cast<double>(largest_));
+    const std::uint64_t wanted = std::max(4 * largest_, static_cast<std::uint64_t>(root));
+    bytes_ = std::max(bytes_, std::min(wanted, kMost));
+  }
+
+  // One is gone.
+  void remove(std::uint64_t bytes) {
+    live_ -= bytes;
+    if (!follows_ || live_ != 0) return;
+    largest_ = 0;
+    bytes_ = kLeast;
+  }
+
+ private:
+  static constexpr std::uint64_t kLeast = std::uint64_t{4} << 20;
+  static constexpr std::uint64_t kMost = std::uint64_t{256} << 20;
+
+  bool follows_;
+  std::uint64_t bytes_;
+  std::uint64_t live_ = 0;
+  std::uint64_t largest_ = 0;
+};
+
+}  // namespace actckpt

@@ -1,0 +1,30 @@
+// What a backward still asks for of the values that a region dropped: NOTE [ Needs ] in
+// actckpt/runtime/replay/lineage.py. All of it is guarded by the GIL, and calls no code that could release it half-way.
+#pragma once
+
+#include "replay/objects.h"
+
+namespace actckpt::replay {
+
+// Counts what the backward `task` will ask for, unless that was done: once per backward and region, in linear time.
+void count_needs(TapeObject* tape, long long task);
+
+// Whether the backward `task` asks for a value: a saved tensor on it was not unpacked yet, or a value that reads it
+// must be replayed.
+bool is_asked(ValueObject* value, long long task) noexcept;
+
+// Keeps a replayed value until the backward `task` asks for it no more, or ends (Rule 12 of NOTE [ Replay ]).
+void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task);
+
+// Lets go of what is cached for a value.
+void uncache(ValueObject* value) noexcept;
+
+// The same where the backward `task` still asks for it: it will be replayed once more.
+void evict(ValueObject* value, long long task);
+
+// A saved tensor on `value` was unpacked in the backward `task`, or is gone: lets go of what only that needed.
+void let_go_of_needs(ValueObject* value, long long task) noexcept;
+
+void add_needs_functions(py::module_& module);
+
+}  // namespace actckpt::replay

@@ -1,0 +1,83 @@
+"""`configure(max_inflight=...)`: what is on its way to a store, and what is read ahead, follows the sizes by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from offload_oracle import store_of_kind
+from test_replay_memory import Block
+from torch import Tensor, nn
+
+import actckpt
+from actckpt import config
+from actckpt.memory import LiveStorages
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    before = config.settings().max_inflight
+    yield
+    actckpt.configure(max_inflight=before)
+
+
+def _layers(num: int, width: int) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(num)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layers": (lambda: _layers(32, 512), (512, 512)),
+    "transformer": (lambda: nn.Sequential(*(Block(256) for _ in range(12))), (4, 256, 256)),
+}
+
+
+def _step(model: nn.Module, x: Tensor, context: Any) -> tuple[int, list[Tensor]]:
+    model.zero_grad()
+    with LiveStorages(parameters=model.parameters()) as live:
+        with context:
+            loss = model(x).square().mean()
+        loss.backward()
+    return live.peak_bytes, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_offload_around_a_whole_model_peaks_at_a_third_of_plain(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    model, x = make(), torch.randn(shape)
+    plain, expected = _step(model, x, contextlib.nullcontext())
+    for _ in range(2):
+        peak, found = _step(model, x, actckpt.offload(min_bytes="64KiB"))
+        print(f"{name}: peak {peak / plain:.3f} of {plain / 2**20:.1f} MiB")
+        assert peak <= 0.35 * plain
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_number_stays_the_limit() -> None:
+    torch.manual_seed(0)
+    model, x = _layers(16, 256), torch.randn(512, 256)
+    peaks = []
+    for limit in ("1MiB", "64MiB"):
+        actckpt.configure(max_inflight=limit)
+        peaks.append(_step(model, x, actckpt.offload(min_bytes=0))[0])
+    assert peaks[0] <= 2**20 + 8 * 512 * 256 * 4
+    assert peaks[1] >= 2 * 16 * 512 * 256 * 4  # all of it
+
+
+def test_a_small_model_is_read_ahead_of_backward() -> None:
+    """The windows are small beside it, and large enough for copies to overlap."""
+    torch.manual_seed(0)
+    model, x = _layers(24, 128), torch.randn(256, 128)
+    with store_of_kind("disk", window_bytes=None) as store:
+        for _ in range(3):
+            _step(model, x, actckpt.offload(min_bytes=0))
+        before = store.stats()
+        for _ in range(3):
+            _step(model, x, actckpt.offload(min_bytes=0))
+        after = store.stats()
+    late, puts = after.num_late - before.num_late, after.num_puts - before.num_puts
+    assert puts >= 3 * 48
+    assert late <= puts // 4  # the first of each step, and what the machine was too busy for

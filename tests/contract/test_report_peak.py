@@ -1,0 +1,111 @@
+"""`Report.peak_bytes`: what the values of a region, or of an `offload` block, took at most, as counted by operators."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import actckpt
+from actckpt.memory import LiveStorages
+
+NUM = 100
+BYTES = 64 * 1024
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    before = actckpt.configure()
+    actckpt.configure(audit="off")
+    yield
+    actckpt.configure(audit=before.audit, replay_window=before.replay_window, max_inflight=before.max_inflight)
+
+
+def _program(weights: list[Tensor], x: Tensor) -> Tensor:
+    """Return a sum whose backward has no large gradients: what it holds are saved tensors."""
+    total = torch.zeros(())
+    for weight in weights:
+        x = (x * weight.detach()).sin()
+        total = total + (x.exp() * weight).sum()
+    return total
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "recompute": actckpt.region,
+    "keep some": lambda: actckpt.region([torch.ops.aten.sin]),
+    "offload": lambda: actckpt.region(
+        actckpt.policies.PerOp({torch.ops.aten.exp: actckpt.Action.OFFLOAD}, default=actckpt.Action.RECOMPUTE)
+    ),
+    "offload all": lambda: actckpt.offload(min_bytes=0),
+}
+
+
+@pytest.mark.parametrize("window", [None, "2MiB"])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_it_is_what_operators_made_within_5_percent(name: str, window: str | None) -> None:
+    weights = [torch.ones((), requires_grad=True) for _ in range(NUM)]
+    x = torch.randn(BYTES // 4)
+    actckpt.configure(replay_window=window, max_inflight=window or "64MiB")
+    for _ in range(2):
+        gc.collect()
+        with LiveStorages(parameters=weights) as live:
+            with CONTEXTS[name]() as block:
+                total = _program(weights, x)
+            total.backward()
+            del total
+        found = block.report().peak_bytes
+        print(f"{name}: {found / BYTES:.1f} of {live.peak_bytes / BYTES:.1f} values")
+        assert abs(found - live.peak_bytes) <= max(0.05 * live.peak_bytes, 2.1 * BYTES)
+
+
+def test_it_shows_that_a_limit_lowers_the_peak_and_not_only_what_is_held() -> None:
+    weights = [torch.ones((), requires_grad=True) for _ in range(NUM)]
+    peaks = []
+    for window in (None, "1MiB"):
+        actckpt.configure(replay_window=window)
+        with actckpt.region() as region:
+            total = _program(weights, torch.randn(BYTES // 4))
+        total.backward()
+        peaks.append(region.report().peak_bytes)
+        assert region.report().as_dict()["peak_bytes"] == peaks[-1]
+        assert "peak so far: " in str(region.report())
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_offload_reports_what_it_moved_and_what_is_too_small() -> None:
+    x = torch.randn(256, 64, requires_grad=True)
+    block = actckpt.offload(min_bytes="32KiB")
+    assert block.report().rows == ()
+    with block as entered:
+        assert entered is block
+        y = x.sin().sin() + x[:1].sin().sin()
+    report = block.report()
+    assert (report.offloaded_bytes, report.kept_bytes) == (256 * 64 * 4, 64 * 4)
+    assert report.rows[0].not_replayed == {"smaller than min_bytes": 1}
+    y.sum().backward()
+    assert block.report().offloaded_bytes == 256 * 64 * 4
+    assert block.report().peak_bytes >= 256 * 64 * 4
+    with actckpt.region("offload") as region:
+        torch.randn(1024, 512, requires_grad=True).sin().sin()
+    assert region.report().offloaded_bytes == 2 * 2**20
+
+
+def test_a_region_that_saves_nothing_says_so() -> None:
+    with actckpt.offload() as block:
+        torch.ones(3).sin()
+    assert "Nothing was saved" in str(block.report())
+
+
+def test_a_report_keeps_nothing_alive() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with LiveStorages() as live:
+        with actckpt.region() as region:
+            y = x.sin().sin().sum()
+        y.backward()
+        del y
+        assert live.live_bytes == x.nbytes  # its gradient
+    assert region.report().peak_bytes >= x.nbytes
