@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The version of TransformerEngine whose code `make te` runs; 2.9.0 is the oldest that is known.
+TE_VERSION ?= 2.20.2
+TE_VENV ?= .venv-te
 INTEGRATIONS ?= .venv-integrations
 SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test soak integrations lint types bench sanitize clean
+.PHONY: demo test soak integrations lint types bench sanitize te clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
@@ -39,6 +42,10 @@ bench: $(STAMP)
 sanitize:
 	scripts/engine_sanitize
 
+# TransformerEngine's Python code on the CPU, in an environment of its own. ARGS="-k ..." picks tests.
+te: $(STAMP)
+	PYTHON="$(PYTHON)" TE_VENV="$(TE_VENV)" TE_VERSION="$(TE_VERSION)" scripts/te_on_cpu $(ARGS)
+
 # torch first and pinned: a range would pull another build of it.
 $(STAMP): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -55,4 +62,4 @@ $(INTEGRATIONS)/.installed: tests/integrations/requirements.txt $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) build actckpt/*.so *.egg-info
+	rm -rf $(VENV) $(TE_VENV) $(INTEGRATIONS) build actckpt/*.so *.egg-info

@@ -18,6 +18,7 @@ from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep
 from actckpt.runtime.packed import held_inputs
 from actckpt.runtime.replay.audit import caller_of, site_of
 from actckpt.runtime.replay.calls import run_in_region
+from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.rerun import Region
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
@@ -66,6 +67,7 @@ def checkpoint(
         What `function` returns; without a function, a decorator.
     Raises:
         ValueError: a bad keyword.
+        TypeError: `function` cannot be called, or takes no keyword of a name that is nearly one of these.
         CheckpointError: in backward, when a rerun saves other tensors than the forward, or when a
             tensor that it needs was changed in place.
     Cost: one more forward of `function` in backward. Memory: the inputs, and during its backward what
@@ -82,6 +84,8 @@ def checkpoint(
     if function is None:
         given = locals()
         return _decorator(args, kwargs, {name: given[name] for name in _KEYWORDS})
+    if (kwargs or not callable(function)) and not torch.compiler.is_compiling():
+        _check_call(function, args, kwargs)
     return checkpoint_call(
         function,
         args,
@@ -107,6 +111,40 @@ _UNKNOWN_TORCH_KEYWORDS = {
     for name, parameter in TORCH_PARAMETERS.items()
     if parameter.default is not parameter.empty and name not in _PARAMETERS
 }
+
+
+def _check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where what is to be called cannot be, or cannot take a keyword that was meant for `checkpoint`."""
+    if not callable(function):
+        kind = f"a tensor of shape {tuple(function.shape)}" if isinstance(function, torch.Tensor) else repr(function)
+        order = "The function comes first" if any(map(callable, args)) else "Pass it uncalled, its arguments after it"
+        raise TypeError(
+            f"checkpoint: {kind} is not a function. {order}: checkpoint(layer, x), not checkpoint(layer(x))."
+        )
+    for name in kwargs:
+        hint = _meant_for_us(name)
+        if hint and not _takes_keyword(function, name):
+            raise TypeError(
+                f"checkpoint: neither checkpoint nor {messages.name_of(function)} has a keyword {name!r}. {hint}"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _meant_for_us(name: str) -> str:
+    if name == "min_bytes":
+        return "To offload from a size on: with actckpt.offload(min_bytes=...): y = layer(x)."
+    near = difflib.get_close_matches(name, _KEYWORDS, n=1, cutoff=0.8)
+    return f"Did you mean {near[0]}?" if near else ""
+
+
+def _takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(
+            function.forward if isinstance(function, torch.nn.Module) else function
+        ).parameters
+    except ValueError:  # a builtin that has none
+        return True
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _decorator(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -154,11 +192,13 @@ def checkpoint_call(
     offload_inputs: bool = False,
     rng_trackers: Sequence[rng.GetTracker] = (),
     input_hooks: torch_private.Hooks | None = None,
+    matches: Matches | None = None,
 ) -> Any:
     """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
 
     Args:
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
+        matches: gets the operators that run, of those that the policy names.
     """
     if torch.compiler.is_compiling():
         if not goes_by_operator(policy):
@@ -203,7 +243,8 @@ def checkpoint_call(
     if policy is not None and policy != "recompute":
         choice, site = choice_of(policy), site_of(caller_of(function, args, kwargs))
         if not site.is_rerun:
-            return run_in_region(choice, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
+            respects_hooks = respect_saved_tensors_hooks is not False
+            return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches)
         preserve_rng_state = True  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
@@ -321,6 +362,12 @@ def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Of
         ...     y = layer(torch.randn(256, 64))
         >>> y.sum().backward()
     """
+    if callable(to):
+        kind = type(to).__name__
+        raise ValueError(
+            f"offload: to is a {kind}, not a store. To run it under offload: with actckpt.offload(): y = model(x). "
+            "Each block of a model: actckpt.apply(model, policy='offload')."
+        )
     if to not in ("auto", "host", "disk"):
         raise ValueError(f"offload: to={to!r} is not a store. Pass 'auto', 'host' or 'disk'.")
     if to == "host" and not torch.cuda.is_available():

@@ -49,6 +49,7 @@ def apply(
         calls backward are named in one warning, and in `actckpt.report(model)`.
     Raises:
         BlocksError: no block matches, a name matches nothing, or a block is checkpointed already.
+        TypeError: `model` is no module.
         ValueError: the policy, or an option, is not known, or `offload` does not take its value.
 
     Example::
@@ -61,6 +62,7 @@ def apply(
         >>> actckpt.remove(model)
         ('0', '1', '2')
     """
+    _check_model(model, "apply")
     if policy is Action.OFFLOAD:
         policy = "offload"
     if policy is not None:
@@ -140,7 +142,8 @@ class _CheckpointedForward:
             if arguments is None:
                 return original(*args, **kwargs)
             args, kwargs = arguments
-        return checkpoint_call(original, args, kwargs, policy=self.policy, **self.options)
+        matches = None if torch.compiler.is_compiling() else self.together.matches
+        return checkpoint_call(original, args, kwargs, policy=self.policy, matches=matches, **self.options)
 
     def _original(self) -> Callable[..., Any]:
         if self.replaced is not None:
@@ -168,11 +171,25 @@ def report(model: torch.nn.Module) -> ModelReport:
     """
     applied = _applied(model, "report")
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
-    return ModelReport(blocks_patched=tuple(applied), blocks_ran=ran)
+    together = {id(module.forward.together): module.forward.together for module in applied.values()}
+    idle = dict.fromkeys(operator for blocks in together.values() for operator in blocks.matches.idle())
+    return ModelReport(blocks_patched=tuple(applied), blocks_ran=ran, operators_not_run=tuple(idle))
+
+
+def _check_model(model: Any, what: str) -> None:
+    if isinstance(model, torch.nn.Module):
+        return
+    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    owner = getattr(model, "__self__", None)
+    instead = "the model itself, a torch.nn.Module"
+    if isinstance(owner, torch.nn.Module):
+        instead = f"the {type(owner).__name__} that it belongs to"
+    raise TypeError(f"{what}: model is {kind}, not a module. Pass {instead}: actckpt.{what}(model).")
 
 
 def _applied(model: torch.nn.Module, what: str) -> dict[str, Any]:
     """Return the blocks of a model that are checkpointed; raises if there are none."""
+    _check_model(model, what)
     applied = {name: module for name, module in model.named_modules() if _is_applied(module)}
     if not applied:
         raise BlocksError(
@@ -217,9 +234,10 @@ def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
             )
         if not found:
             near = difflib.get_close_matches(block, modules, n=3)
+            some = f"Nearest: {', '.join(near)}" if near else f"The first: {', '.join(list(modules)[:5]) or 'none'}"
             raise BlocksError(
-                f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}."
-                f" Nearest: {', '.join(near) or 'none'}. Names are those of model.named_modules()."
+                f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}. {some}. "
+                "Names are those of model.named_modules()."
             )
         return found
     if isinstance(block, type):
@@ -228,7 +246,8 @@ def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
         accepts: Callable[[torch.nn.Module], bool] = block
         return {name: module for name, module in modules.items() if accepts(module)}
     raise BlocksError(
-        f"apply: blocks={block!r} is a {type(block).__name__}. Pass module types, qualified names, or a predicate."
+        f"apply: blocks={block!r} is a {type(block).__name__}. Pass module types, qualified names (texts, also for "
+        "numbers: '3'), or a predicate."
     )
 
 

@@ -119,8 +119,8 @@ def _stem(name: str) -> str:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called; a ModuleList cannot."""
-    return type(module).forward is not nn.Module.forward
+    """Whether a module can be called; a ModuleList cannot. Compiled modules have a forward of their own."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _num_layers(module: nn.Module) -> int:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from actckpt.runtime.replay.matches import Matches
+
 __all__ = ["AppliedBlocks", "ModelReport"]
 
 _MAX_NAMES = 5
@@ -21,6 +23,8 @@ class ModelReport:
     blocks_patched: tuple[str, ...]
     #: Those of them that ran since.
     blocks_ran: tuple[str, ...]
+    #: Operators that the policy names and that did not run in the first step, with what ran in their place.
+    operators_not_run: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -32,6 +36,8 @@ class ModelReport:
         lines = [f"{len(self.blocks_ran)} of {len(self.blocks_patched)} blocks ran"]
         if not_run:
             lines.append(f"not run: {', '.join(not_run)}")
+        if self.operators_not_run:
+            lines.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -51,6 +57,8 @@ class AppliedBlocks:
         #: By name.
         self.forwards: dict[str, Block] = {}
         self.is_checked = False
+        #: Which operators that the policy names ran in any of them.
+        self.matches = Matches()
 
     def watched(self, result: Any) -> Any:
         """Return what a block returned; as soon as backward comes to it, the blocks are checked."""
@@ -65,6 +73,7 @@ class AppliedBlocks:
         if self.is_checked:
             return
         self.is_checked = True
+        self.matches.end("apply: the blocks")
         idle = [name for name, forward in self.forwards.items() if not forward.has_run]
         if idle:
             more = f" and {len(idle) - _MAX_NAMES} more" if len(idle) > _MAX_NAMES else ""

@@ -10,7 +10,25 @@ import torch
 
 from actckpt.selectors import matches
 
-__all__ = ["exists", "known", "named", "nearest", "portable"]
+__all__ = ["RUNS_AS", "exists", "is_composite", "known", "named", "nearest", "portable"]
+
+#: What torch runs instead of operators that programs call, on the CPU; devices have attention kernels of their own.
+RUNS_AS = {
+    "aten.linear": "aten.addmm, without a bias aten.mm",
+    "aten.matmul": "aten.mm, aten.bmm, aten.mv or aten.dot",
+    "aten.einsum": "aten.bmm",
+    "aten.conv1d": "aten.convolution",
+    "aten.conv2d": "aten.convolution",
+    "aten.conv3d": "aten.convolution",
+    "aten.layer_norm": "aten.native_layer_norm",
+    "aten.group_norm": "aten.native_group_norm",
+    "aten.batch_norm": "aten.native_batch_norm, on GPUs aten.cudnn_batch_norm",
+    "aten.softmax": "aten._softmax",
+    "aten.log_softmax": "aten._log_softmax",
+    "aten.dropout": "aten.native_dropout, or aten.bernoulli_ and aten.mul",
+    "aten.cross_entropy_loss": "aten._log_softmax and aten.nll_loss_forward",
+    "aten.scaled_dot_product_attention": "aten._scaled_dot_product_flash_attention_for_cpu, and the like of devices",
+}
 
 
 def known() -> set[str]:
@@ -28,6 +46,14 @@ def exists(pattern: str) -> bool:
     """Whether an operator has a name, which may have wildcards; True where torch does not tell."""
     names = known()
     return not names or pattern in names or any(matches(pattern, name) for name in names)
+
+
+def is_composite(op: Any) -> bool:
+    """Whether torch makes an operator of others before a recorder sees it; False where torch does not tell."""
+    has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+    if has_kernel is None or not isinstance(op, torch._ops.OpOverload):
+        return False
+    return bool(has_kernel(op.name(), "CompositeImplicitAutograd"))
 
 
 def nearest(name: str) -> str:

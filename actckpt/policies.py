@@ -6,6 +6,7 @@ Every form that `region`, `checkpoint` and `apply` take becomes a `Choice`, whic
 import difflib
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from actckpt.runtime.replay.choice import Choice
 __all__ = ["PerOp", "choice_of", "is_torch_policy", "selective_choice"]
 
 _NAMES = tuple(action.value for action in Action)
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 
 _ACTION_OF_TORCH = {
     CheckpointPolicy.MUST_SAVE: Action.KEEP,
@@ -89,11 +91,11 @@ def choice_of(policy: Any) -> Choice:
         return Choice(policy.actions, policy.default, is_per_operator=True)
     if isinstance(policy, Mapping):
         raise ValueError("policy is a dict. Pass actckpt.policies.PerOp(...), which says what happens to the rest.")
-    if isinstance(policy, torch.nn.Module):
-        raise ValueError(
-            f"policy is a module, {type(policy).__name__}, and that is no policy. To run it in a region: "
-            "actckpt.region()(module)."
-        )
+    if isinstance(policy, (list, tuple)):
+        return _keeping(tuple(policy))
+    mistaken = _mistaken_for_a_policy(policy)
+    if mistaken:
+        raise ValueError(f"policy is {mistaken}")
     if isinstance(policy, Iterable):
         return _keeping(tuple(policy))
     if callable(policy):
@@ -104,6 +106,27 @@ def choice_of(policy: Any) -> Choice:
         f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', an "
         "Action, a list of operators to keep, actckpt.policies.PerOp, or a function."
     )
+
+
+def _mistaken_for_a_policy(policy: Any) -> str:
+    """Say what something is that is called or iterated like a policy and is none; an empty text if it may be one."""
+    if isinstance(policy, _OPERATORS):
+        return f"one operator, {policy}. Pass a list of the operators to keep: policy=[torch.ops.{policy}]."
+    if isinstance(policy, torch.nn.Module):
+        return f"a module, {type(policy).__name__}. To run it in a region: actckpt.region()(module)."
+    if isinstance(policy, type):
+        return (
+            f"a class, {policy.__name__}. Policies go by operator: pass a list of the operators to keep, such as "
+            "['aten.mm']. To checkpoint the modules of a class: actckpt.apply(model, blocks=TheClass)."
+        )
+    if isinstance(policy, torch.Tensor):
+        return f"a tensor of shape {tuple(policy.shape)}. To run code in a region: with actckpt.region(): y = layer(x)."
+    if isinstance(policy, types.MethodType) and policy.__func__ is getattr(type(policy.__self__), "forward", None):
+        return f"the forward of a {type(policy.__self__).__name__}. To run it in a region: actckpt.region()(module)."
+    name = getattr(policy, "__name__", "")
+    if any(getattr(functions, name, None) is policy for functions in (torch, torch.nn.functional)):
+        return f"a function of torch, {name}. Pass a list of the operators to keep, such as ['aten.mm', 'aten.addmm']."
+    return ""
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,7 +188,9 @@ def _action(action: Any, what: str) -> Action:
             f"{what}=CheckpointPolicy.{action.name} is what torch's policy functions return. Pass "
             f"actckpt.{_ACTION_OF_TORCH[action]}, or a function (ctx, op, *args, **kwargs) that returns it."
         )
-    near = difflib.get_close_matches(str(action), _NAMES, n=1)
+    if isinstance(action, str) and ("." in action or "::" in action) and not action.startswith("Action."):
+        raise ValueError(f"{what}={action!r} names an operator. Pass a list of the operators to keep: [{action!r}].")
+    near = difflib.get_close_matches(str(action).lower().removeprefix("action."), _NAMES, n=1)
     raise ValueError(
         f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, _NAMES))}, or an actckpt.Action."
         + (f" Did you mean {near[0]!r}?" if near else "")

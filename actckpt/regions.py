@@ -12,6 +12,7 @@ import torch
 from actckpt._frames import all_or_nothing
 from actckpt.policies import choice_of
 from actckpt.runtime.replay.audit import caller_of
+from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.replay.opened import OpenRegion, StillOpenError
 from actckpt.runtime.replay.report import Entry, Report, explained
 
@@ -55,6 +56,11 @@ class region:  # noqa: N801 - used as a function
         self._caller: Any = None
         self._entries: list[Entry] = []
         self._note = _NOT_OPEN
+        self._matches: Matches | None = None
+
+    def __repr__(self) -> str:
+        policy = getattr(self._policy, "__qualname__", None) or repr(self._policy)
+        return f"<actckpt.region({policy}){', open' if self._open is not None else ''}>"
 
     def __call__(self, func: _Function = None, /, *more: Any, **keywords: Any) -> _Function:  # type: ignore[assignment]
         """Return a function that runs in a region with this policy each time: `region(policy)(function)`."""
@@ -82,6 +88,7 @@ class region:  # noqa: N801 - used as a function
             self._open = OpenRegion(self._choice, self._caller or _place(sys._getframe(1)), self._entries)
             self._open.__enter__()
             self._note = self._open.why_not_recorded()
+            self._matches = self._open.matches
         return self
 
     def _exit(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -123,7 +130,7 @@ class region:  # noqa: N801 - used as a function
                 f"report: explain={explain!r} is a {type(explain).__name__}. It takes a tensor of the region."
             )
         if explain is None:
-            return Report.of(self._entries, self._note)
+            return Report.of(self._entries, self._note, self._matches.idle() if self._matches is not None else ())
         return explained(self._entries, explain) if self._entries or not self._note else self._note
 
 

@@ -53,6 +53,7 @@ def _expression(token: str) -> str:
             return expression
     if len(token) > 1:  # a set of characters
         is_negated = token[1] in "!^" and len(token) > 3
-        characters = re.escape(token[2:-1] if is_negated else token[1:-1]).replace(r"\-", "-")
+        characters = re.escape(token[2:-1] if is_negated else token[1:-1])
+        characters = re.sub(r"(?<!-)\\-(?!\\-)", "-", characters)  # one hyphen makes a range, several are themselves
         return f"[{'^.' if is_negated else ''}{characters}]"
     return re.escape(token)

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from actckpt import _frames
+from actckpt import _frames, config
 from actckpt.engine import native
 from actckpt.runtime import figures, stores
 from actckpt.runtime.counters import counters
@@ -12,9 +12,9 @@ from actckpt.runtime.counters import counters
 __all__ = ["Stats", "reset_stats", "stats"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
-    """Sums since the last `reset_stats`, and what is held now. Bytes, counts and seconds."""
+    """Sums since the last `reset_stats`, and what is held now. Bytes, counts and seconds. Prints what is not zero."""
 
     #: Bytes handed to a store, each storage once; also those that then stayed because it was full or failed.
     offloaded_bytes: int
@@ -60,6 +60,27 @@ class Stats:
     kept_opaque: int
     #: Bytes copied because an operator was about to overwrite them in place while backward still needs them.
     copied_on_write_bytes: int
+
+    def _texts(self) -> dict[str, str]:
+        """Return the fields that are not zero, with their units."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: _with_unit(name, value) for name, value in found.items() if value}
+
+    def __repr__(self) -> str:
+        return f"Stats({', '.join(f'{name}={text}' for name, text in self._texts().items())})"
+
+    def __str__(self) -> str:
+        texts = self._texts()
+        width = max(map(len, texts), default=0)
+        return (
+            "\n".join(f"{name:{width}}  {text}" for name, text in texts.items()) or "nothing moved, rerun or replayed"
+        )
+
+
+def _with_unit(name: str, value: float) -> str:
+    if name.endswith("_bytes"):
+        return config.format_bytes(int(value))
+    return f"{value:.3g} s" if name.endswith("_seconds") else str(value)
 
 
 _baseline: dict[str, float] = {}

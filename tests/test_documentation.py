@@ -95,6 +95,17 @@ def test_the_reference_has_every_field_of_stats() -> None:
     assert described == [field.name for field in dataclasses.fields(actckpt.Stats)]
 
 
+@pytest.mark.parametrize("name", ["SavedTensorInfo", "Action"])
+def test_fields_of_policies_are_described_in_the_reference_and_in_help(name: str) -> None:
+    kind = getattr(actckpt, name)
+    fields = (
+        [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(kind.__members__)
+    )
+    rows = re.findall(r"^\| (`.*?`) \|", _SECTIONS[name], re.MULTILINE)
+    assert [field for row in rows for field in re.findall(r"\w+", row)] == fields
+    assert re.findall(r"^    (\w+): ", inspect.getdoc(kind) or "", re.MULTILINE) == fields
+
+
 def test_the_reference_has_every_error_of_the_engine() -> None:
     described = re.findall(r"^\| `(\w+)` \|", _SECTIONS["Errors"].partition("kind of `EngineError`")[2], re.MULTILINE)
     kinds = [name for name, kind in vars(native).items() if isinstance(kind, type) and issubclass(kind, Exception)]

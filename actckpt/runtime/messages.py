@@ -170,7 +170,10 @@ def changed_error(changed: "HeldTensorChanged", args: Sequence[Any]) -> InputCha
 
 def input_changed(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
     """Word an input that is not as it was after the forward."""
-    message = f"{place}, an input of a checkpointed region, {how} after its forward, and backward has to run it again"
+    message = (
+        f"{place}, an input of a checkpointed region, {how} since the region began, by its own function or after it, "
+        "and backward has to run that again"
+    )
     if tensor is not None and tensor.is_inference():
         message += f": an inference tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, whose bytes were compared"
     elif tensor is not None:

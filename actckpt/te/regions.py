@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from actckpt.errors import TransformerEngineError
+from actckpt.te.modules import ModulesInRerun
 from actckpt.te.state import Internals
 
 __all__ = ["ActiveGenerators", "Provider", "RegionState"]
@@ -38,7 +39,7 @@ _Entry = Any
 class RegionState:
     """What a region carries from its forward into its reruns."""
 
-    __slots__ = ("autocast", "entries", "first_module_flags")
+    __slots__ = ("autocast", "entries", "first_module_flags", "num_casts")
 
     def __init__(self, autocast: tuple[Any, ...]) -> None:
         self.autocast = autocast
@@ -46,6 +47,8 @@ class RegionState:
         self.first_module_flags: list[Any] = []
         #: By place of the queue (Rule 2).
         self.entries: dict[int, list[_Entry]] = {}
+        #: How many casts of weights had been made when the forward ended.
+        self.num_casts = 0
 
 
 class _Queue(deque):  # type: ignore[type-arg]
@@ -64,8 +67,9 @@ class Provider:
         self._te = te
         #: Per open forward: entries that belong to a te.checkpoint inside (Rule 3), by id.
         self._open: list[dict[int, _Entry]] = []
-        self._num_reruns = 0
-        te.watch(self._nested, self._before_ops)
+        self._reruns: list[ModulesInRerun] = []
+        self._num_casts = 0
+        te.watch(self)
 
     def capture(self) -> RegionState:
         """Called before the forward."""
@@ -90,6 +94,7 @@ class Provider:
         finally:
             self._open.pop()
             te.flags = outer
+            state.num_casts = self._reruns[-1].num_casts if self._reruns else self._num_casts
             if not keeps_graph:
                 te.first_module_flags[:] = firsts
                 for outer_owned in self._open:
@@ -118,16 +123,21 @@ class Provider:
         te.flags = (True, True)
         te.autocast = state.autocast
         te.autocast_depth = depth + 1
-        self._num_reruns += 1
+        modules = ModulesInRerun(te, state.num_casts)
+        self._reruns.append(modules)
         try:
             yield
             self._check_all_taken(te.queues)
-        except KeyError as error:
-            if error.args and error.args[0] in te.queue_keys:
+            if state.entries:
+                modules.check_casts()
+        except BaseException as error:
+            modules.abandon()
+            if isinstance(error, KeyError) and error.args and error.args[0] in te.queue_keys:
                 raise _wrong_entries("a module that put nothing aside looks for one") from error
             raise
         finally:
-            self._num_reruns -= 1
+            self._reruns.pop()
+            modules.put_back()
             # Queues that a module began in the rerun keep their places.
             queues.extend(deque() for _ in range(len(te.queues) - len(queues)))
             te.queues, te.flags, te.autocast, te.autocast_depth = queues, flags, autocast, depth
@@ -163,9 +173,27 @@ class Provider:
         if left:
             raise _wrong_entries(f"{left} were left or added")
 
-    def _nested(self) -> Callable[[bool], None] | None:
-        """Called before a te.checkpoint's forward or recompute."""
-        if not self._open and not self._num_reruns:
+    @property
+    def is_rerunning(self) -> bool:
+        """Whether a region is being rerun."""
+        return bool(self._reruns)
+
+    def module_begins(self, module: torch.nn.Module, inp: torch.Tensor) -> None:
+        """Called before a module's forward."""
+        if self._reruns:
+            self._reruns[-1].module_begins(module, inp)
+
+    def cast_begins(self, tensor: torch.Tensor) -> None:
+        """Called before a cast of a weight is made in place."""
+        if self._reruns:
+            self._reruns[-1].cast_begins(tensor)
+        else:
+            self._num_casts += 1
+            ModulesInRerun.note_cast(tensor, self._num_casts)
+
+    def nested(self) -> Callable[[bool], None] | None:
+        """Called before a te.checkpoint's forward or recompute; see `Watcher`."""
+        if not self._open and not self._reruns:
             return None
         te = self._te
         outer = te.flags
@@ -184,8 +212,11 @@ class Provider:
 
         return entered_or_left
 
-    def _before_ops(self, ops: list[Any]) -> None:
-        if (self._open or self._num_reruns) and any(self._te.has_delayed_scales(op) for op in ops):
+    def ops_begin(self, fuser: Any, ops: list[Any]) -> None:
+        """Called before fused te.ops, which put no copies of their scales aside."""
+        if self._reruns:
+            self._reruns[-1].ops_begin(fuser, ops)
+        if (self._open or self._reruns) and any(self._te.has_delayed_scales(op) for op in ops):
             names = ", ".join(type(op).__name__ for op in ops)
             raise TransformerEngineError(
                 f"te.ops with delayed scaling (or a custom recipe) inside a region ({names}): "
@@ -242,6 +273,6 @@ def _wrong_entries(how: str) -> TransformerEngineError:
     return TransformerEngineError(
         f"A rerun does not use the FP8 scales that its forward put aside: {how}.\nIt would compute other gradients. "
         "Known causes: LayerNormMLP(checkpoint=True) with delayed scaling inside a region (turn it off there, the "
-        "region does the same); modules that ran in another precision between forward and backward; modules in eval "
+        "region does the same); modules that ran under another recipe between forward and backward; modules in eval "
         "mode with delayed scaling and a TransformerEngine before 2.20.2."
     )

@@ -17,6 +17,9 @@ whose names differ is refused, with the names that are missing. What differs bet
 With delayed scaling, a module in a recompute region puts a copy of its scales and amax history aside: it appends it
 to a queue of its own, in a list of queues that all modules share. In the recompute it takes the oldest entry, uses
 it for that forward, and restores what was there. The flags are globals of the process, not of the thread.
+
+A module notes under which autocast, and in which dtype, it last ran. In a recompute, one that last ran quantized does
+not look again. Its casts of weights are kept between microbatches: `is_first_microbatch=True` writes to them in place.
 """
 
 import sys
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 
 from actckpt.errors import TransformerEngineError
+from actckpt.te.watching import Calls, Watcher
 
 __all__ = ["PACKAGE", "READ_VERSIONS", "Internals", "is_te_module", "read_already"]
 
@@ -40,11 +44,26 @@ _FLAG_NAMES = (
     ("_IN_ACTIVATION_RECOMPUTE_REGION", "_ACTIVATION_RECOMPUTE_PHASE"),
     ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE"),
 )
-_MANAGER_METHODS = ("get_autocast_state", "set_autocast_state", "reduce_and_update_fp8_tensors", "is_fp8_enabled")
+_MANAGER_METHODS = (
+    *("get_autocast_state", "set_autocast_state", "reduce_and_update_fp8_tensors", "is_fp8_enabled"),
+    *("get_fp8_recipe", "restore_fp8_meta_tensors"),
+)
 _STATE_NAMES = ("fp8_tensors_recompute_buffer", "global_amax_buffer")
 _AUTOCAST_FIELDS = 6
 #: Place of `is_first_fp8_module` in what get_autocast_state returns.
 _FIRST_MODULE = 4
+#: What is noted of the last forward: by a module, an operation of te.ops, and what fuses them.
+_NOTED = (
+    *("fp8", "fp8_calibration", "fp8_parameters", "fp8_initialized", "fp8_meta_tensors_initialized"),
+    *("activation_dtype", "fp8_meta", "quantizers", "_fp8_workspaces"),
+    *("_fp8_metas", "_quantizers"),
+    *("recipe_type", "backward_override", "_last_amax_history_len", "first_op_requiring_backward"),
+    *("_forward_ops", "_backward_ops"),
+)
+#: In a module's `fp8_meta`: the place of its queue.
+_QUEUE_PLACE = "global_fp8_buffer_pos_fwd_recompute"
+#: In a module's `fp8_meta`: what its scales were before the recompute that is being run.
+_UPDATED = ("updated_amax_history_fwd", "updated_scale_fwd")
 
 #: (inside a recompute region, in its recompute)
 Flags = tuple[bool, bool]
@@ -98,17 +117,23 @@ class Internals:
         self._distributed = self._module("distributed")
         self._offload = self._module("cpu_offload")
         self._manager = self._name(self._module("quantization"), "FP8GlobalStateManager")
+        self._base = self._name(self._module("module.base"), "TransformerEngineBaseModule")
+        self._tensor = self._name(self._module("tensor"), "Float8Tensor")
+        self._quantizer = self._name(self._module("tensor"), "Quantizer")
         self._context = self._name(self._distributed, "activation_recompute_forward")
         self._flags = next((pair for pair in _FLAG_NAMES if all(hasattr(self._distributed, n) for n in pair)), None)
         if self._flags is None:
             self._missing.append("the flags of a recompute in transformer_engine.pytorch.distributed")
         self._check_names()
         self._depth = "autocast_depth" if hasattr(self._fp8, "autocast_depth") else "AUTOCAST_DEPTH"
-        self._originals: list[tuple[Any, str, Any]] = []
 
     def _check_names(self) -> None:
         for name in ("get_all_rng_states", "CudaRNGStatesTracker", "checkpoint"):
             self._name(self._distributed, name)
+        for name in ("prepare_forward", "set_activation_dtype"):
+            self._name(self._base, name)
+        self._name(self._tensor, "quantize_")
+        self._name(self._quantizer, "calibrate")
         self._name(self._context, "_is_first_fp8_module")
         for name in _MANAGER_METHODS:
             self._name(self._manager, name)
@@ -164,7 +189,7 @@ class Internals:
         self._fp8.fp8_tensors_recompute_buffer = queues
 
     #: What a module that has to take an entry, or put its scales back, and never put one aside, does not find.
-    queue_keys = ("global_fp8_buffer_pos_fwd_recompute", "updated_amax_history_fwd")
+    queue_keys = (_QUEUE_PLACE, _UPDATED[0])
 
     @property
     def first_module_flags(self) -> list[Any]:
@@ -225,54 +250,22 @@ class Internals:
 
     # ------------------------------------------------------------------ what TransformerEngine leaves open
 
-    def watch(
-        self, nested: Callable[[], Callable[[bool], None] | None], before_ops: Callable[[list[Any]], None]
-    ) -> None:
-        """Have `nested` called before a recompute region of TransformerEngine, `before_ops` before fused te.ops.
-
-        `nested` returns what to call with True once the region is entered and with False once it is left, or None.
-        Needed because such a region clears the flags when it ends, whatever they were, and because te.ops put no
-        copies of their scales aside.
-        """
-        entered: list[Any] = []
-        enter, leave = self._context.__enter__, self._context.__exit__
-
-        def watched_enter(context: Any) -> Any:
-            entered.append(nested())
-            result = enter(context)
-            if entered[-1] is not None:
-                entered[-1](True)
-            return result
-
-        def watched_exit(context: Any, *details: Any) -> Any:
-            try:
-                return leave(context, *details)
-            finally:
-                done = entered.pop() if entered else None
-                if done is not None:
-                    done(False)
-
-        self._replace(self._context, "__enter__", watched_enter)
-        self._replace(self._context, "__exit__", watched_exit)
+    def watch(self, watcher: Watcher) -> None:
+        """Have `watcher` told what TransformerEngine does."""
+        calls = self._calls = Calls(watcher)
+        calls.tell_of_recomputes(self._context)
+        calls.tell_before(self._base, "prepare_forward", watcher.module_begins)
+        calls.tell_before(self._tensor, "quantize_", lambda tensor, _: watcher.cast_begins(tensor))
         fuser = getattr(sys.modules.get(f"{PACKAGE}.ops.fuser"), "OperationFuser", None)
         if fuser is not None:
-            run = fuser.__call__
-
-            def watched_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-                before_ops(self._basic_ops)
-                return run(self, *args, **kwargs)
-
-            self._replace(fuser, "__call__", watched_run)
-
-    def _replace(self, owner: Any, name: str, function: Any) -> None:
-        self._originals.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, function)
+            calls.tell_before(fuser, "__call__", lambda one, _: watcher.ops_begin(one, one._basic_ops))
+        for kind in _with_subclasses(self._quantizer):
+            if "calibrate" in vars(kind):
+                calls.skip_in_reruns(kind, "calibrate")
 
     def unwatch(self) -> None:
         """Undo `watch`."""
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
-        self._originals = []
+        self._calls.undo()
 
     def has_delayed_scales(self, op: Any) -> bool:
         """Whether a te.ops operation would quantize its forward with delayed scaling now."""
@@ -280,6 +273,51 @@ class Internals:
             return False
         recipe = self._manager.get_fp8_recipe()  # a custom one may use delayed scaling for some tensors
         return bool(recipe.delayed() or (hasattr(recipe, "custom") and recipe.custom()))
+
+    # ------------------------------------------------------------------ what is noted of the last forward
+
+    @staticmethod
+    def noted(owner: Any) -> Callable[[], None]:
+        """Return what puts back all that a module, an operation or a fuser has noted of its last forward."""
+        values = {name: vars(owner)[name] for name in _NOTED if name in vars(owner)}
+        outer = [held for held in values.values() if isinstance(held, dict)]
+        inner = [held for kept in outer for held in kept.values() if isinstance(held, dict)]
+        copies = [(held, dict(held)) for held in (*outer, *inner)]
+
+        def put_back() -> None:
+            vars(owner).update(values)
+            for held, copy in copies:
+                held.clear()
+                held.update(copy)
+
+        return put_back
+
+    def begin_recompute(self, module: Any, inp: Tensor) -> None:
+        """Have a module's recompute go by the autocast, not by what the module noted of its last forward."""
+        for key in _UPDATED:
+            module.fp8_meta.pop(key, None)
+        place = module.fp8_meta.get(_QUEUE_PLACE, len(self.queues))
+        has_entry = place < len(self.queues) and bool(self.queues[place])
+        if self._manager.is_fp8_enabled() and (has_entry or self._manager.get_fp8_recipe().delayed()):
+            vars(module)["fp8"] = True  # it takes an entry, and does not look
+            module.set_activation_dtype(inp)
+        else:
+            vars(module)["fp8"] = False  # it looks again
+
+    def abandon_recompute(self, module: Any) -> None:
+        """Have a module use its own scales again whose recompute raised (TransformerEngine does so from 2.12 on)."""
+        if _UPDATED[0] in module.fp8_meta:
+            self._manager.restore_fp8_meta_tensors(module.fp8_meta)
+
+    @staticmethod
+    def kept_casts(module: Any) -> list[Tensor]:
+        """Return the casts of weights that a module keeps between microbatches."""
+        return [cast for cast in module._fp8_workspaces.values() if isinstance(cast, Tensor)]
+
+    @staticmethod
+    def parts(tensor: Any) -> list[Tensor]:
+        """Return the tensors behind a quantized one."""
+        return [part for part in vars(tensor).values() if isinstance(part, Tensor)]
 
     @staticmethod
     def leave_fsdp_group(module: Any) -> None:
@@ -314,4 +352,8 @@ class Internals:
             if isinstance(weight, Tensor):
                 yield weight
             if weight is not None:
-                yield from (part for part in vars(weight).values() if isinstance(part, Tensor))
+                yield from Internals.parts(weight)
+
+
+def _with_subclasses(kind: type[Any]) -> list[Any]:
+    return [kind, *(found for below in kind.__subclasses__() for found in _with_subclasses(below))]

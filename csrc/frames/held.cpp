@@ -26,11 +26,7 @@ PyTypeObject* held_type = nullptr;
 
 HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self); }
 
-bool is_tensor(PyObject* object) {
-  const int result = PyObject_IsInstance(object, python().tensor_type);
-  if (result < 0) throw py::error_already_set();
-  return result != 0;
-}
+bool is_tensor(PyObject* object) { return is_instance(object, python().tensor_type); }
 
 // Of a plain tensor, null for others: parameters are given other memory by what shards them. Some
 // tensors (sparse ones) have none.
@@ -57,7 +53,7 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   if (pack != Py_None) {
     const py::object base = py::reinterpret_borrow<py::object>(tensor).attr("_base");
     const py::handle root = base.is_none() ? py::handle(tensor) : py::handle(base);
-    self->is_of_parameter = PyObject_IsInstance(root.ptr(), python().parameter_type) == 1;
+    self->is_of_parameter = is_instance(root.ptr(), python().parameter_type);
     self->held = call(pack, kept.ptr());
     self->unpack = py::reinterpret_borrow<py::object>(unpack);
     self->is_tensor = is_tensor(self->held.ptr());

@@ -33,11 +33,7 @@ bool has_same_bytes(const py::object& copy, PyObject* parameter) {
   return py::reinterpret_steal<py::object>(same).ptr() == Py_True;
 }
 
-bool is_module(PyObject* object) {
-  const int result = PyObject_IsInstance(object, python().module_type);
-  if (result < 0) throw py::error_already_set();
-  return result != 0;
-}
+bool is_module(PyObject* object) { return is_instance(object, python().module_type); }
 
 // Whether `found` stands where the forward left `value`, and a rerun needs that one.
 bool has_replaced(PyObject* found, PyObject* value) {

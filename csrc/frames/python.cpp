@@ -127,6 +127,12 @@ void call_quietly(PyObject* function, PyObject* argument) {
 
 bool is_true(PyObject* object, PyObject* name) { return attribute(object, name).ptr() == Py_True; }
 
+bool is_instance(PyObject* object, PyObject* type) {
+  const int result = PyObject_IsInstance(object, type);
+  if (result < 0) throw py::error_already_set();
+  return result == 1;
+}
+
 long long version_of(PyObject* tensor) {
   long long version = 0;
   read_version(tensor, &version);

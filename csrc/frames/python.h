@@ -97,6 +97,8 @@ py::object call_method(PyObject* object, PyObject* name, PyObject* argument);
 void call_quietly(PyObject* function, PyObject* argument = nullptr);
 
 bool is_true(PyObject* object, PyObject* name);
+// Types may ask Python code, in which a signal handler may raise.
+bool is_instance(PyObject* object, PyObject* type);
 // The version of a tensor, 0 for inference tensors: they have none, and nothing is known of what is done to them.
 long long version_of(PyObject* tensor);
 

@@ -73,9 +73,7 @@ py::object owned(Object* self) {
 bool is_parameter_itself(PyObject* tensor) {
   if (!reads().is_leaf.is_true(tensor)) return false;
   if (reads().requires_grad.is_true(tensor)) return true;
-  const int is_instance = PyObject_IsInstance(tensor, python().parameter_type);
-  if (is_instance < 0) throw_pending();
-  return is_instance == 1;
+  return is_instance(tensor, python().parameter_type);
 }
 
 py::object unpack_stays(StaysObject* self) {

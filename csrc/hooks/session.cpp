@@ -51,9 +51,7 @@ void note_parameter(PyObject* parameter) {
 
 // Rule 1: whether the tensor or what it is a view of is a parameter. Notes its storage.
 bool is_parameter(PyObject* root) {
-  const int is_instance = PyObject_IsInstance(root, python().parameter_type);
-  if (is_instance < 0) throw_pending();
-  if (is_instance == 0 && !is_leaf_with_grad(root)) return false;
+  if (!is_instance(root, python().parameter_type) && !is_leaf_with_grad(root)) return false;
   note_parameter(root);
   return true;
 }

@@ -39,6 +39,7 @@ void add_paused(py::module_& module) {
   PyType_Spec spec = {"actckpt._frames.Paused", sizeof(PausedObject), 0, Py_TPFLAGS_DEFAULT, slots};
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr) throw py::error_already_set();
+  module.def("is_paused", &is_paused);
   module.add_object("Paused", py::reinterpret_steal<py::object>(type));
 }
 

@@ -303,7 +303,7 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 // rerun is a leaf there, and a parameter only if it was one in the forward.
 bool is_parameter(const TapeObject* tape, PyObject* root) {
   if (!reads().is_leaf.is_true(root)) return false;
-  if (PyObject_IsInstance(root, python().parameter_type) == 1) return true;
+  if (is_instance(root, python().parameter_type)) return true;
   if (is_none(tape->outer)) return reads().requires_grad.is_true(root);
   return PyObject_HasAttrString(root, kParameterMark) != 0;
 }

@@ -61,7 +61,7 @@ bool is_in_compiled_code() {
 void look_at_maker(TapeObject* tape, ValueObject* value, PyObject* root) {
   if (tape->began_at < 0 || value->is_parameter != 0 || !reads().requires_grad.is_true(root)) return;
   const py::object node = reads().grad_fn(root);
-  if (node.is_none() || PyObject_IsInstance(node.ptr(), names().function_type) != 1) return;
+  if (node.is_none() || !is_instance(node.ptr(), names().function_type)) return;
   PyObject* made[] = {reinterpret_cast<PyObject*>(tape), reinterpret_cast<PyObject*>(value), node.ptr()};
   if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().made_by_function, made, 3, nullptr))) {
     throw py::error_already_set();

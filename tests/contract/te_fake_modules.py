@@ -18,7 +18,8 @@ def build(version: str) -> Any:
     """Return a namespace of fakes with the layout of `version`, and its `tree` for sys.modules."""
     major = tuple(int(part) for part in version.split(".")[:2])
     te = SimpleNamespace(version=version, eval_keeps_no_copy=major < (2, 20))
-    names = [_P, f"{_P}.distributed", f"{_P}.quantization", f"{_P}.cpu_offload", f"{_P}.ops", f"{_P}.ops.fuser"]
+    below = ("distributed", "quantization", "cpu_offload", "ops", "ops.fuser", "module", "module.base", "tensor")
+    names = [_P, *(f"{_P}.{name}" for name in below)]
     te.tree = {name: ModuleType(name) for name in ("transformer_engine", *names)}
     te.tree["transformer_engine"].__version__ = version
     te.distributed, te.offload = te.tree[f"{_P}.distributed"], te.tree[f"{_P}.cpu_offload"]
@@ -26,6 +27,7 @@ def build(version: str) -> Any:
     _add_distributed(te, old=major < (2, 19))
     _add_offload(te, old=major < (2, 10))
     _add_autocast(te)
+    te.tree[f"{_P}.tensor"].Float8Tensor, te.tree[f"{_P}.tensor"].Quantizer = fakes.FakeCast, fakes.FakeQuantizer
     _add_modules(te)
     _add_ops(te)
     return te
@@ -55,6 +57,11 @@ def _add_manager(te: Any, *, old: bool) -> None:
         @classmethod
         def get_fp8_recipe(cls) -> Any:
             return te.manager_state().recipe
+
+        @staticmethod
+        def restore_fp8_meta_tensors(meta: Any) -> None:
+            meta["scaling_fwd"].amax_history.copy_(meta["updated_amax_history_fwd"])
+            meta["scaling_fwd"].scale.copy_(meta["updated_scale_fwd"])
 
         @classmethod
         def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
@@ -200,7 +207,10 @@ def _add_modules(te: Any) -> None:
             self.fp8, self.fp8_meta, self._fp8_workspaces = False, {}, {}
             self.fsdp_wrapped, self.fsdp_group = True, "group"
 
-        def prepare_forward(self) -> None:
+        def set_activation_dtype(self, inp: torch.Tensor) -> None:
+            self.activation_dtype = inp.dtype
+
+        def prepare_forward(self, inp: torch.Tensor) -> None:
             s, meta = te.manager_state(), self.fp8_meta
             if self.fp8 and te.phase():
                 if meta["recipe"].delayed():
@@ -211,6 +221,7 @@ def _add_modules(te: Any) -> None:
                     scaling.amax_history.copy_(history)
                     scaling.scale.copy_(scale)
                 return
+            self.set_activation_dtype(inp)
             self.fp8 = s.enabled
             if not self.fp8:
                 return
@@ -226,8 +237,7 @@ def _add_modules(te: Any) -> None:
 
         def end_forward(self) -> None:
             if self.fp8 and self.fp8_meta["recipe"].delayed() and te.phase():
-                self.fp8_meta["scaling_fwd"].amax_history.copy_(self.fp8_meta["updated_amax_history_fwd"])
-                self.fp8_meta["scaling_fwd"].scale.copy_(self.fp8_meta["updated_scale_fwd"])
+                te.FP8GlobalStateManager.restore_fp8_meta_tensors(self.fp8_meta)
 
         def quantized(self, x: torch.Tensor, place: int, recipe: Any) -> fakes.Storage:
             if not recipe.delayed():
@@ -236,7 +246,7 @@ def _add_modules(te: Any) -> None:
             return fakes.quantize(x, self.fp8_meta["scaling_fwd"].scale[place].clone())
 
         def linear(self, weight: Any, x: Any, is_first_microbatch: bool | None = None) -> Any:
-            self.prepare_forward()
+            self.prepare_forward(x)
             try:
                 workspace = None
                 if self.fp8 and is_first_microbatch is not None:
@@ -272,7 +282,7 @@ def _add_modules(te: Any) -> None:
 
         def forward(self, x: Any) -> Any:
             if self.checkpoint:  # the module's own recompute: only what it does to its queue
-                self.prepare_forward()
+                self.prepare_forward(x)
                 if self.fp8 and torch.is_grad_enabled():
                     copy_for_recompute(te, self.fp8_meta)
                 self.end_forward()
@@ -321,7 +331,7 @@ def _add_modules(te: Any) -> None:
             x = x + torch.nn.functional.dropout(h, self.p, self.training)
             return x + torch.nn.functional.dropout(self.layernorm_mlp(x), self.p, self.training)
 
-    te.Base = Base
+    te.Base = te.tree[f"{_P}.module.base"].TransformerEngineBaseModule = Base
     for kind in (Linear, LayerNormLinear, LayerNormMLP, DotProductAttention, MultiheadAttention, TransformerLayer):
         setattr(te, kind.__name__, kind)
         setattr(te.tree[_P], kind.__name__, kind)

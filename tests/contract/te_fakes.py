@@ -116,6 +116,20 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> Storage:
     return Storage((x.detach() * scale).round().clamp(-127, 127).to(torch.int8), 1 / scale)
 
 
+class FakeQuantizer:
+    """What TransformerEngine's quantizers derive from."""
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Do nothing, as the one of TransformerEngine."""
+
+
+class FakeCast:
+    """Stands for the class of casts that are made in place."""
+
+    def quantize_(self, tensor: torch.Tensor) -> None:
+        """Never called."""
+
+
 def clear_tensor_data(*tensors: Any) -> None:
     """Empty tensors that backward is done with, for everybody who shares the object."""
     for tensor in tensors:

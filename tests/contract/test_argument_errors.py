@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
+from actckpt import config
 
 
 def _model() -> torch.nn.Sequential:
@@ -76,3 +77,145 @@ def test_the_decorator_checks_its_keywords_before_it_has_a_function() -> None:
         actckpt.checkpoint(use_reentrant=True)
     with pytest.raises(ValueError, match="determinism_check"):
         actckpt.checkpoint(determinism_check="sometimes")
+
+
+_ADDMM = torch.ops.aten.addmm
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (_ADDMM, r"^policy is one operator, aten\.addmm\. Pass a list .*: policy=\[torch\.ops\.aten\.addmm\]\.$"),
+        (_ADDMM.default, r"one operator, aten\.addmm\.default\. .* policy=\[torch\.ops\.aten\.addmm\.default\]"),
+        (torch.ops.higher_order.flex_attention, "^policy is one operator, flex_attention"),
+        (torch.nn.Linear, r"^policy is a class, Linear\. .* actckpt\.apply\(model, blocks="),
+        (torch.nn.Linear(2, 2).forward, r"^policy is the forward of a Linear\. .* actckpt\.region\(\)\(module\)"),
+        (torch.zeros(2), r"^policy is a tensor of shape \(2,\)\. .* with actckpt\.region\(\)"),
+        (torch.mm, "^policy is a function of torch, mm. Pass a list"),
+        (torch.nn.functional.linear, "^policy is a function of torch, linear. Pass a list"),
+        ("aten.mm", r"^policy='aten\.mm' names an operator\. Pass a list of the operators to keep: \['aten\.mm'\]"),
+        ("KEEP", "is not an action.* Did you mean 'keep'"),
+        ("Action.OFFLOAD", "is not an action.* Did you mean 'offload'"),
+    ],
+)
+def test_what_is_nearly_a_policy_is_refused_with_the_policy_that_was_meant(policy: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        actckpt.region(policy)
+    with pytest.raises(ValueError, match=message):
+        actckpt.checkpoint(torch.exp, torch.ones(2, requires_grad=True), policy=policy)
+    with pytest.raises(ValueError, match=message):
+        actckpt.apply(_model(), policy=policy)
+
+
+def test_a_method_of_a_module_may_be_a_policy() -> None:
+    class Net(torch.nn.Module):
+        def policy(self, info: actckpt.SavedTensorInfo) -> actckpt.Action:
+            return actckpt.Action.RECOMPUTE
+
+    with actckpt.region(Net().policy) as region:
+        torch.ones(2, requires_grad=True).exp().sin()
+    assert region.report().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("function", [actckpt.apply, actckpt.remove, actckpt.report])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "model is a NoneType, not a module. Pass the model itself"),
+        (_model().forward, "model is a method, not a module. Pass the Sequential that it belongs to"),
+        (_model().parameters(), "model is a generator, not a module. Pass the model itself"),
+        (list(_model()), "model is a list, not a module. Pass the model itself"),
+        (torch.nn.Linear, "model is the class Linear, not a module. Pass the model itself"),
+    ],
+)
+def test_what_is_no_model_is_refused_by_its_kind(function: Any, model: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{function.__name__}: {message}.*actckpt.{function.__name__}"):
+        function(model)
+
+
+def test_blocks_by_a_name_that_is_not_there_are_answered_with_names_that_are() -> None:
+    with pytest.raises(actckpt.BlocksError, match=r"no module .* is named '9'; it has 6\. The first: 0, 0\.0, 0\.1"):
+        actckpt.apply(_model(), blocks=["9"])
+    wrong: Any = [1]
+    with pytest.raises(actckpt.BlocksError, match=r"blocks=1 is a int.* \(texts, also for numbers"):
+        actckpt.apply(_model(), blocks=wrong)
+
+
+def test_checkpoint_of_the_result_of_a_call_says_how_to_pass_it() -> None:
+    layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    result: Any = layer(x)
+    with pytest.raises(
+        TypeError, match=r"a tensor of shape \(2, 4\) is not a function\. Pass it uncalled.*\(layer, x\)"
+    ):
+        actckpt.checkpoint(result)
+    swapped: Any = x
+    with pytest.raises(TypeError, match=r"a tensor .* is not a function\. The function comes first: .*\(layer, x\)"):
+        actckpt.checkpoint(swapped, layer)
+
+
+def _with_policies(x: torch.Tensor, *, policies: int, min_bytes: int = 0) -> torch.Tensor:
+    return x * policies
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"polcy": "keep"}, r"neither checkpoint nor Linear has a keyword 'polcy'\. Did you mean policy\?"),
+        ({"presrve_rng_state": False}, r"keyword 'presrve_rng_state'\. Did you mean preserve_rng_state\?"),
+        ({"policy": "offload", "min_bytes": "1KiB"}, r"keyword 'min_bytes'\. .* with actckpt\.offload\(min_bytes="),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_misspelt_keyword_is_answered_with_the_right_one(keywords: dict[str, Any], message: str, grad: bool) -> None:
+    with pytest.raises(TypeError, match=message), torch.set_grad_enabled(grad):
+        actckpt.checkpoint(torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True), **keywords)
+
+
+@pytest.mark.parametrize(
+    "function", [_with_policies, lambda x, **keywords: _with_policies(x, **keywords)], ids=["named", "any"]
+)
+def test_keywords_that_the_function_takes_go_to_it_whatever_they_are_like(function: Any) -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert actckpt.checkpoint(function, x, policies=3, min_bytes=1).sum() == 6
+    assert actckpt.checkpoint(function, x, policies=3, policy="keep").sum() == 6
+
+
+def test_a_keyword_that_is_like_none_of_ours_is_answered_by_the_function() -> None:
+    with pytest.raises(TypeError, match=r"forward\(\) got an unexpected keyword argument 'blocks'"):
+        actckpt.checkpoint(torch.nn.Linear(4, 4), torch.ones(2, 4), blocks=3)
+
+
+def test_offload_of_a_model_says_how_to_run_it_so() -> None:
+    for wrong in (_model(), _model().forward):
+        to: Any = wrong
+        message = (
+            r"^offload: to is a \w+, not a store\. .* with actckpt\.offload\(\): .*\.apply\(model, policy='offload'\)"
+        )
+        with pytest.raises(ValueError, match=message):
+            actckpt.offload(to)
+
+
+def test_an_argument_that_the_function_itself_changed_is_not_said_to_have_changed_after_it() -> None:
+    def change(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        y = x * t
+        t.add_(1)
+        return y
+
+    loss = actckpt.checkpoint(change, torch.ones(2, requires_grad=True), torch.ones(2)).sum()
+    with pytest.raises(actckpt.InputChangedError, match="by its own function or after it"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("audit", ["first", "always"])
+def test_hooks_that_change_bytes_are_not_said_to_be_writes_to_memory(audit: Any) -> None:
+    before = config.settings().audit
+    actckpt.configure(audit=audit)
+    try:
+        for _ in range(3):
+            x = torch.rand(8, 8, requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+                with actckpt.region():
+                    y = (x.sin() * x).exp() @ x
+                y.sum().backward()
+    finally:
+        actckpt.configure(audit=before)

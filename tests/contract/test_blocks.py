@@ -225,7 +225,7 @@ def test_removing_from_an_untouched_model_raises() -> None:
     ("blocks", "words"),
     [
         ("layer.1", r"(?s)'layer\.1'.*Nearest: .*layers\.1"),
-        ("zzzzzzzz", "Nearest: none"),
+        ("zzzzzzzz", r"it has 16\. The first: embed, layers\.0"),
         (Other, "(?s)Other.*Block.*blocks="),
         (lambda module: False, "no block that matches"),
         ([], "no block"),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from oracle import Log, assert_equal, leaf
-from te_fakes import VERSIONS, Recipe, installed
-from te_oracle import RECIPES, make_model, plain, queued, train
+from te_fakes import VERSIONS, FakeQuantizer, Recipe, installed
+from te_oracle import RECIPES, fp8_state, make_model, plain, queued, train
 
 import actckpt
 from actckpt.errors import RerunMismatchError, TransformerEngineError
@@ -230,12 +230,21 @@ def test_item_9_scales_that_a_rerun_does_not_find_raise(te: Any) -> None:
         y.sum().backward()
     assert te.flags() == (False, False)
 
-    layer = te.Linear()
-    with te.autocast(True, RECIPES["delayed"]):
-        y = actckpt.checkpoint(layer, leaf(4, 8))
-    layer(leaf(4, 8))  # in between, in another precision
-    with pytest.raises(TransformerEngineError, match="another precision"):
-        y.sum().backward()
+
+def test_item_9_a_module_that_ran_in_another_precision_since_is_rerun_as_it_ran(te: Any) -> None:
+    def run(method: Any) -> list[Any]:
+        torch.manual_seed(0)
+        layer, x = te.Linear(), leaf(4, 8)
+        with te.autocast(True, RECIPES["delayed"]):
+            y = method(layer, x)
+        z = method(layer, x)  # in between, in another precision
+        with te.autocast(True, RECIPES["delayed"]):
+            layer(leaf(4, 8))
+        for output in (z, y):
+            output.sum().backward()
+        return [y.detach(), z.detach(), x.grad, layer.weight.grad, *fp8_state(layer), layer.fp8, queued(te)]
+
+    assert_equal(run(actckpt.checkpoint), run(plain))
 
 
 def test_item_9_eval_mode_works_or_says_why_not(te: Any) -> None:
@@ -277,6 +286,22 @@ def test_item_11_both_runs_get_the_same_microbatch_and_no_step_may_come_between(
         layer.weight.add_(1)
     with pytest.raises(RerunMismatchError, match="weight"):
         y.sum().backward()
+
+
+def test_a_rerun_does_not_calibrate(te: Any) -> None:
+    seen: list[float] = []
+
+    class Quantizer(FakeQuantizer):
+        def calibrate(self, tensor: torch.Tensor) -> None:
+            seen.append(tensor.item())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        Quantizer().calibrate(x)
+        return x.sin().exp()
+
+    for value in (1.0, 2.0):
+        actckpt.checkpoint(function, torch.tensor(value, requires_grad=True)).backward()
+    assert seen == [1.0, 2.0]
 
 
 def test_item_12_the_reentrant_flag_is_not_touched(te: Any) -> None:

@@ -217,3 +217,12 @@ def test_all_of_them_run_and_gradients_are_bit_equal(name: str) -> None:
 def test_a_container_of_leaves_only_has_no_blocks() -> None:
     assert repeated_blocks(nn.Sequential(nn.Linear(8, 8), nn.GELU())) == {}
     assert repeated_blocks(nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)])])) == {}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_blocks_are_blocks_as_they_are_uncompiled(fullgraph: bool) -> None:
+    """Their forward is an attribute of the instance."""
+    blocks = nn.ModuleList([torch.compile(Block(), backend="eager", fullgraph=fullgraph) for _ in range(3)])
+    assert actckpt.apply(blocks) == ("0", "1", "2")
+    actckpt.remove(blocks)
+    assert actckpt.apply(blocks, blocks=["1"]) == ("1",)

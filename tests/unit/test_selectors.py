@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actckpt.selectors import is_pattern, matches
@@ -42,6 +42,7 @@ NAMES = [
         ("layers.[!0]*", ["layers.10"]),
         ("layers[.]0", ["layers.0"]),
         ("layers[!x]0", []),
+        ("layers.[+--]", []),
         ("aten.mul.*", ["aten.mul.Tensor"]),
         ("LAYERS.*", []),
         ("layers.[", []),
@@ -57,6 +58,9 @@ def test_without_dots_and_brackets_patterns_are_those_of_the_shell(pattern: str,
     assert matches(pattern, name) == fnmatch.fnmatchcase(name, pattern)
 
 
+@pytest.mark.filterwarnings("error")
+@example("[0--]", "-")
+@example("[---]", "-")
 @given(st.text("ab01*?[]!-.", max_size=8), st.text("ab01[]!-.", max_size=8))
 def test_a_pattern_is_one_or_is_refused(pattern: str, name: str) -> None:
     try:

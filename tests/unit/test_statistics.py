@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 from collections.abc import Iterator
@@ -164,6 +165,47 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
     assert figures.sums() == before
     assert figures.sums() == before
     assert not held and other.store is not None
+
+
+def test_stats_print_with_units_and_without_zeros(tmp_path: Path) -> None:
+    _use(native.CpuStore.on_disk(str(tmp_path)))
+    assert "offloaded_bytes" not in str(actckpt.stats())
+    _train(count=4)
+    lines = dict(line.split(maxsplit=1) for line in str(actckpt.stats()).splitlines())
+    assert lines["offloaded_bytes"] == "16.0 KiB"
+    assert all(text not in ("0", "0 B") for text in lines.values())
+    assert "kept_full" not in lines
+    assert repr(actckpt.stats()).startswith("Stats(offloaded_bytes=16.0 KiB, ")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (10239, "10239 B"), (10240, "10.0 KiB"), (10 * 2**20, "10.0 MiB"), (12 * 2**30, "12.0 GiB")],
+)
+def test_sizes_have_the_unit_that_suits_them(nbytes: int, text: str) -> None:
+    assert config.format_bytes(nbytes) == text
+
+
+def test_seconds_print_as_seconds() -> None:
+    found = dataclasses.replace(actckpt.stats(), stall_seconds=0.01234)
+    assert "stall_seconds=0.0123 s" in repr(found)
+    zeros = dataclasses.replace(found, **{field.name: 0 for field in dataclasses.fields(found)})
+    assert str(zeros) == "nothing moved, rerun or replayed"
+
+
+def _policy_of_mine(info: actckpt.SavedTensorInfo) -> actckpt.Action:
+    return actckpt.Action.KEEP
+
+
+def test_regions_say_what_they_are() -> None:
+    region = actckpt.region("recompute")
+    assert repr(region) == "<actckpt.region('recompute')>"
+    with region:
+        assert repr(region) == "<actckpt.region('recompute'), open>"
+    assert repr(actckpt.region(_policy_of_mine)) == "<actckpt.region(_policy_of_mine)>"
+    assert repr(actckpt.region(actckpt.policies.PerOp({"aten.mm.default": "keep"}))) == (
+        "<actckpt.region(PerOp({aten.mm.default: keep}, default=recompute))>"
+    )
 
 
 def _offload(count: int, numel: int, **options: int) -> tuple[int, int]:

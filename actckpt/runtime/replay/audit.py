@@ -30,6 +30,7 @@ from actckpt.engine.demotion import Steps
 from actckpt.errors import AuditError
 from actckpt.runtime import rng
 from actckpt.runtime.inputs import contents_of
+from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.stack import module_name
 
 __all__ = ["Site", "caller_of", "can_compare", "checksum", "failed_error", "site_of", "warn_of_original"]
@@ -47,7 +48,7 @@ class Site:
     """What is known about one place in the user's code that opens regions."""
 
     __slots__ = (
-        *("audited", "has_other_hooks", "has_warned", "is_rerun", "modules", "num_calls", "opaque", "steps"),
+        *("audited", "has_other_hooks", "has_warned", "is_rerun", "matches", "modules", "num_calls", "opaque", "steps"),
         "structures",
     )
 
@@ -69,6 +70,8 @@ class Site:
         self.has_warned = False
         #: Whether its function runs again in backward, since compiled code makes what its policy wants replayed.
         self.is_rerun = False
+        #: Which operators that its policy names ran here.
+        self.matches = Matches()
 
     def begin(self, mode: str) -> bool:
         """Count a call; returns whether it is audited at all."""

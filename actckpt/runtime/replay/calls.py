@@ -7,6 +7,7 @@ from typing import Any
 from actckpt.runtime.messages import name_of
 from actckpt.runtime.replay.audit import Site
 from actckpt.runtime.replay.choice import Choice
+from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.replay.opened import OpenRegion
 
 __all__ = ["run_in_region"]
@@ -19,9 +20,10 @@ def run_in_region(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     respects_hooks: bool,
+    matches: Matches | None = None,
 ) -> Any:
     """Run the forward recorded, so that single operators are replayed."""
-    with OpenRegion(choice, site, respects_hooks=respects_hooks, runs_function=True) as opened:
+    with OpenRegion(choice, site, respects_hooks=respects_hooks, runs_function=True, matches=matches) as opened:
         result = function(*args, **kwargs)
     if opened.compiled is not None:
         site.is_rerun = True

@@ -25,7 +25,7 @@ class Choice:
             values of any size move.
     """
 
-    __slots__ = ("_after_call", "_is_per_operator", "_overloads", "actions_by_id", "asks_calls", "default", "for_value")
+    __slots__ = ("_after_call", "_is_per_operator", "actions_by_id", "asks_calls", "default", "for_value", "operators")
 
     def __init__(
         self,
@@ -38,7 +38,8 @@ class Choice:
     ) -> None:
         #: By id() of the overload; torch keeps each as long as it lives, and hashes them in Python.
         self.actions_by_id = {id(overload): action for overload, action in (actions or {}).items()}
-        self._overloads = tuple(actions or ())  # their ids stay theirs
+        #: Those of `actions`, whose ids stay theirs.
+        self.operators = tuple(actions or ())
         self.default = default
         self._is_per_operator = is_per_operator
         self._after_call = after_call

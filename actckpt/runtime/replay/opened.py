@@ -18,7 +18,8 @@ from actckpt.runtime import offload, torch_private
 from actckpt.runtime.replay import saved
 from actckpt.runtime.replay.audit import Site, site_of
 from actckpt.runtime.replay.choice import Choice
-from actckpt.runtime.replay.recorder import Recorder
+from actckpt.runtime.replay.matches import Matches
+from actckpt.runtime.replay.recorder import Recorder, WatchingRecorder
 from actckpt.runtime.replay.report import Entry
 from actckpt.runtime.replay.tape import Tape
 
@@ -54,6 +55,7 @@ class OpenRegion:
         respects_hooks: whether the hooks that are active where it is opened get the bytes of what it keeps, not only
             of its inputs.
         runs_function: whether it is around the call of a function, which can be run again.
+        matches: gets the operators that run, of those that the policy names; None: its site does, and warns.
     """
 
     __slots__ = (
@@ -69,6 +71,7 @@ class OpenRegion:
         "_runs_function",
         "_thread",
         "compiled",
+        "matches",
         "tape",
     )
 
@@ -80,6 +83,7 @@ class OpenRegion:
         *,
         respects_hooks: bool = True,
         runs_function: bool = False,
+        matches: Matches | None = None,
     ) -> None:
         self._choice = choice
         self._caller = caller
@@ -89,6 +93,8 @@ class OpenRegion:
         self._thread = threading.get_ident()
         self._hooks: torch_private.Hooks | None = None
         self._recorder: Recorder | None = None
+        #: Which operators that the policy names ran, None if it names none or is not recorded here.
+        self.matches = matches
         self._outer_choice: Choice | None = None
         self._outer_tape: Tape | None = None
         #: Of a tape that is shared, what it had counted before.
@@ -112,14 +118,14 @@ class OpenRegion:
             self._hooks = offload.Session("auto", offload.DEFAULT_MIN_BYTES).hooks
             torch_private.push_hooks(*self._hooks)
             return self
-        caller = self._caller
-        tape = Tape(self._choice, outer_hooks, caller if isinstance(caller, Site) else site_of(caller))
+        site = self._caller if isinstance(self._caller, Site) else site_of(self._caller)
+        tape = Tape(self._choice, outer_hooks, site)
         tape.entries = self._entries
         tape.hands_kept_out = self._respects_hooks
         tape.pack_hook = functools.partial(pack_recorded, tape)
         self._outer_tape = current
         self._hooks = tape.pack_hook, unpack_recorded
-        self._recorder = _local.idle.pop() if _local.idle else Recorder()
+        self._recorder = self._watching(site) or (_local.idle.pop() if _local.idle else Recorder())
         self._recorder.tape = self.tape = tape
         torch_private.push_hooks(*self._hooks)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
@@ -144,9 +150,21 @@ class OpenRegion:
         recording.discard(self.tape)
         _local.tape = self._outer_tape
         self._recorder.tape = None
-        _local.idle.append(self._recorder)
+        if isinstance(self._recorder, WatchingRecorder):
+            has_compiled = self.compiled is not None or self.tape.compiled_bytes > 0
+            self._recorder.matches.see(self.tape, has_compiled=has_compiled)
+        else:
+            _local.idle.append(self._recorder)
         self._recorder = None
         self._settle(has_failed=kind is not None)
+
+    def _watching(self, site: Site) -> Recorder | None:
+        """Return a recorder that notes which operators of the policy run, None where that is known or not asked."""
+        if not self._choice.operators:
+            return None
+        if self.matches is None:
+            self.matches = site.matches
+        return WatchingRecorder(self.matches) if self.matches.is_watching(self._choice) else None
 
     def unwind(self, error: BaseException) -> None:
         """Give the thread back what it had before, however far opening or closing came."""

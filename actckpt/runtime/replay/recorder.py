@@ -47,10 +47,11 @@ from actckpt.action import Action
 from actckpt.runtime import rng
 from actckpt.runtime.replay import filling, saved
 from actckpt.runtime.replay.lineage import Step, Value, Window, blank_of, redirect
+from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.replay.operators import Operator
 from actckpt.runtime.replay.tape import Tape
 
-__all__ = ["Recorder", "record_special"]
+__all__ = ["Recorder", "WatchingRecorder", "record_special"]
 
 #: Of what stands for bytes that a step does not read.
 _OVERWRITTEN = "overwritten"
@@ -69,6 +70,18 @@ class Recorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Compiled code stays compiled (Rule 10)."""
         return True
+
+
+class WatchingRecorder(Recorder):
+    """A recorder that notes which operators of a policy run. See NOTE [ Operators that a policy names ]."""
+
+    def __init__(self, matches: Matches) -> None:
+        super().__init__()
+        self.matches = matches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.matches.note(func)
+        return _frames.torch_dispatch(self, func, types, args, kwargs)
 
 
 # Torch wraps the handlers of a class body so that the compiler does not look into them; this one is native.

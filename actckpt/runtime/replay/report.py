@@ -9,6 +9,7 @@ from torch import Tensor
 
 from actckpt._frames import Entry
 from actckpt.action import Action
+from actckpt.config import format_bytes
 
 __all__ = ["Entry", "Report", "Row", "explained"]
 
@@ -36,6 +37,8 @@ class Report:
     rows: tuple[Row, ...]
     #: Why there are no rows, where nothing was recorded; else an empty text.
     note: str = ""
+    #: Operators that the policy names and that did not run here in the first step, with what ran in their place.
+    operators_not_run: tuple[str, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -53,18 +56,20 @@ class Report:
         return sum(row.recomputed_bytes for row in self.rows)
 
     @classmethod
-    def of(cls, entries: list[Entry], note: str = "") -> "Report":
+    def of(cls, entries: list[Entry], note: str = "", operators_not_run: tuple[str, ...] = ()) -> "Report":
         """Sum entries up by operator and module, in the order of their first value."""
         groups: dict[tuple[str, str | None], list[Entry]] = {}
         for entry in entries:
             groups.setdefault((entry.operator, entry.module), []).append(entry)
-        return cls(tuple(_row(*key, members) for key, members in groups.items()), "" if groups else note)
+        rows = tuple(_row(*key, members) for key, members in groups.items())
+        return cls(rows, "" if groups else note, operators_not_run)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rows and the sums as plain data."""
         return {
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "note": self.note,
+            "operators_not_run": self.operators_not_run,
             "kept_bytes": self.kept_bytes,
             "offloaded_bytes": self.offloaded_bytes,
             "recomputed_bytes": self.recomputed_bytes,
@@ -81,10 +86,13 @@ class Report:
         header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "why kept")
         lines = [header, *(_cells(row) for row in self.rows)]
         lines.append(
-            ("all", "", "", *map(_size, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
+            ("all", "", "", *map(format_bytes, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
         )
         widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        if self.operators_not_run:
+            table.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
+        return "\n".join(table)
 
     def __str__(self) -> str:
         return self.table()
@@ -112,7 +120,7 @@ def _explained_one(entry: Entry) -> str:
     done = {Action.KEEP: "kept", Action.OFFLOAD: "offloaded", Action.RECOMPUTE: "dropped"}[entry.action]
     why = entry.why or "the policy says so"
     replays = f"; replayed {entry.num_replays} times so far" if entry.action is Action.RECOMPUTE else ""
-    return f"Made by {entry.operator}{where}, {_size(entry.nbytes)}: {done}, because {why}{replays}."
+    return f"Made by {entry.operator}{where}, {format_bytes(entry.nbytes)}: {done}, because {why}{replays}."
 
 
 def _row(operator: str, module: str | None, entries: list[Entry]) -> Row:
@@ -133,11 +141,5 @@ def _row(operator: str, module: str | None, entries: list[Entry]) -> Row:
 
 def _cells(row: Row) -> tuple[str, ...]:
     reasons = ", ".join(f"{count} x {reason}" for reason, count in row.not_replayed.items())
-    sizes = map(_size, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
+    sizes = map(format_bytes, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
     return (row.operator, row.module or "", str(row.num_values), *sizes, str(row.num_replays), reasons)
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 10 * 2**10:
-        return f"{nbytes} B"
-    return f"{nbytes / 2**10:.1f} KiB" if nbytes < 10 * 2**20 else f"{nbytes / 2**20:.1f} MiB"

@@ -42,7 +42,19 @@ void HostEngine::work() {
       work_.wait(lock);
       --num_idle_;
     }
+    tell_released(lock);
   }
+}
+
+void HostEngine::tell_released(Lock& lock) {
+  if (config_.tell_released == nullptr || released_.empty() || is_told_) {
+    return;
+  }
+  is_told_ = true;  // first: what is collected meanwhile resets it
+  lock.unlock();
+  const bool is_told = config_.tell_released();
+  lock.lock();
+  is_told_ = is_told_ && is_told;
 }
 
 void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
@@ -150,6 +162,7 @@ void HostEngine::release(KeepAlive* keep) {
 void HostEngine::hand_over(Released* released) {
   released->insert(released->end(), released_.begin(), released_.end());
   released_.clear();
+  is_told_ = false;
 }
 
 }  // namespace actckpt

@@ -11,7 +11,7 @@
 // Thread rule: every call from any thread. Only make_room, wait, load_here, flush and shutdown
 // block; none of the others waits for a copy. The mutex is a leaf: never held while a copy runs, a
 // reference is dropped, a handle of a store destroyed or foreign code called. Workers never touch
-// Python.
+// Python: once they have released something, they call `tell_released`, whose caller collects it.
 // Ownership: shares its stores; tickets must be dropped (or shut down) before stores go away, which
 // the shared pointers see to. KeepAlives come back through Released lists.
 
@@ -38,6 +38,8 @@ namespace actckpt {
 struct HostConfig {
   int num_workers = 2;  // 0: callers run every copy
   std::uint64_t window_bytes = std::uint64_t{256} << 20;
+  // Workers say that there is something to `collect`; false: nobody was told. Null: nobody is.
+  bool (*tell_released)() = nullptr;
 };
 
 struct HostStats {
@@ -128,6 +130,7 @@ class HostEngine {
   explicit HostEngine(const HostConfig& config);
   void check_usable(const char* what) const;
   void work();
+  void tell_released(Lock& lock);
   bool fits(std::size_t bytes) const;
   TicketPtr claim_write();
   std::pair<TicketPtr, LoadPtr> claim_load();
@@ -153,6 +156,7 @@ class HostEngine {
   Loads loads_;    // not begun by a worker, nor asked for
   std::atomic<std::uint64_t> num_failed_writes_{0};  // as in stats_
   Released released_;
+  bool is_told_ = false;  // somebody will collect what is in released_
   std::vector<std::shared_ptr<ByteStore>> stores_;  // every store ever used stays
   HostStats stats_;
   std::vector<std::thread> workers_;

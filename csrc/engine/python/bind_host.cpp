@@ -131,13 +131,39 @@ py::object put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes,
   }
 }
 
-void shut_down_all() {
+std::vector<EnginePtr> live_engines() {
   std::vector<EnginePtr> alive;
   for (const auto& engine : engines()) {
     if (EnginePtr locked = engine.lock()) {
       alive.push_back(std::move(locked));
     }
   }
+  return alive;
+}
+
+void collect(HostEngine& engine) {
+  Released released;
+  engine.collect(&released);
+  drop_references(released);
+}
+
+// Called by the interpreter in its main thread, with the GIL: what was written is freed though
+// nobody calls the engine again.
+int collect_all(void*) {
+  for (const EnginePtr& engine : live_engines()) {
+    try {
+      collect(*engine);
+    } catch (const ForkedError&) {  // its parent's, to whom the memory belongs
+    }
+  }
+  return 0;
+}
+
+// Needs no GIL. False where too many calls wait: the next copy to end tries again.
+bool tell_released() { return Py_AddPendingCall(&collect_all, nullptr) == 0; }
+
+void shut_down_all() {
+  const std::vector<EnginePtr> alive = live_engines();
   engines().clear();
   const py::gil_scoped_release no_gil;
   for (const EnginePtr& engine : alive) {
@@ -149,7 +175,7 @@ EnginePtr make_engine(int num_workers, std::uint64_t window_bytes) {
   if (num_workers < 0) {
     throw py::value_error("num_workers must not be negative, got " + std::to_string(num_workers));
   }
-  EnginePtr engine = HostEngine::make(HostConfig{num_workers, window_bytes});
+  EnginePtr engine = HostEngine::make(HostConfig{num_workers, window_bytes, &tell_released});
   auto& all = engines();
   all.erase(std::remove_if(all.begin(), all.end(), [](const auto& old) { return old.expired(); }),
             all.end());
@@ -211,12 +237,7 @@ void bind_host(py::module_& module) {
       .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("store"), py::arg("keep"),
            py::kw_only(), py::arg("must") = true)
       // Keeps the GIL: a leaf lock.
-      .def("poll",
-           [](HostEngine& self) {
-             Released released;
-             self.collect(&released);
-             drop_references(released);
-           })
+      .def("poll", &collect)
       // Keeps the GIL: no lock.
       .def_property_readonly("num_failed_writes", &HostEngine::num_failed_writes)
       // Release the GIL: wait.

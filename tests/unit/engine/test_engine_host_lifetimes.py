@@ -31,6 +31,35 @@ def test_drop_during_a_write_frees_after_the_write(rig: Rig, make_bytes: Make, w
     wait_until(lambda: rig.file.stats().disk_bytes == 0)
 
 
+def test_a_source_goes_once_it_is_written_though_nobody_calls_again(
+    rig: Rig, make_bytes: Make, wait_until: Wait
+) -> None:
+    sources = [make_bytes(MIB) for _ in range(3)]
+    alive = [weakref.ref(data) for data in sources]
+    tickets = [rig.put(data) for data in sources]
+    del sources
+    wait_until(lambda: all(reference() is None for reference in alive))
+    assert all(ticket.get() is None for ticket in tickets)
+
+
+def test_an_abandoned_destination_goes_once_its_load_has_ended_though_nobody_calls_again(
+    rig: Rig, make_bytes: Make, wait_until: Wait
+) -> None:
+    ticket = rig.put(make_bytes(MIB))
+    rig.engine.flush()
+    rig.engine.poll()
+    rig.faults(hold_reads=True)
+    out = np.zeros(MIB, np.uint8)
+    alive = weakref.ref(out)
+    ticket.prefetch(out.ctypes.data, out)
+    del out
+    wait_until(lambda: rig.io.num_held == 1)
+    ticket.drop()
+    assert alive() is not None
+    rig.faults()
+    wait_until(lambda: alive() is None)
+
+
 def test_drop_during_a_load_frees_after_the_load(rig: Rig, make_bytes: Make, wait_until: Wait) -> None:
     ticket = rig.put(make_bytes(MIB))
     rig.engine.flush()

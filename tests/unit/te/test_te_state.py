@@ -77,6 +77,9 @@ def test_unknown_insides_raise_with_versions_and_what_is_missing(missing: str) -
         lambda te: delattr(te.manager_state(), "fp8_tensors_recompute_buffer"),
         lambda te: setattr(te.FP8GlobalStateManager, "get_autocast_state", lambda: (1, 2)),
         lambda te: delattr(te.offload, "OFFLOAD_SYNCHRONIZER"),
+        lambda te: delattr(te.Base, "prepare_forward"),
+        lambda te: delattr(te.tree["transformer_engine.pytorch.tensor"], "Float8Tensor"),
+        lambda te: delattr(te.tree["transformer_engine.pytorch.tensor"], "Quantizer"),
         lambda te: sys.modules.pop("transformer_engine.pytorch.quantization"),
     ],
 )
@@ -93,12 +96,19 @@ def test_each_difference_is_noticed(change: Any) -> None:
 
 def test_ignore_takes_everything_back() -> None:
     with installed() as te:
-        context = te.distributed.activation_recompute_forward
-        methods = context.__enter__, context.__exit__, te.OperationFuser.__call__
+        context, tensor = te.distributed.activation_recompute_forward, te.tree["transformer_engine.pytorch.tensor"]
+        owners = {
+            context: ("__enter__", "__exit__"),
+            te.OperationFuser: ("__call__",),
+            te.Base: ("prepare_forward",),
+            tensor.Float8Tensor: ("quantize_",),
+            tensor.Quantizer: ("calibrate",),
+        }
+        before = {(owner, name): vars(owner)[name] for owner, names in owners.items() for name in names}
         _region()
-        assert context.__exit__ is not methods[1]
+        assert all(vars(owner)[name] is not method for (owner, name), method in before.items())
         actckpt.te.ignore()
-        assert (context.__enter__, context.__exit__, te.OperationFuser.__call__) == methods
+        assert all(vars(owner)[name] is method for (owner, name), method in before.items())
         assert registration.provider() is None
         _region()
 

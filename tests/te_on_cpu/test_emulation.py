@@ -1,0 +1,164 @@
+"""The emulation computes what the modules mean, the same each time, and hides what CUDA's kernels hide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import actckpt
+from te_on_cpu import device, generators, training
+from te_on_cpu.training import DTYPES, HIDDEN, RECIPES, Setting, differing, train
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_plain_runs_are_equal(te: Any, recipe: str, dtype: str) -> None:
+    setting = Setting(recipe, dtype, tracker="generators")
+    assert differing(train(te, setting), train(te, setting)) == []
+
+
+def _x() -> Tensor:
+    return training.make_input(torch.float32, 1)
+
+
+def _gradients(module: nn.Module, call: Any) -> list[Tensor]:
+    x = _x()
+    y = call(x)
+    parameters = list(module.parameters())
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])]
+
+
+def _reference(te: Any, name: str) -> tuple[nn.Module, Any]:
+    """Return a module and what computes the same with torch's operators."""
+    torch.manual_seed(1)
+    options = {"activation": name} if name in ("gelu", "swiglu", "relu", "silu", "qgelu") else {}
+    if options:
+        mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **options)
+        return mlp, lambda x: _mlp(mlp, x, name)
+    if name == "RMSNorm":
+        norm = te.RMSNorm(HIDDEN)
+        return norm, lambda x: functional.rms_norm(x, (HIDDEN,), norm.weight, norm.eps)
+    linear = te.LayerNormLinear(HIDDEN, HIDDEN)
+
+    def compute(x: Tensor) -> Tensor:
+        x = functional.layer_norm(x, (HIDDEN,), linear.layer_norm_weight, linear.layer_norm_bias, linear.eps)
+        return functional.linear(x, linear.weight, linear.bias)
+
+    return linear, compute
+
+
+def _mlp(mlp: Any, x: Tensor, name: str) -> Tensor:
+    h = functional.layer_norm(x, (HIDDEN,), mlp.layer_norm_weight, mlp.layer_norm_bias, mlp.eps)
+    h = functional.linear(h, mlp.fc1_weight, mlp.fc1_bias)
+    functions: dict[str, Any] = {
+        "gelu": lambda h: functional.gelu(h, approximate="tanh"),
+        "qgelu": lambda h: h * torch.sigmoid(1.702 * h),
+        "swiglu": lambda h: functional.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+        "relu": functional.relu,
+        "silu": functional.silu,
+    }
+    return functional.linear(functions[name](h), mlp.fc2_weight, mlp.fc2_bias)
+
+
+@pytest.mark.parametrize("name", ["LayerNormLinear", "RMSNorm", "gelu", "swiglu", "relu", "silu", "qgelu"])
+def test_modules_compute_what_torchs_operators_compute(te: Any, name: str) -> None:
+    module, reference = _reference(te, name)
+    for found, expected in zip(_gradients(module, module), _gradients(module, reference), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_attention_computes_what_torchs_computes(te: Any, mask: str, dtype: str) -> None:
+    attention = te.DotProductAttention(2, 16, attention_dropout=0.0, attn_mask_type=mask)
+    q, k, v = torch.randn(3, 8, 2, 2, 16, dtype=DTYPES[dtype]).unbind()
+    found = attention(q, k, v).view(8, 2, 2, 16)
+    expected = functional.scaled_dot_product_attention(
+        *(t.permute(1, 2, 0, 3).float() for t in (q, k, v)), is_causal=mask == "causal"
+    ).permute(2, 0, 1, 3)
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_quantized_modules_compute_nearly_what_plain_ones_compute(te: Any, recipe: str) -> None:
+    module = training.make_layer(te, "LayerNormMLP")
+    plain, recipe_ = module(_x()), training.make_recipe(recipe)
+    for _ in range(3):  # delayed scaling begins with a scale of one
+        with te.autocast(True, recipe=recipe_):
+            quantized = module(_x())
+    error = (quantized - plain).norm() / plain.norm()
+    assert 1e-4 < error < 0.1
+
+
+def test_scales_move_in_every_step(te: Any) -> None:
+    setting = Setting("delayed")
+    results = train(te, setting)
+    for step in range(1, 4):
+        now, before = (
+            [value for name, value in results.items() if name.endswith(f" scale, step {s}, move 3")]
+            for s in (step, step - 1)
+        )
+        moved = [not torch.equal(one, other) for one, other in zip(now, before, strict=True)]
+        assert sum(moved) > len(moved) / 2
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_are_unseen_by_modes_and_version_counters(te: Any) -> None:
+    linear, recipe = training.make_layer(te, "Linear"), training.make_recipe("delayed")
+    with te.autocast(True, recipe=recipe):
+        linear(_x())
+    history = linear.fp8_meta["scaling_fwd"].amax_history
+    version = history._version
+    with te.autocast(True, recipe=recipe), _Seen() as seen:
+        linear(_x())
+    assert history._version == version
+    assert not [name for name in seen.names if "mm" in name or "copy_" in name]
+
+
+def test_handles_of_generators_share_a_state_as_cudas_do() -> None:
+    default = generators.default
+    torch.manual_seed(1)
+    handle, copy = default.graphsafe_get_state(), default.clone_state()
+    torch.rand(3)
+    assert torch.equal(handle.get_state(), default.get_state())
+    assert not torch.equal(copy.get_state(), default.get_state())
+    default.graphsafe_set_state(copy)
+    first = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), first)
+    default.graphsafe_set_state(handle)
+    assert torch.equal(handle.get_state(), torch.get_rng_state())
+
+
+def test_the_hosts_generator_is_not_the_devices() -> None:
+    before = device.host_get_rng_state()
+    torch.rand(3)
+    assert torch.equal(device.host_get_rng_state(), before)
+
+
+def test_what_is_not_emulated_says_so(te: Any) -> None:
+    import transformer_engine_torch
+
+    with pytest.raises(NotImplementedError, match=r"moe_permute_fwd is not emulated"):
+        transformer_engine_torch.moe_permute_fwd()
+
+
+def test_actckpt_knows_the_loaded_version(te: Any) -> None:
+    from actckpt.doctor import examine
+
+    actckpt.checkpoint(torch.sin, torch.ones(1, requires_grad=True))
+    assert "(read)" in dict(examine(measure=False))["transformer engine"]
