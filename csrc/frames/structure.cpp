@@ -18,7 +18,7 @@ using Kind = Container::Kind;
 // What is noted of objects, their containers included, at most: an object may lead to a whole program.
 constexpr Py_ssize_t kMaxEntriesOfObjects = 10000;
 
-bool is_instance(PyObject* object, PyObject* type) {
+bool is_of_type(PyObject* object, PyObject* type) {
   const int result = PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type));
   return result != 0;
 }
@@ -102,11 +102,11 @@ class Walk {
   }
 
   void visit(PyObject* object, bool in) {
-    if (is_instance(object, python().tensor_type)) {
+    if (is_of_type(object, python().tensor_type)) {
       if (in) structure_.tensors_.append(py::handle(object));
-    } else if (is_instance(object, python().generator_type)) {
+    } else if (is_of_type(object, python().generator_type)) {
       if (in) structure_.generators_.append(py::handle(object));
-    } else if (is_instance(object, python().module_type)) {
+    } else if (is_of_type(object, python().module_type)) {
       structure_.modules_.append(py::handle(object));
     } else if (PyTuple_Check(object)) {
       add_items(object, in);
@@ -114,12 +114,12 @@ class Walk {
       visit_function(object, in);
     } else if (PyMethod_Check(object)) {
       add(PyMethod_GET_SELF(object), in);
-      if (!is_instance(PyMethod_GET_SELF(object), python().module_type)) {
+      if (!is_of_type(PyMethod_GET_SELF(object), python().module_type)) {
         add(PyMethod_GET_FUNCTION(object), in);
       }
     } else if (PyCFunction_Check(object)) {
       add(PyCFunction_GET_SELF(object), in);
-    } else if (is_instance(object, python().partial_type)) {
+    } else if (is_of_type(object, python().partial_type)) {
       for (PyObject* name : {python().func, python().args, python().keywords}) {
         add_kept(attribute(object, name), in);
       }
@@ -169,7 +169,7 @@ class Walk {
       note(Kind::kDict, object, in);
     } else if (PySet_Check(object)) {
       note(Kind::kSet, object, in);
-    } else if (is_instance(object, python().deque_type)) {
+    } else if (is_of_type(object, python().deque_type)) {
       note(Kind::kDeque, object, in);
     }
   }
