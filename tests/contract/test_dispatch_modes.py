@@ -245,9 +245,10 @@ def test_function_modes_are_above_what_is_recorded(method: str, where: str) -> N
 
 def _report(mode: Any) -> actckpt.Report:
     x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
-    with mode, actckpt.region() as r:
-        y = _body(x, w)
-    y.sum().backward()
+    with mode:
+        with actckpt.region() as r:
+            y = _body(x, w)
+        y.sum().backward()
     return r.report()
 
 

@@ -98,7 +98,6 @@ def _in_region(policy: Any) -> Callable[..., Any]:
     return method
 
 
-@pytest.mark.filterwarnings("ignore:A region ran none of the operators:UserWarning")
 @pytest.mark.parametrize("hooks", [save_on_cpu, _identical, _contiguous], ids=["save_on_cpu", "same", "contiguous"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("program", PROGRAMS)
