@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Log
 from torch.utils.checkpoint import CheckpointError
 
 import actckpt
@@ -182,7 +183,7 @@ def _method(te: Any, variant: str) -> training.Method:
 def test_an_outer_region_is_marked_after_an_inner_one(te: Any, variant: str) -> None:
     from actckpt.te.state import Internals
 
-    after: list[tuple[bool, bool]] = []
+    after = Log()
     layer, call, insides = training.make_layer(te, "Linear"), _method(te, variant), Internals()
 
     def outer(x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +240,7 @@ def test_which_fields_of_the_autocast_a_recompute_finds(te: Any, variant: str) -
     from actckpt.te.state import Internals
 
     insides, layer, call = Internals(), training.make_layer(te, "Linear"), _method(te, variant)
-    found: list[tuple[Any, ...]] = []
+    found = Log()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         found.append(insides.autocast)
