@@ -2,18 +2,23 @@
 
 NOTE [ Blocks of a model ]
 
-Nothing is run and no names are known, so the structure has to tell. A *layer* is a module without modules in it (not
-an Identity, nor a Dropout that drops nothing); each stands for one saved result. A *candidate* is a module of at least
-two layers that has a forward of its own and stands in a row: in a ModuleList, Sequential or ModuleDict, or as one of
-several attributes whose names differ in a number only (`b1`, `b2`). It must be repeated: another candidate somewhere in
-the model is of its kind, which is its type, or for a Sequential the types in it. Containers without a forward are
-looked through. Candidates may be inside each other: stages, their blocks, parts of blocks.
+Nothing is run and, but for one rule, no names are known, so the structure has to tell. A *layer* is a module without
+modules in it (not an Identity, nor a Dropout that drops nothing); each stands for one saved result. A *candidate* is a
+module of at least two layers that has a forward of its own and stands in a row: in a ModuleList, Sequential or
+ModuleDict, or as one of several attributes whose names differ in a number only (`b1`, `b2`). It must be repeated:
+another candidate somewhere in the model is of its kind, which is its type, or for a Sequential the types in it.
+Containers without a forward are looked through. Candidates may be inside each other: stages, their blocks, parts of
+blocks.
 
 Chosen are candidates such that what training holds at its peak is least, by the count of layers: one input for each
 chosen one, the layers outside of all, and, while backward runs through it, the layers of the largest, which count twice
 since results inside of blocks are wider than those between them. So stages of many blocks give way to their blocks,
 blocks stay whole although attention and MLP inside of them repeat too, and experts stay inside of the block that
 chooses between them.
+
+The one rule: a layer that Transformers' own checkpointing checkpoints has no candidates inside where each would be of a
+kind of its own (attention and MLP of T5). Such parts are given the key-value cache, which is taken away from the
+library's layers only. Where parts of one kind repeat inside, it is a stage (Swin), and the count decides as elsewhere.
 
 A candidate of a kind of its own is chosen where it stands in one container with chosen ones and has at least half as
 many layers as they: the first block of a stack is often another one. In a model without repeated candidates (a stack of
@@ -26,6 +31,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+
+from actckpt.runtime.key_value_caches import is_checkpointing_layer
 
 __all__ = ["has_forward", "repeated_blocks"]
 
@@ -102,6 +109,8 @@ def _candidates(module: nn.Module, name: str, container: nn.Module | None, seen:
     num_layers = _num_layers(module)
     if num_layers < 2:
         return inside
+    if is_checkpointing_layer(module) and len({_kind(part.module) for part in inside}) == len(inside):
+        inside = []
     return [_Part(name, module, num_layers, container, inside)]
 
 

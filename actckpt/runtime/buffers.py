@@ -14,7 +14,8 @@ Rule 2. Copies need to be made before the forward. A module's first call, in tra
 Rule 3. A buffer that changed and of which there is no copy (its module did so for the first time, not in its first
         call; or somebody else did, after the forward) must not be read by a rerun: it raises where one does.
 Rule 4. BatchNorm moves its statistics in training and does not read them, and no version tells. They are not copied
-        before the forward; a rerun gets copies of what is there then.
+        before the forward; a rerun gets copies of what is there then. Only classes whose code is known do this: a
+        subclass of them may well read its statistics.
 """
 
 import dataclasses
@@ -34,6 +35,8 @@ from actckpt.runtime.watched import memory_of, storage_of, version
 __all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+#: Classes of timm that do the same, by name: it need not be there.
+_TIMM_BATCH_NORMS = ("BatchNormAct2d", "SyncBatchNormAct")
 
 # What is known of a module: whether it was called in training and not, whether it changes its buffers, and whether
 # versions do not tell when it does.
@@ -61,7 +64,7 @@ class _Noted:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.is_statistics = module.training and type(module) in _BATCH_NORMS and module.running_mean is not None
+        self.is_statistics = module.training and _is_batch_norm(type(module)) and module.running_mean is not None
         self.found = {} if self.is_statistics else dict(module._buffers)
         self.marks = {name: (version(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
         known = _known.get(module, 0)
@@ -168,6 +171,10 @@ class Buffers:
 def note_buffers(modules: list[torch.nn.Module]) -> Buffers:
     """Return the buffers of these modules as they are; called by the extension."""
     return Buffers(modules)
+
+
+def _is_batch_norm(kind: type) -> bool:
+    return kind in _BATCH_NORMS or (kind.__name__ in _TIMM_BATCH_NORMS and kind.__module__ == "timm.layers.norm_act")
 
 
 def _put(module: torch.nn.Module, buffers: dict[str, Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""Key-value caches of Transformers that a block of an applied model is given: the only file that knows them.
+"""Key-value caches of Transformers that a block of an applied model is given: the only file that knows that library.
 
 Models of Transformers make a cache in every forward (`use_cache` is True by default) and hand it to each block, which
 appends its keys and values. What is in it lives until backward, which training does not read, and in a forward that
@@ -19,7 +19,7 @@ import torch
 from actckpt import _frames
 from actckpt.errors import BlocksError
 
-__all__ = ["without_cache"]
+__all__ = ["is_checkpointing_layer", "without_cache"]
 
 #: Which block a cache was taken away from first.
 _taken_from: WeakKeyDictionary[Any, "ref[torch.nn.Module]"] = WeakKeyDictionary()
@@ -43,8 +43,7 @@ def without_cache(
     kind = _type("transformers.cache_utils", "Cache")
     if kind is None or not any(isinstance(value, kind) for value in (*args, *kwargs.values())):
         return args, kwargs
-    layer = _type("transformers.modeling_layers", "GradientCheckpointingLayer")
-    if layer is None or not isinstance(block, layer) or getattr(block, "_can_checkpoint_with_cache", False):
+    if not is_checkpointing_layer(block) or getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs
     if not block.training:
         _warn_once(block, _IN_EVALUATION)
@@ -54,6 +53,12 @@ def without_cache(
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     taken = {name: _taken(block, name, value, kind) for name, value in given.items()}
     return (*(taken[name] for name in names), *rest), {name: taken[name] for name in kwargs}
+
+
+def is_checkpointing_layer(module: torch.nn.Module) -> bool:
+    """Whether a module is one of those that the library's own checkpointing checkpoints, as a whole."""
+    layer = _type("transformers.modeling_layers", "GradientCheckpointingLayer")
+    return layer is not None and isinstance(module, layer)
 
 
 def _type(module: str, name: str) -> Any:

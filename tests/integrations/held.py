@@ -17,7 +17,7 @@ SLACK = 1.01
 
 
 class Held:
-    """Bytes of one step, and its gradients."""
+    """Bytes of one step, its gradients, and the buffers after it."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...], **keywords: Any) -> None:
         model.train()
@@ -30,6 +30,7 @@ class Held:
                 loss.backward()
             self.peak = live.peak_bytes
         self.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        self.buffers = dict(model.named_buffers())
 
 
 def _first_tensor(result: Any) -> Tensor:
@@ -43,9 +44,9 @@ def compare(
 ) -> tuple[tuple[str, ...], Held, Held | None, Held]:
     """Return the names of our blocks and what is held without checkpointing, with theirs and with ours.
 
-    Gradients are bit-equal, and all blocks run.
+    Gradients and buffers are bit-equal, and all blocks run.
     """
-    plain = Held(model, inputs, **keywords)
+    plain = Held(copy.deepcopy(model), inputs, **keywords)
     library = None
     if theirs is not None:
         switched = copy.deepcopy(model)
@@ -56,6 +57,7 @@ def compare(
     ours = Held(applied, inputs, **keywords)
     assert actckpt.report(applied).blocks_ran == names
     assert ours.gradients.keys() == plain.gradients.keys()
+    assert all(torch.equal(found, plain.buffers[name]) for name, found in ours.buffers.items())
     for name, expected in plain.gradients.items():
         found = ours.gradients[name]
         assert found is expected or torch.equal(found, expected), name

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -212,6 +215,44 @@ def test_all_of_them_run_and_gradients_are_bit_equal(name: str) -> None:
         actckpt.remove(model)
     for one, other in zip(found, expected, strict=True):
         assert one is other or torch.equal(one, other)
+
+
+@pytest.fixture
+def library_layer(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """The class by which Transformers marks the layers that its own checkpointing checkpoints."""
+    library: Any = ModuleType("transformers.modeling_layers")
+    library.GradientCheckpointingLayer = type("GradientCheckpointingLayer", (nn.Module,), {})
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    return library.GradientCheckpointingLayer
+
+
+def _row_of(base: type[nn.Module], *rows: list[nn.Module]) -> nn.Module:
+    class Layer(base):  # type: ignore[misc, valid-type]
+        def __init__(self, row: list[nn.Module]) -> None:
+            super().__init__()
+            self.layer = nn.ModuleList(row)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.layer:
+                x = part(x)
+            return x
+
+    return nn.Sequential(*(Layer(row) for row in rows))
+
+
+def _t5(base: type[nn.Module]) -> nn.Module:
+    """Four layers as those of T5: attention and MLP in a ModuleList."""
+    return _row_of(base, *([Block(), Expert()] for _ in range(4)))
+
+
+def test_layers_that_transformers_checkpoints_stay_whole(library_layer: type[nn.Module]) -> None:
+    assert list(repeated_blocks(_t5(library_layer))) == [str(number) for number in range(4)]
+    assert set(map(type, repeated_blocks(_t5(nn.Module)).values())) == {Block, Expert}
+
+
+def test_stages_that_transformers_checkpoints_give_way_to_their_blocks(library_layer: type[nn.Module]) -> None:
+    stages = _row_of(library_layer, *([Block() for _ in range(depth)] for depth in (2, 2, 6, 2)))
+    assert Counter(map(type, repeated_blocks(stages).values())) == {Block: 12}
 
 
 def test_a_container_of_leaves_only_has_no_blocks() -> None:
