@@ -1,4 +1,4 @@
-"""Every test runs with one torch thread and from the same seeds."""
+"""Every test runs with one torch thread, from the same seeds, and with the audits of the default."""
 
 import random
 from collections.abc import Iterator
@@ -7,9 +7,11 @@ import numpy
 import pytest
 import torch
 
+import actckpt
+
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_fixed_seeds() -> Iterator[None]:
+def _one_thread_fixed_seeds_and_audits() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -17,3 +19,4 @@ def _one_thread_and_fixed_seeds() -> Iterator[None]:
     numpy.random.seed(0)
     yield
     torch.set_num_threads(threads)
+    actckpt.configure(audit="first")

@@ -241,10 +241,11 @@ def implementation_of(tensor: torch.Tensor) -> int:
 class _AtEnd:
     """Autograd calls it when a backward ends, and drops it uncalled when it fails."""
 
-    __slots__ = ("_function",)
+    #: None also where a signal handler raised before there was one.
+    _function: Callable[[], None] | None = None
 
     def __init__(self, function: Callable[[], None]) -> None:
-        self._function: Callable[[], None] | None = function
+        self._function = function
 
     def __call__(self) -> None:
         function, self._function = self._function, None

@@ -164,6 +164,7 @@ def test_closing_interrupted_at_any_opcode_closes_and_gradients_are_right_or_rai
     assert_regions_work()
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")  # by a destructor
 @_POLICIES
 def test_a_storm_of_signals_around_regions_leaves_the_thread_as_it_was(policy: Any) -> None:
     def handle(*_: Any) -> None:
