@@ -40,6 +40,7 @@ from actckpt.errors import (
     PlanInfeasibleError,
     RerunMismatchError,
     SavedTensorChangedError,
+    StillOpenError,
     TransformerEngineError,
 )
 from actckpt.model_report import ModelReport
@@ -68,6 +69,7 @@ __all__ = [
     "SelectiveCheckpointContext",
     "Settings",
     "Stats",
+    "StillOpenError",
     "TransformerEngineError",
     "__version__",
     "apply",

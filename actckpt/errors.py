@@ -8,6 +8,7 @@
     |-- BlocksError             also ValueError
     |-- CostTableError          also ValueError
     |-- PlanInfeasibleError     also ValueError
+    |-- StillOpenError          also RuntimeError
     `-- TransformerEngineError
 
 Mismatch errors derive from torch's CheckpointError (a RuntimeError), so that handlers written for
@@ -28,6 +29,7 @@ __all__ = [
     "PlanInfeasibleError",
     "RerunMismatchError",
     "SavedTensorChangedError",
+    "StillOpenError",
     "TransformerEngineError",
 ]
 
@@ -50,6 +52,10 @@ class AuditError(ActckptError, CheckpointError):
 
 class BlocksError(ActckptError, ValueError):
     """`apply` or `remove` cannot do what was asked with these blocks."""
+
+
+class StillOpenError(ActckptError, RuntimeError):
+    """A region or an offload block is opened twice, or closed where it cannot be; it stays as it is."""
 
 
 class TransformerEngineError(ActckptError):

@@ -10,10 +10,11 @@ from typing import Any, TypeVar, overload
 import torch
 
 from actckpt._frames import all_or_nothing
+from actckpt.errors import StillOpenError
 from actckpt.policies import choice_of
 from actckpt.runtime.replay.audit import caller_of
 from actckpt.runtime.replay.matches import Matches
-from actckpt.runtime.replay.opened import OpenRegion, StillOpenError
+from actckpt.runtime.replay.opened import OpenRegion
 from actckpt.runtime.replay.report import Figures, Report, explained
 
 __all__ = ["region"]

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from actckpt import _frames
-from actckpt.errors import SavedTensorChangedError
+from actckpt.errors import SavedTensorChangedError, StillOpenError
 from actckpt.runtime import reading, stays, stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.inputs import contents_of
@@ -86,7 +86,20 @@ class Offloading(ContextDecorator):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        session, hooks = self._entered.open.pop()
+        opened = getattr(self._entered, "open", None)
+        if not opened:
+            raise StillOpenError(
+                "This offload block is not open in this thread: it was never entered, was closed before, or was "
+                "entered in another thread, which has to close it."
+            )
+        session, hooks = opened[-1]
+        innermost = torch_private.outer_hooks()
+        if innermost is not None and innermost[0] is not hooks.pack_hook:
+            raise StillOpenError(
+                "This offload block is being closed before what was opened in it: another block, a region, or "
+                "saved-tensor hooks. Close those first. It is still open."
+            )
+        opened.pop()
         hooks.__exit__(*exception)
         if not session.has_moved and self._min_bytes < EVERYTHING_STAYS and not _frames.is_rerunning():
             counters.add("idle_offloads", 1)

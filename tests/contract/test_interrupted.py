@@ -235,3 +235,20 @@ def test_closing_the_outer_of_two_regions_first_raises_and_both_can_be_closed_in
     outer.__exit__(None, None, None)
     assert thread_state() == before
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
+
+
+def test_offload_blocks_close_in_order_and_once() -> None:
+    before = thread_state()
+    outer, inner = actckpt.offload(min_bytes=0), actckpt.offload(min_bytes=0)
+    outer.__enter__()
+    for inside in (inner, actckpt.region("recompute")):
+        inside.__enter__()
+        with pytest.raises(actckpt.ActckptError, match="closed before what was opened in it"):
+            outer.__exit__(None, None, None)
+        inside.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    assert thread_state() == before
+    for closed in (outer, actckpt.offload()):
+        with pytest.raises(actckpt.ActckptError, match="not open in this thread"):
+            closed.__exit__(None, None, None)
+    assert_regions_work()

@@ -14,6 +14,7 @@ from typing import Any
 
 from actckpt._frames import all_or_nothing, pack_recorded, unknown_modes, unpack_recorded
 from actckpt.action import Action
+from actckpt.errors import StillOpenError
 from actckpt.runtime import modes, offload, torch_private
 from actckpt.runtime.replay import saved
 from actckpt.runtime.replay.audit import Site, site_of
@@ -23,7 +24,7 @@ from actckpt.runtime.replay.recorder import Recorder, WatchingRecorder
 from actckpt.runtime.replay.report import Figures
 from actckpt.runtime.replay.tape import Tape
 
-__all__ = ["OpenRegion", "StillOpenError"]
+__all__ = ["OpenRegion"]
 
 
 #: Tapes whose recorders are active, in any thread.
@@ -39,10 +40,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-
-class StillOpenError(RuntimeError):
-    """A region is opened twice, or closed where it cannot be; it stays as it is."""
 
 
 class OpenRegion:
