@@ -20,6 +20,9 @@ Rule 4. Left alone are the attributes of modules (frameworks keep state there th
 Rule 5. A parameter, buffer or module that another one has taken the place of is back for the rerun
         (`functional_call`). Buffers that a forward changes: NOTE [ Buffers ].
 Rule 6. Such reruns run one at a time, as those that restore random state do.
+Rule 7. A rerun that ends early may be between a change and its undoing (`self.depth += 1 ... self.depth -= 1`).
+        Containers are put back all the same. Attributes, globals and closure variables may have been set by others
+        meanwhile: there the rerun runs to its end, where the function undoes its own change and no other.
 """
 
 from collections.abc import Iterator, Sequence

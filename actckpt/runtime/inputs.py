@@ -143,6 +143,8 @@ class Thawed:
     tensors: Sequence[Tensor] = ()
     #: Cells that hold these values during the rerun (Rule 2).
     cells: Sequence[tuple[types.CellType, Any]] = ()
+    #: Cells that the forward left as it found them.
+    unchanged_cells: Sequence[tuple[types.CellType, Any]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -194,7 +196,8 @@ class Originals:
         rebound = {id(cell): value for cell, value in self._cells if contents_of(cell) is not value}
         if rebound:
             call = _Rebinding(rebound).call(call)
-        return Thawed(call, [found.watched.tensor for found in self._tensors], self._rebound)
+        unchanged = [(cell, value) for cell, value in self._cells if id(cell) not in rebound]
+        return Thawed(call, [found.watched.tensor for found in self._tensors], self._rebound, unchanged)
 
 
 class _Rebinding:
@@ -319,6 +322,11 @@ class Inputs:
         """
         thawed: Thawed = self._held.thaw()
         return thawed
+
+    def is_half_done(self, thawed: Thawed) -> bool:
+        """Whether a rerun has yet to change back what its forward changed back (Rule 7 of Found by the forward)."""
+        is_bound_anew = any(contents_of(cell) is not value for cell, value in thawed.unchanged_cells)
+        return is_bound_anew or self._structure.is_half_done()
 
     def as_found(self, *, checks: bool) -> AbstractContextManager[Any]:
         """Return the context of a rerun: containers, objects and modules are as the forward found them.

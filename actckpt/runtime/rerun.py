@@ -107,6 +107,7 @@ class Region:
         thawed = self.inputs.thaw()
         function, args, kwargs = thawed.call
         self.thawed = thawed.tensors
+        refill.stop_if(lambda: not self.inputs.is_half_done(thawed))
         try:
             with (
                 self.random.swapped_in() if self.random is not None else nullcontext(),

@@ -26,7 +26,7 @@ PyTypeObject* held_type = nullptr;
 
 HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self); }
 
-bool is_tensor(PyObject* object) { return is_instance(object, python().tensor_type); }
+bool is_tensor(PyObject* object) { return is_of_type(object, python().tensor_type); }
 
 // Of a plain tensor, null for others: parameters are given other memory by what shards them. Some
 // tensors (sparse ones) have none.

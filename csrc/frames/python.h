@@ -104,6 +104,10 @@ py::object call_method(PyObject* object, PyObject* name, PyObject* argument);
 void call_quietly(PyObject* function, PyObject* argument = nullptr);
 
 bool is_true(PyObject* object, PyObject* name);
+// Whether it really is of this type or a subclass: runs no Python code, and a proxy is only a proxy.
+inline bool is_of_type(PyObject* object, PyObject* type) {
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type)) != 0;
+}
 // Types may ask Python code, in which a signal handler may raise.
 bool is_instance(PyObject* object, PyObject* type);
 // The version of a tensor, 0 for inference tensors: they have none, and nothing is known of what is done to them.

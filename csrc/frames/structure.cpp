@@ -18,11 +18,6 @@ using Kind = Container::Kind;
 // What is noted of objects, their containers included, at most: an object may lead to a whole program.
 constexpr Py_ssize_t kMaxEntriesOfObjects = 10000;
 
-bool is_of_type(PyObject* object, PyObject* type) {
-  const int result = PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type));
-  return result != 0;
-}
-
 // The top-level package of a module's name, as a text.
 py::object package_of(PyObject* module) {
   if (module == nullptr || PyUnicode_Check(module) == 0) return py::str("");
@@ -61,7 +56,9 @@ bool has_lock(const py::object& contents) {
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(contents.ptr(), &position, &key, &value) != 0) {
-    if (is_instance(value, python().lock_types)) return true;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(python().lock_types); ++i) {
+      if (is_of_type(value, PyTuple_GET_ITEM(python().lock_types, i))) return true;
+    }
   }
   return false;
 }
@@ -268,13 +265,18 @@ void Structure::let_go(Container& container, const py::object& now, py::dict& ke
     for (const py::handle key : container.changed_keys) {
       if (found.contains(key)) found[key] = held(found[key]);
     }
-  } else if (container.kind == Kind::kList || container.kind == Kind::kDeque) {
-    std::unordered_set<PyObject*> standing;
-    for (const py::handle value : now) standing.insert(value.ptr());
-    py::list found = py::reinterpret_borrow<py::list>(container.found);
-    for (std::size_t i = 0; i < found.size(); ++i) {
-      if (standing.count(py::object(found[i]).ptr()) == 0) found[i] = held(py::object(found[i]));
-    }
+    return;
+  }
+  const bool has_pairs = container.kind == Kind::kOrderedDict;
+  const auto value_of = [=](PyObject* item) { return has_pairs ? PyTuple_GET_ITEM(item, 1) : item; };
+  std::unordered_set<PyObject*> standing;
+  for (const py::handle item : now) standing.insert(value_of(item.ptr()));
+  py::list found = py::reinterpret_borrow<py::list>(container.found);
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    const py::object item = found[i];
+    if (standing.count(value_of(item.ptr())) != 0) continue;
+    py::object without = held(value_of(item.ptr()));
+    found[i] = has_pairs ? py::make_tuple(py::handle(PyTuple_GET_ITEM(item.ptr(), 0)), without) : without;
   }
 }
 
@@ -291,17 +293,31 @@ Replaced Structure::swap_in() const {
 }
 
 void Structure::put_back(const Replaced& replaced) const {
+  // A rerun that ended early may have changed also what the forward changed back.
+  auto next = replaced.contents.begin();
+  for (std::size_t i = 0; i < containers_.size(); ++i) {
+    const bool is_replaced = next != replaced.contents.end() && next->first == i;
+    const py::object& before = is_replaced ? (next++)->second : containers_[i].found;
+    if (!is_shared(containers_[i]) && !holds(containers_[i], before)) put(containers_[i], before);
+  }
   for (const auto& [i, contents] : replaced.contents) {
     const Container& container = containers_[i];
-    if (!is_shared(container)) {
-      if (!holds(container, contents)) put(container, contents);
-      continue;
-    }
+    if (!is_shared(container)) continue;
     // Others may have set other ones meanwhile (a signal handler, say): these stay.
     const py::object keys = different_keys(container.found, contents);
     if (container.changed_keys) keys.attr("update")(container.changed_keys);
     put_keys(container, contents, keys);
   }
+}
+
+bool Structure::is_half_done() const {
+  for (const Container& container : containers_) {
+    if (!is_shared(container) || holds(container, container.found)) continue;
+    const py::object keys = different_keys(container.found, contents_of(container));
+    if (container.changed_keys) keys.attr("difference_update")(container.changed_keys);
+    if (PySet_GET_SIZE(keys.ptr()) > 0) return true;
+  }
+  return false;
 }
 
 py::str Structure::place_of(const py::object& tensor) const {
@@ -324,6 +340,7 @@ void add_structure_type(py::module_& module) {
       .def("forward_done", &Structure::forward_done)
       .def("swap_in", &Structure::swap_in)
       .def("put_back", &Structure::put_back, py::arg("replaced"))
+      .def("is_half_done", &Structure::is_half_done)
       .def("place_of", &Structure::place_of, py::arg("tensor"))
       .def_property_readonly("is_empty", &Structure::is_empty)
       .def("take_tensors", &Structure::take_tensors)

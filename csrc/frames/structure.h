@@ -48,6 +48,10 @@ class Structure {
   Replaced swap_in() const;
   void put_back(const Replaced& replaced) const;
 
+  // Whether an attribute or global is, in a rerun, not as the forward both found and left it: the
+  // function is about to change it back.
+  bool is_half_done() const;
+
   // Names where a tensor stands in what was found, for errors.
   py::str place_of(const py::object& tensor) const;
 

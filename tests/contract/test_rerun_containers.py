@@ -499,3 +499,89 @@ def test_two_threads_that_rerun_with_one_container_find_each_their_own() -> None
             thread.join()
         assert_equal([grads[0], grads[1]], expected)
         assert shared == [3.0]
+
+
+DEPTH = 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_the_function_changes_and_changes_back_is_back_after_a_rerun_that_ends_early(method: str) -> None:
+    def run(checkpoint: Checkpoint) -> list[Any]:
+        global DEPTH
+        past, ordered, state, slots, depth = [1.0], collections.OrderedDict(a=2.0, b=3.0), Plain(0), Slotted(0), 0
+
+        def region(x: torch.Tensor, past: list[float]) -> torch.Tensor:
+            global DEPTH
+            nonlocal depth
+            past.append(2.0)
+            ordered.move_to_end("a")
+            state.value += 1
+            slots.value += 1
+            depth += 1
+            DEPTH += 1
+            y = (x * len(past) * state.value * slots.value * depth * DEPTH * next(iter(ordered.values()))).exp()
+            past.pop()
+            ordered.move_to_end("b")
+            state.value -= 1
+            slots.value -= 1
+            depth -= 1
+            DEPTH -= 1
+            return y
+
+        DEPTH = 0
+        torch.manual_seed(0)
+        x = leaf(3)
+        grads = []
+        for _ in range(2):
+            y = checkpoint(region, x, past) + checkpoint(region, x, past)
+            grads += torch.autograd.grad(y.sum(), x)
+        return [*grads, past, list(ordered), state.value, slots.value, depth, DEPTH]
+
+    expected, found = run(plain), run(METHODS[method])
+    assert found[2:] == expected[2:]
+    assert_equal(found[:2], expected[:2])
+
+
+@pytest.mark.parametrize("container", [collections.OrderedDict(), set()], ids=["OrderedDict", "set"])
+def test_a_tensor_that_the_forward_displaces_does_not_own_the_regions_before(container: Any) -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        if isinstance(container, set):
+            container.clear()
+            container.add(y)
+        else:
+            container["last"] = y
+        return y.sin()
+
+    storages = []
+    for _ in range(4):
+        x = leaf(3) * 1
+        storages.append(weakref.ref(x.untyped_storage()))
+        ours(region, x)
+        del x
+    assert [storage() is None for storage in storages[:2]] == [True, True]
+
+
+class OutOfContext:
+    """A proxy that stands for nothing at the moment."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of its context")
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise AssertionError
+
+
+def _dead_proxy() -> Any:
+    return weakref.proxy(Plain(0))
+
+
+@pytest.mark.parametrize("proxy", [OutOfContext, _dead_proxy])
+def test_a_proxy_of_nothing_in_an_object_is_not_touched(proxy: Callable[[], Any]) -> None:
+    state = Plain(2.0)
+    state.proxy = proxy()  # type: ignore[attr-defined]
+    x = leaf(3)
+    ours(lambda x: (x * state.value).exp(), x).sum().backward()
+    assert x.grad is not None
