@@ -24,9 +24,9 @@ test: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
-# The tests that run code of other packages, in an environment of their own.
-integrations: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
+# The tests that run code of other packages, in an environment of their own, with the extensions of the first one.
+integrations: $(STAMP) $(INTEGRATIONS)/.installed
+	PYTHONPATH=$(CURDIR) $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -54,10 +54,10 @@ $(STAMP): $(SOURCES)
 	touch $(STAMP)
 
 # PyPI's torchvision, which timm asks for, goes with another build of torch and does not import beside this one.
-$(INTEGRATIONS)/.installed: tests/integrations/requirements.txt $(SOURCES)
+$(INTEGRATIONS)/.installed: tests/integrations/requirements.txt constraints.txt
 	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt -e '.[test]' -r $<
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt -r $<
 	$(INTEGRATIONS)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
