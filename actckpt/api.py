@@ -167,6 +167,8 @@ def _decorator(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str,
     )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        messages.check_runs_when_called(function, "checkpoint")
+
         @functools.wraps(function)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             return checkpoint_call(function, args, kwargs, **options)

@@ -212,7 +212,8 @@ def _find(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.M
     for block in several:
         is_name = isinstance(block, str) and not is_pattern(block)
         (named if is_name else matched).update(_find_one(model, block))
-    outermost = {name for name in matched if not any(other in matched for other in _names_around(name))}
+    around = named | matched
+    outermost = {name for name in matched if around.isdisjoint(_names_around(name))}
     return {name: module for name, module in model.named_modules() if name in named | outermost}
 
 
@@ -242,6 +243,10 @@ def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
         return found
     if isinstance(block, type):
         return {name: module for name, module in modules.items() if isinstance(module, block)}
+    if isinstance(block, torch.nn.Module):
+        name = next((name for name, module in named.items() if module is block), None)
+        meant = "It is not in the model" if name is None else f"Pass its name, {name!r}"
+        raise BlocksError(f"apply: blocks has a module, a {type(block).__name__}. {meant}; a type means all of a kind.")
     if callable(block):
         accepts: Callable[[torch.nn.Module], bool] = block
         return {name: module for name, module in modules.items() if accepts(module)}

@@ -12,6 +12,7 @@ import torch
 from actckpt._frames import all_or_nothing
 from actckpt.errors import StillOpenError
 from actckpt.policies import choice_of
+from actckpt.runtime.messages import check_runs_when_called
 from actckpt.runtime.replay.audit import caller_of
 from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.replay.opened import OpenRegion
@@ -71,6 +72,7 @@ class region:  # noqa: N801 - used as a function
                 f"actckpt.region({name}) was called, and not with one function to decorate. If {name} is the function "
                 "to run, rather than a policy: decorate it with @actckpt.region(), with parentheses."
             )
+        check_runs_when_called(func, "region")
 
         @functools.wraps(func)
         def run(*args: Any, **kwargs: Any) -> Any:

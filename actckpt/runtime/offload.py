@@ -38,7 +38,7 @@ from actckpt.errors import SavedTensorChangedError, StillOpenError
 from actckpt.runtime import reading, stays, stores, torch_private
 from actckpt.runtime.counters import counters
 from actckpt.runtime.inputs import contents_of
-from actckpt.runtime.messages import changed_in_place
+from actckpt.runtime.messages import changed_in_place, check_runs_when_called
 from actckpt.runtime.replay.report import Figures, Report
 from actckpt.runtime.sources import guard
 from actckpt.runtime.spans import join
@@ -73,6 +73,11 @@ class Offloading(ContextDecorator):
         self._min_bytes = min_bytes
         self._entered = threading.local()
         self._figures = Figures()
+
+    def __call__(self, func: Any) -> Any:
+        """Return a function that runs in such a block each time."""
+        check_runs_when_called(func, "offload")
+        return super().__call__(func)
 
     def __enter__(self) -> "Offloading":
         session = Session(self._to, self._min_bytes)

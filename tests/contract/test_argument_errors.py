@@ -219,3 +219,22 @@ def test_hooks_that_change_bytes_are_not_said_to_be_writes_to_memory(audit: Any)
                 y.sum().backward()
     finally:
         actckpt.configure(audit=before)
+
+
+def _generator(x: Any) -> Any:
+    yield x.sin()
+
+
+async def _coroutine(x: Any) -> Any:
+    return x.sin()
+
+
+async def _asynchronous(x: Any) -> Any:
+    yield x.sin()
+
+
+@pytest.mark.parametrize("function", [_generator, _coroutine, _asynchronous], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("decorator", [actckpt.region, actckpt.offload, actckpt.checkpoint])
+def test_a_function_whose_body_runs_after_its_call_is_not_decorated(decorator: Any, function: Any) -> None:
+    with pytest.raises(TypeError, match="Its call returns before its body runs"):
+        decorator()(function)

@@ -435,3 +435,20 @@ def test_the_action_offload_takes_the_options_of_its_name() -> None:
     actckpt.reset_stats()
     _step(model)
     assert actckpt.stats().offloaded_bytes > 0
+
+
+def test_matches_inside_of_named_blocks_are_not_taken() -> None:
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.nn.Linear(4, 4))
+    assert actckpt.apply(model, blocks=["0", "0.*"]) == ("0",)
+    actckpt.remove(model)
+    assert actckpt.apply(model, blocks=["0", "0.1"]) == ("0", "0.1")
+    actckpt.remove(model)
+
+
+def test_a_module_as_block_is_answered_with_its_name() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    for blocks in (model[1], [torch.nn.Linear, model[1]]):
+        with pytest.raises(actckpt.BlocksError, match=r"has a module, a ReLU\. Pass its name, '1'"):
+            actckpt.apply(model, blocks=blocks)
+    with pytest.raises(actckpt.BlocksError, match="It is not in the model"):
+        actckpt.apply(model, blocks=torch.nn.Linear(4, 4))
