@@ -14,9 +14,12 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name
 import actckpt
 from actckpt import Action
 from actckpt.memory import LiveStorages
+from actckpt.runtime import stores
 
 aten = torch.ops.aten
 MIB = 2**20
+#: In the first step, which is audited: temporaries of checksums, and what is on its way to a store that is in use.
+CHECKSUMS, WINDOW = MIB // 2, 4 * MIB
 MATMULS: list[Any] = [aten.mm, aten.addmm]
 PRODUCTS = [*MATMULS, aten.bmm, aten.baddbmm, aten.convolution]
 MOVED = actckpt.policies.PerOp({aten.convolution: Action.OFFLOAD, aten.addmm: Action.OFFLOAD}, default=Action.RECOMPUTE)
@@ -120,4 +123,4 @@ def test_no_step_peaks_above_plain(name: str, run: Callable[..., Tensor]) -> Non
         first, second = _peaks(name, run, POLICIES[policy])
         print(f"{name}, {policy}: first {first / plain:.3f}, second {second / plain:.3f} of {plain / MIB:.1f} MiB")
         assert second <= plain
-        assert first <= plain + MIB / 2
+        assert first <= plain + CHECKSUMS + (WINDOW if stores.is_ready("disk") else 0)
