@@ -24,6 +24,8 @@ def _read(path: str) -> Callable[[], Any]:
             return eval(path, {"torch": torch})
         except RuntimeError:  # torch refuses to tell an old setting where it and the new one disagree
             return "refused"
+        except AttributeError:  # older torch has fewer
+            return "missing"
 
     return read
 

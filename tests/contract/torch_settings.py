@@ -80,6 +80,7 @@ _NOT_NUMBERS = "changes no numbers"
 _NOT_OPERATORS = "what operators compute does not depend on it: "
 #: Name -> why it needs no restoring.
 IRRELEVANT: dict[str, str] = {
+    "torch.set_vital": "notes a text for statistics; not in newer versions",
     **dict.fromkeys(
         [
             "torch.backends.flags_frozen",
@@ -176,6 +177,11 @@ def enter(context: Callable[..., Any], **kwargs: Any) -> Callable[[], None]:
     return lambda: context(**kwargs).__enter__()
 
 
+#: Whether cuBLAS may reduce in bfloat16, and with split-k; before torch 2.11 there is the first one only.
+_NO_REDUCTION: Any = (
+    (False, False) if isinstance(torch._C._get_cublas_allow_bf16_reduced_precision_reduction(), tuple) else False
+)
+
 #: Name -> what sets it for the forward, and what for the backward.
 RESTORED: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
     "torch.set_default_dtype": (
@@ -255,7 +261,7 @@ RESTORED: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         for name, first, second in [
             ("allow_fp16_accumulation", True, False),
             ("allow_fp16_reduced_precision_reduction", False, True),
-            ("allow_bf16_reduced_precision_reduction", (False, False), True),
+            ("allow_bf16_reduced_precision_reduction", _NO_REDUCTION, True),
             ("allow_tf32", True, False),
             ("fp32_precision", "tf32", "ieee"),
         ]
