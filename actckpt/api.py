@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from actckpt import _frames, config
+from actckpt import _frames
 from actckpt.compiled import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
 from actckpt.policies import choice_of, selective_choice
 from actckpt.runtime import messages, rng, state, torch_private
@@ -20,6 +20,7 @@ from actckpt.runtime.replay.audit import caller_of, site_of
 from actckpt.runtime.replay.calls import run_in_region
 from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.rerun import Region
+from actckpt.sizes import parse_bytes
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
 
@@ -378,7 +379,7 @@ def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Of
             "CPU tensors are in host memory already: pass 'disk' or 'auto'."
         )
     state.register_awaited()
-    return Offloading(to, config.parse_bytes(min_bytes, what="min_bytes"))
+    return Offloading(to, parse_bytes(min_bytes, what="min_bytes"))
 
 
 def _run_in_turn(functions: Sequence[Callable[..., Any]], value: Any) -> Any:

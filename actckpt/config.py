@@ -9,7 +9,7 @@ from typing import Any
 from actckpt import operator_names
 from actckpt.sizes import parse_bytes
 
-__all__ = ["Settings", "configure", "format_bytes", "parse_bytes"]
+__all__ = ["Settings", "configure", "parse_bytes"]
 
 _PROBE_BYTES = 4096
 #: Sizes that may follow what is seen.
@@ -188,11 +188,3 @@ def _checked_folder(folder: object) -> str:
             f"(errno {error.errno}). Pass another one."
         ) from None
     return path
-
-
-def format_bytes(nbytes: int) -> str:
-    """Return a size for people: `"512 B"`, `"12.0 KiB"`, `"3.5 GiB"`."""
-    if nbytes < 10 * 2**10:
-        return f"{nbytes} B"
-    unit, size = next(((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20)) if nbytes < 10 * 2**10 * s), ("GiB", 2**30))
-    return f"{nbytes / size:.1f} {unit}"

@@ -4,10 +4,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from actckpt import _frames, config
+from actckpt import _frames
 from actckpt.engine import native
 from actckpt.runtime import figures, stores
 from actckpt.runtime.counters import counters
+from actckpt.sizes import format_bytes, format_seconds
 
 __all__ = ["Stats", "reset_stats", "stats"]
 
@@ -80,8 +81,8 @@ class Stats:
 
 def _with_unit(name: str, value: float) -> str:
     if name.endswith("_bytes"):
-        return config.format_bytes(int(value))
-    return f"{value:.3g} s" if name.endswith("_seconds") else str(value)
+        return format_bytes(value)
+    return format_seconds(value) if name.endswith("_seconds") else str(value)
 
 
 _baseline: dict[str, float] = {}

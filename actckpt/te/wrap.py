@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from actckpt import config
 from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
 from actckpt.runtime import rng, torch_private
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, EVERYTHING_STAYS, Offloading, Session
 from actckpt.selectors import matches
+from actckpt.sizes import parse_bytes
 from actckpt.te import registration
 from actckpt.te.fresh import call_with_fresh_graphs
 from actckpt.te.state import is_te_module
@@ -67,7 +67,7 @@ def wrap(
     if wrapped:
         raise BlocksError(f"te.wrap: {wrapped[0]!r} is wrapped already. Call actckpt.te.unwrap(module) first.")
     trackers = () if get_rng_state_tracker is None else (get_rng_state_tracker,)
-    smallest = config.parse_bytes(min_bytes, what="min_bytes")
+    smallest = parse_bytes(min_bytes, what="min_bytes")
     for part, action in chosen.items():
         part.forward = _WrappedForward(part, action, trackers, smallest, retain_graph=retain_graph)
     return module

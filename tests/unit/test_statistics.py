@@ -172,23 +172,15 @@ def test_stats_print_with_units_and_without_zeros(tmp_path: Path) -> None:
     assert "offloaded_bytes" not in str(actckpt.stats())
     _train(count=4)
     lines = dict(line.split(maxsplit=1) for line in str(actckpt.stats()).splitlines())
-    assert lines["offloaded_bytes"] == "16.0 KiB"
+    assert lines["offloaded_bytes"] == "16.00 KiB"
     assert all(text not in ("0", "0 B") for text in lines.values())
     assert "kept_full" not in lines
-    assert repr(actckpt.stats()).startswith("Stats(offloaded_bytes=16.0 KiB, ")
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (10239, "10239 B"), (10240, "10.0 KiB"), (10 * 2**20, "10.0 MiB"), (12 * 2**30, "12.0 GiB")],
-)
-def test_sizes_have_the_unit_that_suits_them(nbytes: int, text: str) -> None:
-    assert config.format_bytes(nbytes) == text
+    assert repr(actckpt.stats()).startswith("Stats(offloaded_bytes=16.00 KiB, ")
 
 
 def test_seconds_print_as_seconds() -> None:
     found = dataclasses.replace(actckpt.stats(), stall_seconds=0.01234)
-    assert "stall_seconds=0.0123 s" in repr(found)
+    assert "stall_seconds=12.34 ms" in repr(found)
     zeros = dataclasses.replace(found, **{field.name: 0 for field in dataclasses.fields(found)})
     assert str(zeros) == "nothing moved, rerun or replayed"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actckpt._frames import Entry, Meter, OffloadSession
 from actckpt.action import Action
-from actckpt.config import format_bytes
+from actckpt.sizes import format_bytes
 
 __all__ = ["Entry", "Figures", "Report", "Row", "explained"]
 
