@@ -13,7 +13,7 @@ from actckpt import _frames
 from actckpt.compiled import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
 from actckpt.policies import choice_of, selective_choice
 from actckpt.runtime import messages, rng, state, torch_private
-from actckpt.runtime.inputs import is_of_module
+from actckpt.runtime.inputs import check_runs_when_called, is_of_module
 from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
 from actckpt.runtime.packed import held_inputs
 from actckpt.runtime.replay.audit import caller_of, site_of
@@ -168,7 +168,7 @@ def _decorator(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str,
     )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        messages.check_runs_when_called(function, "checkpoint")
+        check_runs_when_called(function, "checkpoint")
 
         @functools.wraps(function)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:

@@ -12,11 +12,11 @@ import torch
 from actckpt._frames import all_or_nothing
 from actckpt.errors import StillOpenError
 from actckpt.policies import choice_of
-from actckpt.runtime.messages import check_runs_when_called
+from actckpt.runtime.inputs import check_runs_when_called
+from actckpt.runtime.region_report import Figures, Report, explained
 from actckpt.runtime.replay.audit import caller_of
 from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.replay.opened import OpenRegion
-from actckpt.runtime.replay.report import Figures, Report, explained
 
 __all__ = ["region"]
 

@@ -24,6 +24,7 @@ Rule 6. Inference tensors have no version. What is held of them for a rerun (an 
 
 import dataclasses
 import dis
+import inspect
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,7 @@ __all__ = [
     "Originals",
     "Survey",
     "Thawed",
+    "check_runs_when_called",
     "global_names",
     "is_of_module",
 ]
@@ -367,6 +369,21 @@ def contents_of(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return EMPTY_CELL
+
+
+def check_runs_when_called(function: Callable[..., Any], who: str) -> None:
+    """Raise where the body of a function to decorate runs after the call: nothing of it would be seen."""
+    kinds = {
+        "generator": inspect.isgeneratorfunction,
+        "coroutine": inspect.iscoroutinefunction,
+        "asynchronous generator": inspect.isasyncgenfunction,
+    }
+    for kind, is_kind in kinds.items():
+        if is_kind(function):
+            raise TypeError(
+                f"{who}: {messages.name_of(function)} is a {kind} function. Its call returns before its body runs, so "
+                "that nothing of the body would be inside. Decorate the functions that it calls."
+            )
 
 
 @lru_cache(maxsize=4096)

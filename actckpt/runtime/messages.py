@@ -4,8 +4,7 @@ Everything here runs only once something is wrong, so it may be slow.
 """
 
 import gc
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -62,21 +61,6 @@ def name_of(function: Any) -> str:
     if isinstance(function, FunctionType):
         return f"{name} ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"
     return name
-
-
-def check_runs_when_called(function: Callable[..., Any], who: str) -> None:
-    """Raise where the body of a function to decorate runs after the call: nothing of it would be seen."""
-    kinds = {
-        "generator": inspect.isgeneratorfunction,
-        "coroutine": inspect.iscoroutinefunction,
-        "asynchronous generator": inspect.isasyncgenfunction,
-    }
-    for kind, is_kind in kinds.items():
-        if is_kind(function):
-            raise TypeError(
-                f"{who}: {name_of(function)} is a {kind} function. Its call returns before its body runs, so that "
-                "nothing of the body would be inside. Decorate the functions that it calls."
-            )
 
 
 def parameter_name(tensor: Tensor) -> str:

@@ -37,9 +37,9 @@ from actckpt import _frames
 from actckpt.errors import SavedTensorChangedError, StillOpenError
 from actckpt.runtime import reading, stays, stores, torch_private
 from actckpt.runtime.counters import counters
-from actckpt.runtime.inputs import contents_of
-from actckpt.runtime.messages import changed_in_place, check_runs_when_called
-from actckpt.runtime.replay.report import Figures, Report
+from actckpt.runtime.inputs import check_runs_when_called, contents_of
+from actckpt.runtime.messages import changed_in_place
+from actckpt.runtime.region_report import Figures, Report
 from actckpt.runtime.sources import guard
 from actckpt.runtime.spans import join
 from actckpt.runtime.stack import modules_on_stack

@@ -149,6 +149,7 @@ python_flags: tuple[tuple[dict[str, Any], str], ...] = tuple(
 
 #: Tensors that have shapes and no bytes. Missing: regions under FakeTensorMode raise.
 fake_tensor_type: type | None = _optional(torch._subclasses.fake_tensor, "FakeTensor")
+
 #: The number that autograd gives to the next node of this thread. Missing: tensors that an autograd.Function makes
 #: inside of a region count as inputs of the region, which stay.
 next_sequence_number: Callable[[], int] | None = _optional(torch._C._autograd, "_get_sequence_nr")
@@ -278,7 +279,7 @@ def remove_dispatch_mode(mode: Any) -> None:
     Also puts right the flags that torch keeps beside the stack. Required in that case only.
     """
     names: Any = torch.utils._python_dispatch
-    stack = [names._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    stack = [dispatch_mode_at(i) for i in range(num_dispatch_modes())]
     if any(other is mode for other in stack):
         above = []
         while (top := names._pop_mode()) is not mode:

@@ -16,12 +16,12 @@ from actckpt._frames import all_or_nothing, pack_recorded, unknown_modes, unpack
 from actckpt.action import Action
 from actckpt.errors import StillOpenError
 from actckpt.runtime import modes, offload, torch_private
+from actckpt.runtime.region_report import Figures
 from actckpt.runtime.replay import saved
 from actckpt.runtime.replay.audit import Site, site_of
 from actckpt.runtime.replay.choice import Choice
 from actckpt.runtime.replay.matches import Matches
 from actckpt.runtime.replay.recorder import Recorder, WatchingRecorder
-from actckpt.runtime.replay.report import Figures
 from actckpt.runtime.replay.tape import Tape
 
 __all__ = ["OpenRegion"]
