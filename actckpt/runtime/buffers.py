@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt.runtime import messages
-from actckpt.runtime.watched import memory_of, storage_of, version
+from actckpt.runtime.watched import memory_of, storage_of, version_of
 
 __all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
 
@@ -66,7 +66,7 @@ class _Noted:
         self.module = module
         self.is_statistics = module.training and _is_batch_norm(type(module)) and module.running_mean is not None
         self.found = {} if self.is_statistics else dict(module._buffers)
-        self.marks = {name: (version(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
+        self.marks = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
         known = _known.get(module, 0)
         if any(buffer is not None and buffer.is_inference() for buffer in self.found.values()):
             known = _known[module] = known | _CHANGES | _HIDES  # they have no version
@@ -99,7 +99,7 @@ class _Noted:
         return [
             name
             for name, (before, memory) in self.marks.items()
-            if version(self.found[name]) != before or memory_of(self.found[name]) is not memory
+            if version_of(self.found[name]) != before or memory_of(self.found[name]) is not memory
         ]
 
     def _stands(self) -> bool:

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt import _frames
 from actckpt.errors import InputChangedError
 from actckpt.runtime.buffers import Buffers, Stale, tensors_in, written_tensors
-from actckpt.runtime.watched import storage_of, version
+from actckpt.runtime.watched import storage_of, version_of
 
 __all__ = ["modules_as_found", "reads_checked", "structure_as_found"]
 
@@ -140,7 +140,7 @@ def _is_view(func: Any) -> bool:
 
 def _stale_error(stale: Stale, name: str) -> InputChangedError:
     tensor = stale.tensor
-    now = version(tensor)
+    now = version_of(tensor)
     how = f"was changed in place: it is at version {now}; the forward found version {stale.version}"
     if now == stale.version:
         how = "has other bytes: it was given other memory, or is an inference tensor that was changed"

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt.errors import InputChangedError, RerunMismatchError, SavedTensorChangedError
 from actckpt.runtime import torch_private
 from actckpt.runtime.stack import modules_on_stack, user_line
-from actckpt.runtime.watched import version
+from actckpt.runtime.watched import version_of
 
 if TYPE_CHECKING:
     from actckpt import _frames
@@ -163,7 +163,7 @@ def changed_error(changed: "HeldTensorChanged", args: Sequence[Any]) -> InputCha
     held = changed.held
     index = next((i for i, value in enumerate(args) if value is held), None)
     place = "A tensor in a container or closure" if index is None else f"Argument {index}"
-    if version(held.held) == held.version:
+    if version_of(held.held) == held.version:
         return input_changed(place, OTHER_MEMORY)
     return input_changed(place, "was changed in place", held.held, held.version)
 
@@ -178,8 +178,9 @@ def input_changed(place: str, how: str, tensor: Tensor | None = None, before: in
         message += f": an inference tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, whose bytes were compared"
     elif tensor is not None:
         message += (
-            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, {version(tensor)} "
-            "now (one of the variables needed for gradient computation has been modified by an inplace operation)"
+            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, now "
+            f"{version_of(tensor)} (one of the variables needed for gradient computation has been modified by an "
+            "inplace operation)"
         )
     return InputChangedError(
         f"{message}.\nChange a clone instead, or run backward before changing it. A statistic that the region itself "

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actckpt.runtime import torch_private
 from actckpt.runtime.messages import changed_in_place
-from actckpt.runtime.watched import version
+from actckpt.runtime.watched import version_of
 
 __all__ = ["TakenApart", "parts_of"]
 
@@ -63,13 +63,13 @@ class TakenApart:
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._tensor = weakref.ref(tensor)
-        self._version = version(tensor)
+        self._version = version_of(tensor)
 
     def unpack(self) -> Tensor:
         """Build the subclass again from its parts."""
         outer = self._tensor()
-        if outer is not None and version(outer) != self._version:
-            raise changed_in_place(self._shape, outer.dtype, version(outer), self._version)
+        if outer is not None and version_of(outer) != self._version:
+            raise changed_in_place(self._shape, outer.dtype, version_of(outer), self._version)
         parts = self._same | {name: self._unpack(packed) for name, packed in self._packed.items()}
         is_whole = outer is not None and all(parts[name] is getattr(outer, name) for name in self._packed)
         if outer is not None and is_whole and self._packed and not (self._needs_grad or outer.requires_grad):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from actckpt.runtime import torch_private
 
-__all__ = ["Watched", "has_same_bytes", "memory_of", "own_copy", "storage_of", "version"]
+__all__ = ["Watched", "has_same_bytes", "memory_of", "own_copy", "storage_of", "version_of"]
 
 
 class Watched:
@@ -17,14 +17,14 @@ class Watched:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.version = version(tensor)
+        self.version = version_of(tensor)
         self._memory = memory_of(tensor)
         self._implementation = torch_private.implementation_of(tensor)
         self._copy = own_copy(tensor) if tensor.is_inference() else None
 
     def is_changed(self) -> bool:
         """Whether it was changed in place."""
-        return version(self.tensor) != self.version or (
+        return version_of(self.tensor) != self.version or (
             self._copy is not None and not has_same_bytes(self._copy, self.tensor)
         )
 
@@ -39,7 +39,7 @@ class Watched:
         self._implementation = torch_private.implementation_of(alias)
 
 
-def version(value: object) -> int:
+def version_of(value: object) -> int:
     """Return the version of a tensor; 0 for what has none."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from actckpt._frames import look_at
 from actckpt.errors import SavedTensorChangedError
 from actckpt.runtime.replay.lineage import Value, Window
-from actckpt.runtime.replay.paused import Paused, version_of
+from actckpt.runtime.replay.paused import Paused
 from actckpt.runtime.replay.wrappers import Witness
+from actckpt.runtime.watched import version_of
 
 __all__ = ["WHY_INFERENCE", "Roots", "Watched", "changed_error", "note_root"]
 

@@ -12,7 +12,7 @@ import torch
 from actckpt.action import Action
 from actckpt.runtime import torch_private
 from actckpt.runtime.replay.lineage import Step, Value
-from actckpt.runtime.replay.paused import version_of
+from actckpt.runtime.watched import version_of
 
 if TYPE_CHECKING:
     from actckpt.runtime.replay.tape import Tape

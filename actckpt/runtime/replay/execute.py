@@ -19,9 +19,10 @@ from actckpt.runtime.replay import schedule
 from actckpt.runtime.replay.aliases import Watched, changed_error
 from actckpt.runtime.replay.geometry import Geometry
 from actckpt.runtime.replay.lineage import Step, Value, Window
-from actckpt.runtime.replay.paused import Paused, version_of
+from actckpt.runtime.replay.paused import Paused
 from actckpt.runtime.replay.tape import Tape
 from actckpt.runtime.replay.wrappers import Witness
+from actckpt.runtime.watched import version_of
 
 __all__ = ["bytes_of", "changed_error", "on", "replay", "watch_roots"]
 

@@ -5,12 +5,7 @@ from torch import Tensor
 
 from actckpt._frames import Paused
 
-__all__ = ["Paused", "version_of", "whole"]
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the version of a tensor; 0 for inference tensors, which have none."""
-    return 0 if tensor.is_inference() else tensor._version
+__all__ = ["Paused", "whole"]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from actckpt.runtime import torch_private
 from actckpt.runtime.replay import audit, casts, execute, wrappers
 from actckpt.runtime.replay.lineage import Block, Handle, Value, Window, mark_needed, new_leaf_bytes, window_of
 from actckpt.runtime.replay.outside import HeldOutside, Reads, hand_out, reads_of
-from actckpt.runtime.replay.paused import Paused, version_of
+from actckpt.runtime.replay.paused import Paused
 from actckpt.runtime.replay.tape import Tape
 from actckpt.runtime.taken_apart import TakenApart
+from actckpt.runtime.watched import version_of
 
 __all__ = ["begin_audit", "is_much", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
 

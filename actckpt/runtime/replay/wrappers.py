@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actckpt.runtime.replay.lineage import Value
 from actckpt.runtime.taken_apart import parts_of
-from actckpt.runtime.watched import version
+from actckpt.runtime.watched import version_of
 
 if TYPE_CHECKING:
     from actckpt.runtime.replay.tape import Tape
@@ -78,6 +78,6 @@ def witnesses(tape: "Tape") -> dict[Value, list[Witness]]:
             storage = reference()
             block = tape.blocks.get(id(storage))
             if block is not None and block.storage() is storage:
-                found.setdefault(block.value, []).append((seen.root, version(root)))
+                found.setdefault(block.value, []).append((seen.root, version_of(root)))
     tape.wrappers = None
     return found
