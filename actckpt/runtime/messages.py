@@ -178,8 +178,8 @@ def input_changed(place: str, how: str, tensor: Tensor | None = None, before: in
         message += f": an inference tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, whose bytes were compared"
     elif tensor is not None:
         message += (
-            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, now "
-            f"{version_of(tensor)} (one of the variables needed for gradient computation has been modified by an "
+            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, "
+            f"{version_of(tensor)} now (one of the variables needed for gradient computation has been modified by an "
             "inplace operation)"
         )
     return InputChangedError(

@@ -237,6 +237,21 @@ def test_closing_the_outer_of_two_regions_first_raises_and_both_can_be_closed_in
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
 
 
+def test_so_it_does_where_both_have_the_same_policy() -> None:
+    before = thread_state()
+    x = leaf(4)
+    outer, inner = actckpt.region(["aten.sin"]), actckpt.region(["aten.sin"])
+    outer.__enter__()
+    inner.__enter__()
+    y = program(x)
+    with pytest.raises(actckpt.ActckptError, match="closed before what was opened in it"):
+        outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    assert thread_state() == before
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
+
+
 def test_offload_blocks_close_in_order_and_once() -> None:
     before = thread_state()
     outer, inner = actckpt.offload(min_bytes=0), actckpt.offload(min_bytes=0)

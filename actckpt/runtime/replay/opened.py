@@ -59,6 +59,7 @@ class OpenRegion:
         "_caller",
         "_choice",
         "_counted",
+        "_depth",
         "_figures",
         "_hooks",
         "_outer_choice",
@@ -94,6 +95,8 @@ class OpenRegion:
         self.matches = matches
         self._outer_choice: Choice | None = None
         self._outer_tape: Tape | None = None
+        #: As `Tape.depth` is where this is the innermost region that records there.
+        self._depth = 0
         #: Of a tape that is shared, what it had counted before.
         self._counted = (0, 0, 0)
         self.tape: Tape | None = None
@@ -106,8 +109,9 @@ class OpenRegion:
         if current is not None and outer_hooks is not None and outer_hooks[0] is current.pack_hook:
             self._counted = (current.recompute_bytes, current.opaque_bytes, current.compiled_bytes)
             self._outer_choice = current.choice
+            self._depth = current.depth + 1
             self.tape = current  # Rule 11
-            current.choice = self._choice
+            current.choice, current.depth = self._choice, self._depth
             return self
         if self._choice.always is Action.KEEP:
             return self
@@ -145,7 +149,7 @@ class OpenRegion:
             self.compiled = self._take_compiled_bytes()
         if self._outer_choice is not None:
             assert self.tape is not None
-            self.tape.choice = self._outer_choice
+            self._leave_shared(self.tape, self._outer_choice)
             return
         if self._recorder is not None:
             self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -164,6 +168,9 @@ class OpenRegion:
         self._recorder = None
         self._settle(has_failed=kind is not None)
 
+    def _leave_shared(self, tape: Tape, outer_choice: Choice) -> None:
+        tape.choice, tape.depth = outer_choice, self._depth - 1
+
     def _watching(self, site: Site) -> Recorder | None:
         """Return a recorder that notes which operators of the policy run, None where that is known or not asked."""
         if not self._choice.operators:
@@ -177,7 +184,7 @@ class OpenRegion:
         if isinstance(error, StillOpenError) or threading.get_ident() != self._thread:
             return
         if self._outer_choice is not None and self.tape is not None:
-            self.tape.choice = self._outer_choice
+            self._leave_shared(self.tape, self._outer_choice)
             return
         if self._recorder is not None:
             torch_private.remove_dispatch_mode(self._recorder)
@@ -211,7 +218,7 @@ class OpenRegion:
                 f"{threading.get_ident()}. What it set (saved-tensor hooks, a dispatch mode) only the first can undo: "
                 "close it there, `region.__exit__(None, None, None)` does it. It is still open."
             )
-        is_innermost = self.tape is None or self.tape.choice is self._choice
+        is_innermost = self.tape is None or self.tape.depth == self._depth
         if self._hooks is not None and torch_private.knows_outer_hooks():
             is_innermost = is_innermost and torch_private.are_on_top(self._hooks)
         if not is_innermost:

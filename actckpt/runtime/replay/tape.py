@@ -61,6 +61,8 @@ class Tape(TapeCore):
         self.filling: dict[Value, Filling] | None = None
         #: See `aliases`.
         self.roots: aliases.Roots | None = None
+        #: How many regions are open that record for this one.
+        self.depth = 0
         #: By id(), see `wrappers`.
         self.wrappers: dict[int, Seen] | None = None
         #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
