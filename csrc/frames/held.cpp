@@ -28,13 +28,11 @@ HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self)
 
 bool is_tensor(PyObject* object) { return is_of_type(object, python().tensor_type); }
 
-// Of a plain tensor, null for others: parameters are given other memory by what shards them. Some
-// tensors (sparse ones) have none.
-py::object storage_of(PyObject* tensor) {
+// The storage that it must still have when it is thawed; null for all but plain tensors: parameters are given other
+// memory by what shards them.
+py::object lasting_storage(PyObject* tensor) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != python().tensor_type) return {};
-  PyObject* storage = reads().untyped_storage.get(tensor);
-  if (storage == nullptr) PyErr_Clear();
-  return py::reinterpret_steal<py::object>(storage);
+  return storage_of(tensor);
 }
 
 py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
@@ -63,7 +61,7 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   }
   if (self->held.ptr() != tensor) self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
   if (self->is_tensor) {
-    self->storage = storage_of(self->held.ptr());
+    self->storage = lasting_storage(self->held.ptr());
     self->implementation = reads().implementation.number(self->held.ptr());
   }
   return owner;
@@ -73,7 +71,7 @@ py::object thaw(PyObject* object) {
   HeldObject* self = held_of(object);
   if (self->is_tensor && (version_of(self->held.ptr()) != self->version ||
                           reads().implementation.number(self->held.ptr()) != self->implementation ||
-                          (self->storage && storage_of(self->held.ptr()).ptr() != self->storage.ptr()))) {
+                          (self->storage && lasting_storage(self->held.ptr()).ptr() != self->storage.ptr()))) {
     raise(call(python().changed_error, object));
   }
   if (!self->unpack) return self->is_copy ? call(python().own_copy, self->held.ptr()) : self->held;
@@ -163,9 +161,8 @@ py::object hold_arguments(PyObject* args, bool* on_device) {
   py::tuple held(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* value = PyTuple_GET_ITEM(args, i);
-    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(value));
     py::object item;
-    if (type == python().tensor_type || type == python().parameter_type) {
+    if (is_plain_tensor(value)) {
       const Py_ssize_t same = first_same(args, i);
       item = same < i ? py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(held.ptr(), same))
                       : hold(value, Py_None, Py_None);

@@ -13,13 +13,7 @@ py::object attributes_of(PyObject* tensor) { return attribute(tensor, python().d
 
 // Whether it has a storage that can be read, by strides. Sparse tensors have none.
 bool has_strides(PyObject* tensor) {
-  if (reads().is_nested.is_true(tensor)) return false;
-  PyObject* storage = reads().untyped_storage.get(tensor);
-  Py_XDECREF(storage);
-  if (storage != nullptr) return true;
-  if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
-  PyErr_Clear();
-  return false;
+  return !reads().is_nested.is_true(tensor) && storage_of(tensor);
 }
 
 bool must_be_alias() {

@@ -16,14 +16,8 @@ PyObject* entries_of(const py::object& attributes, PyObject* name) {
   return found != nullptr && PyDict_Check(found) && PyDict_GET_SIZE(found) > 0 ? found : nullptr;
 }
 
-// Only exact types: sharded parameters (DTensor) stand for others that come and go.
-bool is_plain(PyObject* parameter) {
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(parameter));
-  return type == python().parameter_type || type == python().tensor_type;
-}
-
 bool counts(PyObject* parameter) {
-  return is_plain(parameter) && reads().requires_grad.is_true(parameter);
+  return is_plain_tensor(parameter) && reads().requires_grad.is_true(parameter);
 }
 
 bool has_same_bytes(const py::object& copy, PyObject* parameter) {
@@ -38,8 +32,8 @@ bool is_module(PyObject* object) { return is_instance(object, python().module_ty
 // Whether `found` stands where the forward left `value`, and a rerun needs that one.
 bool has_replaced(PyObject* found, PyObject* value) {
   if (found == value || found == nullptr) return false;
-  if (is_plain(value)) return found == Py_None || is_plain(found);
-  return value == Py_None ? is_plain(found) : is_module(value) && is_module(found);
+  if (is_plain_tensor(value)) return found == Py_None || is_plain_tensor(found);
+  return value == Py_None ? is_plain_tensor(found) : is_module(value) && is_module(found);
 }
 
 // Owned by a Python Region.

@@ -108,6 +108,11 @@ bool is_true(PyObject* object, PyObject* name);
 inline bool is_of_type(PyObject* object, PyObject* type) {
   return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type)) != 0;
 }
+// Whether it is exactly a tensor or a parameter: subclasses may stand for others that come and go, as DTensor does.
+inline bool is_plain_tensor(PyObject* object) {
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == python().tensor_type || type == python().parameter_type;
+}
 // Types may ask Python code, in which a signal handler may raise.
 bool is_instance(PyObject* object, PyObject* type);
 // The version of a tensor, 0 for inference tensors: they have none, and nothing is known of what is done to them.

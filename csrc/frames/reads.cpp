@@ -45,6 +45,15 @@ Reads& reads() {
   return *found;
 }
 
+py::object storage_of(PyObject* tensor) {
+  PyObject* storage = reads().untyped_storage.get(tensor);
+  if (storage == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
+    PyErr_Clear();
+  }
+  return py::reinterpret_steal<py::object>(storage);
+}
+
 void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* storage_type) {
   Reads& r = reads();
   for (Read* read : {&r.shape, &r.dtype, &r.device, &r.version, &r.requires_grad, &r.is_leaf, &r.is_cpu,

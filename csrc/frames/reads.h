@@ -68,6 +68,9 @@ struct Reads {
 
 Reads& reads();
 
+// The storage; null where the tensor has none that can be read: sparse ones, and those of function transforms.
+py::object storage_of(PyObject* tensor);
+
 // Looks all of them up; the types are those of `connect`.
 void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* storage_type);
 

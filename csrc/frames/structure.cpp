@@ -1,6 +1,5 @@
 #include "frames/structure.h"
 
-#include <cstring>
 #include <deque>
 #include <unordered_map>
 #include <unordered_set>

@@ -3,17 +3,9 @@
 #include "frames/python.h"
 
 namespace actckpt {
-namespace {
-
-bool is_plain(PyObject* tensor) {
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  return type == python().tensor_type || type == python().parameter_type;
-}
-
-}  // namespace
 
 Witness::Witness(PyObject* tensor, long long version, PyObject* held) : version_(version) {
-  if (held == tensor || is_plain(tensor)) return;
+  if (held == tensor || is_plain_tensor(tensor)) return;
   version_ = version_of(held);
   PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
   if (reference == nullptr) throw py::error_already_set();

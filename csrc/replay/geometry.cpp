@@ -57,11 +57,6 @@ PyObject* dtype_of(const DlTensor& from, PyObject* tensor) {
   return known->emplace(key, reads().dtype(tensor).release().ptr()).first->second;
 }
 
-bool is_plain(PyObject* tensor) {
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  return type == python().tensor_type || type == python().parameter_type;
-}
-
 // Whether DLPack has words for a tensor, as far as that is known without asking.
 bool is_describable(PyObject* tensor) {
   return reads().layout(tensor).ptr() == names().strided && !reads().is_meta.is_true(tensor) &&
@@ -81,7 +76,7 @@ const Geometry& Geometry::of(PyObject* tensor) {
 }
 
 bool Geometry::read_at_once(PyObject* tensor) {
-  if (exchange == nullptr || !is_plain(tensor)) return false;
+  if (exchange == nullptr || !is_plain_tensor(tensor)) return false;
   // To refuse takes torch milliseconds, for the text of its error: after the first time, torch is not asked again about
   // tensors that it would refuse.
   static bool has_refused = false;

@@ -329,11 +329,7 @@ TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject
 
 py::object storage_of(PyObject* tensor, const Geometry& geometry) {
   if (!geometry.is_known() && reads().is_nested.is_true(tensor)) return py::object();
-  PyObject* storage = reads().untyped_storage.get(tensor);
-  if (storage != nullptr) return py::reinterpret_steal<py::object>(storage);
-  if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
-  PyErr_Clear();
-  return py::object();
+  return storage_of(tensor);
 }
 
 bool is_tensor_type(PyObject* type) {
