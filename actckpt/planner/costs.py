@@ -154,7 +154,17 @@ class CostTable:
             capacity_bytes=_capacity(fields, len(stack)),
         )
         fields.nothing_else()
+        found._check_both_ways("d2h_bytes_per_s", "h2d_bytes_per_s")
+        found._check_both_ways("disk_write_bytes_per_s", "disk_read_bytes_per_s")
         return found
+
+    def _check_both_ways(self, out: str, back: str) -> None:
+        missing, given = sorted((out, back), key=lambda name: getattr(self, name))
+        if getattr(self, missing) == 0 < getattr(self, given):
+            raise CostTableError(
+                f"cost table.{given} is {getattr(self, given)}, but {missing} is 0: nothing could go there and come "
+                "back. Give both, or neither."
+            )
 
     @classmethod
     def from_json(cls, path: str | Path) -> CostTable:

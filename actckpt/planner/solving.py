@@ -56,10 +56,12 @@ def solve(
     Raises:
         PlanInfeasibleError: no plan fits. Its `smallest_bytes` is the smallest budget for which there is one.
         CostTableError: the cost table makes no sense.
-        ValueError: the budget is none, or a pin cannot be.
+        ValueError: the budget or the time limit is none, or a pin cannot be.
     Cost: below a second for a hundred blocks of fifteen values; up to `time_limit_s` more below 16 blocks.
     Source: the linear program over blocks of NOTE [ Formulation ], rounded, and improved value by value.
     """
+    if not time_limit_s >= 0:
+        raise ValueError(f"time_limit_s={time_limit_s} is no time. Pass a number of seconds from 0 on.")
     problem = Problem.of(as_cost_table(costs), _budget(budget), pins)
     best, bound_s = candidate(problem, problem.plain), 0.0
     if best is None or best.rank > (0.0, 0.0):

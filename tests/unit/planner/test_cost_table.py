@@ -67,6 +67,12 @@ def _table(**changes: Any) -> Callable[[Table], None]:
 
 _VALUES = "cost table.classes.attention.values"
 _BAD: dict[str, tuple[Callable[[Table], Any], str]] = {
+    "no way back": (
+        _table(d2h_bytes_per_s=4, h2d_bytes_per_s=0),
+        "cost table.d2h_bytes_per_s is 4, but h2d_bytes_per_s is 0: nothing could go there and come back",
+    ),
+    "no reading": (_table(disk_write_bytes_per_s=4, disk_read_bytes_per_s=0), "disk_read_bytes_per_s is 0"),
+    "no way out": (_table(d2h_bytes_per_s=0, h2d_bytes_per_s=5), "h2d_bytes_per_s is 5, but d2h_bytes_per_s is 0"),
     "cycle": (_value(1, inputs=["out"]), f"{_VALUES} has a cycle: qkv <- out <- qkv"),
     "own input": (_value(1, inputs=["qkv"]), f"{_VALUES} has a cycle: qkv <- qkv"),
     "later": (_value(0, inputs=["other"]), f"{_VALUES}[0].inputs[0] is 'other', which is not there"),

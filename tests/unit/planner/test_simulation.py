@@ -213,4 +213,4 @@ def test_a_plan_that_does_what_the_table_does_not_allow_is_refused() -> None:
     with pytest.raises(
         ValueError, match="The plan offloads values, but the cost table has no d2h_bytes_per_s or h2d_bytes_per_s"
     ):
-        _simulate({**table, "h2d_bytes_per_s": 0}, "okk", budget=100)
+        _simulate({**table, "d2h_bytes_per_s": 0, "h2d_bytes_per_s": 0}, "okk", budget=100)

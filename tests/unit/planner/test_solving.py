@@ -253,6 +253,12 @@ def test_a_budget_that_is_no_size_is_refused(table: Table, budget: Any) -> None:
         solve(table, budget=budget)
 
 
+@pytest.mark.parametrize("time_limit_s", [-1, float("nan")])
+def test_a_time_limit_that_is_no_time_is_refused(table: Table, time_limit_s: float) -> None:
+    with pytest.raises(ValueError, match=rf"^time_limit_s={time_limit_s} is no time\. Pass"):
+        solve(table, budget=60, time_limit_s=time_limit_s)
+
+
 def test_a_budget_may_be_a_text_with_a_unit(llama: SimpleNamespace) -> None:
     table = llama.shape_8b(16)
     assert solve(table, budget="10 GiB").budget_bytes == 10 * 2**30
