@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,14 +105,6 @@ def _peaks(name: str, run: Callable[..., Tensor], policy: Any) -> list[int]:
             loss.backward()
         peaks.append(live.peak_bytes)
     return peaks
-
-
-@pytest.fixture(autouse=True)
-def _first() -> Iterator[None]:
-    before = actckpt.configure().audit
-    actckpt.configure(audit="first")
-    yield
-    actckpt.configure(audit=before)
 
 
 @pytest.mark.parametrize("run", [_whole, _blocks])

@@ -18,14 +18,6 @@ from actckpt.runtime.replay import audit
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def _first() -> Iterator[None]:
-    before = actckpt.configure().audit
-    actckpt.configure(audit="first")
-    yield
-    actckpt.configure(audit=before)
-
-
 def _peaks(make: Callable[[], Tensor]) -> list[float]:
     """Return the peaks of three steps of a new region, in MiB."""
 

@@ -18,14 +18,6 @@ import actckpt
 Function = Callable[[Tensor], Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _first() -> Iterator[None]:
-    before = actckpt.configure().audit
-    actckpt.configure(audit="first")
-    yield
-    actckpt.configure(audit=before)
-
-
 class Doubled(torch.autograd.Function):
     """Twice its argument; where `raw`, a kernel that torch knows nothing of puts five times there instead."""
 
