@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_settings import EINSUM, backends
+from torch_settings import EINSUM, backends, entered
 
 import actckpt
 from actckpt.runtime import numerics
@@ -53,6 +53,7 @@ READ: dict[str, Callable[[], Any]] = {
             "_C._get_cublas_allow_fp16_reduced_precision_reduction()",
             "_C._get_cublas_allow_bf16_reduced_precision_reduction()",
             "backends.cuda.preferred_blas_library()",
+            "backends.cuda.preferred_rocm_fa_library()",
             *(f"backends.cudnn.{name}" for name in ("allow_tf32", "benchmark", "deterministic", "enabled")),
             *(f"backends.cudnn.{name}.fp32_precision" for name in ("conv", "rnn")),
             "backends.cudnn.depthwise_kernel",
@@ -122,6 +123,7 @@ def as_before() -> Iterator[None]:
     fastpath, einsum = backends.mha.get_fastpath_enabled(), (EINSUM["enabled"], EINSUM["strategy"])
     seen.clear()
     yield
+    entered.close()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = True
     torch.set_default_tensor_type(torch.FloatTensor)
