@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -112,6 +114,17 @@ def assert_as_plain(program: Callable[[Checkpoint], Any]) -> Any:
     assert_equal(results["actckpt"], results["plain"])
     assert_equal(results["actckpt"], results["torch"])
     return results["actckpt"][0]
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Free inside the block only what nobody refers to."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def leaf(*shape: int, **options: Any) -> torch.Tensor:

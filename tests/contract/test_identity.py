@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from offload_oracle import TwoTensor, flush, two_tensor
-from oracle import assert_equal, leaf, plain, theirs
+from oracle import assert_equal, leaf, no_collector, plain, theirs
 from te_fakes import installed
 
 import actckpt
@@ -161,17 +159,9 @@ def test_a_tensor_that_was_changed_still_raises(name: str) -> None:
         torch.autograd.grad(y.sum(), x)
 
 
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.parametrize("name", ["recompute", "list", "function", "offload", "offload policy"])
 def test_the_object_is_not_kept_alive(name: str) -> None:
-    with _no_collector():
+    with no_collector():
         saved, x = torch.randn(4, 6), leaf(4, 6)
         saved.tag = "saved"  # type: ignore[attr-defined]
         y = STAYING[name](lambda x, saved=saved: Saves.apply(x.sin(), saved).exp(), x)
@@ -187,7 +177,7 @@ def test_attributes_that_lead_to_the_graph_do_not_keep_it_alive(name: str) -> No
     class Probe:
         pass
 
-    with _no_collector():
+    with no_collector():
         saved, x, probe = torch.randn(4, 6), leaf(4, 6), Probe()
         saved.tag = "saved"  # type: ignore[attr-defined]
         y = STAYING[name](lambda x, saved=saved: Saves.apply(x.sin(), saved).exp(), x)

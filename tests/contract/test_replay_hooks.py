@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's name
-from oracle import assert_equal, leaf, theirs
+from oracle import assert_equal, leaf, no_collector, theirs
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
@@ -257,14 +255,6 @@ class _Owner:
         return tensor
 
 
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 METHODS: dict[str, Callable[..., Any]] = {
     "region": _in_region("recompute"),
     "list": _in_region([aten.exp]),
@@ -286,7 +276,7 @@ def test_hooks_that_packed_nothing_are_not_kept_alive(name: str) -> None:
 
     module = Exponential()
     packed: list[torch.Tensor] = []
-    with _no_collector():
+    with no_collector():
         owner = _Owner()
         owner.pack = lambda tensor: packed.append(tensor) or tensor  # type: ignore[assignment, func-returns-value]
         with saved_tensors_hooks(owner.pack, owner.unpack):
@@ -303,7 +293,7 @@ def test_hooks_that_packed_nothing_are_not_kept_alive(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_hooks_that_packed_something_die_with_the_graph(name: str) -> None:
     x = leaf(6, 6)
-    with _no_collector():
+    with no_collector():
         owner = _Owner()
         with saved_tensors_hooks(owner.pack, owner.unpack):
             y = METHODS[name](lambda: (x * 2).sin().exp())
