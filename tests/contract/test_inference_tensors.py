@@ -169,9 +169,9 @@ def test_an_inference_tensor_on_memory_that_was_seen_before_is_noticed() -> None
     with actckpt.region():
         y = (x + same).sin()
         z = (y + t).sin()
-    expected = [y.detach().clone(), (y + t).cos().detach()]
+    expected = (y + t).cos().detach()
     change(t)
-    assert_equal(torch.autograd.grad(z, y, torch.ones(3))[0], expected[1])
+    assert_equal(torch.autograd.grad(z, y, torch.ones(3))[0], expected)
 
 
 def test_a_backward_in_inference_mode_is_as_plain() -> None:
