@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,14 +12,11 @@ import torch
 import torch.distributed as dist
 from offload_oracle import TwoTensor, flush
 from oracle import assert_equal
+from ranks import needs_gloo
 from torch.utils import _pytree
 
 import actckpt
 from actckpt.memory import LiveStorages
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not dist.is_available(), reason="needs torch.distributed with gloo"
-)
 
 aten = torch.ops.aten
 
@@ -172,7 +168,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "offload": _offload,
 }
 
-pytestmark = [pytestmark, pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")]
+pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")]
 
 
 @pytest.mark.parametrize("method", METHODS)
