@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch_settings import EINSUM, backends, entered
 
 import actckpt
 from actckpt.runtime import numerics
+
+#: Marks of a module whose tests change settings.
+CHANGES_SETTINGS = [
+    pytest.mark.usefixtures("settings_as_before"),
+    pytest.mark.filterwarnings("ignore:.*torch.set_default_tensor_type.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is an experimental feature.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
+]
 
 
 def flushes() -> bool:
@@ -114,8 +122,8 @@ _ALL_PRECISIONS = [
 ]
 
 
-@contextmanager
-def as_before() -> Iterator[None]:
+@pytest.fixture
+def settings_as_before() -> Iterator[None]:
     """Read what CUDA alone has, too; and put everything back."""
     numerics.connect(on_cuda=True, on_hip=True)
     settings = list(zip(numerics.in_force, actckpt._frames.numerics(), strict=True))

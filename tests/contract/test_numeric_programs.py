@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from oracle import assert_equal
-from settings_seen import as_before
+from settings_seen import CHANGES_SETTINGS
 from torch import Tensor
 from torch_settings import RESTORED, call
 
 import actckpt
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.set_default_tensor_type.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*is an experimental feature.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    with as_before():
-        yield
+pytestmark = CHANGES_SETTINGS
 
 
 def _integers(w: Tensor) -> Tensor:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from oracle import assert_equal
 from settings_seen import (
+    CHANGES_SETTINGS,
     READ_ABOVE,
     READ_BY_CODE,
-    as_before,
     assert_same,
     everything,
     fails_from_call,
@@ -26,17 +25,7 @@ from torch_settings import CANNOT_CHANGE, IRRELEVANT, RESTORED, RESTORED_FOR_RER
 
 import actckpt
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.set_default_tensor_type.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*is an experimental feature.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    with as_before():
-        yield
+pytestmark = CHANGES_SETTINGS
 
 
 def test_every_public_setter_of_torch_is_classed() -> None:
