@@ -127,6 +127,26 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
+class Saves(torch.autograd.Function):
+    """Twice its first argument. Saves the second one, of any kind, for `backward`, which subclasses have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, saved: Any) -> Any:
+        """Save the tensor."""
+        ctx.save_for_backward(saved)
+        return x * 2
+
+
+class SavingSquare(torch.autograd.Function):
+    """The square of its argument, which it saves for `backward`, which subclasses have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        """Save the argument."""
+        ctx.save_for_backward(x)
+        return x * x
+
+
 def leaf(*shape: int, **options: Any) -> torch.Tensor:
     """Return a random tensor that requires grad."""
     return torch.randn(*shape, requires_grad=True, **options)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from offload_oracle import TwoTensor, flush, two_tensor
@@ -17,15 +18,10 @@ import actckpt
 aten = torch.ops.aten
 
 
-class Saves(torch.autograd.Function):
+class Saves(oracle.Saves):
     """Saves a tensor and remembers what it gets back."""
 
     found: list[Any] = []  # noqa: RUF012 - cleared by each test
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, saved: Any) -> torch.Tensor:
-        ctx.save_for_backward(saved)
-        return x * 2
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
