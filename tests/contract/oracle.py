@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -112,6 +114,37 @@ def assert_as_plain(program: Callable[[Checkpoint], Any]) -> Any:
     assert_equal(results["actckpt"], results["plain"])
     assert_equal(results["actckpt"], results["torch"])
     return results["actckpt"][0]
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Free inside the block only what nobody refers to."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Saves(torch.autograd.Function):
+    """Twice its first argument. Saves the second one, of any kind, for `backward`, which subclasses have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, saved: Any) -> Any:
+        """Save the tensor."""
+        ctx.save_for_backward(saved)
+        return x * 2
+
+
+class SavingSquare(torch.autograd.Function):
+    """The square of its argument, which it saves for `backward`, which subclasses have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        """Save the argument."""
+        ctx.save_for_backward(x)
+        return x * x
 
 
 def leaf(*shape: int, **options: Any) -> torch.Tensor:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
-from torch_settings import EINSUM, backends
+from torch_settings import EINSUM, backends, entered
 
 import actckpt
 from actckpt.runtime import numerics
+
+#: Marks of a module whose tests change settings.
+CHANGES_SETTINGS = [
+    pytest.mark.usefixtures("settings_as_before"),
+    pytest.mark.filterwarnings("ignore:.*torch.set_default_tensor_type.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is an experimental feature.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
+]
 
 
 def flushes() -> bool:
@@ -53,6 +61,7 @@ READ: dict[str, Callable[[], Any]] = {
             "_C._get_cublas_allow_fp16_reduced_precision_reduction()",
             "_C._get_cublas_allow_bf16_reduced_precision_reduction()",
             "backends.cuda.preferred_blas_library()",
+            "backends.cuda.preferred_rocm_fa_library()",
             *(f"backends.cudnn.{name}" for name in ("allow_tf32", "benchmark", "deterministic", "enabled")),
             *(f"backends.cudnn.{name}.fp32_precision" for name in ("conv", "rnn")),
             "backends.cudnn.depthwise_kernel",
@@ -113,8 +122,8 @@ _ALL_PRECISIONS = [
 ]
 
 
-@contextmanager
-def as_before() -> Iterator[None]:
+@pytest.fixture
+def settings_as_before() -> Iterator[None]:
     """Read what CUDA alone has, too; and put everything back."""
     numerics.connect(on_cuda=True, on_hip=True)
     settings = list(zip(numerics.in_force, actckpt._frames.numerics(), strict=True))
@@ -122,6 +131,7 @@ def as_before() -> Iterator[None]:
     fastpath, einsum = backends.mha.get_fastpath_enabled(), (EINSUM["enabled"], EINSUM["strategy"])
     seen.clear()
     yield
+    entered.close()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = True
     torch.set_default_tensor_type(torch.FloatTensor)

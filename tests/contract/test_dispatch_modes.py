@@ -277,11 +277,8 @@ def _known_modes() -> dict[str, Callable[[], Any]]:
 def test_modes_known_to_change_nothing_do_not_count(name: str) -> None:
     expected = _report(contextlib.nullcontext())
     found = _report(_known_modes()[name]())
-    if name == "allow_mutation_on_saved_tensors":  # has hooks as well, and holds what it packs
-        assert not any("mode" in why for row in found.rows for why in row.not_replayed)
-        return
-    assert (found.recomputed_bytes, found.kept_bytes) == (expected.recomputed_bytes, expected.kept_bytes)
-    assert found.recomputed_bytes > 0
+    assert found.recomputed_bytes == expected.recomputed_bytes > 0
+    assert found.kept_bytes == expected.kept_bytes or name == "allow_mutation_on_saved_tensors"  # hooks hold the inputs
 
 
 @pytest.mark.filterwarnings("ignore:.*that the policy of this region wants to recompute:UserWarning")
@@ -320,12 +317,11 @@ def test_one_mode_among_others_that_may_change_results_suffices() -> None:
             assert_equal(_gradients(_region("recompute"), *_no_contexts()), expected)
 
 
-def test_modes_outside_see_the_same_operators_in_the_same_order_after_a_rerun() -> None:
-    outer, inner = Counter(), LiveStorages()
+def test_modes_are_in_the_same_order_after_a_rerun() -> None:
     x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
     with MoreMul():
         y = actckpt.checkpoint(_body, x, w)
-    with outer, MoreMul(), inner:
+    with Counter(), MoreMul(), LiveStorages():
         stack = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
         y.sum().backward()
         assert stack == [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]

@@ -90,15 +90,21 @@ def interruptions(call: Callable[[], Any]) -> Iterator[int]:
     assert at > 20
 
 
-@_POLICIES
-def test_opening_interrupted_at_any_opcode_changes_nothing(policy: Any) -> None:
-    before = thread_state()
-    opened = []
+def _opening(policy: Any) -> tuple[Callable[[], None], list[Any]]:
+    """Return what opens a region, and the list of the one that it opened last."""
+    opened: list[Any] = []
 
     def enter() -> None:
         opened[:] = [actckpt.region(policy)]
         opened[0].__enter__()
 
+    return enter, opened
+
+
+@_POLICIES
+def test_opening_interrupted_at_any_opcode_changes_nothing(policy: Any) -> None:
+    before = thread_state()
+    enter, opened = _opening(policy)
     for _ in interruptions(enter):
         assert thread_state() == before
         assert_regions_work()
@@ -111,12 +117,7 @@ def test_opening_interrupted_inside_a_region_leaves_that_one_as_it_was(policy: A
     x = leaf(4)
     with actckpt.region(lambda info: actckpt.Action.RECOMPUTE) as outer:
         before = thread_state()
-        opened = []
-
-        def enter() -> None:
-            opened[:] = [actckpt.region(policy)]
-            opened[0].__enter__()
-
+        enter, opened = _opening(policy)
         for _ in interruptions(enter):
             assert thread_state() == before
         opened[0].__exit__(None, None, None)

@@ -146,7 +146,7 @@ def test_an_applied_model_whose_blocks_append_to_a_cache_trains_as_plain() -> No
         torch.manual_seed(0)
         model, cache = Decoder(_plain), Cache()
         if applies:
-            actckpt.apply(model)
+            assert actckpt.apply(model) == ("layers.0", "layers.1", "layers.2")
         for _ in range(2):
             model(torch.randn(2, 4, 8), cache).sum().backward(retain_graph=True)
         return [gradients(model), [layer.seen for layer in cache.layers]]

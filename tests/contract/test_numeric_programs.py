@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from oracle import assert_equal
-from settings_seen import as_before
+from settings_seen import CHANGES_SETTINGS
 from torch import Tensor
 from torch_settings import RESTORED, call
 
 import actckpt
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.set_default_tensor_type.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*is an experimental feature.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    with as_before():
-        yield
+pytestmark = CHANGES_SETTINGS
 
 
 def _integers(w: Tensor) -> Tensor:
@@ -173,16 +163,20 @@ def test_a_setting_for_one_layer_within_a_region_is_that_of_its_replay(audit: st
 
 def test_two_threads_that_restore_settings_leave_them_as_they_were() -> None:
     w = torch.randn(3, requires_grad=True)
-    results = []
+
+    def forward() -> Tensor:
+        y = w
+        for _ in range(50):
+            y = y * (torch.arange(3) * 0.5).sin().to(torch.float32)
+        return y
+
+    results, expected = [], []
     for dtype in (torch.float64, torch.bfloat16):
         torch.set_default_dtype(dtype)
-        with actckpt.region():
-            y = w
-            for _ in range(50):
-                y = y * (torch.arange(3) * 0.5).sin().to(torch.float32)
-        results.append(y)
+        expected.append(torch.autograd.grad(forward(), w, torch.ones(3))[0])
+        results.append(_METHODS["region"](lambda w: forward(), w))
     torch.set_default_dtype(torch.float32)
-    expected = [torch.autograd.grad(y, w, torch.ones(3), retain_graph=True)[0] for y in results]
+    assert not torch.equal(*expected)
     found: list[Any] = [None, None]
 
     def backward(index: int) -> None:

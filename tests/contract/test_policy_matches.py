@@ -137,7 +137,7 @@ _CALLS: dict[str, Callable[[], Any]] = {
     "aten.batch_norm": lambda: F.batch_norm(_X, torch.zeros(4), torch.ones(4), training=True),
     "aten.softmax": lambda: _X.softmax(-1),
     "aten.log_softmax": lambda: _X.log_softmax(-1),
-    "aten.dropout": lambda: F.dropout(_X.requires_grad_()),
+    "aten.dropout": lambda: F.dropout(_X.clone().requires_grad_()),
     "aten.cross_entropy_loss": lambda: F.cross_entropy(_X[0, 0], torch.zeros(6, dtype=torch.long)),
     "aten.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(*[torch.rand(1, 2, 8, 8)] * 3),
 }

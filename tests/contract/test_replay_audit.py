@@ -154,7 +154,10 @@ def test_an_audit_does_not_fail_where_its_store_refuses(monkeypatch: pytest.Monk
     from actckpt.engine import native
     from actckpt.runtime import stores
 
+    refused: list[int] = []
+
     def refuse(self: Any, source: Any, nbytes: int, *, must: bool = True) -> None:
+        refused.append(nbytes)
         raise native.EngineError("refused")
 
     _use_the_store()
@@ -162,6 +165,7 @@ def test_an_audit_does_not_fail_where_its_store_refuses(monkeypatch: pytest.Monk
     x = torch.randn(12, 3, requires_grad=True)
     with actckpt.region():
         y = x.exp().sin()
+    assert refused
     assert_equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(x.exp().sin().sum(), x)[0])
 
 
@@ -186,7 +190,10 @@ def test_an_audit_does_not_fail_in_a_child_process_that_may_not_use_its_store() 
 def test_an_audit_without_memory_for_its_checksum_is_left_out(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from actckpt.runtime.replay import audit
 
+    asked: list[Tensor] = []
+
     def out_of_memory(tensor: Tensor) -> Tensor:
+        asked.append(tensor)
         raise torch.OutOfMemoryError("none left")
 
     right = audit.checksum
@@ -196,6 +203,7 @@ def test_an_audit_without_memory_for_its_checksum_is_left_out(fails: str, monkey
         y = x.exp().sin()
     monkeypatch.setattr(audit, "checksum", out_of_memory if fails == "in backward" else right)
     assert_equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(x.exp().sin().sum(), x)[0])
+    assert asked
 
 
 def test_an_original_that_cannot_be_read_back_is_an_audit_error(monkeypatch: pytest.MonkeyPatch) -> None:

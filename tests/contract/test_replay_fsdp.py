@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import needs_gloo, run_on_two_ranks
 from torch import nn
 
 import actckpt
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not dist.is_available(), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 
 class Unit(nn.Module):
@@ -52,28 +49,20 @@ def _gradients(policy: Any, *, around: bool) -> list[torch.Tensor]:
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-def _check(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        expected = _gradients("keep", around=False)
-        for policy in ("recompute", ["aten.addmm"], "offload"):
-            for left, right in zip(_gradients(policy, around=False), expected, strict=True):
-                assert torch.equal(left, right), policy
-        with pytest.raises(
-            actckpt.SavedTensorChangedError,
-            match=r"(?s)the parameter [012]\.layers\.[02]\.(weight|bias) of.*FSDP2 frees.*inside each unit",
-        ):
-            _gradients("recompute", around=True)
-    finally:
-        dist.destroy_process_group()
+def _check() -> None:
+    expected = _gradients("keep", around=False)
+    for policy in ("recompute", ["aten.addmm"], "offload"):
+        for left, right in zip(_gradients(policy, around=False), expected, strict=True):
+            assert torch.equal(left, right), policy
+    with pytest.raises(
+        actckpt.SavedTensorChangedError,
+        match=r"(?s)the parameter [012]\.layers\.[02]\.(weight|bias) of.*FSDP2 frees.*inside each unit",
+    ):
+        _gradients("recompute", around=True)
 
 
-def test_rule_8_regions_inside_fsdp2_units_and_around_them() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_check, args=(port,), nprocs=2)
+def test_rule_8_regions_inside_fsdp2_units_and_around_them(tmp_path: Path) -> None:
+    run_on_two_ranks(_check, tmp_path)
 
 
 def test_rule_8_the_error_names_the_parameter_as_the_whole_model_knows_it() -> None:

@@ -339,8 +339,18 @@ def test_gradients_of_gradients_are_right_within_any_window() -> None:
 
 
 def test_an_order_of_ones_own_runs_no_operator_twice() -> None:
-    actckpt.configure(replay_order=lambda graph: range(len(graph.operators)))
+    asked: list[int] = []
+
+    def as_in_forward(graph: Any) -> range:
+        asked.append(len(graph.operators))
+        return range(len(graph.operators))
+
+    actckpt.configure(replay_order=as_in_forward)
     x = torch.linspace(0, 1, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(_chain(x, 32), x)
     with actckpt.region():
         loss = _chain(x, 32)
-    assert _num_replayed(lambda: torch.autograd.grad(loss, x)) <= 64
+    found: list[Tensor] = []
+    assert _num_replayed(lambda: found.extend(torch.autograd.grad(loss, x))) <= 64
+    assert torch.equal(found[0], expected)
+    assert max(asked) == 33  # the last exponential and all additions before it

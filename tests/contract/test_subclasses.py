@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -12,15 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from offload_oracle import TwoTensor, flush
-from oracle import assert_equal
+from oracle import Saves, assert_equal
+from ranks import needs_gloo
 from torch.utils import _pytree
 
 import actckpt
 from actckpt.memory import LiveStorages
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not dist.is_available(), reason="needs torch.distributed with gloo"
-)
 
 aten = torch.ops.aten
 
@@ -100,17 +96,18 @@ def _async(mesh: Any, x: torch.Tensor) -> torch.Tensor:
     return AsyncCollectiveTensor(torch.ops._c10d_functional.all_reduce(x, "sum", mesh.get_group().group_name))
 
 
-class _Saves(torch.autograd.Function):
-    """Multiplies with a tensor of any kind, that it saves."""
+class _Saves(Saves):
+    """Multiplies the gradient with what was saved, which is of the same kind as before."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, saved: Any) -> Any:
-        ctx.save_for_backward(saved)
-        return x * 2
+        ctx.kind = type(saved)
+        return Saves.forward(ctx, x, saved)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         (saved,) = ctx.saved_tensors
+        assert type(saved) is ctx.kind
         return grad * _plain(saved), None
 
 
@@ -170,7 +167,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "offload": _offload,
 }
 
-pytestmark = [pytestmark, pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")]
+pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")]
 
 
 @pytest.mark.parametrize("method", METHODS)

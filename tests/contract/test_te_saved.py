@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from offload_oracle import flush, store_of_kind
-from oracle import assert_equal, leaf
+from oracle import Saves, SavingSquare, assert_equal, leaf
 from te_fakes import VERSIONS, Quantized, QuantizedPair, clear_tensor_data, installed, quantize
 from te_oracle import RECIPES, plain, train
 
@@ -56,13 +56,8 @@ def test_item_14_parts_of_storages_are_saved_as_plain_tensors_and_moved(te: Any)
     y.sum().backward()
 
 
-class _Clears(torch.autograd.Function):
+class _Clears(Saves):
     """Saves a tensor, or a quantized one, and empties what it gets back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, saved: Any) -> Any:
-        ctx.save_for_backward(saved)
-        return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -106,12 +101,7 @@ def test_item_15_clearing_does_not_reach_a_reruns_values() -> None:
 
 
 def test_item_16_saved_tensors_are_unpacked_several_times_per_backward() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            ctx.save_for_backward(x)
-            return x * x
-
+    class Twice(SavingSquare):
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
             return grad * ctx.saved_tensors[0] + grad * ctx.saved_tensors[0]

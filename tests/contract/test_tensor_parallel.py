@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import socket
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F  # noqa: N812 - torch's name
+from ranks import needs_gloo, run_on_two_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -20,9 +18,7 @@ import actckpt
 from actckpt.action import Action
 from actckpt.memory import LiveStorages
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not dist.is_available(), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 aten = torch.ops.aten
 
@@ -162,30 +158,24 @@ def _selective(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
-def _check(rank: int, port: int) -> None:
+def _check() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        expected = _train(mesh, lambda block, x: block(x))
-        for name, method in METHODS.items():
-            for found, right in zip(_train(mesh, method), expected, strict=True):
-                assert torch.equal(found, right), name
-        rows: list[Any] = []
-        held_bytes = _held_bytes(mesh, _in_region(SAVED, rows))
-        of_collectives = sum(row.kept_bytes for row in rows if row.operator.startswith("_c10d_functional"))
-        theirs = _held_bytes(mesh, _selective)
-        assert held_bytes <= theirs + of_collectives, f"{held_bytes} of {theirs}, collectives {of_collectives}"
-        assert held_bytes < 0.8 * _held_bytes(mesh, lambda block, x: block(x))
-        assert _held_bytes(mesh, _in_region("recompute")) < held_bytes
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2,))
+    expected = _train(mesh, lambda block, x: block(x))
+    for name, method in METHODS.items():
+        for found, right in zip(_train(mesh, method), expected, strict=True):
+            assert torch.equal(found, right), name
+    rows: list[Any] = []
+    held_bytes = _held_bytes(mesh, _in_region(SAVED, rows))
+    of_collectives = sum(row.kept_bytes for row in rows if row.operator.startswith("_c10d_functional"))
+    theirs = _held_bytes(mesh, _selective)
+    assert held_bytes <= theirs + of_collectives, f"{held_bytes} of {theirs}, collectives {of_collectives}"
+    assert held_bytes < 0.8 * _held_bytes(mesh, lambda block, x: block(x))
+    assert _held_bytes(mesh, _in_region("recompute")) < held_bytes
 
 
-def test_tensor_and_sequence_parallel_blocks_have_the_gradients_of_plain_autograd_and_hold_no_more_than_torch() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_check, args=(port,), nprocs=2)
+def test_tensor_and_sequence_parallel_blocks_have_the_gradients_of_plain_autograd_and_hold_no_more_than_torch(
+    tmp_path: Path,
+) -> None:
+    run_on_two_ranks(_check, tmp_path)

@@ -130,4 +130,4 @@ def test_a_region_over_meta_tensors_takes_a_few_times_as_long_as_plain() -> None
     _seconds(None), _seconds("recompute")
     times = [(_seconds("recompute"), _seconds(None)) for _ in range(9)]
     ours, plain = (median(column) for column in zip(*times, strict=True))
-    assert ours < 12 * plain  # asking DLPack about a meta tensor made it 200 times
+    assert ours < 5 * plain  # asking DLPack about a meta tensor made it 200 times

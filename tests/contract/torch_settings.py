@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import pkgutil
@@ -172,9 +173,13 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[]
     return lambda: function(*args, **kwargs)
 
 
+#: Contexts that were entered; one that nobody holds leaves at once.
+entered = contextlib.ExitStack()
+
+
 def enter(context: Callable[..., Any], **kwargs: Any) -> Callable[[], None]:
-    """Return a function that enters a context for good; `_as_before` undoes it."""
-    return lambda: context(**kwargs).__enter__()
+    """Return a function that enters a context, which `entered.close()` leaves."""
+    return lambda: entered.enter_context(context(**kwargs))
 
 
 #: Whether cuBLAS may reduce in bfloat16, and with split-k; before torch 2.11 there is the first one only.
@@ -210,13 +215,28 @@ RESTORED: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         assign("torch.utils.deterministic.fill_uninitialized_memory", False),
         assign("torch.utils.deterministic.fill_uninitialized_memory", True),
     ),
-    "torch.backends.fp32_precision": (assign("torch.backends.fp32_precision", "tf32"), lambda: None),
+    "torch.backends.fp32_precision": (
+        assign("torch.backends.fp32_precision", "tf32"),
+        assign("torch.backends.fp32_precision", "ieee"),
+    ),
     "torch.backends.set_flags": (lambda: None, call(backends.m.set_flags, "bf16")),
-    "torch.backends.flags": (lambda: None, enter(backends.m.flags, fp32_precision="ieee")),
-    "torch.backends.mkldnn.enabled": (assign("torch.backends.mkldnn.enabled", False), lambda: None),
-    "torch.backends.mkldnn.deterministic": (assign("torch.backends.mkldnn.deterministic", True), lambda: None),
-    "torch.backends.mkldnn.fp32_precision": (assign("torch.backends.mkldnn.fp32_precision", "bf16"), lambda: None),
-    "torch.backends.mkldnn.set_flags": (call(backends.mkldnn.set_flags, False, True), lambda: None),
+    "torch.backends.flags": (lambda: None, enter(backends.m.flags, fp32_precision="tf32")),
+    "torch.backends.mkldnn.enabled": (
+        assign("torch.backends.mkldnn.enabled", False),
+        assign("torch.backends.mkldnn.enabled", True),
+    ),
+    "torch.backends.mkldnn.deterministic": (
+        assign("torch.backends.mkldnn.deterministic", True),
+        assign("torch.backends.mkldnn.deterministic", False),
+    ),
+    "torch.backends.mkldnn.fp32_precision": (
+        assign("torch.backends.mkldnn.fp32_precision", "bf16"),
+        assign("torch.backends.mkldnn.fp32_precision", "ieee"),
+    ),
+    "torch.backends.mkldnn.set_flags": (
+        call(backends.mkldnn.set_flags, False, True),
+        call(backends.mkldnn.set_flags, True, False),
+    ),
     "torch.backends.mkldnn.flags": (lambda: None, enter(backends.mkldnn.flags, enabled=False, fp32_precision="bf16")),
     **{
         f"torch.backends.mkldnn.{name}.fp32_precision": (
@@ -267,30 +287,42 @@ RESTORED: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         ]
     },
     "torch.backends.cuda.preferred_blas_library": (
-        call(backends.cuda.preferred_blas_library, "cublas"),
+        call(backends.cuda.preferred_blas_library, "ck"),
         call(backends.cuda.preferred_blas_library, "default"),
     ),
-    "torch.backends.cuda.preferred_linalg_library": (lambda: None, lambda: None),  # others cannot be set on a CPU
-    "torch.backends.cuda.preferred_rocm_fa_library": (lambda: None, lambda: None),
+    "torch.backends.cuda.preferred_linalg_library": (lambda: None, lambda: None),
+    "torch.backends.cuda.preferred_rocm_fa_library": (
+        call(backends.cuda.preferred_rocm_fa_library, "ck"),
+        call(backends.cuda.preferred_rocm_fa_library, "aotriton"),
+    ),
     **{
-        f"torch.backends.cudnn.{name}": (assign(f"torch.backends.cudnn.{name}", value), lambda: None)
-        for name, value in [
-            ("allow_tf32", False),
-            ("benchmark", True),
-            ("deterministic", True),
-            ("enabled", False),
-            ("fp32_precision", "tf32"),
-            ("depthwise_kernel", "cudnn"),
-            ("conv.fp32_precision", "ieee"),
-            ("rnn.fp32_precision", "ieee"),
+        f"torch.backends.cudnn.{name}": (
+            assign(f"torch.backends.cudnn.{name}", first),
+            assign(f"torch.backends.cudnn.{name}", second),
+        )
+        for name, first, second in [
+            ("allow_tf32", False, True),
+            ("benchmark", True, False),
+            ("deterministic", True, False),
+            ("enabled", False, True),
+            ("fp32_precision", "tf32", "ieee"),
+            ("depthwise_kernel", "cudnn", "native"),
+            ("conv.fp32_precision", "ieee", "tf32"),
+            ("rnn.fp32_precision", "ieee", "tf32"),
         ]
     },
     "torch.backends.cudnn.set_flags": (lambda: None, call(backends.cudnn.set_flags, False, True)),
-    "torch.backends.cudnn.flags": (enter(backends.cudnn.flags, enabled=False), lambda: None),
-    "torch.backends.miopen.immediate": (assign("torch.backends.miopen.immediate", True), lambda: None),
-    "torch.backends.miopen.set_flags": (call(backends.miopen.set_flags, True), lambda: None),
+    "torch.backends.cudnn.flags": (enter(backends.cudnn.flags, enabled=False), entered.close),
+    "torch.backends.miopen.immediate": (
+        assign("torch.backends.miopen.immediate", True),
+        assign("torch.backends.miopen.immediate", False),
+    ),
+    "torch.backends.miopen.set_flags": (call(backends.miopen.set_flags, True), call(backends.miopen.set_flags, False)),
     "torch.backends.miopen.flags": (lambda: None, enter(backends.miopen.flags, immediate=True)),
 }
+
+#: What a CPU refuses to set to anything else.
+CANNOT_CHANGE = {"torch.backends.cuda.preferred_linalg_library"}
 
 EINSUM = vars(backends.opt_einsum.m)
 #: The same for what reruns find, and what recorded operators do not depend on: Python code that chooses among them.
@@ -300,8 +332,14 @@ RESTORED_FOR_RERUNS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = 
         call(backends.mha.set_fastpath_enabled, True),
     ),
     # As its own functions do; they refuse where the package is not installed.
-    "torch.backends.opt_einsum.flags": (call(EINSUM.update, enabled=True, strategy="greedy"), lambda: None),
+    "torch.backends.opt_einsum.flags": (
+        call(EINSUM.update, enabled=True, strategy="greedy"),
+        call(EINSUM.update, enabled=False, strategy=None),
+    ),
     "torch.backends.opt_einsum.set_flags": (lambda: None, call(EINSUM.update, enabled=True, strategy="optimal")),
-    "torch.backends.opt_einsum.enabled": (call(EINSUM.update, enabled=True), lambda: None),
-    "torch.backends.opt_einsum.strategy": (call(EINSUM.update, strategy="greedy"), lambda: None),
+    "torch.backends.opt_einsum.enabled": (call(EINSUM.update, enabled=True), call(EINSUM.update, enabled=False)),
+    "torch.backends.opt_einsum.strategy": (
+        call(EINSUM.update, strategy="greedy"),
+        call(EINSUM.update, strategy="optimal"),
+    ),
 }

@@ -56,9 +56,23 @@ def compare(
     names = actckpt.apply(applied)
     ours = Held(applied, inputs, **keywords)
     assert actckpt.report(applied).blocks_ran == names
-    assert ours.gradients.keys() == plain.gradients.keys()
+    assert ours.gradients.keys() == plain.gradients.keys() and ours.buffers.keys() == plain.buffers.keys()
     assert all(torch.equal(found, plain.buffers[name]) for name, found in ours.buffers.items())
     for name, expected in plain.gradients.items():
         found = ours.gradients[name]
         assert found is expected or torch.equal(found, expected), name
     return names, plain, library, ours
+
+
+def assert_holds_no_more_than_its_own(
+    model: nn.Module, inputs: tuple[Any, ...], switch: Callable[[nn.Module], Any], *, num_blocks: int, of_plain: float
+) -> None:
+    """Hold and peak no more than checkpointing of the library, which `switch` turns on, over so many blocks.
+
+    That peaks below `of_plain` times the peak without checkpointing.
+    """
+    names, plain, theirs, ours = compare(model, inputs, switch)
+    assert len(names) == num_blocks
+    assert theirs is not None
+    assert ours.after_forward <= SLACK * theirs.after_forward
+    assert ours.peak <= SLACK * theirs.peak < of_plain * plain.peak
