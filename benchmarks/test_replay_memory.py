@@ -1,6 +1,7 @@
 """How many bytes do per-op policies hold, and how many operators do they execute again? Counted, not timed.
 
-Four transformer blocks (width 256, batch 4, sequence 512), and one region over 32 layers, beside torch's own functions.
+Four transformer blocks (width 256, batch 4, sequence 512), and one region over 32 layers, beside torch's own functions;
+whole models in one region, with `replay_window=None` and `"auto"`, and with `offload` around them.
 Run with `python -m pytest benchmarks/test_replay_memory.py`; prints bytes held after the forward and at the peak, over
 plain training, without parameters and their gradients, and the operators that backward executed.
 """
@@ -173,3 +174,81 @@ def test_one_region_over_32_layers(benchmark: Any, capsys: pytest.CaptureFixture
     assert windowed.peak_bytes <= 0.4 * results["plain"].peak_bytes
     assert ours.peak_bytes <= 0.35 * results["plain"].peak_bytes
     assert unbounded.peak_bytes <= results["torch checkpoint"].peak_bytes
+
+
+#: Model, inputs, and what `None` and `"auto"` take (docs/usage.md): peak over plain's, operators executed again.
+_WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[int | str | None, tuple[float, int]]]] = {
+    "32 layers of Linear(512) and GELU, batch 256": (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(32))),
+        (256, 512),
+        {None: (0.97, 63), "auto": (0.21, 115)},
+    ),
+    "12 transformer blocks (width 128, batch 4, sequence 128)": (
+        lambda: nn.Sequential(*(_Block(128) for _ in range(12))),
+        (4, 128, 128),
+        {None: (1.00, 118), "auto": (0.16, 203)},
+    ),
+    "4 transformer blocks (width 256, batch 4, sequence 512)": (
+        lambda: nn.Sequential(*(_Block(256) for _ in range(4))),
+        (4, 512, 256),
+        {None: (1.00, 38), "auto": (0.33, 59)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _WHOLE)
+def test_a_whole_model_in_one_region(name: str, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    make, shape, expected = _WHOLE[name]
+    model, inputs = make(), torch.randn(shape)
+    results = {"plain": _measure(model, functools.partial(model, inputs))}
+    step = functools.partial(_METHODS["actckpt recompute"], model, inputs)
+    try:
+        for window in expected:
+            actckpt.configure(replay_window=window)
+            results[f"replay_window={window!r}"] = _measure(model, step)
+    finally:
+        actckpt.configure(replay_window="auto")
+    _report(results, benchmark, capsys, f"{name}, one region")
+    benchmark.pedantic(lambda: step().sum().backward(), rounds=1, iterations=1)
+    plain, *ours = results.values()
+    found = [(round(r.peak_bytes / plain.peak_bytes, 2), r.calls.total() - plain.calls.total()) for r in ours]
+    assert found == list(expected.values())
+
+
+#: Model, inputs, and the peak over plain's of `offload` around it, which keeps nothing of 1 MiB or more in memory.
+_OFFLOADED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
+    "32 layers of Linear(512) and GELU, batch 512": (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(32))),
+        (512, 512),
+        0.18,
+    ),
+    "12 transformer blocks (width 256, batch 4, sequence 256)": (
+        lambda: nn.Sequential(*(_Block(256) for _ in range(12))),
+        (4, 256, 256),
+        0.19,
+    ),
+    "4 transformer blocks (width 256, batch 4, sequence 512)": (
+        lambda: nn.Sequential(*(_Block(256) for _ in range(4))),
+        (4, 512, 256),
+        0.42,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _OFFLOADED)
+def test_offload_around_a_whole_model(name: str, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    make, shape, expected = _OFFLOADED[name]
+    model, inputs = make(), torch.randn(shape)
+
+    def step() -> Tensor:
+        with actckpt.offload():
+            loss: Tensor = model(inputs)
+        return loss
+
+    results = {"plain": _measure(model, functools.partial(model, inputs)), "actckpt offload": _measure(model, step)}
+    _report(results, benchmark, capsys, f"{name}, offload around it")
+    benchmark.pedantic(lambda: step().sum().backward(), rounds=1, iterations=1)
+    plain, ours = results.values()
+    assert round(ours.peak_bytes / plain.peak_bytes, 2) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_replay_memory import Block
 
 import actckpt
 from actckpt.memory import LiveStorages
+from actckpt.runtime.replay import execute
 
 _LAYERS = 32
 
@@ -137,6 +139,36 @@ def test_one_region_around_a_whole_model_peaks_at_a_third_of_plain_for_twice_the
     assert whole.peak_bytes <= 0.35 * plain
     assert whole.replayed_operators <= 2 * once
     assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_operator_of_a_whole_model_runs_more_than_twice_in_a_backward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: Counter[int] = Counter()
+    called = execute._called
+
+    def counted(step: Any, *args: Any) -> Any:
+        runs[id(step)] += 1
+        return called(step, *args)
+
+    monkeypatch.setattr(execute, "_called", counted)
+    whole = WHOLE[name]()
+    whole.step(actckpt.region, audited=True)
+    runs.clear()
+    whole.step(actckpt.region, audited=True)  # the second step
+    assert whole.replayed_operators - 1 <= runs.total() <= whole.replayed_operators  # C++ replays one that is alone
+    assert set(runs.values()) == {1, 2}
+
+
+def test_the_peak_of_a_whole_model_grows_with_the_root_of_its_depth() -> None:
+    peaks = []
+    for depth in (32, 128):
+        whole = _Whole((_layers(128) for _ in range(depth)), 1024, 128)
+        whole.step(actckpt.region)
+        peaks.append(whole.peak_bytes)
+        assert whole.replayed_operators <= 2 * whole.forward_operators
+    assert peaks[1] <= 2.1 * peaks[0]
 
 
 def test_a_region_of_a_block_replays_each_operator_once_by_itself() -> None:

@@ -1,0 +1,85 @@
+"""The tables of measured figures, in README.md and docs/, say what the committed results of their benchmarks say."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROOT = Path(__file__).parents[1]
+_NUMBER = r"\d+(?:\.\d+)?"
+
+
+def _figures(benchmark: str) -> dict[str, Any]:
+    """Return the figures of the one result of a benchmark."""
+    (path,) = (_ROOT / "benchmarks/results").glob(f"{benchmark}_*.json")
+    figures: dict[str, Any] = json.loads(path.read_text())["figures"]
+    return figures
+
+
+def _says(page: str, label: str, values: list[float]) -> None:
+    """Check the one table row that begins with `label`: its numbers are these, as far as they are printed."""
+    rows = re.findall(rf"^\| {re.escape(label)} \|(.*)$", (_ROOT / page).read_text(), re.MULTILINE)
+    assert len(rows) == 1, f"{page} has {len(rows)} rows {label!r}"
+    printed = re.findall(_NUMBER, rows[0])
+    assert printed == [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(printed, values, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("result", "label", "method"),
+    [
+        ("rerun_overhead", "`torch.utils.checkpoint`", "torch"),
+        ("rerun_overhead", "`actckpt.checkpoint`", "actckpt"),
+        ("rerun_overhead", "a rerun in plain Python without any check", "bare rerun"),
+        ("replay_overhead", "torch's selective contexts", "torch selective"),
+        ("replay_overhead", "`actckpt.region([torch.ops.aten.addmm.default])`", "actckpt"),
+        ("replay_overhead", "a dispatch mode and hooks that do nothing", "mode and hooks"),
+    ],
+)
+def test_overheads_in_the_readme_are_those_of_the_results(result: str, label: str, method: str) -> None:
+    figures = _figures(result)
+    _says("README.md", label, [figures[f"test_time_over_plain[{n}]"]["ratios"][method] for n in (32, 8, 1)])
+
+
+@pytest.mark.parametrize(
+    ("label", "methods"),
+    [
+        ("plain", ["plain"]),
+        ("torch's selective contexts, keep attention and matmuls", ["torch selective"]),
+        ("`actckpt`, the same policy", ["actckpt keep"]),
+        ("`torch.utils.checkpoint`, each block", ["torch checkpoint"]),
+        ("`actckpt.checkpoint`, each block, by rerun or by replay", ["actckpt rerun", "actckpt recompute"]),
+    ],
+)
+def test_bytes_in_the_readme_are_those_of_the_results(label: str, methods: list[str]) -> None:
+    figures = _figures("replay_memory")["test_four_transformer_blocks"]["figures"]
+    for method in methods:
+        _says("README.md", label, [figures[method][key] for key in ("held", "peak", "matmuls_in_backward")])
+
+
+@pytest.mark.parametrize("width", [1024, 256])
+def test_steps_with_offload_in_the_readme_are_those_of_the_results(width: int) -> None:
+    found = _figures("offload_disk")[f"test_fall_of_resident_memory_and_time_of_a_step[{width}]"]
+    both = found["plain"], found["offload"]
+    peaks, seconds = [one["peak_rss_bytes"] / 2**30 for one in both], [one["step_seconds"] for one in both]
+    _says("README.md", f"width {width}", peaks + seconds)
+    longer = f"{100 * (seconds[1] / seconds[0] - 1):.0f} %"
+    assert longer in (_ROOT / "docs/offload.md").read_text()
+
+
+def test_whole_models_in_one_region_are_those_of_the_results() -> None:
+    rows = {name: found for name, found in _figures("replay_memory").items() if "a_whole_model_in_one_region" in name}
+    assert len(rows) == 3
+    for name, found in rows.items():
+        plain, *ours = found["figures"].values()
+        again = [(one["peak"], one["operators_in_backward"] - plain["operators_in_backward"]) for one in ours]
+        _says("docs/usage.md", name.partition("[")[2][:-1], [number for pair in again for number in pair])
+
+
+def test_what_parts_of_a_rerun_cost_is_that_of_the_results() -> None:
+    ratios = _figures("rerun_overhead")["test_time_over_plain[32]"]["ratios"]
+    text = " ".join((_ROOT / "docs/how-it-works.md").read_text().split())
+    without = [ratios["actckpt"] - ratios[f"actckpt, no {part}"] for part in ("early stop", "random state")]
+    assert f"({ratios['actckpt'] - 1:.2f} x plain training" in text
+    assert f"{without[0]:.2f} goes with the early stop" in text and f"{without[1]:.2f} with the random state" in text
