@@ -1,4 +1,4 @@
-"""Build of the C++ extensions; everything else about the package stands in pyproject.toml.
+"""Build of the C++ extension; everything else about the package stands in pyproject.toml.
 
 Neither torch nor a CUDA toolkit is needed to build: the sources include no header of either.
 """
@@ -15,17 +15,9 @@ _WARNINGS = ["-Wall", "-Wextra", "-Wpedantic"]
 setup(
     ext_modules=[
         Pybind11Extension(
-            "actckpt._frames",
-            sorted(glob("csrc/frames/*.cpp") + glob("csrc/hooks/*.cpp") + glob("csrc/replay/*.cpp")),
-            depends=sorted(glob("csrc/frames/*.h") + glob("csrc/hooks/*.h") + glob("csrc/replay/*.h")),
-            include_dirs=["csrc"],
-            cxx_std=17,
-            extra_compile_args=["-O2", "-fvisibility=hidden", *_WARNINGS],
-        ),
-        Pybind11Extension(
-            "actckpt._engine",
-            sorted(glob("csrc/engine/**/*.cpp", recursive=True)),
-            depends=sorted(glob("csrc/engine/**/*.h", recursive=True)),
+            "actckpt._C",
+            sorted(glob("csrc/**/*.cpp", recursive=True)),
+            depends=sorted(glob("csrc/**/*.h", recursive=True)),
             include_dirs=["csrc"],
             libraries=["dl"],
             cxx_std=17,

@@ -25,7 +25,14 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from actckpt import memory, policies, rng, te
+from actckpt import (
+    _bind,  # noqa: F401 - imported for its effect
+    memory,
+    policies,
+    rng,
+    te,
+)
+from actckpt._blocks.model_report import ModelReport
 from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
@@ -43,10 +50,7 @@ from actckpt.errors import (
     StillOpenError,
     TransformerEngineError,
 )
-from actckpt.model_report import ModelReport
 from actckpt.regions import region
-from actckpt.runtime import connect as _connect  # noqa: F401 - imported for its effect
-from actckpt.runtime.replay import connect as _connect_replay  # noqa: F401 - imported for its effect
 from actckpt.statistics import Stats, reset_stats, stats
 
 __all__ = [

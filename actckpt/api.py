@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from actckpt import _frames
-from actckpt.compiled import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
+from actckpt import _C
+from actckpt._compile.checkpoint import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
+from actckpt._core import messages, random_state, state, torch_private
+from actckpt._core.functions import check_runs_when_called, is_of_module
+from actckpt._offload.session import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
+from actckpt._replay.audit import caller_of, site_of
+from actckpt._replay.calls import run_in_region
+from actckpt._replay.matches import Matches
+from actckpt._rerun.packed import held_inputs
+from actckpt._rerun.region import Region
+from actckpt._text.sizes import parse_bytes
 from actckpt.policies import choice_of, selective_choice
-from actckpt.runtime import messages, rng, state, torch_private
-from actckpt.runtime.inputs import check_runs_when_called, is_of_module
-from actckpt.runtime.offload import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
-from actckpt.runtime.packed import held_inputs
-from actckpt.runtime.replay.audit import caller_of, site_of
-from actckpt.runtime.replay.calls import run_in_region
-from actckpt.runtime.replay.matches import Matches
-from actckpt.runtime.rerun import Region
-from actckpt.sizes import parse_bytes
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
 
@@ -37,7 +37,7 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     policy: Any = None,
     offload_inputs: bool = False,
-    rng_trackers: Sequence[rng.GetTracker] = (),
+    rng_trackers: Sequence[random_state.GetTracker] = (),
     **kwargs: Any,
 ) -> Any:
     """Run `function` without keeping what it saves for backward; backward runs it again.
@@ -193,7 +193,7 @@ def checkpoint_call(
     respect_saved_tensors_hooks: bool | None = None,
     policy: Any = None,
     offload_inputs: bool = False,
-    rng_trackers: Sequence[rng.GetTracker] = (),
+    rng_trackers: Sequence[random_state.GetTracker] = (),
     input_hooks: torch_private.Hooks | None = None,
     matches: Matches | None = None,
 ) -> Any:
@@ -258,8 +258,8 @@ def checkpoint_call(
     check_metadata = determinism_check == "default"
     # The common kind runs without Python code around the function; the extension says if it is one.
     is_uncommon = kwargs or debug or offload_inputs or rng_trackers or input_hooks or context_fn is not noop_context_fn
-    if not (is_uncommon or rng.registered or state.registered) and is_of_module(function):
-        result = _frames.run_common(function, args, early_stop, preserve_rng_state, check_metadata)
+    if not (is_uncommon or random_state.registered or state.registered) and is_of_module(function):
+        result = _C.run_common(function, args, early_stop, preserve_rng_state, check_metadata)
         if result is not NotImplemented:
             return result
 
@@ -276,10 +276,10 @@ def checkpoint_call(
     if offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
-    inputs = held_inputs(function, args, kwargs, input_hooks, rng.known_trackers(rng_trackers))
+    inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(rng_trackers))
     region = Region(inputs)
-    if preserve_rng_state and not rng.is_capturing():
-        region.random = rng.RandomState(inputs.devices, inputs.generators, rng_trackers)
+    if preserve_rng_state and not random_state.is_capturing():
+        region.random = random_state.RandomState(inputs.devices, inputs.generators, rng_trackers)
     if debug:
         _trace(region, context_fn)
     elif contexts is not None:

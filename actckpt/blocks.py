@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from actckpt._blocks.finding import has_forward, repeated_blocks
+from actckpt._blocks.key_value_caches import without_cache
+from actckpt._blocks.model_report import AppliedBlocks, ModelReport
+from actckpt._text.operator_names import portable
+from actckpt._text.selectors import is_pattern, matches
 from actckpt.action import Action
 from actckpt.api import checkpoint, checkpoint_call, offload
 from actckpt.errors import BlocksError
-from actckpt.finding import has_forward, repeated_blocks
-from actckpt.model_report import AppliedBlocks, ModelReport
-from actckpt.operator_names import portable
 from actckpt.policies import choice_of
-from actckpt.runtime.key_value_caches import without_cache
-from actckpt.selectors import is_pattern, matches
 
 __all__ = ["apply", "remove", "report"]
 
@@ -42,7 +42,7 @@ def apply(
             predicate on modules. Of matches inside each other the outermost are taken; a name without wildcards is
             always taken. None: the repeated blocks. These are modules of a kind that repeats, in rows (ModuleList,
             Sequential, ModuleDict, numbered attributes), neither stages of many blocks nor small parts of blocks, such
-            that the least is held at the peak; NOTE [ Blocks of a model ] in actckpt/finding.py says how.
+            that the least is held at the peak; NOTE [ Blocks of a model ] in actckpt/_blocks/finding.py says how.
         **options: keywords of `checkpoint`, or of `offload`, for every block.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that

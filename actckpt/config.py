@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-from actckpt import operator_names
-from actckpt.sizes import parse_bytes
+from actckpt._text import operator_names
+from actckpt._text.sizes import parse_bytes
 
 __all__ = ["Settings", "configure", "parse_bytes"]
 
@@ -49,7 +49,7 @@ class Settings:
     opaque: tuple[str, ...] = ()
     #: Types of dispatch modes of the program that change no results: what runs below them is replayed as usual.
     observers: tuple[type, ...] = ()
-    #: In which order operators are replayed. None: see actckpt.runtime.replay.schedule.
+    #: In which order operators are replayed. None: see actckpt._replay.schedule.
     replay_order: Any = None
     #: Most bytes of replayed values that wait for their turn in a backward. None: no limit. `"auto"`: no limit in a
     #: region of a block; in one of many, the fewest with which no operator runs more than twice in a backward.

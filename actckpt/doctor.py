@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from actckpt import config
+from actckpt._offload import limits, native
 from actckpt._version import __version__
-from actckpt.engine import limits, native
 from actckpt.te.registration import describe
 
 __all__ = ["examine"]

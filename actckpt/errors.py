@@ -17,7 +17,7 @@ torch's function keep working. Every message says what and where, both numbers, 
 
 from torch.utils.checkpoint import CheckpointError
 
-from actckpt.error_base import ActckptError, CostTableError, PlanInfeasibleError
+from actckpt._error_base import ActckptError, CostTableError, PlanInfeasibleError
 
 __all__ = [
     "ActckptError",

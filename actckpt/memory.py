@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt.runtime.taken_apart import parts_of
+from actckpt._core.subclasses import parts_of
 
 __all__ = ["LiveStorages", "StepMemory", "measure_step"]
 

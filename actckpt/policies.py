@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from actckpt import operator_names
+from actckpt._core import torch_private
+from actckpt._replay.choice import Choice
+from actckpt._text import operator_names
 from actckpt.action import Action, SavedTensorInfo
-from actckpt.runtime import torch_private
-from actckpt.runtime.replay.choice import Choice
 
 __all__ = ["PerOp", "choice_of", "is_torch_policy", "selective_choice"]
 

@@ -9,14 +9,14 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from actckpt._frames import all_or_nothing
+from actckpt._C import all_or_nothing
+from actckpt._core.functions import check_runs_when_called
+from actckpt._core.region_report import Figures, Report, explained
+from actckpt._replay.audit import caller_of
+from actckpt._replay.matches import Matches
+from actckpt._replay.opened import OpenRegion
 from actckpt.errors import StillOpenError
 from actckpt.policies import choice_of
-from actckpt.runtime.inputs import check_runs_when_called
-from actckpt.runtime.region_report import Figures, Report, explained
-from actckpt.runtime.replay.audit import caller_of
-from actckpt.runtime.replay.matches import Matches
-from actckpt.runtime.replay.opened import OpenRegion
 
 __all__ = ["region"]
 

@@ -4,11 +4,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from actckpt import _frames
-from actckpt.engine import native
-from actckpt.runtime import figures, stores
-from actckpt.runtime.counters import counters
-from actckpt.sizes import format_bytes, format_seconds
+from actckpt import _C
+from actckpt._core.counters import counters
+from actckpt._offload import backends, figures, native
+from actckpt._text.sizes import format_bytes, format_seconds
 
 __all__ = ["Stats", "reset_stats", "stats"]
 
@@ -100,11 +99,11 @@ _OF_STORES = (
 
 
 def _totals() -> dict[str, float]:
-    totals: dict[str, float] = dict(_frames.offload_sums())
-    totals["rerun_regions"] = _frames.num_reruns()
+    totals: dict[str, float] = dict(_C.offload_sums())
+    totals["rerun_regions"] = _C.num_reruns()
     for name in ("idle_offloads", "replayed_operators", "kept_opaque", "copied_on_write_bytes"):
         totals[name] = counters.value(name)
-    totals["replayed_operators"] += _frames.num_replayed()
+    totals["replayed_operators"] += _C.num_replayed()
     of_stores = figures.sums()
     for name in _OF_STORES:
         totals[name] = of_stores[name]
@@ -112,10 +111,10 @@ def _totals() -> dict[str, float]:
 
 
 def _engines() -> Iterator[native.HostStats | native.DeviceStats]:
-    cpu, cuda = stores.existing("disk"), stores.existing("host")
-    if isinstance(cpu, stores.CpuBackend):
+    cpu, cuda = backends.existing("disk"), backends.existing("host")
+    if isinstance(cpu, backends.CpuBackend):
         yield cpu.store.stats()
-    if isinstance(cuda, stores.CudaBackend):
+    if isinstance(cuda, backends.CudaBackend):
         yield cuda.engine.stats()
 
 
@@ -145,8 +144,8 @@ def stats() -> Stats:
             held["disk"] += found.stored_bytes
             held["store"] += found.stored_bytes
             held["peak_store"] += found.peak_stored_bytes
-    cuda = stores.existing("host")
-    if isinstance(cuda, stores.CudaBackend):
+    cuda = backends.existing("host")
+    if isinstance(cuda, backends.CudaBackend):
         pool = cuda.engine.pool_stats()
         held["host"] += pool.pool_bytes
         held["store"] += pool.stored_bytes

@@ -32,8 +32,7 @@ from torch.autograd.graph import save_on_cpu
 
 import actckpt
 from actckpt import config
-from actckpt.engine import native
-from actckpt.runtime import stores
+from actckpt._offload import backends, native
 
 _MIB = 1 << 20
 _SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -107,20 +106,20 @@ def _only(tier: str, folder: str) -> Iterator[native.DeviceEngine]:
     engine = native.DeviceEngine.cuda(
         limit_bytes=_LIMIT_BYTES if tier == "pinned" else 0,
         window_bytes=config.settings().window_bytes,
-        release=stores._record_streams,
+        release=backends._record_streams,
         pageable_limit=_LIMIT_BYTES if tier == "pageable" else 0,
         spill_file=native.SpillFile(folder) if tier == "disk" else None,
         bounce_bytes=256 * _MIB,
         num_workers=8,
     )
-    before = dict(stores._backends)
-    stores._backends["host"] = config.generation, stores.CudaBackend(engine)
+    before = dict(backends._backends)
+    backends._backends["host"] = config.generation, backends.CudaBackend(engine)
     try:
         yield engine
     finally:
         torch.cuda.synchronize()
-        stores._backends.clear()
-        stores._backends.update(before)
+        backends._backends.clear()
+        backends._backends.update(before)
 
 
 class _Batch:

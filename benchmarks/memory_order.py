@@ -21,7 +21,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 
 import actckpt
-from actckpt._plot import plot_panels
+from actckpt._show.plot import plot_panels
 from actckpt.memory import LiveStorages
 
 _MIB = 1 << 20

@@ -18,8 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
 from actckpt import config
-from actckpt.engine import native
-from actckpt.runtime import stores
+from actckpt._offload import backends, native
 
 _TENSORS = 64  # per step
 _SAMPLES = 400  # of one step each, about a millisecond: on a busy machine most of them are not interrupted
@@ -51,24 +50,24 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _store_in_memory(num_workers: int) -> Iterator[None]:
-    before = dict(stores._backends)
+    before = dict(backends._backends)
     store = native.CpuStore.in_memory(num_workers=num_workers)
-    stores._backends["disk"] = config.generation, stores.CpuBackend(store)
+    backends._backends["disk"] = config.generation, backends.CpuBackend(store)
     try:
         yield
     finally:
-        stores._backends.clear()
-        stores._backends.update(before)
+        backends._backends.clear()
+        backends._backends.update(before)
 
 
 def _step_function(context: Context) -> Callable[[], None]:
     inputs = [torch.randn(1024, requires_grad=True) * 1 for _ in range(_TENSORS)]
-    backend = stores.existing("disk")
+    backend = backends.existing("disk")
 
     def step() -> None:
         with context():
             outputs = [tensor.sin() for tensor in inputs]  # each saves its input
-        if isinstance(backend, stores.CpuBackend):
+        if isinstance(backend, backends.CpuBackend):
             backend.store.flush()  # so that every byte must come back
         for output in outputs:
             output.grad_fn._saved_self  # noqa: B018 - the unpack

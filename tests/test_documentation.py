@@ -17,7 +17,7 @@ import actckpt.blocks
 import actckpt.planner.costs
 import actckpt.policies
 import actckpt.regions
-from actckpt.engine import native
+from actckpt._offload import native
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]

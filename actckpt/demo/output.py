@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from actckpt._plot import plot_timelines
+from actckpt._show.plot import plot_timelines
 from actckpt._version import __version__
 from actckpt.demo.settings import DemoSettings
 from actckpt.demo.train import MethodResult

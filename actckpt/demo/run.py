@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from actckpt.demo.compare import find_differences
+from actckpt.demo.comparison import find_differences
 from actckpt.demo.data import batches, read_text
 from actckpt.demo.methods import Method, choose_methods
 from actckpt.demo.output import describe_run, draw_picture, make_table, write_json

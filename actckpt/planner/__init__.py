@@ -1,6 +1,6 @@
 """Plans for a memory budget: what to keep, recompute and offload. See docs/planning.md. Nothing here imports torch."""
 
-from actckpt.error_base import CostTableError, PlanInfeasibleError
+from actckpt._error_base import CostTableError, PlanInfeasibleError
 from actckpt.planner.costs import BlockClass, Capacity, CostTable, Value
 from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import Simulation, Span, simulate

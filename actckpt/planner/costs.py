@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actckpt.error_base import CostTableError
+from actckpt._error_base import CostTableError
 from actckpt.planner.fields import Fields
 
 __all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "Capacity", "CostTable", "Value"]

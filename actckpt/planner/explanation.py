@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import numpy
 
+from actckpt._error_base import PlanInfeasibleError
+from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt.action import Action
-from actckpt.error_base import PlanInfeasibleError
 from actckpt.planner.costs import Value
 from actckpt.planner.improvement import candidate
 from actckpt.planner.plans import Plan
 from actckpt.planner.problem import Problem
 from actckpt.planner.schedule import evaluate
 from actckpt.planner.solving import solve
-from actckpt.sizes import format_bytes, format_seconds
 
 __all__ = ["explained"]
 

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from actckpt.error_base import CostTableError
+from actckpt._error_base import CostTableError
 
 __all__ = ["Fields", "nearest"]
 

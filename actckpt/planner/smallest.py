@@ -6,12 +6,12 @@ import math
 
 import numpy
 
+from actckpt._error_base import PlanInfeasibleError
+from actckpt._text.sizes import format_bytes
 from actckpt.action import Action
-from actckpt.error_base import PlanInfeasibleError
 from actckpt.planner.improvement import Candidate, candidate, improved
 from actckpt.planner.problem import Array, Problem
 from actckpt.planner.program import Program
-from actckpt.sizes import format_bytes
 
 __all__ = ["infeasible", "smallest"]
 

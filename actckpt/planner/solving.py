@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 
+from actckpt._text.sizes import parse_bytes
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, as_cost_table
 from actckpt.planner.improvement import Candidate, candidate, improved, simplified
@@ -19,7 +20,6 @@ from actckpt.planner.program import Program, Solution
 from actckpt.planner.rounding import rounded
 from actckpt.planner.schedule import Schedule, evaluate
 from actckpt.planner.smallest import infeasible, smallest
-from actckpt.sizes import parse_bytes
 
 __all__ = ["solve"]
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
-from actckpt import _frames
+from actckpt import _C
+from actckpt._core import random_state, state, torch_private
+from actckpt._rerun.inputs import Call, Survey
+from actckpt._rerun.packed import held_inputs
 from actckpt.errors import InputChangedError, RerunMismatchError, TransformerEngineError
-from actckpt.runtime import rng, state, torch_private
-from actckpt.runtime.inputs import Call, Survey
-from actckpt.runtime.packed import held_inputs
 from actckpt.te.regions import Provider
 
 __all__ = ["call_with_fresh_graphs"]
@@ -40,7 +40,7 @@ def call_with_fresh_graphs(
     kwargs: dict[str, Any],
     *,
     provider: Provider | None,
-    rng_trackers: Sequence[rng.GetTracker] = (),
+    rng_trackers: Sequence[random_state.GetTracker] = (),
     input_hooks: torch_private.Hooks | None = None,
 ) -> Any:
     """Call `forward`, the forward of `module`, as one node whose backward may run any number of times.
@@ -87,14 +87,14 @@ class _FreshRegion:
         call: Call,
         parameters: list[Any],
         provider: Provider | None,
-        rng_trackers: Sequence[rng.GetTracker],
+        rng_trackers: Sequence[random_state.GetTracker],
         input_hooks: torch_private.Hooks | None,
     ) -> None:
         self._call: Any = call
         self._held = held_inputs(*call, input_hooks)
         #: Of the module, also where its forward is another library's function.
-        self._checked = _frames.Parameters(module)
-        self._random = rng.RandomState(self._held.devices, self._held.generators, rng_trackers)
+        self._checked = _C.Parameters(module)
+        self._random = random_state.RandomState(self._held.devices, self._held.generators, rng_trackers)
         self._state = state.capture()
         #: TransformerEngine's state, where it is loaded.
         self._te = (provider, provider.capture()) if provider is not None else None
@@ -170,7 +170,7 @@ class _FreshRegion:
         function, args, kwargs = thawed.call
         leaves, args, kwargs = _with_leaves(args, kwargs, None)
         with ExitStack() as stack:
-            stack.enter_context(_frames.Swap(self._random.outer_swap))
+            stack.enter_context(_C.Swap(self._random.outer_swap))
             stack.enter_context(self._random.swapped_in())
             stack.enter_context(state.restored(self._state, state.capture()))
             if self._te is not None:

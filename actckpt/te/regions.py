@@ -61,7 +61,7 @@ class _Queue(deque):  # type: ignore[type-arg]
 
 
 class Provider:
-    """The state provider; see `actckpt.runtime.state`."""
+    """The state provider; see `actckpt._core.state`."""
 
     def __init__(self, te: Internals) -> None:
         self._te = te

@@ -4,11 +4,11 @@ import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+from actckpt._core import random_state, state, stays
 from actckpt.errors import TransformerEngineError
-from actckpt.runtime import rng, state, stays
 from actckpt.te.regions import ActiveGenerators, Provider
 from actckpt.te.state import PACKAGE, READ_VERSIONS, Internals, installed_version, read_already
-from actckpt.te.stays import Stays
+from actckpt.te.staying import Stays
 
 __all__ = ["await_te", "describe", "ignore", "leave_fsdp_group", "provider"]
 
@@ -33,7 +33,7 @@ def _register() -> None:
     generators = ActiveGenerators(te)
     registered = _Registered(te, Provider(te), lambda: generators, Stays(te))
     state.register_state_provider(registered.provider)
-    rng.register_tracker(registered.get_generators)
+    random_state.register_tracker(registered.get_generators)
     stays.add_rule(registered.stays)
     _registered.append(registered)
 
@@ -47,7 +47,7 @@ def ignore() -> None:
     while _registered:
         registered = _registered.pop()
         state.unregister_state_provider(registered.provider)
-        rng.unregister_tracker(registered.get_generators)
+        random_state.unregister_tracker(registered.get_generators)
         stays.remove_rule(registered.stays)
         registered.provider.close()
 

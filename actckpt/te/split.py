@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from actckpt.runtime import torch_private
+from actckpt._core import torch_private
 
 __all__ = ["SplitInput"]
 

@@ -4,8 +4,8 @@
 #include <string>
 #include <unordered_map>
 
-#include "frames/reads.h"
-#include "replay/names.h"
+#include "core/reads.h"
+#include "core/python.h"
 #include "replay/objects.h"
 
 namespace actckpt::replay {

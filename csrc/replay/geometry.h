@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "frames/python.h"
+#include "core/python.h"
 
 namespace actckpt::replay {
 

@@ -7,7 +7,7 @@
 
 #include "replay/geometry.h"
 #include "replay/lineage.h"
-#include "replay/names.h"
+#include "core/python.h"
 
 namespace actckpt::replay {
 namespace {

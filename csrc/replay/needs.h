@@ -1,5 +1,5 @@
 // What a backward still asks for of the values that a region dropped: NOTE [ Needs ] in
-// actckpt/runtime/replay/lineage.py. All of it is guarded by the GIL, and calls no code that could release it half-way.
+// actckpt/_replay/lineage.py. All of it is guarded by the GIL, and calls no code that could release it half-way.
 #pragma once
 
 #include "replay/objects.h"

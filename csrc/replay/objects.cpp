@@ -4,10 +4,10 @@
 #include <new>
 #include <utility>
 
-#include "frames/meter.h"
-#include "frames/reads.h"
+#include "core/meter.h"
+#include "core/reads.h"
 #include "replay/geometry.h"
-#include "replay/names.h"
+#include "core/python.h"
 
 namespace actckpt::replay {
 
@@ -36,7 +36,7 @@ py::object new_step(PyObject* op, Numerics which, py::object args, py::object kw
   untracked(step->args);
   untracked(step->inputs);
   step->numerics = numerics_now(which).release().ptr();
-  step->grad_enabled = call(python().is_grad_enabled).ptr() == Py_True;
+  step->grad_enabled = call(names().is_grad_enabled).ptr() == Py_True;
   return result;
 }
 
@@ -73,7 +73,7 @@ void release(CachedBytes* cached) noexcept {
 }
 
 EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
-  const ReplayNames& n = names();
+  const Names& n = names();
   auto* entry = allocated<EntryObject>(entry_type);
   const auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(entry));
   PyObject* unnamed = value->is_input != 0 ? n.made_by_nothing : n.made_unseen;

@@ -1,4 +1,4 @@
-// The graph that a region records (NOTE [ Lineage ] in actckpt/runtime/replay/lineage.py), as plain C objects:
+// The graph that a region records (NOTE [ Lineage ] in actckpt/_replay/lineage.py), as plain C objects:
 // they are made for every operator and every saved tensor of a forward.
 //
 // All of them are guarded by the GIL. None takes part in garbage collection: references point one way, from a
@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "frames/numerics.h"
-#include "frames/original.h"
-#include "frames/python.h"
+#include "core/numerics.h"
+#include "core/original.h"
+#include "core/python.h"
 
 namespace actckpt::replay {
 
@@ -84,7 +84,7 @@ struct StepObject {
   std::vector<std::pair<long, long>>* results;  // of each output: kind and index, see `add_output`; null: none
   PyObject* written;  // null: none
   PyObject* random;
-  PyObject* numerics;  // the settings under which it ran; see frames/numerics.h
+  PyObject* numerics;  // the settings under which it ran; see core/numerics.h
   char grad_enabled;
 };
 
@@ -117,7 +117,7 @@ struct HandleObject {
   PyObject* tape;
   PyObject* window;
   PyObject* alias;  // a tensor like the window, where one is held; else null
-  Original* original;  // null: see frames/original.h
+  Original* original;  // null: see core/original.h
   PyObject* audit;
   ValueObject* listed_on;  // borrowed: it forgets the handle when one of the two goes
   HandleObject* previous;  // of its tape, in the order of saving
@@ -138,7 +138,7 @@ struct EntryObject {
   long long num_replays;
 };
 
-// The part of a tape that the recorder touches at every operator; actckpt/runtime/replay/tape.py derives from it.
+// The part of a tape that the recorder touches at every operator; actckpt/_replay/tape.py derives from it.
 struct TapeObject {
   PyObject_HEAD
   PyObject* blocks;

@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "frames/reads.h"
+#include "core/reads.h"
 #include "replay/lineage.h"
-#include "replay/names.h"
+#include "core/python.h"
 #include "replay/record.h"
 #include "replay/unseen.h"
 

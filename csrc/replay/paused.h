@@ -1,7 +1,7 @@
 // Whether the recorders of this thread stand aside.
 #pragma once
 
-#include "frames/python.h"
+#include "core/python.h"
 
 namespace actckpt::replay {
 

@@ -1,5 +1,5 @@
 // The dispatch handler of a recorder. Operators that only read their arguments and
-// return new tensors are recorded here; all others by `record_special` in actckpt/runtime/replay/recorder.py.
+// return new tensors are recorded here; all others by `record_special` in actckpt/_replay/recorder.py.
 #include "replay/record.h"
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 #include <unordered_map>
 #include <utility>
 
-#include "frames/held.h"
-#include "frames/meter.h"
-#include "frames/reads.h"
+#include "rerun/held.h"
+#include "core/meter.h"
+#include "core/reads.h"
 #include "replay/geometry.h"
-#include "replay/names.h"
+#include "core/python.h"
 #include "replay/paused.h"
 #include "replay/unseen.h"
 
@@ -76,7 +76,7 @@ void note_untold(TapeObject* tape, PyObject* why) {
 }
 
 py::object frozen(TapeObject* tape, PyObject* argument, PyObject* inputs) {
-  if (PyObject_TypeCheck(argument, reinterpret_cast<PyTypeObject*>(python().tensor_type))) {
+  if (PyObject_TypeCheck(argument, reinterpret_cast<PyTypeObject*>(names().tensor_type))) {
     Geometry geometry(argument);
     py::object value = value_of(tape, argument, geometry);
     if (!value) {
@@ -178,7 +178,7 @@ void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tens
 
 void add_results(TapeObject* tape, StepObject* step, PyObject* op, PyObject* result, PyObject* action,
                  PyObject* why_opaque, long& index) {
-  if (PyObject_TypeCheck(result, reinterpret_cast<PyTypeObject*>(python().tensor_type))) {
+  if (PyObject_TypeCheck(result, reinterpret_cast<PyTypeObject*>(names().tensor_type))) {
     add_result(tape, step, op, result, index, action, why_opaque);
   } else if (PyList_Check(result) || PyTuple_Check(result)) {
     for (const py::handle item : py::reinterpret_borrow<py::sequence>(result)) {
@@ -295,7 +295,7 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 // rerun is a leaf there, and a parameter only if it was one in the forward.
 bool is_parameter(const TapeObject* tape, PyObject* root) {
   if (!reads().is_leaf.is_true(root)) return false;
-  if (is_instance(root, python().parameter_type)) return true;
+  if (is_instance(root, names().parameter_type)) return true;
   if (is_none(tape->outer)) return reads().requires_grad.is_true(root);
   return PyObject_HasAttrString(root, kParameterMark) != 0;
 }
@@ -329,11 +329,11 @@ TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject
 
 py::object storage_of(PyObject* tensor, const Geometry& geometry) {
   if (!geometry.is_known() && reads().is_nested.is_true(tensor)) return py::object();
-  return storage_of(tensor);
+  return actckpt::storage_of(tensor);
 }
 
 bool is_tensor_type(PyObject* type) {
-  const Python& p = python();
+  const Names& p = names();
   return type == p.tensor_type || type == p.parameter_type || (type == p.fake_tensor_type && type != nullptr);
 }
 

@@ -2,7 +2,7 @@
 #include "replay/objects.h"
 
 #include "replay/geometry.h"
-#include "replay/names.h"
+#include "core/python.h"
 #include "replay/needs.h"
 
 #include <structmember.h>
@@ -426,13 +426,13 @@ PyTypeObject* made(py::module_& module, const char* name, PyType_Slot* slots, un
 }  // namespace
 
 void add_replay_types(py::module_& module) {
-  value_type = made<ValueObject>(module, "actckpt._frames.Value", value_slots, 0);
-  step_type = made<StepObject>(module, "actckpt._frames.Step", step_slots, 0);
-  block_type = made<BlockObject>(module, "actckpt._frames.Block", block_slots, 0);
-  window_type = made<WindowObject>(module, "actckpt._frames.Window", window_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
-  handle_type = made<HandleObject>(module, "actckpt._frames.Handle", handle_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
-  entry_type = made<EntryObject>(module, "actckpt._frames.Entry", entry_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
-  tape_type = made<TapeObject>(module, "actckpt._frames.TapeCore", tape_slots, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
+  value_type = made<ValueObject>(module, "actckpt._C.Value", value_slots, 0);
+  step_type = made<StepObject>(module, "actckpt._C.Step", step_slots, 0);
+  block_type = made<BlockObject>(module, "actckpt._C.Block", block_slots, 0);
+  window_type = made<WindowObject>(module, "actckpt._C.Window", window_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  handle_type = made<HandleObject>(module, "actckpt._C.Handle", handle_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  entry_type = made<EntryObject>(module, "actckpt._C.Entry", entry_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  tape_type = made<TapeObject>(module, "actckpt._C.TapeCore", tape_slots, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
 }
 
 }  // namespace actckpt::replay

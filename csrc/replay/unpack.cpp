@@ -4,11 +4,11 @@
 #include <utility>
 #include <vector>
 
-#include "frames/meter.h"
-#include "frames/modes.h"
-#include "frames/reads.h"
+#include "core/meter.h"
+#include "core/modes.h"
+#include "core/reads.h"
 #include "replay/geometry.h"
-#include "replay/names.h"
+#include "core/python.h"
 #include "replay/needs.h"
 
 namespace actckpt::replay {
@@ -70,7 +70,7 @@ PyObject* at_hand(const ValueObject* value) {
 
 // Whether aliases can be made as things stand; autocast matters to operators only.
 bool is_neutral() {
-  return call(python().is_grad_enabled).ptr() == Py_False &&
+  return call(names().is_grad_enabled).ptr() == Py_False &&
          PyLong_AsLong(call(names().num_function_modes).ptr()) == 0 && PyTuple_GET_SIZE(unknown_modes().ptr()) == 0;
 }
 
@@ -79,13 +79,13 @@ class BelowAutograd {
  public:
   explicit BelowAutograd(bool grad_enabled) : guard_(call(names().below_autograd)), grad_enabled_(grad_enabled) {
     call_method(guard_.ptr(), names().enter);
-    if (grad_enabled_) call(python().set_grad_enabled, Py_True);
+    if (grad_enabled_) call(names().set_grad_enabled, Py_True);
   }
   BelowAutograd(const BelowAutograd&) = delete;
   BelowAutograd& operator=(const BelowAutograd&) = delete;
   ~BelowAutograd() noexcept {
     py::error_scope pending;
-    if (grad_enabled_) call_quietly(python().set_grad_enabled, Py_False);
+    if (grad_enabled_) call_quietly(names().set_grad_enabled, Py_False);
     PyObject* done =
         PyObject_CallMethodObjArgs(guard_.ptr(), names().exit, Py_None, Py_None, Py_None, nullptr);
     if (done == nullptr) PyErr_WriteUnraisable(guard_.ptr());
@@ -153,7 +153,7 @@ py::object replayed(PyObject* tape, ValueObject* target, long long task) {
   }
   num_replayed += 1;
   const auto* core = reinterpret_cast<TapeObject*>(tape);
-  if (PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(python().tensor_type)) == 0 ||
+  if (PyObject_TypeCheck(result.ptr(), reinterpret_cast<PyTypeObject*>(names().tensor_type)) == 0 ||
       !has_size(result.ptr(), target)) {
     return py::object();  // executed once more in Python, which says what is wrong
   }
@@ -182,7 +182,7 @@ py::object unpacked(HandleObject* handle) {
     return py::object();
   }
   const long long previous = handle->task;
-  handle->task = PyLong_AsLongLong(call(python().graph_task_id).ptr());
+  handle->task = PyLong_AsLongLong(call(names().graph_task_id).ptr());
   const bool is_replay = !base;
   if (is_replay) count_needs(tape, handle->task);
   if (is_replay) base = replayed(handle->tape, value, handle->task);

@@ -1,7 +1,7 @@
 #include "replay/unseen.h"
 
-#include "frames/reads.h"
-#include "replay/names.h"
+#include "core/reads.h"
+#include "core/python.h"
 
 namespace actckpt::replay {
 namespace {
@@ -18,7 +18,7 @@ PyObject* module_of(const py::object& frame) {
 #else
   const py::object globals = attribute(frame.ptr(), names().globals);
 #endif
-  PyObject* name = PyDict_GetItem(globals.ptr(), names().module_name);
+  PyObject* name = PyDict_GetItem(globals.ptr(), names().dunder_name);
   return name != nullptr && PyUnicode_Check(name) != 0 ? name : nullptr;
 }
 
@@ -46,7 +46,7 @@ bool is_in_apply() {
 
 bool is_in_compiled_code() {
   // The compiler's runtime turns grad mode off, so that most operators need no look at their frame.
-  if (call(python().is_grad_enabled).ptr() == Py_True) return false;
+  if (call(names().is_grad_enabled).ptr() == Py_True) return false;
   py::object frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame) {
     PyObject* name = module_of(frame);

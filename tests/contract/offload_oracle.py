@@ -13,8 +13,7 @@ from torch.utils import _pytree
 
 import actckpt
 from actckpt import config
-from actckpt.engine import native
-from actckpt.runtime import stores
+from actckpt._offload import backends, native
 
 KINDS = ("disk", "memory")
 
@@ -33,27 +32,27 @@ def store_of_kind(kind: str, **options: Any) -> Iterator[native.CpuStore]:
 @contextmanager
 def using(store: native.CpuStore) -> Iterator[None]:
     """Offload CPU tensors to `store` inside the block."""
-    before = dict(stores._backends)
-    stores._backends["disk"] = config.generation, stores.CpuBackend(store)
+    before = dict(backends._backends)
+    backends._backends["disk"] = config.generation, backends.CpuBackend(store)
     try:
         yield
     finally:
-        stores._backends.clear()
-        stores._backends.update(before)
+        backends._backends.clear()
+        backends._backends.update(before)
 
 
 def flush() -> None:
     """Wait until every byte has left, so that backward must bring it back."""
-    backend = stores.existing("disk")
-    if isinstance(backend, stores.CpuBackend):
+    backend = backends.existing("disk")
+    if isinstance(backend, backends.CpuBackend):
         backend.store.flush()
         backend.store.poll()
 
 
 def live_tickets() -> int:
     """Return how many tickets the store holds."""
-    backend = stores.existing("disk")
-    assert isinstance(backend, stores.CpuBackend)
+    backend = backends.existing("disk")
+    assert isinstance(backend, backends.CpuBackend)
     return backend.store.stats().num_live
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_settings import EINSUM, backends, entered
 
 import actckpt
-from actckpt.runtime import numerics
+from actckpt._core import numerics
 
 #: Marks of a module whose tests change settings.
 CHANGES_SETTINGS = [
@@ -126,7 +126,7 @@ _ALL_PRECISIONS = [
 def settings_as_before() -> Iterator[None]:
     """Read what CUDA alone has, too; and put everything back."""
     numerics.connect(on_cuda=True, on_hip=True)
-    settings = list(zip(numerics.in_force, actckpt._frames.numerics(), strict=True))
+    settings = list(zip(numerics.in_force, actckpt._C.numerics(), strict=True))
     raw = [(*pair, torch._C._get_fp32_precision_getter(*pair)) for pair in _ALL_PRECISIONS]
     fastpath, einsum = backends.mha.get_fastpath_enabled(), (EINSUM["enabled"], EINSUM["strategy"])
     seen.clear()

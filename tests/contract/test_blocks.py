@@ -366,7 +366,7 @@ def test_an_operator_that_the_loading_process_does_not_have_is_named() -> None:
         def __str__(self) -> str:
             return "mylib.gone.default"
 
-    data = pickle.dumps(actckpt.operator_names.portable([Gone()]))
+    data = pickle.dumps(actckpt._text.operator_names.portable([Gone()]))
     with pytest.raises(ValueError, match=r"There is no operator 'mylib\.gone\.default'"):
         pickle.loads(data)
 

@@ -14,7 +14,7 @@ import torch
 from oracle import leaf
 
 import actckpt
-from actckpt.runtime import torch_private
+from actckpt._core import torch_private
 
 _POLICIES = pytest.mark.parametrize("policy", ["keep", "recompute", "offload", [torch.ops.aten.sin.default]], ids=str)
 _OPENS_AND_CLOSES = ("/actckpt/regions.py", "/replay/opened.py", "/replay/saved.py", "/utils/_python_dispatch.py")

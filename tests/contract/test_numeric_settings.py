@@ -32,7 +32,7 @@ def test_every_public_setter_of_torch_is_classed() -> None:
     classed = IRRELEVANT.keys() | RESTORED.keys() | RESTORED_FOR_RERUNS.keys()
     unknown = all_public_names() - classed
     assert sorted(unknown) == [], (
-        "does it change numbers? Restore it in actckpt/runtime/numerics.py, or say above why not"
+        "does it change numbers? Restore it in actckpt/_core/numerics.py, or say above why not"
     )
 
 

@@ -13,8 +13,7 @@ from offload_oracle import assert_same
 from oracle import assert_equal
 
 from actckpt import config
-from actckpt.engine import native
-from actckpt.runtime import stores
+from actckpt._offload import backends, native
 
 TIERS = ("pinned", "pageable", "disk")
 Program = Callable[[Callable[[], Any]], Any]
@@ -27,29 +26,29 @@ def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: An
     engine = native.DeviceEngine.cuda(
         limit_bytes=4 << 30 if tier == "pinned" else 0,
         window_bytes=options.pop("window_bytes", 64 << 20),
-        release=stores._record_streams,
+        release=backends._record_streams,
         pageable_limit=4 << 30 if tier == "pageable" else 0,
         spill_file=file,
         bounce_bytes=bounce_bytes,
     )
     assert not options, options
-    before = dict(stores._backends)
-    stores._backends["host"] = config.generation, stores.CudaBackend(engine)
+    before = dict(backends._backends)
+    backends._backends["host"] = config.generation, backends.CudaBackend(engine)
     try:
         yield engine
         figures = engine.stats()
         assert figures.last_error == "", figures.last_error
     finally:
         torch.cuda.synchronize()
-        stores._backends.clear()
-        stores._backends.update(before)
+        backends._backends.clear()
+        backends._backends.update(before)
 
 
 def settle() -> None:
     """Wait until every copy out has ended and let go of the sources: backward must bring the bytes back."""
     torch.cuda.synchronize()
-    backend = stores.existing("host")
-    if isinstance(backend, stores.CudaBackend):
+    backend = backends.existing("host")
+    if isinstance(backend, backends.CudaBackend):
         backend.engine.poll()
 
 

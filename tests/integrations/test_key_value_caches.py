@@ -14,8 +14,8 @@ import transformers as hf
 from transformers_models import MODELS, batch, cached_tensors, make
 
 import actckpt
+from actckpt._blocks import key_value_caches
 from actckpt.memory import LiveStorages
-from actckpt.runtime import key_value_caches
 
 Step = tuple[Any, list[torch.Tensor | None]]
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import actckpt
-from actckpt import config, operator_names
+from actckpt import config
+from actckpt._text import operator_names
 
 aten = torch.ops.aten
 

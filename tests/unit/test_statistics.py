@@ -13,9 +13,8 @@ import torch
 
 import actckpt
 from actckpt import config
-from actckpt.engine import native
-from actckpt.engine.native import sim
-from actckpt.runtime import figures, stores
+from actckpt._offload import backends, figures, native
+from actckpt._offload.native import sim
 
 PAGE = 4096
 REASONS = ("kept_full", "kept_failed", "kept_busy", "kept_capturing", "failed_writes")
@@ -23,8 +22,8 @@ REASONS = ("kept_full", "kept_failed", "kept_busy", "kept_capturing", "failed_wr
 
 @pytest.fixture(autouse=True)
 def _stores_of_our_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stores, "_backends", {})
-    monkeypatch.setattr(stores, "_warned", set())
+    monkeypatch.setattr(backends, "_backends", {})
+    monkeypatch.setattr(backends, "_warned", set())
     actckpt.reset_stats()
     yield
     actckpt.reset_stats()
@@ -35,9 +34,9 @@ def _kept() -> dict[str, int]:
     return {name: getattr(found, name) for name in REASONS if getattr(found, name)}
 
 
-def _use(store: native.CpuStore) -> stores.CpuBackend:
-    backend = stores.CpuBackend(store)
-    stores._backends["disk"] = config.generation, backend
+def _use(store: native.CpuStore) -> backends.CpuBackend:
+    backend = backends.CpuBackend(store)
+    backends._backends["disk"] = config.generation, backend
     return backend
 
 
@@ -47,8 +46,8 @@ def _train(count: int = 3) -> None:
     hs = [x * 1.5 for x in xs]
     with actckpt.offload(min_bytes=0):
         ys = [h.sin() for h in hs]
-    backend = stores.existing("disk")
-    assert isinstance(backend, stores.CpuBackend)
+    backend = backends.existing("disk")
+    assert isinstance(backend, backends.CpuBackend)
     backend.store.flush()
     for x, h, y in zip(xs, hs, ys, strict=True):
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], h.detach().cos() * 1.5)
@@ -84,7 +83,7 @@ def test_a_broken_disk_is_a_failure(tmp_path: Path) -> None:
 def test_sums_outlive_their_store_and_reset_sets_them_to_zero(tmp_path: Path) -> None:
     _use(native.CpuStore.on_disk(str(tmp_path), limit_bytes=0))
     _train()
-    stores._backends.clear()
+    backends._backends.clear()
     gc.collect()
     assert _kept() == {"kept_full": 3, "failed_writes": 3}
     actckpt.reset_stats()
@@ -96,7 +95,7 @@ def test_what_would_wait_for_the_window_and_must_not_is_busy(tmp_path: Path) -> 
     faults.hold_writes = True
     io.set(faults)
     backend = _use(native.CpuStore.on_disk(str(tmp_path), window_bytes=PAGE, faults=io))
-    sources = [stores.Bytes(torch.randn(PAGE // 4).untyped_storage(), 0) for _ in range(3)]
+    sources = [backends.Bytes(torch.randn(PAGE // 4).untyped_storage(), 0) for _ in range(3)]
     tickets = [backend.put(source, PAGE, must=False) for source in sources]
     assert [ticket is None for ticket in tickets] == [False, True, True]
     assert _kept() == {"kept_busy": 2}
@@ -111,7 +110,7 @@ class _Device:
         self.cuda = sim.MockCuda()
         options = {"window_bytes": 1 << 20, **options}
         self.engine = self.cuda.engine(limit_bytes=pinned, release=lambda keep, uses: None, **options)
-        stores._backends["host"] = config.generation, stores.CudaBackend(self.engine)
+        backends._backends["host"] = config.generation, backends.CudaBackend(self.engine)
         self.count = 0
 
     def put(self, *, must: bool = True) -> native.DeviceTicket | native.Kept:
@@ -145,14 +144,14 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The garbage collector may end a store anywhere, in this very loop too."""
-    ending = stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path)))
-    stores._backends["disk"] = config.generation, ending
+    ending = backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path)))
+    backends._backends["disk"] = config.generation, ending
     _train()
     before = figures.sums()
     assert before["prefetched_reloads"] + before["late_reloads"] > 0
     held = [ending]
     del ending
-    stores._backends.clear()
+    backends._backends.clear()
     count = figures._sums_of
 
     def counted(found: native.HostStats | native.DeviceStats) -> dict[str, float]:
@@ -160,7 +159,7 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
         gc.collect()
         return count(found)
 
-    other = stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path)))
+    other = backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path)))
     monkeypatch.setattr(figures, "_sums_of", counted)
     assert figures.sums() == before
     assert figures.sums() == before

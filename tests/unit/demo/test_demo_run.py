@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actckpt.demo import run as demo_run
-from actckpt.demo.compare import find_differences
+from actckpt.demo.comparison import find_differences
 from actckpt.demo.data import read_text
 from actckpt.demo.methods import METHODS, Method
 from actckpt.demo.model import LanguageModel

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from actckpt.engine import native
+from actckpt._offload import native
 
 MIB = 1 << 20
 Make = Callable[..., np.ndarray]

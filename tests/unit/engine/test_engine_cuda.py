@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from actckpt.engine import native
-from actckpt.engine.native import sim
+from actckpt._offload import native
+from actckpt._offload.native import sim
 
 PAGE = 4096
 DEFAULT = 0  # the handle of queue 0, the mock's default stream

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actckpt.engine import native
+from actckpt._offload import native
 
 MIB = 1 << 20
 Make = Callable[..., np.ndarray]
@@ -163,7 +163,7 @@ def test_a_full_file_system_is_an_error_not_a_loss(folder: str, make_bytes: Make
     """The real thing: the kernel's file size limit makes a write short, then refuses the rest."""
     script = (
         "import resource, signal, sys, numpy as np\n"
-        "from actckpt.engine import native\n"
+        "from actckpt._offload import native\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "file = native.SpillFile(sys.argv[1])\n"
         "data = np.ones(3 << 20, np.uint8)\n"

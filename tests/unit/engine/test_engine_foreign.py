@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from host_rig import MIB, Rig, load
 
-from actckpt.engine import native
+from actckpt._offload import native
 
 PAGE = mmap.PAGESIZE
 
@@ -84,7 +84,7 @@ _SANDBOX = """
         print("no sandbox here")
         sys.exit()
     from actckpt.doctor import examine
-    from actckpt.engine import native
+    from actckpt._offload import native
     file = native.SpillFile(sys.argv[1])
     data, out = np.arange(6 << 20, dtype=np.uint8), np.zeros(6 << 20, np.uint8)
     file.read(file.write(data.ctypes.data, data.nbytes), out.ctypes.data)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from host_rig import MIB, Make, Rig, load
 
-from actckpt.engine import native
+from actckpt._offload import native
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from host_rig import MIB, Make, Rig, Wait, load
 
-from actckpt.engine import native
+from actckpt._offload import native
 
 
 def test_drop_during_a_write_frees_after_the_write(rig: Rig, make_bytes: Make, wait_until: Wait) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from host_rig import MIB, Make, Rig, load
 
-from actckpt.engine import native
+from actckpt._offload import native
 
 
 def test_random_programs_from_several_threads_give_the_right_bytes(folder: str) -> None:
@@ -114,7 +114,7 @@ def test_a_forked_child_gets_errors_and_exits_cleanly(rig: Rig, make_bytes: Make
 def test_a_process_ends_cleanly_with_copies_in_flight(folder: str, ending: str) -> None:
     script = (
         "import os, sys, numpy as np\n"
-        "from actckpt.engine import native\n"
+        "from actckpt._offload import native\n"
         "engine = native.HostEngine()\n"
         "store = native.ByteStore.on_disk(native.SpillFile(sys.argv[1]))\n"
         "data = np.ones(1 << 22, np.uint8)\n"
@@ -130,7 +130,7 @@ def test_a_process_ends_cleanly_with_copies_in_flight(folder: str, ending: str) 
 def test_freed_tensors_leave_the_resident_set_after_fix_mmap_threshold(folder: str) -> None:
     script = (
         "import sys, numpy as np\n"
-        "from actckpt.engine import native\n"
+        "from actckpt._offload import native\n"
         "assert native.fix_mmap_threshold(1 << 20)\n"
         "engine = native.HostEngine(window_bytes=16 << 20)\n"
         "store = native.ByteStore.on_disk(native.SpillFile(sys.argv[1]))\n"

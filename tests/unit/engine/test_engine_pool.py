@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actckpt.engine import native
+from actckpt._offload import native
 
 MIB = 1 << 20
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from actckpt import config
-from actckpt.engine import limits, native
-from actckpt.engine.native import sim
-from actckpt.runtime import stores
+from actckpt._offload import backends, limits, native
+from actckpt._offload.native import sim
 
 PAGE, MIB = 4096, 1 << 20
 
@@ -40,8 +39,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[sim.MockCuda]:
     def engine(*, num_workers: int, release: Any, **options: Any) -> native.DeviceEngine:
         return mock.engine(release=lambda keep, uses: None, **options)
 
-    monkeypatch.setattr(stores, "_warned", set())
-    monkeypatch.setattr(stores, "_files", {})  # other tests may have opened one, with another limit
+    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr(backends, "_files", {})  # other tests may have opened one, with another limit
     monkeypatch.setattr(native, "DeviceEngine", SimpleNamespace(cuda=engine))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     yield mock
@@ -61,7 +60,7 @@ class _Source:
 
 def _put_all(mock: sim.MockCuda, settings: config.Settings, count: int, nbytes: int) -> tuple[list[str], Any]:
     """Put tensors one after the other; return where each went, and the backend."""
-    backend = stores.CudaBackend.from_settings(settings)
+    backend = backends.CudaBackend.from_settings(settings)
     places, tickets = [], []
     for number in range(count):
         ticket = backend.put(_Source(number, nbytes), nbytes)  # type: ignore[arg-type]

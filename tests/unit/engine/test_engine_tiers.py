@@ -17,9 +17,8 @@ import pytest
 
 import actckpt
 from actckpt import config
-from actckpt.engine import native
-from actckpt.engine.native import sim
-from actckpt.runtime import stores
+from actckpt._offload import backends, native
+from actckpt._offload.native import sim
 
 PAGE = 4096
 DEFAULT, OTHER = 0, 2
@@ -370,10 +369,10 @@ def test_2000_steps_leave_pool_file_threads_and_descriptors_flat(folder: str) ->
 
 
 def test_stats_add_up_all_tiers(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_backends", {})
+    monkeypatch.setattr(backends, "_backends", {})
     actckpt.reset_stats()
     rig = Rig(pinned=PAGE, pageable=PAGE, spill_file=native.SpillFile(folder))
-    monkeypatch.setitem(stores._backends, "host", (config.generation, stores.CudaBackend(rig.engine)))
+    monkeypatch.setitem(backends._backends, "host", (config.generation, backends.CudaBackend(rig.engine)))
     tickets = [rig.put(Tensor()) for _ in range(3)]
     rig.settle()
     found = actckpt.stats()

@@ -16,13 +16,12 @@ import torch
 
 import actckpt
 from actckpt import config
-from actckpt.engine import native
-from actckpt.runtime import stores
+from actckpt._offload import backends, native
 
 
 @pytest.fixture(autouse=True)
 def _no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_warned", set())
+    monkeypatch.setattr(backends, "_warned", set())
 
 
 @pytest.fixture
@@ -36,12 +35,12 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def step(backend: stores.CpuBackend, count: int = 4) -> None:
+def step(backend: backends.CpuBackend, count: int = 4) -> None:
     """Move tensors out, let the writes end, bring them back."""
     tensors = [torch.randn(4096) for _ in range(count)]
     tickets = []
     for tensor in tensors:
-        ticket = backend.put(stores.Bytes(tensor.untyped_storage(), 0), 4 * 4096)
+        ticket = backend.put(backends.Bytes(tensor.untyped_storage(), 0), 4 * 4096)
         assert ticket is not None
         tickets.append(ticket)
     backend.store.flush()
@@ -61,7 +60,7 @@ def test_a_disk_that_takes_nothing_warns_once(
     faults.fail_write_at, faults.write_errno = 0, code
     io.set(faults)
     for _ in range(2):  # another store of the same process says nothing new
-        backend = stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io))
+        backend = backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io))
         for _ in range(3):
             step(backend)
         assert backend.store.stats().num_failed_writes == 12
@@ -70,18 +69,18 @@ def test_a_disk_that_takes_nothing_warns_once(
 
 
 def test_a_full_limit_and_a_broken_disk_are_two_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    step(stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path), limit_bytes=5 * 4096)))
+    step(backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path), limit_bytes=5 * 4096)))
     io, faults = native.FaultyFileIo(), native.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    step(stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io)))
+    step(backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io)))
     first, second = warnings(caplog)
     assert "is full" in first and "Raise disk_limit" in first
     assert "fails" in second and "errno 5" in second
 
 
 def test_a_good_disk_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    step(stores.CpuBackend(native.CpuStore.on_disk(str(tmp_path))))
+    step(backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path))))
     assert warnings(caplog) == []
 
 
@@ -107,8 +106,8 @@ class Engine:
 
 def put_all(monkeypatch: pytest.MonkeyPatch, answers: list[Any], **options: bool) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    backend = stores.CudaBackend(Engine(answers))  # type: ignore[arg-type]
-    source = stores.Bytes(torch.empty(1 << 18).untyped_storage(), 0)
+    backend = backends.CudaBackend(Engine(answers))  # type: ignore[arg-type]
+    source = backends.Bytes(torch.empty(1 << 18).untyped_storage(), 0)
     return [backend.put(source, 1 << 20, **options) for _ in range(len(answers))]
 
 
@@ -159,14 +158,14 @@ def test_folders_that_exist_but_take_no_file_are_refused_also_as_root(folder: st
 
 def test_a_default_folder_that_takes_no_file_is_one_line_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/proc")
-    monkeypatch.setattr(stores, "_files", {})  # an earlier test may have made one with these settings
+    monkeypatch.setattr(backends, "_files", {})  # an earlier test may have made one with these settings
     with pytest.raises(native.SpillWriteError, match=r"^cannot make a spill file in '/proc': .*Set spill_dir.*$"):
-        stores.CpuBackend.on_disk(config.Settings())
+        backends.CpuBackend.on_disk(config.Settings())
 
 
 def test_the_spill_file_is_shared_and_so_is_its_limit(tmp_path: Path, restored: None) -> None:
     settings = actckpt.configure(spill_dir=tmp_path, disk_limit=1 << 20)
-    file = stores._spill_file(settings)
-    assert stores._spill_file(settings) is file and file.stats().limit_bytes == 1 << 20
+    file = backends._spill_file(settings)
+    assert backends._spill_file(settings) is file and file.stats().limit_bytes == 1 << 20
     actckpt.configure(disk_limit=2 << 20)
-    assert stores._spill_file(config.settings()).stats().limit_bytes == 2 << 20
+    assert backends._spill_file(config.settings()).stats().limit_bytes == 2 << 20

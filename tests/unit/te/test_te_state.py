@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))  # te_fakes
 from te_fakes import VERSIONS, installed
 
 import actckpt
+from actckpt._core import random_state, state, stays
 from actckpt.doctor import examine
 from actckpt.errors import TransformerEngineError
-from actckpt.runtime import rng, state, stays
 from actckpt.te import registration
 from actckpt.te.state import Internals, read_already
 
@@ -42,10 +42,10 @@ def test_the_provider_registers_itself_at_the_first_region_after_loading(version
     with installed(version):
         assert not state.registered
         _region()
-        assert len(state.registered) == 1 and len(rng.registered) == 1 and len(stays.rules) == 1
+        assert len(state.registered) == 1 and len(random_state.registered) == 1 and len(stays.rules) == 1
         _region()
         assert len(state.registered) == 1
-    assert not state.registered and not rng.registered and not stays.rules
+    assert not state.registered and not random_state.registered and not stays.rules
 
 
 def test_a_package_that_is_still_being_imported_is_left_alone() -> None:

@@ -1,0 +1,125 @@
+"""The only connection between the extension and Python: what it needs of the rooms and of torch.
+
+Imported once, for its effect.
+"""
+
+import functools
+import sys
+import threading
+import types
+from collections import deque
+from typing import Any
+
+import torch
+
+from actckpt import _C
+from actckpt._core import messages, modes, random_state, state, stays, torch_private
+from actckpt._core.functions import global_names
+from actckpt._core.watched import has_same_bytes, own_copy
+from actckpt._offload import backends, reading, session, sources, spans
+from actckpt._replay import aliases, opened, recorder, saved, unseen, wrappers
+from actckpt._replay.operators import operator_of
+from actckpt._rerun import region
+from actckpt._rerun.buffers import note_buffers
+from actckpt.action import Action
+
+#: By the names in csrc/core/names.h; None where torch has no such thing.
+NAMES: dict[str, Any] = {
+    "tensor_type": torch.Tensor,
+    "parameter_type": torch.nn.Parameter,
+    "module_type": torch.nn.Module,
+    "fake_tensor_type": torch_private.fake_tensor_type,
+    "storage_type": torch.UntypedStorage,
+    # Containers and objects that a region leads to (csrc/rerun/structure.h).
+    "generator_type": torch.Generator,
+    "partial_type": functools.partial,
+    "deque_type": deque,
+    "namespace_type": types.SimpleNamespace,
+    "lock_types": (type(threading.Lock()), type(threading.RLock())),
+    # Packages whose objects are left alone: the standard library's, but for collections and namespaces.
+    "left_alone": frozenset(sys.stdlib_module_names - {"argparse", "collections", "types"}),
+    "global_names": global_names,
+    # One rerun of a region at a time.
+    "lock_type": threading.RLock,
+    # Whether backward may clear what it is given of a saved tensor.
+    "alias_rules": stays.alias_rules,
+    # Global state that a rerun must find as the forward found it.
+    "state_getters": state.GETTERS,
+    # Default generators: of the CPU alone, and of the devices of a tuple of arguments.
+    "cpu_generators": (torch.default_generator,),
+    "generators_of": random_state.generators_of_tensors,
+    "is_capturing": random_state.is_capturing if torch.backends.cuda.is_built() else None,
+    # Hooks and grad mode.
+    "top_hooks": torch_private.top_hooks,
+    "push_hooks": torch_private.push_hooks,
+    "pop_hooks": torch_private.pop_hooks,
+    "is_grad_enabled": torch.is_grad_enabled,
+    "set_grad_enabled": torch_private.set_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    # Dispatch modes.
+    "num_dispatch_modes": torch_private.num_dispatch_modes,
+    "take_off_modes": modes.take_off,
+    "put_back_modes": modes.put_back,
+    "tangents_enabled": torch_private.tangents_enabled,
+    "set_tangents_enabled": torch_private.set_tangents_enabled,
+    "unknown_modes": modes.unknown,
+    # Which backward is under way, and what to do when it ends.
+    "graph_task_id": torch_private.current_graph_task_id,
+    "graph_exec_group": torch_private.current_graph_exec_group,
+    "queue_callback": torch_private.queue_callback,
+    # Reruns that are not of the common kind.
+    "refill": region.refill,
+    # Buffers that a forward changes.
+    "note_buffers": note_buffers,
+    # Inference tensors, which have no version.
+    "own_copy": own_copy,
+    "has_same_bytes": has_same_bytes,
+    # Errors.
+    "mismatch_error": region.mismatch_error,
+    "modified_error": messages.saved_tensor_changed,
+    "changed_error": messages.HeldTensorChanged,
+    "input_error": messages.changed_error,
+    "failure": region.failure,
+    "parameter_error": messages.parameter_error,
+    "swap_timeout_error": random_state.swap_timeout_error,
+    "script_failure": torch_private.SCRIPT_FAILURE,
+    # The hooks of offloading.
+    "backend": backends.backend,
+    "guard": sources.guard,
+    "is_owned": session.is_owned,
+    "stay_rules": stays.rules,
+    "must_stay": stays.must_stay,
+    "pack_otherwise": session.pack_otherwise,
+    "join": spans.join,
+    "learnt_order": reading.learnt_order,
+    "note_order": reading.note_order,
+    "max_inflight": reading.max_inflight,
+    "changed_in_place_error": messages.changed_in_place,
+    "freed_error": session.freed_error,
+    "empty": torch.empty,
+    "strided": torch.strided,
+    "uint8": torch.uint8,
+    # Recording and replay.
+    "describe": operator_of,
+    "record_special": recorder.record_special,
+    "note_wrappers": wrappers.note,
+    "begin_audit": saved.begin_audit,
+    "pack_other": saved.pack_other,
+    "unpack_slowly": saved.unpack_slowly,
+    "keep": Action.KEEP,
+    "recompute": Action.RECOMPUTE,
+    "why_inference": aliases.WHY_INFERENCE,
+    "below_autograd": torch_private.below_autograd,
+    "keeps_graph": torch_private.keeps_graph,
+    "any_autocast_enabled": torch_private.any_autocast_enabled,
+    "num_function_modes": torch_private.num_function_modes,
+    "exchange_api": torch_private.exchange_api,
+    "recording": opened.recording,
+    "made_by_function": unseen.made_by_function,
+    "saved_by_function": unseen.saved_by_function,
+    "function_type": torch_private.function_node_type,
+    "apply_code": torch_private.apply_code,
+    "compiled_prefix": torch_private.COMPILED_PREFIX,
+}
+
+_C.connect(NAMES)

@@ -1,0 +1,164 @@
+"""Which modules of a model are its blocks, where the user does not say.
+
+NOTE [ Blocks of a model ]
+
+Nothing is run and, but for one rule, no names are known, so the structure has to tell. A *layer* is a module without
+modules in it (not an Identity, nor a Dropout that drops nothing); each stands for one saved result. A *candidate* is a
+module of at least two layers that has a forward of its own and stands in a row: in a ModuleList, Sequential or
+ModuleDict, or as one of several attributes whose names differ in a number only (`b1`, `b2`). It must be repeated:
+another candidate somewhere in the model is of its kind, which is its type, or for a Sequential the types in it.
+Containers without a forward are looked through. Candidates may be inside each other: stages, their blocks, parts of
+blocks.
+
+Chosen are candidates such that what training holds at its peak is least, by the count of layers: one input for each
+chosen one, the layers outside of all, and, while backward runs through it, the layers of the largest, which count twice
+since results inside of blocks are wider than those between them. So stages of many blocks give way to their blocks,
+blocks stay whole although attention and MLP inside of them repeat too, and experts stay inside of the block that
+chooses between them.
+
+The one rule: a layer that Transformers' own checkpointing checkpoints has no candidates inside where each would be of a
+kind of its own (attention and MLP of T5). Such parts are given the key-value cache, which is taken away from the
+library's layers only. Where parts of one kind repeat inside, it is a stage (Swin), and the count decides as elsewhere.
+
+A candidate of a kind of its own is chosen where it stands in one container with chosen ones and has at least half as
+many layers as they: the first block of a stack is often another one. In a model without repeated candidates (a stack of
+one layer, or one layer that is called many times) those that stand in a ModuleList are chosen from.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from actckpt._blocks.key_value_caches import is_checkpointing_layer
+
+__all__ = ["has_forward", "repeated_blocks"]
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(eq=False)
+class _Part:
+    """A module with the candidates in it."""
+
+    name: str
+    module: nn.Module
+    num_layers: int
+    container: nn.Module
+    parts: "list[_Part]" = field(default_factory=list)
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a model by their qualified names, see NOTE [ Blocks of a model ]; none if it has none."""
+    seen: set[int] = set()
+    roots = _candidates(model, "", None, seen)
+    everything = list(_all(roots))
+    kinds = Counter(_kind(part.module) for part in everything)
+    allowed = {id(part) for part in everything if kinds[_kind(part.module)] > 1}
+    allowed = allowed or {id(part) for part in everything if isinstance(part.container, nn.ModuleList)}
+    total = _num_layers(model)
+    best: list[_Part] = []
+    least = 0
+    for limit in sorted({part.num_layers for part in everything if id(part) in allowed}, reverse=True):
+        chosen = list(_cut(roots, allowed, limit))
+        outside = total - sum(part.num_layers for part in chosen)
+        held = len(chosen) + outside + 2 * max(part.num_layers for part in chosen)
+        if not best or held < least:
+            best, least = chosen, held
+    found = {id(part.module) for part in [*best, *_beside(roots, best)]}
+    return {name: module for name, module in model.named_modules() if id(module) in found}
+
+
+def _beside(parts: list[_Part], chosen: list[_Part]) -> Iterator[_Part]:
+    """Yield the outermost candidates without chosen ones inside that stand beside some and are not much smaller."""
+    for part in parts:
+        if part in chosen:
+            continue
+        if any(other in chosen for other in _all(part.parts)):
+            yield from _beside(part.parts, chosen)
+            continue
+        if not isinstance(part.container, _CONTAINERS):
+            continue
+        near = {id(module) for module in part.container.modules()}
+        sizes = [other.num_layers for other in chosen if id(other.module) in near]
+        if sizes and max(sizes) <= 2 * part.num_layers:
+            yield part
+
+
+def _candidates(module: nn.Module, name: str, container: nn.Module | None, seen: set[int]) -> list[_Part]:
+    """Return the outermost candidates in a module, itself included, each module once.
+
+    Args:
+        container: what the module stands in, if it stands in a row there.
+    """
+    if id(module) in seen:
+        return []
+    seen.add(id(module))
+    in_a_row = _names_in_a_row(module)
+    inside = [
+        part
+        for child_name, child in module.named_children()
+        for part in _candidates(
+            child, f"{name}.{child_name}" if name else child_name, module if child_name in in_a_row else None, seen
+        )
+    ]
+    if container is None or not has_forward(module) or not any(module.children()):
+        return inside
+    num_layers = _num_layers(module)
+    if num_layers < 2:
+        return inside
+    if is_checkpointing_layer(module) and len({_kind(part.module) for part in inside}) == len(inside):
+        inside = []
+    return [_Part(name, module, num_layers, container, inside)]
+
+
+def _names_in_a_row(module: nn.Module) -> set[str]:
+    """Return the names of the children of a module that stand in a row."""
+    names = [name for name, _ in module.named_children()]
+    if isinstance(module, _CONTAINERS):
+        return set(names)
+    stems = Counter(_stem(name) for name in names)
+    return {name for name in names if _stem(name) != name and stems[_stem(name)] > 1}
+
+
+def _stem(name: str) -> str:
+    return name.rstrip("0123456789")
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; a ModuleList cannot. Compiled modules have a forward of their own."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _num_layers(module: nn.Module) -> int:
+    return sum(1 for inner in module.modules() if _is_layer(inner))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    if next(module.children(), None) is not None or isinstance(module, (nn.Identity, *_CONTAINERS)):
+        return False
+    return not (isinstance(module, nn.Dropout) and module.p == 0)
+
+
+def _kind(module: nn.Module) -> Any:
+    if type(module) is nn.Sequential:
+        return (nn.Sequential, *(_kind(child) for child in module))
+    return type(module)
+
+
+def _all(parts: list[_Part]) -> Iterator[_Part]:
+    for part in parts:
+        yield part
+        yield from _all(part.parts)
+
+
+def _cut(parts: list[_Part], allowed: set[int], limit: int) -> Iterator[_Part]:
+    """Yield the outermost allowed candidates of at most `limit` layers, and larger ones with no allowed ones inside."""
+    for part in parts:
+        inside = list(_cut(part.parts, allowed, limit))
+        if id(part) in allowed and (part.num_layers <= limit or not inside):
+            yield part
+        else:
+            yield from inside

@@ -1,0 +1,1 @@
+"""torch.compile: what a compiled function runs in place of regions."""

@@ -1,0 +1,140 @@
+"""`checkpoint` under torch.compile: torch's own, which the compiler knows as one operator."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+
+from actckpt._core import random_state, torch_private
+from actckpt.action import Action
+from actckpt.policies import PerOp, choice_of, is_torch_policy
+
+__all__ = ["BY_OPERATOR", "TORCH_PARAMETERS", "ContextFn", "compiled_checkpoint", "goes_by_operator"]
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+_MOVES_NOTHING = (
+    f"torch.compile of torch {torch.__version__} moves nothing: keep or recompute it, or keep this call out of the "
+    "compiled function."
+)
+#: What is said of a policy that torch's form cannot say.
+BY_OPERATOR = (
+    "actckpt.checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', 'keep', a list of "
+    "operators to keep, a PerOp of keep and recompute, or a policy function of torch's form, policy(ctx, op, *args, "
+    f"**kwargs). To offload: {_MOVES_NOTHING}"
+)
+_NEVER = object()
+
+#: Of the installed torch's checkpoint.
+TORCH_PARAMETERS = inspect.signature(torch_checkpoint.checkpoint).parameters
+
+
+def compiled_checkpoint(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    use_reentrant: bool | None,
+    context_fn: ContextFn,
+    determinism_check: str,
+    debug: bool,
+    preserve_rng_state: bool,
+    early_stop: bool,
+    respect_saved_tensors_hooks: bool | None,
+    policy: Any,
+    offload_inputs: bool,
+    rng_trackers: Sequence[random_state.GetTracker],
+) -> Any:
+    """Under torch.compile: torch's own checkpoint, which the compiler knows as one operator.
+
+    The compiler ignores determinism_check, preserve_rng_state (always on) and early_stop (always off):
+    none of them changes a result there. What would change it raises.
+    """
+    if use_reentrant:
+        raise ValueError("checkpoint: use_reentrant=True is not supported. Drop the keyword.")
+    if policy == "keep" or policy is Action.KEEP:
+        return function(*args, **kwargs)
+    if policy is not None and policy != "recompute" and policy is not Action.RECOMPUTE:
+        context_fn = functools.partial(create_selective_checkpoint_contexts, functools.partial(_answer, policy))
+    elif context_fn is not noop_context_fn:
+        context_fn = functools.partial(_watched_contexts, context_fn)
+    if offload_inputs:
+        raise ValueError(
+            "checkpoint: offload_inputs cannot be honoured under torch.compile. Leave it out, or keep this call out of "
+            "the compiled function."
+        )
+    if rng_trackers:
+        raise ValueError(
+            "checkpoint: rng_trackers cannot be honoured under torch.compile, where torch's own checkpoint "
+            "restores random state. Leave them out, or keep this call out of the compiled function."
+        )
+    options: dict[str, Any] = {}
+    if respect_saved_tensors_hooks is not None:
+        if "respect_saved_tensors_hooks" not in TORCH_PARAMETERS:
+            raise ValueError(
+                f"checkpoint: respect_saved_tensors_hooks={respect_saved_tensors_hooks} cannot be honoured under "
+                f"torch.compile with torch {torch.__version__}, whose checkpoint does not have it. Leave it out."
+            )
+        options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
+    if context_fn is not noop_context_fn:
+        options["context_fn"] = context_fn
+    if debug:
+        options["debug"] = debug
+    return torch_checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        determinism_check=determinism_check,
+        preserve_rng_state=preserve_rng_state,
+        early_stop=early_stop,
+        **options,
+        **kwargs,
+    )
+
+
+def goes_by_operator(policy: Any) -> bool:
+    """Whether torch's form can say a policy, as far as can be told without asking it; the compiler traces this."""
+    if policy is None or isinstance(policy, (list, tuple, set, frozenset)):
+        return True
+    if isinstance(policy, (str, Action)):
+        return policy in ("recompute", "keep", Action.RECOMPUTE, Action.KEEP)
+    if isinstance(policy, PerOp):
+        return not policy.moves
+    code = getattr(policy, "__code__", None)
+    if code is None:  # a partial function, or an object
+        return callable(policy)
+    return code.co_argcount - len(policy.__defaults__ or ()) > 1 or bool(code.co_flags & inspect.CO_VARARGS)
+
+
+def _answer(policy: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Answer what the compiler asks about an operator, for any policy that goes by operator."""
+    if isinstance(policy, PerOp) or not callable(policy):
+        keeps = choice_of(policy).of(op) is Action.KEEP
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+    if not is_torch_policy(policy):
+        raise ValueError(BY_OPERATOR)
+    return _refuse_to_move(policy(context, op, *args, **kwargs), op)
+
+
+def _watched_contexts(context_fn: ContextFn) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a checkpoint; if they are selective, their policy must not want anything moved."""
+    forward, rerun = context_fn()
+    policy = torch_private.selective_policy(forward)
+    if policy is not None:
+        torch_private.set_selective_policy(forward, functools.partial(_asked_by_torch, policy))
+    return forward, rerun
+
+
+def _asked_by_torch(policy: Callable[..., Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return _refuse_to_move(policy(context, op, *args, **kwargs), op)
+
+
+def _refuse_to_move(answer: Any, op: Any) -> Any:
+    """Return what a policy answers for an operator; raises if that is to be moved, since no compiler reads the tag."""
+    if answer is getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", _NEVER):
+        raise ValueError(f"actckpt.checkpoint: the policy answers MUST_CPU_OFFLOAD for {op}, but {_MOVES_NOTHING}")
+    return answer

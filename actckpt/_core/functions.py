@@ -1,0 +1,56 @@
+"""What functions are and hold: modules behind them, cells, global names, and whether their body runs when called."""
+
+import dis
+import inspect
+import types
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from actckpt._core import messages
+
+__all__ = ["EMPTY_CELL", "check_runs_when_called", "contents_of", "global_names", "is_of_module"]
+
+EMPTY_CELL = object()
+
+
+def is_of_module(function: object) -> bool:
+    """Whether this is a module or a method of one, of which only parameters are watched (Rule 4)."""
+    if type(function) is types.MethodType:
+        function = function.__self__
+    return isinstance(function, torch.nn.Module)
+
+
+def contents_of(cell: types.CellType) -> Any:
+    """Return what a closure cell holds, `EMPTY_CELL` if nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY_CELL
+
+
+def check_runs_when_called(function: Callable[..., Any], who: str) -> None:
+    """Raise where the body of a function to decorate runs after the call: nothing of it would be seen."""
+    kinds = {
+        "generator": inspect.isgeneratorfunction,
+        "coroutine": inspect.iscoroutinefunction,
+        "asynchronous generator": inspect.isasyncgenfunction,
+    }
+    for kind, is_kind in kinds.items():
+        if is_kind(function):
+            raise TypeError(
+                f"{who}: {messages.name_of(function)} is a {kind} function. Its call returns before its body runs, so "
+                "that nothing of the body would be inside. Decorate the functions that it calls."
+            )
+
+
+@lru_cache(maxsize=4096)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the global names that `code`, or a function inside it, reads."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(global_names(constant))
+    return tuple(sorted(names))

@@ -1,0 +1,231 @@
+"""The words of a region's errors: what differs, where, both sides, and what to do.
+
+Everything here runs only once something is wrong, so it may be slow.
+"""
+
+import gc
+from collections.abc import Sequence
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actckpt._core import torch_private
+from actckpt._core.sites import modules_on_stack, user_line
+from actckpt._core.watched import version_of
+from actckpt.errors import InputChangedError, RerunMismatchError, SavedTensorChangedError
+
+if TYPE_CHECKING:
+    from actckpt import _C
+
+_ADVICE = (
+    "The function must do the same in both runs: no counters, flags or Python randomness that differ "
+    "between them, no attribute of a module that one call leaves for the next (a recurrent state). Pass a policy, "
+    "whose regions run nothing again, or debug=True to see the operators of both runs."
+)
+
+
+class Trace:
+    """Operators of both runs of a region with the user's lines, for `debug=True`."""
+
+    def __init__(self) -> None:
+        self.forward: list[str] = []
+        self.rerun: list[str] = []
+        self.forward_mode = _OperatorLog(self.forward)
+        self.rerun_mode = _OperatorLog(self.rerun)
+
+
+class _OperatorLog(TorchDispatchMode):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lines = lines
+
+    def __enter__(self) -> Any:
+        self._lines.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:  # the bookkeeping detaches in reruns only
+            self._lines.append(f"{func}  at {user_line()}")
+        return func(*args, **(kwargs or {}))
+
+
+def name_of(function: Any) -> str:
+    """Return a name for the function of a region: a module's type, or a qualified name with its place."""
+    if isinstance(function, torch.nn.Module):
+        return type(function).__name__
+    name = str(getattr(function, "__qualname__", type(function).__name__))
+    if isinstance(function, FunctionType):
+        return f"{name} ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"
+    return name
+
+
+def parameter_name(tensor: Tensor) -> str:
+    """Return the longest name of the parameter on the storage of a tensor that any module has for it, or an empty text.
+
+    Looks through all objects of the process.
+    """
+    storage = tensor.untyped_storage()
+    named: list[tuple[str, Any]] = []
+    for owner in gc.get_objects():
+        if issubclass(type(owner), torch.nn.Module):
+            named.extend(owner.named_parameters() if "_parameters" in owner.__dict__ else ())
+        elif (unsharded := torch_private.unsharded_parameter(owner)) is not None:
+            named.append(unsharded)
+    plain = ((name, parameter) for name, parameter in named if type(parameter) in (Tensor, torch.nn.Parameter))
+    return max((name for name, parameter in plain if parameter.untyped_storage() is storage), key=len, default="")
+
+
+def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> RerunMismatchError:
+    """Word a tensor that the rerun saved and the forward did not save like that."""
+    frame = refill.frame
+    name = _name(frame)
+    module = next(modules_on_stack(), None)
+    where = f"saved at {user_line()}" + (f" (module {type(module).__name__})" if module is not None else "")
+    if problem == "more":
+        return RerunMismatchError(
+            f"The rerun of {name} saves more tensors than its forward did.\n"
+            f"Forward: {frame.num_saved}; rerun: at least {index + 1}, the additional one of shape "
+            f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {where}.\n{_ADVICE}"
+        )
+    if problem == "outsider":
+        return RerunMismatchError(
+            f"A tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that {name} reads was changed in place between "
+            f"its forward and its rerun: saved tensor {index} of {frame.num_saved}, at version {tensor._version} now, "
+            f"{where}; one of the variables needed for gradient computation has been modified by an inplace operation."
+            "\nChange a clone instead, or run backward before changing it."
+        )
+    if problem == "version":
+        return RerunMismatchError(
+            f"A parameter of shape {tuple(tensor.shape)} was changed in place between the forward and the "
+            f"rerun of {name} ({where}).\nSaved tensor {index} of {frame.num_saved}: other version "
+            f"in forward than now ({tensor._version}); one of the variables needed for gradient computation "
+            "has been modified by an inplace operation.\nRun backward before the optimizer step that "
+            'changes the parameter, or pass determinism_check="none" if the change does no harm.'
+        )
+    shape, dtype, device = frame.metadata(index) or (None, None, None)
+    return RerunMismatchError(
+        f"The rerun of {name} saved a tensor that is different from its forward's: "
+        f"saved tensor {index} of {frame.num_saved}.\n"
+        f"Forward: shape {tuple(shape or ())}, {dtype}, {device}. Rerun: shape {tuple(tensor.shape)}, "
+        f"{tensor.dtype}, {tensor.device}, {where}.\n{_ADVICE}"
+    )
+
+
+def fewer_saved(refill: "_C.Refill") -> RerunMismatchError:
+    """Word a rerun that returned before it saved everything needed."""
+    frame = refill.frame
+    return RerunMismatchError(
+        f"The rerun of {_name(frame)} saved a different number of tensors than its forward: it returned early.\n"
+        f"Forward: {frame.num_saved}; rerun: {refill.num_packed}, of which backward needs {refill.num_needed}."
+        f"\n{_ADVICE}"
+    )
+
+
+def not_saved(frame: "_C.Frame") -> RerunMismatchError:
+    """Word a rerun that ended without the tensor that backward asked for."""
+    return RerunMismatchError(
+        f"A rerun of {_name(frame)} did not bring back a saved tensor that backward asked for; its forward "
+        f"saved {frame.num_saved}, autograd still holds {frame.num_live}.\n"
+        "Does the function run a backward of its own? Pass early_stop=False, or take that backward out of it."
+    )
+
+
+def saved_tensor_changed(
+    frame: "_C.Frame", index: int, tensor: Tensor, found: int, expected: int
+) -> SavedTensorChangedError:
+    """Word a tensor that was changed in place after an operator saved it."""
+    return SavedTensorChangedError(
+        f"One of the variables needed for gradient computation has been modified by an inplace operation "
+        f"inside {_name(frame)}: saved tensor {index} of {frame.num_saved}, shape {tuple(tensor.shape)}, "
+        f"{tensor.dtype}.\nIt is at version {found}; expected version {expected}.\n"
+        "Use the out-of-place operator, or clone the tensor before changing it."
+    )
+
+
+def changed_in_place(shape: torch.Size, dtype: torch.dtype, found: int, expected: int) -> SavedTensorChangedError:
+    """Word a saved tensor whose bytes changed in place."""
+    return SavedTensorChangedError(
+        "One of the variables needed for gradient computation has been modified by an inplace operation: saved "
+        f"tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {found}; expected version {expected}.\n"
+        "Use the out-of-place operator, or clone the tensor before changing it."
+    )
+
+
+OTHER_MEMORY = "was given other memory (an assignment to its .data, or swap_tensors)"
+
+
+class HeldTensorChanged(Exception):  # noqa: N818 - never leaves the runtime
+    """What `HeldTensor.thaw` raises; `changed_error` words it."""
+
+    def __init__(self, held: "_C.HeldTensor") -> None:
+        super().__init__()
+        self.held = held
+
+
+def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChangedError:
+    """Word a held tensor that was changed in place."""
+    held = changed.held
+    index = next((i for i, value in enumerate(args) if value is held), None)
+    place = "A tensor in a container or closure" if index is None else f"Argument {index}"
+    if version_of(held.held) == held.version:
+        return input_changed(place, OTHER_MEMORY)
+    return input_changed(place, "was changed in place", held.held, held.version)
+
+
+def input_changed(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
+    """Word an input that is not as it was after the forward."""
+    message = (
+        f"{place}, an input of a checkpointed region, {how} since the region began, by its own function or after it, "
+        "and backward has to run that again"
+    )
+    if tensor is not None and tensor.is_inference():
+        message += f": an inference tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, whose bytes were compared"
+    elif tensor is not None:
+        message += (
+            f": tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nVersion {before} in forward, "
+            f"{version_of(tensor)} now (one of the variables needed for gradient computation has been modified by an "
+            "inplace operation)"
+        )
+    return InputChangedError(
+        f"{message}.\nChange a clone instead, or run backward before changing it. A statistic that the region itself "
+        "updates belongs into a module's buffer."
+    )
+
+
+def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now: int) -> RerunMismatchError:
+    """Word a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
+    name = next((name for name, found in module.named_parameters() if found is parameter), "?")
+    how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
+    if parameter.is_inference() and now == before:
+        how = "is an inference tensor with other bytes than it had"
+    return RerunMismatchError(
+        f"Parameter {name!r} of {name_of(module)}, shape {tuple(parameter.shape)}, {how} in forward, and "
+        "backward has to run the module again (one of the variables needed for gradient computation has been "
+        "modified by an inplace operation).\n"
+        'Run backward before the optimizer step that changes the parameter, or pass determinism_check="none" if the '
+        "change does no harm."
+    )
+
+
+def traced(error: BaseException, trace: Trace) -> BaseException:
+    """Add the operators of both runs to an error, for `debug=True`."""
+    first = next(
+        (i for i, (a, b) in enumerate(zip(trace.forward, trace.rerun, strict=False)) if _op(a) != _op(b)),
+        min(len(trace.forward), len(trace.rerun)),
+    )
+    lines = [str(error), "", f"First difference: operator {first}."]
+    for title, operators in (("forward", trace.forward), ("rerun", trace.rerun)):
+        lines.append(f"Operators of the {title} ({len(operators)}):")
+        lines += [f"{'->' if i == first else '  '} {i}: {line}" for i, line in enumerate(operators)]
+    return type(error)("\n".join(lines))
+
+
+def _name(frame: "_C.Frame") -> str:
+    return frame.region.inputs.name if frame.region is not None else name_of(frame.function)
+
+
+def _op(line: str) -> str:
+    return line.split("  at ", 1)[0]

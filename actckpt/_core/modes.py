@@ -1,0 +1,92 @@
+"""Dispatch modes of the program: which ones may change what operators return, and working without those.
+
+NOTE [ Modes ]
+
+A mode that is entered before a region is below its recorder: it sees each operator after the recorder did, and may
+return something else. What is recorded below such a mode is never replayed; and replay, and all else that is done with
+tensors behind the program's back, runs with such modes taken off. A rerun finds those of its forward, put on the stack
+as they were, and no others.
+
+Modes known to change no results do not count, and stay: those of this package, of torch (`torch_private`), and those
+that `configure(observers=[...])` names. What counts is the class that has the handler: a subclass with one of its own
+is another mode. Torch's own infrastructure (fake tensors, tracing) stays as well.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from actckpt import config
+from actckpt._core import torch_private
+
+__all__ = ["name_of", "put_back", "replaced", "take_off", "unknown"]
+
+Modes = tuple[Any, ...]
+
+
+@lru_cache(maxsize=256)
+def _only_observes(kind: Any, observers: tuple[type, ...]) -> bool:
+    if kind.is_infra_mode():
+        return True
+    owner = next(base for base in kind.__mro__ if "__torch_dispatch__" in vars(base))
+    if kind in observers or owner in observers or owner.__module__.split(".")[0] == "actckpt":
+        return True
+    return f"{owner.__module__}.{owner.__qualname__}" in torch_private.OBSERVING_MODES
+
+
+def unknown() -> Modes:
+    """Return the modes active in this thread that may change results, outermost first."""
+    count = torch_private.num_dispatch_modes()
+    if not count:
+        return ()
+    observers = config.settings().observers
+    active = [torch_private.dispatch_mode_at(place) for place in range(count)]
+    kinds: list[Any] = [type(mode) for mode in active]
+    return tuple([mode for mode, kind in zip(active, kinds, strict=True) if not _only_observes(kind, observers)])
+
+
+def name_of(mode: Any) -> str:
+    """Return the name of a mode's class, for reports."""
+    return f"{type(mode).__module__}.{type(mode).__qualname__}"
+
+
+def take_off() -> Modes:
+    """Take the modes that may change results off the stack; returns what `put_back` needs."""
+    return _exchange(())
+
+
+def put_back(modes: Modes) -> None:
+    """Undo `take_off`."""
+    _put(modes)
+
+
+@contextmanager
+def replaced(modes: Modes) -> Iterator[None]:
+    """Run the body under exactly these of the modes that may change results. They are not entered again."""
+    outside = _exchange(modes)
+    try:
+        yield
+    finally:
+        _put(outside)
+
+
+def _exchange(modes: Modes) -> Modes:
+    """Put `modes` in the place of those that may change results; returns the modes that were active."""
+    unwanted = unknown()
+    active = _active()
+    _put((*modes, *(mode for mode in active if not any(mode is other for other in unwanted))))
+    return active
+
+
+def _active() -> Modes:
+    """Return the modes active in this thread, torch's infrastructure left out."""
+    found = map(torch_private.dispatch_mode_at, range(torch_private.num_dispatch_modes()))
+    return tuple([mode for mode in found if not mode.is_infra_mode()])
+
+
+def _put(modes: Modes) -> None:
+    for _ in _active():
+        torch_private.pop_dispatch_mode()
+    for mode in modes:
+        torch_private.push_dispatch_mode(mode)

@@ -1,0 +1,186 @@
+"""Settings of torch that change which numbers operators compute: noted in forward, in force again where it counts.
+
+NOTE [ Settings ]
+
+Rule 1. A rerun finds the settings of its forward. A replayed operator finds those under which it ran, also where only a
+        part of its region was under them (`torch.backends.mkldnn.flags` around one layer). So every recorded operator
+        notes them: elementwise operators the few that they may depend on, all others all. They are read in C++
+        (csrc/core/numerics.h); equal ones are one tuple.
+Rule 2. They are set only where they differ, and put back afterwards, also after an error.
+Rule 3. All but `torch.set_flush_denormal`, which is one of the thread, are settings of the process: while they are in
+        force for a rerun or a replayed operator, other threads see them, as with torch's own contexts.
+Rule 4. `fp32_precision` per backend and operator is what operators look at, and what is noted. Older settings
+        (`torch.set_float32_matmul_precision`, `allow_tf32`) stand for the same, and torch refuses to tell them where
+        the two disagree: they are made to agree for as long as others are in force.
+
+Every public setter of torch is classed in tests/contract/test_numeric_settings.py.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from actckpt import _C
+from actckpt._core import torch_private
+from actckpt._core.torch_private import Flag
+
+__all__ = ["Setting", "connect", "in_force", "restored"]
+
+#: By backend and operator.
+Precisions = Mapping[tuple[str, str], str]
+
+_PRECISIONS = tuple((backend, operator) for backend in ("mkldnn", "cuda") for operator in ("matmul", "conv", "rnn"))
+
+
+class Setting(NamedTuple):
+    """One setting: what tells it, called with `args`, and what sets it to what was told.
+
+    For flags of torch's Python code, `get` is the dict of names of the module, and `args` has the one that is meant.
+    """
+
+    name: str
+    get: Callable[..., Any] | dict[str, Any]
+    args: tuple[Any, ...]
+    set: Callable[[Any], Any]
+
+    @property
+    def is_precision(self) -> bool:
+        """Whether it is the precision of float32 operators (Rule 4)."""
+        return self.args in _PRECISIONS
+
+
+#: The settings that are noted, in the order of `_C.numerics()`; elementwise operators note the first ones only.
+in_force: list[Setting] = []
+
+
+def connect(*, on_cuda: bool, on_hip: bool) -> None:
+    """Tell the extension which settings to read.
+
+    Args:
+        on_cuda: also those of CUDA, under whose names torch has those of ROCm too.
+        on_hip: also those of ROCm alone.
+    """
+    of_elements = _of_elements()
+    in_force[:] = [*of_elements, *_others(on_cuda, on_hip)]
+    _C.connect_numerics([(setting.get, setting.args) for setting in in_force], len(of_elements))
+
+
+def _of_elements() -> list[Setting]:
+    return [
+        Setting("denormals", _C.flushes_denormals, (), torch.set_flush_denormal),
+        Setting("default_dtype", torch.get_default_dtype, (), torch.set_default_dtype),
+        *_settings(torch_private.flags_of_elements),
+    ]
+
+
+def _others(on_cuda: bool, on_hip: bool) -> list[Setting]:
+    get, warns = torch_private.must_be_deterministic, torch_private.nondeterminism_warns
+    set_both = torch_private.set_deterministic
+    found = [
+        Setting("num_threads", torch.get_num_threads, (), torch.set_num_threads),
+        Setting("deterministic_algorithms", get, (), lambda value: set_both(value, warn_only=warns())),
+        Setting("deterministic_algorithms_warn_only", warns, (), lambda value: set_both(get(), warn_only=value)),
+        *_settings(torch_private.flags_of_cpus),
+        *_precision_settings("mkldnn"),
+        *(
+            Setting(flag, names, (flag,), partial(names.__setitem__, flag))
+            for names, flag in torch_private.python_flags
+        ),
+    ]
+    if on_cuda:
+        found += [*_settings(torch_private.flags_of_cuda), *_precision_settings("cuda")]
+    if on_hip:
+        found += _settings(torch_private.flags_of_hip)
+    return found
+
+
+def _settings(flags: tuple[Flag, ...]) -> list[Setting]:
+    return [Setting(name, getter, (), setter) for name, getter, setter in flags]
+
+
+def _precision_settings(backend: str) -> list[Setting]:
+    get = torch_private.get_precision
+    pairs = [pair for pair in _PRECISIONS if pair[0] == backend] if get is not None else []
+    return [Setting(".".join(pair), get, pair, partial(_set_precision, pair)) for pair in pairs]  # type: ignore[arg-type]
+
+
+@contextmanager
+def restored(noted: tuple[Any, ...]) -> Iterator[None]:
+    """Run the body under settings that were noted in forward, then put back those that are there now."""
+    outside = _C.numerics()
+    changed = [(setting, value) for setting, value, now in zip(in_force, noted, outside, strict=False) if value != now]
+    precisions = {setting.args: value for setting, value in changed if setting.is_precision}
+    with _precisions_in_force(precisions) if precisions else nullcontext():
+        try:
+            for setting, value in changed:
+                if not setting.is_precision:
+                    setting.set(value)
+            yield
+        finally:
+            for setting, value, now in zip(in_force, outside, _C.numerics(), strict=True):
+                if value != now and not setting.is_precision:
+                    setting.set(value)
+
+
+@contextmanager
+def _precisions_in_force(noted: Precisions) -> Iterator[None]:
+    get = torch_private.get_precision
+    assert get is not None
+    outside = {pair: get(*pair) for pair in _PRECISIONS}
+    older = {flag: value for flag in torch_private.older_precisions if (value := _told(flag)) is not None}
+    inside = {**outside, **noted}
+    try:
+        _put_precisions(inside, {flag: _OLDER[flag[0]](inside) for flag in older})
+        yield
+    finally:
+        _put_precisions(outside, older)
+
+
+def _put_precisions(precisions: Precisions, older: Mapping[Flag, Any]) -> None:
+    get = torch_private.get_precision
+    assert get is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are deprecated
+        for flag, value in older.items():
+            if _told(flag) != value:
+                flag[2](value)
+    for pair, value in precisions.items():
+        if get(*pair) != value:
+            _set_precision(pair, value)
+
+
+def _told(flag: Flag) -> Any:
+    """Return an older setting of precision, None where torch refuses to tell it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return flag[1]()
+        except RuntimeError:
+            return None
+
+
+def _set_precision(pair: tuple[str, str], value: str) -> None:
+    """Set the precision that an operator finds: its own, or, where it has none, that of its backend or of all."""
+    get = torch_private.get_precision
+    assert get is not None
+    torch_private.set_precision(*pair, "none")  # as it is unless somebody says otherwise
+    if get(*pair) != value:
+        torch_private.set_precision(*pair, "ieee" if value == "none" else value)
+
+
+def _matmul_precision(precisions: Precisions) -> str:
+    found = precisions["mkldnn", "matmul"], precisions["cuda", "matmul"]
+    return "medium" if "bf16" in found else "high" if "tf32" in found else "highest"
+
+
+#: What the older settings say of precisions (Rule 4).
+_OLDER: dict[str, Callable[[Precisions], Any]] = {
+    "float32_matmul_precision": _matmul_precision,
+    "cudnn_allow_tf32": lambda precisions: precisions["cuda", "conv"] == "tf32",
+}
+
+connect(on_cuda=torch.backends.cuda.is_built(), on_hip=torch.version.hip is not None)

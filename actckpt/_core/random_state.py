@@ -1,0 +1,231 @@
+"""Random state of a region: captured at its forward, restored around its reruns.
+
+NOTE [ Random state ]
+
+Rule 1. States are captured by value and written back into the same generator objects. A handle that
+        is merely set back restores nothing, and a cloned generator is unknown to CUDA graphs.
+Rule 2. Captured are the CPU's default generator, the default generator of every device among the
+        inputs (once each), every `torch.Generator` among the inputs, and the trackers.
+Rule 3. A tracker is any object with `get_states() -> dict` and `set_states(dict)`, whose values are
+        byte tensors, `torch.Generator`s, or immutable values; recognised by value, not by class.
+        It always gets a new dict, because trackers keep and change the one they are given.
+Rule 4. The state outside is unchanged after a rerun, also after one that failed.
+Rule 5. Reruns that restore random state take one lock: two threads that swap the same generator would
+        draw each other's numbers. The extension takes it (csrc/core/swap_lock.h), before the lock of
+        the region, so that two threads which differentiate each other's regions do not block.
+Rule 6. A region made within a rerun (a backward inside the function, which autograd may run in
+        another thread) belongs to the owner of the lock, who is waiting for it.
+Rule 7. While a stream is capturing, states are not read.
+
+Whether the function drew any numbers is deliberately not asked. A function that puts back what it drew
+(`torch.random.fork_rng`) leaves the same state behind as one that drew nothing.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from actckpt import _C
+from actckpt.errors import ActckptError
+
+__all__ = [
+    "RandomState",
+    "Tracker",
+    "numpy_random",
+    "python_random",
+    "register_tracker",
+    "unregister_tracker",
+]
+
+_CUDA_IS_BUILT = torch.backends.cuda.is_built()
+
+
+class Tracker(Protocol):
+    """What holds named random states: TransformerEngine's, Megatron's and DeepSpeed's trackers do."""
+
+    def get_states(self) -> dict[Any, Any]:
+        """Return the states by name: byte tensors, `torch.Generator`s or immutable values."""
+
+    def set_states(self, states: dict[Any, Any], /) -> None:
+        """Take over these states."""
+
+
+GetTracker = Callable[[], Tracker]
+
+#: What `register_tracker` was given.
+registered: list[GetTracker] = []
+
+
+def register_tracker(get_tracker: GetTracker) -> None:
+    """Restore the states of a random state tracker around every rerun from now on.
+
+    Args:
+        get_tracker: called at each region; returns an object with `get_states()` and
+            `set_states(dict)`. Registering the same callable again changes nothing.
+    Raises:
+        TypeError: `get_tracker` is not callable.
+    """
+    if not callable(get_tracker):
+        raise TypeError(
+            f"register_tracker: expected a callable that returns a tracker, got {type(get_tracker).__name__}. "
+            "Pass the function that returns it, for example get_cuda_rng_tracker, not its result."
+        )
+    if get_tracker not in registered:
+        registered.append(get_tracker)
+
+
+def unregister_tracker(get_tracker: GetTracker) -> None:
+    """Undo `register_tracker`.
+
+    Raises:
+        ValueError: `get_tracker` is not registered.
+    """
+    if get_tracker not in registered:
+        raise ValueError(f"unregister_tracker: {get_tracker!r} is not among the {len(registered)} registered.")
+    registered.remove(get_tracker)
+
+
+def known_trackers(trackers: Sequence[GetTracker]) -> list[Tracker]:
+    """Return the trackers that are registered, and those that these callables return."""
+    return [get() for get in dict.fromkeys([*registered, *trackers])]
+
+
+class RandomState:
+    """Random state at the start of one region's forward. See NOTE [ Random state ]."""
+
+    __slots__ = ("_generators", "_trackers", "outer_swap")
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        generators: Sequence[torch.Generator],
+        trackers: Sequence[GetTracker],
+    ) -> None:
+        self._generators = _C.capture_generators((*generators_of_devices(devices), *generators))
+        self._trackers = [_TrackerState(tracker) for tracker in known_trackers(trackers)]
+        #: The swap within whose rerun the region is made (Rule 6).
+        self.outer_swap = _C.current_swap()
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Run the body with the state of the forward, then put back what was there."""
+        with swapped_in(self._generators, self._trackers):
+            yield
+
+
+def capture(generators: tuple[torch.Generator, ...]) -> "_C.GeneratorStates":
+    """Return the states of these generators by value."""
+    return _C.capture_generators(generators)
+
+
+@contextmanager
+def swapped_in(states: "_C.GeneratorStates", trackers: "Sequence[_TrackerState]" = ()) -> Iterator[None]:
+    """Run the body with these states, then put back what was there. The caller owns the swap (Rule 5)."""
+    outside = states.now()
+    outside_trackers = [tracker.now() for tracker in trackers]
+    try:
+        states.restore()
+        for tracker in trackers:
+            tracker.restore()
+        yield
+    finally:
+        outside.restore()
+        for tracker in outside_trackers:
+            tracker.restore()
+
+
+def swap_timeout_error() -> ActckptError:
+    """Word a lock that was not to be had for minutes."""
+    return ActckptError(
+        "A rerun waited 300 s for a rerun in another thread to give random state back.\nDoes the function of "
+        "that region run a backward of its own, on a second device, through another region? Pass "
+        "preserve_rng_state=False to the inner checkpoint, or move the backward out of the region."
+    )
+
+
+class _TrackerState:
+    """The states of one tracker by value (Rules 1 and 3)."""
+
+    __slots__ = ("_states", "_tracker")
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._states = {name: (value, _copied(value)) for name, value in tracker.get_states().items()}
+
+    def now(self) -> "_TrackerState":
+        return _TrackerState(self._tracker)
+
+    def restore(self) -> None:
+        states: dict[Any, Any] = {}
+        for name, (value, copied) in self._states.items():
+            if isinstance(value, torch.Generator):
+                value.set_state(copied)
+                states[name] = value
+            else:
+                states[name] = copied.clone() if isinstance(copied, Tensor) else copied
+        self._tracker.set_states(states)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def generators_of_devices(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
+    """Return the default generators of the CPU and of these devices, each once (Rule 2)."""
+    found = [torch.default_generator, *(_default_generator(device) for device in devices)]
+    return tuple(dict.fromkeys(generator for generator in found if generator is not None))
+
+
+def generators_of_tensors(args: tuple[Any, ...]) -> tuple[torch.Generator, ...]:
+    """Return the default generators of the CPU and of the devices of the tensors in `args`."""
+    return generators_of_devices(a.device for a in args if isinstance(a, Tensor) and not a.is_cpu)
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    generators = getattr(getattr(torch, device.type, None), "default_generators", None)
+    if not generators:  # a device without random numbers (meta)
+        return None
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    generator: torch.Generator = generators[index]
+    return generator
+
+
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is capturing a graph (Rule 7)."""
+    return _CUDA_IS_BUILT and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class _PythonRandom:
+    def get_states(self) -> dict[Any, Any]:
+        return {"python": random.getstate()}
+
+    def set_states(self, states: dict[Any, Any], /) -> None:
+        random.setstate(states["python"])
+
+
+class _NumpyRandom:
+    def get_states(self) -> dict[Any, Any]:
+        import numpy
+
+        return {"numpy": numpy.random.get_state()}
+
+    def set_states(self, states: dict[Any, Any], /) -> None:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+
+
+def python_random() -> Tracker:
+    """Return a tracker of the `random` module, for `register_tracker` or `rng_trackers=`."""
+    return _PythonRandom()
+
+
+def numpy_random() -> Tracker:
+    """Return a tracker of NumPy's global state, for `register_tracker` or `rng_trackers=`."""
+    return _NumpyRandom()

@@ -1,0 +1,185 @@
+"""What a region did with every value that autograd saved, per operator and module."""
+
+import dataclasses
+import json
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+
+from actckpt._C import Entry, Meter, OffloadSession
+from actckpt._text.sizes import format_bytes
+from actckpt.action import Action
+
+__all__ = ["Entry", "Figures", "Report", "Row", "explained"]
+
+_NOTHING = "Nothing was saved here that could be moved."
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Values of one operator in one module."""
+
+    operator: str
+    module: str | None
+    num_values: int
+    kept_bytes: int
+    offloaded_bytes: int
+    recomputed_bytes: int
+    #: How often a value of this row was computed again.
+    num_replays: int
+    #: Why values that the policy wanted to recompute were kept: reason -> number of values.
+    not_replayed: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What became of the saved tensors of a region. `print` it for a table."""
+
+    rows: tuple[Row, ...]
+    #: Why there are no rows, where nothing was recorded; else an empty text.
+    note: str = ""
+    #: Operators that the policy names and that did not run here in the first step, with what ran in their place.
+    operators_not_run: tuple[str, ...] = ()
+    #: Bytes of the values made in the region, saved, kept, replayed or brought back, that were alive at once, at most
+    #: so far. Not counted: inputs and parameters, gradients, what autograd did not save and the region did not hold.
+    peak_bytes: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of values whose storage stayed."""
+        return sum(row.kept_bytes for row in self.rows)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of values that went to a store."""
+        return sum(row.offloaded_bytes for row in self.rows)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes of values that were dropped."""
+        return sum(row.recomputed_bytes for row in self.rows)
+
+    @classmethod
+    def of(
+        cls,
+        entries: list[Entry],
+        note: str = "",
+        operators_not_run: tuple[str, ...] = (),
+        *,
+        peak_bytes: int = 0,
+    ) -> "Report":
+        """Sum entries up by operator and module, in the order of their first value."""
+        groups: dict[tuple[str, str | None], list[Entry]] = {}
+        for entry in entries:
+            groups.setdefault((entry.operator, entry.module), []).append(entry)
+        rows = tuple(_row(*key, members) for key, members in groups.items())
+        return cls(rows, "" if groups else note, operators_not_run, peak_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the rows and the sums as plain data."""
+        return {
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "note": self.note,
+            "operators_not_run": self.operators_not_run,
+            "kept_bytes": self.kept_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "recomputed_bytes": self.recomputed_bytes,
+            "peak_bytes": self.peak_bytes,
+        }
+
+    def as_json(self) -> str:
+        """Return `as_dict` as JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def table(self) -> str:
+        """Return a table for people, or one line that says why there is none."""
+        if self.note:
+            return self.note
+        header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "why kept")
+        lines = [header, *(_cells(row) for row in self.rows)]
+        lines.append(
+            ("all", "", "", *map(format_bytes, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
+        )
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        if self.operators_not_run:
+            table.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
+        table.append(f"peak so far: {format_bytes(self.peak_bytes)}")
+        return "\n".join(table)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+class Figures:
+    """What the report of one region is made of."""
+
+    __slots__ = ("entries", "meter", "session")
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.meter = Meter()
+        self.session: OffloadSession | None = None
+
+    def watch(self, session: OffloadSession) -> None:
+        """Report on a block that moves everything, operators unseen."""
+        self.session = session
+        session.watch(self.meter)
+
+    def report(self, note: str = "", operators_not_run: tuple[str, ...] = ()) -> Report:
+        """Return the report as things stand."""
+        if self.session is None:
+            return Report.of(self.entries, note, operators_not_run, peak_bytes=self.meter.peak_bytes)
+        num_moved, moved_bytes, num_small, small_bytes = self.session.moved_and_small()
+        why = {"smaller than min_bytes": num_small} if num_small else {}
+        count = num_moved + num_small
+        row = Row("(all)", None, count, small_bytes, moved_bytes, recomputed_bytes=0, num_replays=0, not_replayed=why)
+        return Report((row,) if count else (), "" if count else note or _NOTHING, peak_bytes=self.meter.peak_bytes)
+
+
+def explained(entries: list[Entry], tensor: Tensor) -> str:
+    """Say why a tensor got its action."""
+    storage = tensor.untyped_storage()
+    found = [entry for entry in entries if entry.storage() is storage]
+    if not found and tensor.is_leaf and tensor.requires_grad:
+        return (
+            f"Tensor of shape {tuple(tensor.shape)}: a leaf that requires grad, as parameters are. It stays: somebody "
+            "else holds it anyway."
+        )
+    if not found:
+        return (
+            f"Tensor of shape {tuple(tensor.shape)}: autograd did not save it in this region, so nothing is held on "
+            "its account."
+        )
+    return "\n".join(_explained_one(entry) for entry in found)
+
+
+def _explained_one(entry: Entry) -> str:
+    where = f" in {entry.module}" if entry.module else ""
+    done = {Action.KEEP: "kept", Action.OFFLOAD: "offloaded", Action.RECOMPUTE: "dropped"}[entry.action]
+    why = entry.why or "the policy says so"
+    replays = f"; replayed {entry.num_replays} times so far" if entry.action is Action.RECOMPUTE else ""
+    return f"Made by {entry.operator}{where}, {format_bytes(entry.nbytes)}: {done}, because {why}{replays}."
+
+
+def _row(operator: str, module: str | None, entries: list[Entry]) -> Row:
+    sums = Counter(dict.fromkeys(Action, 0))
+    for entry in entries:
+        sums[entry.action] += entry.nbytes
+    return Row(
+        operator=operator,
+        module=module,
+        num_values=len(entries),
+        kept_bytes=sums[Action.KEEP],
+        offloaded_bytes=sums[Action.OFFLOAD],
+        recomputed_bytes=sums[Action.RECOMPUTE],
+        num_replays=sum(entry.num_replays for entry in entries),
+        not_replayed=dict(Counter(entry.why for entry in entries if entry.why)),
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    reasons = ", ".join(f"{count} x {reason}" for reason, count in row.not_replayed.items())
+    sizes = map(format_bytes, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
+    return (row.operator, row.module or "", str(row.num_values), *sizes, str(row.num_replays), reasons)

@@ -1,0 +1,438 @@
+"""Private names of torch that the runtime uses, each with what happens where it is missing.
+
+`tests/unit/core/test_torch_private.py` fails when torch drops one of them, and says which entry
+here can go when torch makes it public.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch._subclasses.fake_tensor
+import torch.utils._device
+import torch.utils._python_dispatch
+import torch.utils.checkpoint
+from torch.autograd import Variable, forward_ad
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+def _optional(owner: object, name: str) -> Any:
+    return getattr(owner, name, None)
+
+
+#: Id of the backward under way in this thread, -1 outside of one. torch's own checkpoint tells
+#: backwards apart with it and there is no public equivalent: required.
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+#: The active `torch.utils.checkpoint.GraphExecGroup`. Missing: torch has no such groups.
+current_graph_exec_group: Callable[[], Any] | None = _optional(torch._C, "_get_graph_exec_group")
+
+#: Runs a callable at the end of the backward under way. Missing: values that a partial backward
+#: did not use stay until the graph is freed, as in torch's own checkpoint.
+queue_callback: Callable[[Callable[[], None]], None] | None = _optional(
+    _optional(Variable, "_execution_engine"), "queue_callback"
+)
+
+#: The hooks that a saved tensor would go through now. Missing: inputs of regions always go through
+#: an autograd.Function, which is slower.
+top_hooks: Callable[[bool], Hooks | None] | None = _optional(torch._C._autograd, "_top_saved_tensors_default_hooks")
+
+#: What `torch.autograd.graph.saved_tensors_hooks` calls on entry and exit, without its Python frames;
+#: and the setter behind `torch.set_grad_enabled`. Required.
+push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+#: How the error begins that TorchScript raises in the place of what a hook raised inside of a scripted function, for
+#: example a rerun's early stop. Worded otherwise: such a rerun raises, as torch's own checkpoint does.
+SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter."
+
+#: Whether autocast is on for any device. Missing: assume that it is and look closer.
+any_autocast_enabled: Callable[[], bool] = _optional(torch._C, "_is_any_autocast_enabled") or (lambda: True)
+
+#: Skips autograd in this thread, whatever the grad mode. Missing: replay turns grad mode off for operators in
+#: place, as `no_grad` does.
+below_autograd: Callable[[], Any] | None = _optional(torch._C, "_AutoDispatchBelowAutograd")
+
+#: A capsule with C functions that describe a tensor in plain numbers (DLPack's C exchange API). Documented, but newer
+#: than the oldest torch that we take. Missing: they are read one by one, which is slower.
+exchange_api: Any = _optional(torch.Tensor, "__dlpack_c_exchange_api__")
+
+#: Whether the backward under way was asked to retain the graph. Missing: assume that it was, and hold what values
+#: were replayed from until their graph is gone.
+keeps_graph: Callable[[], bool] | None = _optional(torch._C._autograd, "_get_current_graph_task_keep_graph")
+
+#: A setting: its name, what tells it, and what sets it to what was told.
+Flag = tuple[str, Callable[[], Any], Callable[[Any], None]]
+
+
+def _flags(*names: str) -> tuple[Flag, ...]:
+    """Return settings by the common end of the names of their getters and setters. A missing one is left alone."""
+    found = []
+    for name in names:
+        getter, setter = _optional(torch._C, f"_get_{name}"), _optional(torch._C, f"_set_{_SETTERS.get(name, name)}")
+        if getter is not None and setter is not None:
+            found.append((name, getter, partial(_set_at_once, setter) if name in _TELL_SEVERAL else setter))
+    return tuple(found)
+
+
+def _set_at_once(setter: Callable[..., None], values: Any) -> None:
+    """Set what a getter told as a tuple; before torch 2.11 it tells one value."""
+    if isinstance(values, tuple):
+        setter(*values)
+    else:
+        setter(values)
+
+
+#: Setters that are not named as their getters.
+_SETTERS = {
+    "flash_sdp_enabled": "sdp_use_flash",
+    "mem_efficient_sdp_enabled": "sdp_use_mem_efficient",
+    "math_sdp_enabled": "sdp_use_math",
+    "cudnn_sdp_enabled": "sdp_use_cudnn",
+    "overrideable_sdp_enabled": "sdp_use_overrideable",
+    "fa3_sdp_enabled": "sdp_use_fa3",
+}
+
+#: Getters that tell what their setters take as several arguments.
+_TELL_SEVERAL = ("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction")
+
+#: Settings that change which numbers operators compute: those that elementwise operators may depend on; others; those
+#: of CUDA; those of ROCm alone. What has a public getter, too, costs a Python frame there.
+NUMERIC_OF_ELEMENTS = ("mkldnn_enabled",)
+NUMERIC_OF_CPUS = (
+    *("mkldnn_deterministic", "nnpack_enabled", "deterministic_fill_uninitialized_memory", "qengine"),
+    *("cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction", "sdp_priority_order"),
+    *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"),
+    *("overrideable_sdp_enabled", "fa3_sdp_enabled"),
+)
+NUMERIC_OF_CUDA = (
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_depthwise_kernel"),
+    *("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction"),
+    *("cublas_allow_fp16_accumulation", "blas_preferred_backend", "linalg_preferred_backend"),
+)
+NUMERIC_OF_HIP = ("miopen_immediate", "rocm_fa_preferred_backend")
+flags_of_elements = _flags(*NUMERIC_OF_ELEMENTS)
+flags_of_cpus = _flags(*NUMERIC_OF_CPUS)
+flags_of_cuda = _flags(*NUMERIC_OF_CUDA)
+flags_of_hip = _flags(*NUMERIC_OF_HIP)
+
+#: Whether algorithms must be deterministic, whether those that are not only warn, and what sets both. Required; the
+#: public setter writes into settings of the compiler too, and imports it.
+must_be_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+nondeterminism_warns: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
+set_deterministic: Callable[..., None] = torch._C._set_deterministic_algorithms
+
+#: The precision of float32 operators, per backend and operator. Missing: it is left alone.
+get_precision: Callable[[str, str], str] | None = _optional(torch._C, "_get_fp32_precision_getter")
+set_precision: Callable[[str, str, str], None] = _optional(torch._C, "_set_fp32_precision_setter")
+
+#: Older settings that stand for several precisions, as (name, getter, setter). Where they and the newer ones were used
+#: side by side, their getters raise.
+older_precisions = _flags("float32_matmul_precision", "cudnn_allow_tf32")
+
+#: Flags of torch's Python code that choose among operators: the names of its module, and that of the flag. The second
+#: module stands behind one that gives its names properties. A missing one is left alone.
+_einsum_module: Any = torch.backends.opt_einsum
+python_flags: tuple[tuple[dict[str, Any], str], ...] = tuple(
+    (module.__dict__, flag)
+    for module, flag in (
+        (torch.backends.mha, "_is_fastpath_enabled"),
+        (getattr(_einsum_module, "m", _einsum_module), "enabled"),
+        (getattr(_einsum_module, "m", _einsum_module), "strategy"),
+    )
+    if flag in module.__dict__
+)
+
+#: Tensors that have shapes and no bytes. Missing: regions under FakeTensorMode raise.
+fake_tensor_type: type | None = _optional(torch._subclasses.fake_tensor, "FakeTensor")
+
+#: The number that autograd gives to the next node of this thread. Missing: tensors that an autograd.Function makes
+#: inside of a region count as inputs of the region, which stay.
+next_sequence_number: Callable[[], int] | None = _optional(torch._C._autograd, "_get_sequence_nr")
+
+#: What every node of a Python autograd.Function is an instance of. Required.
+function_node_type: type = torch._C._FunctionBase
+
+#: The code of `torch.autograd.Function.apply`, which is the innermost Python frame while autograd saves for a Function.
+#: Missing: what compiled code saves counts as an input.
+apply_code: Any = _optional(_optional(torch.autograd.Function.apply, "__func__"), "__code__")
+
+#: What the names of the modules of compiled code begin with. Where torch calls it otherwise, operators of compiled code
+#: are recorded like any others, and the audit finds what its kernels do in between.
+COMPILED_PREFIX = "torch._inductor"
+
+#: Keeps torch.compile out of a function, without importing the compiler. Missing: it looks inside.
+disable_dynamo: Callable[[Any], Any] = _optional(torch, "_disable_dynamo") or (lambda function: function)
+
+
+def graph_break(why: str) -> None:
+    """Break the graph that is being traced; with `fullgraph=True` that is an error with this text."""
+    torch._dynamo.graph_break(why.strip())  # the error shows results of calls, and global variables it does not
+
+
+#: The stack of function modes of this thread. Missing: function modes are not restored.
+num_function_modes: Callable[[], int] = _optional(torch._C, "_len_torch_function_stack") or (lambda: 0)
+_function_mode_at: Callable[[int], Any] = _optional(torch._C, "_get_function_stack_at")
+_push_function_mode: Callable[[Any], None] = _optional(torch._C, "_push_on_torch_function_stack")
+_pop_function_mode: Callable[[], Any] = _optional(torch._C, "_pop_torch_function_stack")
+
+#: The stack of dispatch modes of this thread. Required: what a mode of the program may have changed is not replayed.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_dispatch_mode: Callable[[], Any] = partial(torch._C._pop_torch_dispatch_stack, None)
+
+#: Modes of torch's infrastructure, and the key of the one that traces. Missing: offloading and audits are traced, and
+#: raise.
+_infra_mode: Callable[[Any], Any] = _optional(torch._C, "_get_dispatch_mode") or (lambda key: None)
+_TRACER: Any = _optional(_optional(torch._C, "_TorchDispatchModeKey"), "PROXY")
+
+#: Whether operators compute tangents in this thread. Missing: what has no formula for them raises under `jvp`.
+set_tangents_enabled: Callable[[bool], None] = _optional(torch._C, "_set_fwd_grad_enabled") or (lambda enabled: None)
+_tangents_enabled: Callable[[], bool] = _optional(torch._C, "_is_fwd_grad_enabled") or (lambda: False)
+
+#: The transforms of `torch.func` that are active. Missing: regions that hold or move tensors inside of them raise.
+innermost_transform: Callable[[], Any] = _optional(torch._C._functorch, "peek_interpreter_stack") or (lambda: None)
+_pop_transform: Callable[[], Any] = _optional(torch._C._functorch, "pop_dynamic_layer_stack")
+_push_transform: Callable[[Any], None] = _optional(torch._C._functorch, "push_dynamic_layer_stack")
+
+#: Whether a tensor is the tangent zero, of which no bytes exist. Missing: audits of such tensors raise under `jvp`.
+is_zero_tangent: Callable[[torch.Tensor], bool] = _optional(torch.Tensor, "_is_zerotensor") or (lambda tensor: False)
+
+#: Dispatch modes of torch that change no results. One that is missing is not known: what runs below it is kept.
+OBSERVING_MODES = frozenset(
+    {
+        "torch.utils.flop_counter._FlopCounterMode",
+        "torch.utils._debug_mode.DebugMode",
+        "torch.utils._debug_mode._mode.DebugMode",
+        "torch.utils._cuda_debug._TensorTrackingMode",
+        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "torch.autograd.graph._CloneArgBeforeMutateMode",
+        "torch.cuda._sanitizer.CUDASanitizerDispatchMode",
+        "torch.distributed._tools.mem_tracker.MemTracker",
+        "torch.distributed._tools.memory_tracker.MemoryProfileDispatchMode",
+        "torch.distributed._tools.runtime_estimator.RuntimeEstimator",
+        "torch.distributed._tools.sac_estimator.SACEstimator",
+        "torch.distributed.tensor.debug.CommDebugMode",
+        "torch.testing._internal.logging_tensor.LoggingTensorMode",
+    }
+)
+
+#: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; the others, by
+#: which `share_memory_` and multiprocessing replace it, may be missing: what they free is not waited for.
+FREEING_METHODS = tuple(
+    name for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_") if hasattr(torch.UntypedStorage, name)
+)
+
+
+def implementation_of(tensor: torch.Tensor) -> int:
+    """Return the address of what a Python tensor stands for: `torch.utils.swap_tensors` gives it another one.
+
+    There is no public equivalent: required.
+    """
+    address: int = tensor._cdata
+    return address
+
+
+class _AtEnd:
+    """Autograd calls it when a backward ends, and drops it uncalled when it fails."""
+
+    #: None also where a signal handler raised before there was one.
+    _function: Callable[[], None] | None = None
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+    __del__ = __call__
+
+
+def when_backward_ends(function: Callable[[], None]) -> None:
+    """Call `function` when the backward under way ends, also if it fails; see `queue_callback`."""
+    if queue_callback is not None:
+        queue_callback(_AtEnd(function))
+
+
+def outer_hooks() -> Hooks | None:
+    """Return the (pack, unpack) that a tensor saved now would go through, or None."""
+    return None if top_hooks is None else top_hooks(False)
+
+
+def are_on_top(hooks: Hooks | None) -> bool:
+    """Whether these hooks were pushed last, of those not popped. Where `top_hooks` is missing, none are."""
+    found = outer_hooks()
+    return hooks is not None and found is not None and found[0] is hooks[0]
+
+
+def remove_dispatch_mode(mode: Any) -> None:
+    """Take a dispatch mode off the stack of this thread, if it is there, after its enter or exit was cut short.
+
+    Also puts right the flags that torch keeps beside the stack. Required in that case only.
+    """
+    names: Any = torch.utils._python_dispatch
+    stack = [dispatch_mode_at(i) for i in range(num_dispatch_modes())]
+    if any(other is mode for other in stack):
+        above = []
+        while (top := names._pop_mode()) is not mode:
+            above.append(top)
+        for other in reversed(above):
+            names._push_mode(other)
+        stack = [other for other in stack if other is not mode]
+    names._is_in_torch_dispatch_mode = bool(stack)
+    names._is_in_non_infra_torch_dispatch_mode = any(not other.is_infra_mode() for other in stack)
+    if hasattr(names, "set_is_in_mode_without_ignore_compile_internals"):
+        traced = any(not other.ignore_compile_internals() for other in stack)
+        names._is_in_any_mode_without_ignore_compile_internals = traced
+        names.set_is_in_mode_without_ignore_compile_internals(traced)
+
+
+def knows_outer_hooks() -> bool:
+    """Whether `outer_hooks` can tell; if not, inputs are saved through an autograd.Function."""
+    return top_hooks is not None
+
+
+def forced_by_context() -> tuple[bool | None, bool | None]:
+    """Return what torch's `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` ask for.
+
+    None outside of such a context. torch has no public getters; missing: the contexts do nothing here.
+    """
+    module: Any = torch.utils.checkpoint
+    return (
+        getattr(module, "_enable_checkpoint_early_stop", None),
+        getattr(module, "_checkpoint_debug_enabled", None),
+    )
+
+
+def selective_policy(context: object) -> Callable[..., Any] | None:
+    """Return the policy function of torch's selective checkpointing, if `context` is its mode of the forward.
+
+    Missing: `context_fn` runs as torch runs it, with torch's limits.
+    """
+    kind = _optional(torch.utils.checkpoint, "_CachingTorchDispatchMode")
+    if kind is None or type(context) is not kind:
+        return None
+    policy: Callable[..., Any] | None = _optional(context, "policy_fn")
+    return policy
+
+
+def set_selective_policy(context: Any, policy: Callable[..., Any]) -> None:
+    """Let a mode for which `selective_policy` returns one ask another policy function."""
+    context.policy_fn = policy
+
+
+def callee_of(overload: Any) -> Callable[..., Any]:
+    """Return what an overload of an operator calls. Missing: the overload itself, which is slower."""
+    if type(overload) is not torch._ops.OpOverload:
+        return overload  # type: ignore[no-any-return]
+    callee: Callable[..., Any] = getattr(overload, "_op", overload)
+    return callee
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether an autograd.Function runs code that torch.compile made. Missing: none is taken for one."""
+    return hasattr(function, "_aot_id")
+
+
+def function_modes() -> tuple[Any, ...]:
+    """Return this thread's function modes, outermost first."""
+    return tuple(_function_mode_at(i) for i in range(num_function_modes()))
+
+
+@contextmanager
+def replaced_function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
+    """Run the body under exactly these function modes; `DeviceContext` included.
+
+    The modes are not entered again: they are put on the stack as they were.
+    """
+    outside = _swap_function_modes(modes)
+    device_module: Any = torch.utils._device
+    device = _optional(device_module, "CURRENT_DEVICE")
+    device_module.CURRENT_DEVICE = next((m.device for m in modes if _is_device_context(m)), None)
+    try:
+        yield
+    finally:
+        device_module.CURRENT_DEVICE = device
+        _swap_function_modes(outside)
+
+
+def _is_device_context(mode: Any) -> bool:
+    return isinstance(mode, torch.utils._device.DeviceContext)
+
+
+def _swap_function_modes(modes: tuple[Any, ...]) -> tuple[Any, ...]:
+    removed = [_pop_function_mode() for _ in range(num_function_modes())]
+    for mode in modes:
+        _push_function_mode(mode)
+    return tuple(reversed(removed))
+
+
+@contextmanager
+def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Run the body as if none of these tensors had hooks (`Tensor.register_hook`).
+
+    A gradient that is computed on behalf of another backward must not meet them twice. torch keeps them in a dict
+    of the tensor, which its hook in C++ reads at each call. Required: without the dict they would run twice.
+    """
+    dicts = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
+    held = [dict(hooks) for hooks in dicts]
+    for hooks in dicts:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(dicts, held, strict=True):
+            hooks.update(before)
+
+
+def wait_for_collective(tensor: Any) -> None:
+    """Wait until the collective that `tensor` stands for has written its bytes.
+
+    torch's functional collectives return such tensors, which wait when an operator takes them. Missing: other ones
+    wait for nothing.
+    """
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        tensor.trigger_wait()
+
+
+def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
+    """Return name and unsharded tensor of a parameter that FSDP2 manages, if `owner` is what it does so with.
+
+    The module has the sharded parameter in its place most of the time. Missing: errors do not name the parameter.
+    """
+    if type(owner).__name__ != "FSDPParam":
+        return None
+    tensor = _optional(owner, "_unsharded_param")
+    name = _optional(owner, "_param_fqn") or _optional(_optional(owner, "_module_info"), "param_name")
+    return None if tensor is None or name is None else (str(name), tensor)
+
+
+def is_tracing() -> bool:
+    """Whether operators are being written into a graph (`make_fx`), to run with other bytes later."""
+    return _infra_mode(_TRACER) is not None
+
+
+def tangents_enabled() -> bool:
+    """Whether tensors may have tangents now (`torch.autograd.forward_ad`, `torch.func.jvp`)."""
+    return getattr(forward_ad, "_current_level", 0) >= 0 and _tangents_enabled()
+
+
+@contextmanager
+def below_transforms() -> Iterator[None]:
+    """Run the body outside of every transform of `torch.func`: it works on the tensors that autograd saved."""
+    taken = []
+    try:
+        while innermost_transform() is not None:
+            taken.append(_pop_transform())
+        yield
+    finally:
+        while taken:
+            _push_transform(taken.pop())

@@ -1,0 +1,78 @@
+"""What tells that a tensor is not as it was: its version, its memory, or a copy of its bytes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt._core import torch_private
+
+__all__ = ["Watched", "has_same_bytes", "memory_of", "own_copy", "storage_of", "version_of"]
+
+
+class Watched:
+    """A tensor that reruns need as it is now (Rules 1 and 6 of NOTE [ Inputs of a region ])."""
+
+    __slots__ = ("_copy", "_implementation", "_memory", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        self._memory = memory_of(tensor)
+        self._implementation = torch_private.implementation_of(tensor)
+        self._copy = own_copy(tensor) if tensor.is_inference() else None
+
+    def is_changed(self) -> bool:
+        """Whether it was changed in place."""
+        return version_of(self.tensor) != self.version or (
+            self._copy is not None and not has_same_bytes(self._copy, self.tensor)
+        )
+
+    def has_other_memory(self) -> bool:
+        """Whether it was given other memory, which no version tells."""
+        is_swapped = torch_private.implementation_of(self.tensor) != self._implementation
+        return is_swapped or memory_of(self.tensor) is not self._memory
+
+    def hold_instead(self, alias: Tensor) -> None:
+        """Hold an alias in the place of the tensor."""
+        self.tensor = alias
+        self._implementation = torch_private.implementation_of(alias)
+
+
+def version_of(value: object) -> int:
+    """Return the version of a tensor; 0 for what has none."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def storage_of(tensor: Tensor | None) -> Any:
+    """Return the storage of a plain tensor, the same object as long as one is held; None where there is none."""
+    if tensor is None or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return None
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # sparse, or of a function transform
+        return None
+
+
+def memory_of(tensor: Tensor | None) -> Any:
+    """Return what tells that `tensor` still has its memory; parameters are given other memory by what shards them."""
+    return storage_of(tensor) if type(tensor) is Tensor else None
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """Return a normal tensor like an inference tensor, or like such a copy, on memory that nobody else has."""
+    with torch.inference_mode(False), torch.no_grad():
+        copied = tensor.clone()
+        if tensor.layout is torch.strided and copied.stride() != tensor.stride():
+            storage = tensor.untyped_storage().clone()
+            copied = tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def has_same_bytes(copied: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor is still as it was when it was copied."""
+    if copied.shape != tensor.shape or copied.dtype != tensor.dtype:
+        return False
+    with torch.no_grad():
+        one, other = (t.to_dense().contiguous().reshape(-1).view(torch.uint8) for t in (copied, tensor))
+        return torch.equal(one, other)

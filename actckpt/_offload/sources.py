@@ -1,0 +1,73 @@
+"""Keeps memory from being freed under a copy that reads it.
+
+NOTE [ Sources ]
+
+A reference to a storage keeps the storage, not its memory: `untyped_storage().resize_(0)` frees that at once
+(Megatron's CheckpointWithoutOutput and FSDP do so), and moving a storage to shared memory replaces it. A copy
+out that is under way would read unmapped memory, or memory that holds something else by now; neither the size
+nor the address tells afterwards, since the same address may be given out again.
+
+Rule 1. What the engine may read is watched (csrc/offload/sources.h) from before its copy is queued until the
+        engine lets go of it.
+Rule 2. From the first copy on, the methods of UntypedStorage that free memory wait for the copies out of a
+        storage that is watched. Others go on as before; there is no cost where nothing is freed.
+Rule 3. C++ that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Workers
+        therefore read memory of CPU tensors such that none being there is an error, not the end of the process
+        (csrc/engine/memory/foreign.h): then the tensor stays.
+Rule 4. What was copied while its memory was replaced is never used: unpack takes the bytes from the storage, which
+        took them along when it grew. (If the saved tensor itself grew, unpack raises before that: it was
+        changed in place. An alias with a version counter of its own, as `h.data`, does not change it.)
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from actckpt import _C
+from actckpt._core import torch_private
+from actckpt._offload import backends
+
+__all__ = ["guard"]
+
+_lock = threading.Lock()
+#: Backends that copies were given to. One that died has ended its copies.
+_used: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_is_installed = False
+
+
+def guard(backend: backends.Backend) -> None:
+    """See to it that no memory is freed while `backend` copies it out. Called before its first copy."""
+    global _is_installed
+    with _lock:
+        _used.add(backend)
+        if not _is_installed:
+            for name in torch_private.FREEING_METHODS:
+                setattr(torch.UntypedStorage, name, _waiting(getattr(torch.UntypedStorage, name)))
+            _is_installed = True
+
+
+def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method` of UntypedStorage, waiting for the copies out of the storage first."""
+
+    @functools.wraps(method)
+    def wait_and_call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        if _C.is_source(storage):
+            _finish_copies(storage.device)
+            _C.settle_sources(storage)
+        return method(storage, *args, **kwargs)
+
+    return wait_and_call
+
+
+def _finish_copies(device: torch.device) -> None:
+    with _lock:
+        used = tuple(_used)
+    for backend in used:
+        if isinstance(backend, backends.CpuBackend):
+            backend.store.flush()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,216 @@
+"""Audits: a checksum of every dropped tensor, until its place in a structure has come back right once.
+
+NOTE [ Audit ]
+
+Kernels that the dispatcher does not see can write where no recorder looks: what replay makes is then not what the
+forward had. So, the first time that a place in a structure runs, the tensor saved there leaves a checksum,
+computed on its device and not read in forward. Unpack compares. On a mismatch the original is used where the store had
+room for it, with a warning; else one error lists every tensor of the region that came back wrong. Either way these
+places are opaque from then on: kept.
+
+A *structure* is the sequence of operators, shapes and dtypes that a call site has run so far, as a hash; a *place* is
+a structure and how many tensors were saved in it. The call site of a function that is decorated or checkpointed is that
+function, with the functions and modules that it was given. Elements are compared, not storages: memory between them
+that nothing ever wrote does not count (`checksums`). What may be kept when its region closes, since recomputing it
+would hold more bytes, leaves its checksum then, or before it is overwritten, if it is dropped after all.
+"""
+
+import functools
+import threading
+import types
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt._core import random_state, torch_private
+from actckpt._core.functions import contents_of
+from actckpt._core.sites import module_name
+from actckpt._offload.demotion import Steps
+from actckpt._replay.checksums import checksum
+from actckpt._replay.matches import Matches
+from actckpt.errors import AuditError
+
+__all__ = ["Site", "caller_of", "can_compare", "checksum", "failed_error", "site_of", "warn_of_original"]
+
+_MAX_SITES = 4096
+_MAX_STRUCTURES = 64
+#: Above `_MAX_STRUCTURES`, one call in so many is audited.
+_SAMPLE = 16
+
+
+class Site:
+    """What is known about one place in the user's code that opens regions."""
+
+    __slots__ = (
+        *("audited", "has_other_hooks", "has_warned", "is_rerun", "matches", "modules", "num_calls", "opaque", "steps"),
+        "structures",
+    )
+
+    def __init__(self) -> None:
+        #: Places that came back right.
+        self.audited: set[int] = set()
+        #: Structures whose last result must not be replayed.
+        self.opaque: set[int] = set()
+        #: Final structures of calls.
+        self.structures: set[int] = set()
+        #: Module whose forward ran last in a structure.
+        self.modules: dict[int, str | None] = {}
+        self.num_calls = 0
+        #: What `PREFER_OFFLOAD` moves here.
+        self.steps = Steps()
+        #: Whether hooks around the region give back other bytes than they were handed.
+        self.has_other_hooks = False
+        #: Whether it was said that replay does not help here.
+        self.has_warned = False
+        #: Whether its function runs again in backward, since compiled code makes what its policy wants replayed.
+        self.is_rerun = False
+        #: Which operators that its policy names ran here.
+        self.matches = Matches()
+
+    def begin(self, mode: str) -> bool:
+        """Count a call; returns whether it is audited at all."""
+        self.num_calls += 1
+        if mode == "off":
+            return False
+        return mode == "always" or len(self.structures) <= _MAX_STRUCTURES or self.num_calls % _SAMPLE == 0
+
+    def end(self, structure: int) -> None:
+        """Note the structure of a call that is over."""
+        if len(self.structures) <= _MAX_STRUCTURES:
+            self.structures.add(structure)
+        if len(self.modules) > _MAX_STRUCTURES * 4096:  # programs whose shapes never repeat
+            self.modules.clear()
+            self.audited.clear()
+
+    def module(self, structure: int) -> str | None:
+        """Return the module whose forward is running; looks at the stack once per structure."""
+        found = self.modules.get(structure, "")
+        if found == "":
+            found = self.modules[structure] = module_name()
+        return found
+
+
+_lock = threading.Lock()
+_by_code: OrderedDict[Any, Site] = OrderedDict()
+#: The same by the identity of the code: to hash one takes as long as a small operator.
+_by_identity: dict[tuple[int, int], tuple[Any, Site]] = {}
+_by_object: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
+
+
+def site_of(caller: Any) -> Site:
+    """Return the site of a (code, line) or longer, or of what `caller_of` returned."""
+    is_place = isinstance(caller, tuple) and len(caller) == 2 and type(caller[1]) is int
+    if is_place:
+        code, line = caller
+        known = _by_identity.get((id(code), line))
+        if known is not None and known[0] is code:
+            return known[1]
+    with _lock:
+        if isinstance(caller, torch.nn.Module):
+            return _by_object.setdefault(caller, Site())
+        site = _by_code.get(caller)
+        if site is None:
+            site = _by_code[caller] = Site()
+            if len(_by_code) > _MAX_SITES:
+                _by_code.popitem(last=False)
+        if is_place:
+            if len(_by_identity) >= _MAX_SITES:
+                _by_identity.clear()
+            _by_identity[id(code), line] = code, site
+        return site
+
+
+class _Itself:
+    """An object in the name of a caller: equal to itself only, and not kept alive."""
+
+    __slots__ = ("_id", "_reference")
+
+    def __init__(self, item: Any) -> None:
+        self._id = id(item)
+        self._reference = weakref.ref(item)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Itself and self._reference() is other._reference() is not None
+
+
+def caller_of(function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """Return what tells a call of `function` from calls of others, the same at each call.
+
+    A function goes by its code, since it may be made anew at each call; what it calls and was given (in its closure,
+    its defaults, its arguments, arguments of `partial`) tells functions of the same code apart. Modules and other
+    objects go by themselves.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    for value in (function, *args, *(kwargs or {}).values()):
+        _note_callables(value, found, seen)
+    return function if isinstance(function, torch.nn.Module) and len(found) == 1 else tuple(found)
+
+
+def _note_callables(value: Any, found: list[Any], seen: set[int]) -> None:
+    if isinstance(value, (list, tuple)):
+        if value and callable(value[0]):
+            for item in value:
+                _note_callables(item, found, seen)
+        return
+    if not callable(value) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.MethodType):
+        parts = [value.__func__]
+        found.append(_itself(value.__self__))
+    elif isinstance(value, types.FunctionType):
+        parts = [*map(contents_of, value.__closure__ or ()), *(value.__defaults__ or ())]
+        parts.extend((value.__kwdefaults__ or {}).values())
+        found.append(value.__code__)
+    else:
+        parts = []
+        found.append(_itself(value))
+    for part in parts:
+        _note_callables(part, found, seen)
+
+
+def _itself(item: Any) -> Any:
+    try:
+        return _Itself(item)
+    except TypeError:  # takes no weak references
+        return type(item)
+
+
+def can_compare(tensor: Tensor) -> bool:
+    """Whether a checksum of a tensor would say anything."""
+    if random_state.is_capturing() or torch_private.is_tracing():
+        return False
+    has_bytes = not (tensor.is_meta or type(tensor) is torch_private.fake_tensor_type)
+    return has_bytes and not torch_private.is_zero_tangent(tensor)
+
+
+def warn_of_original(what: str) -> None:
+    """Say once that a tensor came back wrong and its original was used."""
+    warnings.warn(
+        f"{what} came back from replay with other bytes than it had: something wrote to memory that no operator said "
+        "it writes. The original was used, and it is kept from now on. Silence this with "
+        "warnings.filterwarnings or say so with actckpt.configure(opaque=[...]).",
+        stacklevel=2,
+    )
+
+
+def failed_error(failures: list[str], operators: list[str]) -> AuditError:
+    """Word the tensors of one region that came back wrong."""
+    lines = "\n  ".join(failures)
+    return AuditError(
+        f"{len(failures)} saved tensors came back from replay with other bytes than they had:\n  {lines}\nSomething "
+        "wrote to memory that no operator said it writes (a kernel called behind torch's back, or a write through "
+        "`.data`), so this backward has no right gradient. From now on they are kept: run the step again. To say so "
+        f"from the start: actckpt.configure(opaque={sorted(set(operators))!r})."
+    )

@@ -1,0 +1,42 @@
+"""A region around one call of a function, with a policy: recorded, and what happens where compiled code is inside."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from actckpt._core.messages import name_of
+from actckpt._replay.audit import Site
+from actckpt._replay.choice import Choice
+from actckpt._replay.matches import Matches
+from actckpt._replay.opened import OpenRegion
+
+__all__ = ["run_in_region"]
+
+
+def run_in_region(
+    choice: Choice,
+    site: Site,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    respects_hooks: bool,
+    matches: Matches | None = None,
+) -> Any:
+    """Run the forward recorded, so that single operators are replayed."""
+    with OpenRegion(choice, site, respects_hooks=respects_hooks, runs_function=True, matches=matches) as opened:
+        result = function(*args, **kwargs)
+    if opened.compiled is not None:
+        site.is_rerun = True
+        _warn_of_compiled(function, *opened.compiled)
+    return result
+
+
+def _warn_of_compiled(function: Callable[..., Any], compiled_bytes: int, total_bytes: int) -> None:
+    """Say once per function that its policy cannot be followed."""
+    warnings.warn(
+        f"{compiled_bytes / 2**20:.1f} of {total_bytes / 2**20:.1f} MiB that the policy for {name_of(function)} wants "
+        "to recompute were made by compiled code, which is not recorded; they are kept this time. From its next call "
+        "on the whole function runs again in backward instead, as with policy=None. To have the policy followed, "
+        "compile around the checkpoint: actckpt.apply or checkpoint first, then torch.compile.",
+        stacklevel=5,
+    )

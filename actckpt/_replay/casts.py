@@ -1,0 +1,63 @@
+"""Casts of parameters outlive their region: autocast caches them, and later regions replay them from the parameter.
+
+Rule 12 of NOTE [ Replay ]. What autocast gives a later region from its cache is an input there, which nothing recorded
+makes. So a region that closes under autocast notes which storages are such casts, and what step makes them.
+"""
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from actckpt._core import torch_private
+from actckpt._core.watched import version_of
+from actckpt._replay.lineage import Step, Value
+from actckpt.action import Action
+
+if TYPE_CHECKING:
+    from actckpt._replay.tape import Tape
+
+__all__ = ["note", "replay_from_parameters"]
+
+#: By id() of the storage, for as long as it lives.
+_known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Step]] = {}
+
+
+def note(tape: "Tape") -> None:
+    """Note the casts of parameters that a region, about to close, made and that somebody may cache."""
+    if not (torch_private.any_autocast_enabled() and torch.is_autocast_cache_enabled()):
+        return
+    for key, block in tape.blocks.items():
+        step, storage = block.value.step, block.storage()
+        if storage is not None and step is not None and _is_cast(step) and not block.value.why_opaque:
+            _known[key] = weakref.ref(storage, lambda _, key=key: _known.pop(key, None)), step  # type: ignore[misc]
+
+
+def _is_cast(step: Step) -> bool:
+    return (
+        step.operator.func is torch.ops.aten._to_copy.default and len(step.inputs) == 1 and step.inputs[0].is_parameter
+    )
+
+
+def replay_from_parameters(tape: "Tape") -> None:
+    """Let go of inputs of a closed region that are casts of parameters, and have them replayed."""
+    if not _known or tape.choice.of(torch.ops.aten._to_copy.default) is not Action.RECOMPUTE:
+        return
+    for value in tape.holding:
+        if value.is_input and not value.is_parameter and value.held is not None and version_of(value.held) == 0:
+            found = _known.get(id(value.held.untyped_storage()))
+            if found is not None and found[0]() is value.held.untyped_storage():
+                _have_replayed(value, found[1])
+
+
+def _have_replayed(value: Value, cast: Step) -> None:
+    parameter = cast.inputs[0]
+    if parameter.held is None or version_of(parameter.held) != parameter.version:
+        return  # it changed: the cast is of the bytes before
+    step = Step(cast.operator, cast.args, cast.kwargs, cast.inputs)
+    step.grad_enabled, step.numerics = cast.grad_enabled, cast.numerics
+    step.add_output(value, (0, 0))
+    value.why_opaque = ""
+    value.held = None
+    if value.entry is not None:
+        value.entry.action, value.entry.why = Action.RECOMPUTE, "a cast of a parameter"

@@ -1,0 +1,101 @@
+"""Which operators of a policy ran: a policy whose operators never run is silent otherwise.
+
+NOTE [ Operators that a policy names ]
+
+Torch replaces many of the operators that programs call before a recorder sees them: `aten.linear` runs as `aten.addmm`.
+So the first step of a place in the program (a call site, or all blocks of one `apply`) is watched: up to its first
+opening after the graph of its first region is gone. Then the recorders of that place are the plain ones again.
+"""
+
+import warnings
+import weakref
+from typing import Any
+
+from actckpt import _C
+from actckpt._replay.choice import Choice
+from actckpt._replay.operators import operator_of
+from actckpt._text import operator_names
+
+__all__ = ["Matches"]
+
+#: In place of an operator: compiled code ran, and nobody sees its operators.
+_COMPILED = None
+
+
+class Matches:
+    """The operators that the policy of one place in the program names, and those of them that ran there."""
+
+    __slots__ = ("_first", "_is_over", "operators", "ran")
+
+    def __init__(self) -> None:
+        self.operators: tuple[Any, ...] = ()
+        self.ran: set[Any] = set()
+        self._first: weakref.ref[Any] | None = None
+        self._is_over = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Matches, ()  # a copy begins anew
+
+    def is_watching(self, choice: Choice) -> bool:
+        """Whether a region that opens is to be watched. Warns after the first step if nothing matched."""
+        if choice.operators != self.operators:
+            self.operators, self.ran, self._first, self._is_over = choice.operators, set(), None, False
+        if self._is_over or not self.operators:
+            return False
+        if self._first is not None and self._first() is None:
+            self.end("A region")
+        return not self._is_over and len(self.ran) < len(self.operators)
+
+    def note(self, func: Any) -> None:
+        """Note that an operator ran."""
+        if func in self.operators and not _C.is_paused() and not _is_view(func):
+            self.ran.add(func)
+
+    def see(self, tape: Any, *, has_compiled: bool) -> None:
+        """Take notice of a tape that was watched, and of whether compiled code ran meanwhile."""
+        if self._first is None:
+            self._first = weakref.ref(tape)
+        if has_compiled:
+            self.ran.add(_COMPILED)
+
+    def end(self, who: str) -> None:
+        """Stop watching; warn if no operator of the policy ran."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self.operators and not self.ran:
+            warnings.warn(
+                f"{who} ran none of the operators that its policy names in its first step, so they decide nothing: "
+                f"{'; '.join(self.idle())}. r.report() of actckpt.region names the operators that run. Told once.",
+                stacklevel=5,
+            )
+
+    def idle(self) -> tuple[str, ...]:
+        """Return the operators that did not run, each with what runs in its place where that is known."""
+        if _COMPILED in self.ran:
+            return ()
+        packets: dict[Any, list[Any]] = {}
+        for op in self.operators:
+            packets.setdefault(getattr(op, "overloadpacket", op), []).append(op)
+        found: list[str] = []
+        for packet, ops in packets.items():
+            if hasattr(packet, "overloads") and len(ops) == len(packet.overloads()):
+                found += [] if self.ran.intersection(ops) else [_explained(packet, ops[0])]
+            else:
+                found += [_explained(op, op) for op in ops if op not in self.ran]
+        return tuple(found)
+
+
+def _is_view(op: Any) -> bool:
+    return bool(getattr(operator_of(op), "is_view", False))
+
+
+def _explained(name: Any, op: Any) -> str:
+    packet = str(getattr(op, "overloadpacket", op))
+    if _is_view(op):
+        return f"{name} (makes views, which have no bytes of their own)"
+    if packet in operator_names.RUNS_AS:
+        return f"{name} (runs as {operator_names.RUNS_AS[packet]})"
+    if operator_names.is_composite(op):
+        return f"{name} (is made of other operators, and these run)"
+    return f"{name} (pass {packet!r} for all overloads)" if str(name) != packet else str(name)

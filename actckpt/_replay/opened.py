@@ -1,0 +1,253 @@
+"""Opening and closing regions: the recorder and the hooks of a thread, and how regions nest.
+
+NOTE [ Opening and closing ]
+
+What a region changes in its thread (hooks, a dispatch mode, the tape in use) it changes as a whole or not at all,
+whatever raises in between: a signal handler may, at any line. So `__enter__` and `__exit__` are `all_or_nothing`, and
+`unwind`, which is called when one of them did not come to its end, goes by what the thread has, not by what was meant.
+A region is closed in the thread that opened it, after all that was opened in it.
+"""
+
+import functools
+import threading
+from typing import Any
+
+from actckpt._C import all_or_nothing, pack_recorded, unknown_modes, unpack_recorded
+from actckpt._core import modes, torch_private
+from actckpt._core.region_report import Figures
+from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
+from actckpt._replay import saved
+from actckpt._replay.audit import Site, site_of
+from actckpt._replay.choice import Choice
+from actckpt._replay.matches import Matches
+from actckpt._replay.recorder import Recorder, WatchingRecorder
+from actckpt._replay.tape import Tape
+from actckpt.action import Action
+from actckpt.errors import StillOpenError
+
+__all__ = ["OpenRegion"]
+
+
+#: Tapes whose recorders are active, in any thread.
+recording: set[Tape] = set()
+
+
+class _Local(threading.local):
+    tape: Tape | None = None
+
+    def __init__(self) -> None:
+        #: Modes that no region uses now; making one takes as long as recording several operators.
+        self.idle: list[Recorder] = []
+
+
+_local = _Local()
+
+
+class OpenRegion:
+    """A region, as a context. See NOTE [ Opening and closing ].
+
+    Args:
+        choice: the policy.
+        caller: the site of the place that opens it, or what names it, see `audit.site_of`.
+        figures: gets what the report says.
+        respects_hooks: whether the hooks that are active where it is opened get the bytes of what it keeps, not only
+            of its inputs.
+        runs_function: whether it is around the call of a function, which can be run again.
+        matches: gets the operators that run, of those that the policy names; None: its site does, and warns.
+    """
+
+    __slots__ = (
+        "_caller",
+        "_choice",
+        "_counted",
+        "_depth",
+        "_figures",
+        "_hooks",
+        "_outer_choice",
+        "_outer_tape",
+        "_recorder",
+        "_respects_hooks",
+        "_runs_function",
+        "_thread",
+        "compiled",
+        "matches",
+        "tape",
+    )
+
+    def __init__(
+        self,
+        choice: Choice,
+        caller: Any,
+        figures: Figures | None = None,
+        *,
+        respects_hooks: bool = True,
+        runs_function: bool = False,
+        matches: Matches | None = None,
+    ) -> None:
+        self._choice = choice
+        self._caller = caller
+        self._figures = figures
+        self._respects_hooks = respects_hooks
+        self._runs_function = runs_function
+        self._thread = threading.get_ident()
+        self._hooks: torch_private.Hooks | None = None
+        self._recorder: Recorder | None = None
+        #: Which operators that the policy names ran, None if it names none or is not recorded here.
+        self.matches = matches
+        self._outer_choice: Choice | None = None
+        self._outer_tape: Tape | None = None
+        #: As `Tape.depth` is where this is the innermost region that records there.
+        self._depth = 0
+        #: Of a tape that is shared, what it had counted before.
+        self._counted = (0, 0, 0)
+        self.tape: Tape | None = None
+        #: Bytes to recompute that compiled code made, and all of them, where that is much of what a function made.
+        self.compiled: tuple[int, int] | None = None
+
+    def _enter(self) -> "OpenRegion":
+        outer_hooks = torch_private.outer_hooks()
+        current = _local.tape
+        if current is not None and outer_hooks is not None and outer_hooks[0] is current.pack_hook:
+            self._counted = (current.recompute_bytes, current.opaque_bytes, current.compiled_bytes)
+            self._outer_choice = current.choice
+            self._depth = current.depth + 1
+            self.tape = current  # Rule 11
+            current.choice, current.depth = self._choice, self._depth
+            return self
+        if self._choice.always is Action.KEEP:
+            return self
+        if self._choice.always is Action.OFFLOAD:
+            session = Session("auto", DEFAULT_MIN_BYTES)
+            if self._figures is not None:
+                self._figures.watch(session)
+            self._hooks = session.hooks
+            torch_private.push_hooks(*self._hooks)
+            return self
+        site = self._caller if isinstance(self._caller, Site) else site_of(self._caller)
+        tape = Tape(self._choice, outer_hooks, site)
+        if unknown := unknown_modes():
+            tape.why_opaque = (
+                f"made below the dispatch mode {modes.name_of(unknown[-1])}, which may change results; if it does not, "
+                "name it in configure(observers=...)"
+            )
+        if self._figures is not None:
+            tape.entries, tape.meter = self._figures.entries, self._figures.meter
+        tape.hands_kept_out = self._respects_hooks
+        tape.pack_hook = functools.partial(pack_recorded, tape)
+        self._outer_tape = current
+        self._hooks = tape.pack_hook, unpack_recorded
+        self._recorder = self._watching(site) or (_local.idle.pop() if _local.idle else Recorder())
+        self._recorder.tape = self.tape = tape
+        torch_private.push_hooks(*self._hooks)
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+        _local.tape = tape
+        recording.add(tape)
+        return self
+
+    def _exit(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._check_can_close()
+        if self._runs_function and kind is None:
+            self.compiled = self._take_compiled_bytes()
+        if self._outer_choice is not None:
+            assert self.tape is not None
+            self._leave_shared(self.tape, self._outer_choice)
+            return
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._hooks is not None:
+            torch_private.pop_hooks()
+        if self._recorder is None or self.tape is None:
+            return
+        recording.discard(self.tape)
+        _local.tape = self._outer_tape
+        self._recorder.tape = None
+        if isinstance(self._recorder, WatchingRecorder):
+            has_compiled = self.compiled is not None or self.tape.compiled_bytes > 0
+            self._recorder.matches.see(self.tape, has_compiled=has_compiled)
+        else:
+            _local.idle.append(self._recorder)
+        self._recorder = None
+        self._settle(has_failed=kind is not None)
+
+    def _leave_shared(self, tape: Tape, outer_choice: Choice) -> None:
+        tape.choice, tape.depth = outer_choice, self._depth - 1
+
+    def _watching(self, site: Site) -> Recorder | None:
+        """Return a recorder that notes which operators of the policy run, None where that is known or not asked."""
+        if not self._choice.operators:
+            return None
+        if self.matches is None:
+            self.matches = site.matches
+        return WatchingRecorder(self.matches) if self.matches.is_watching(self._choice) else None
+
+    def unwind(self, error: BaseException) -> None:
+        """Give the thread back what it had before, however far opening or closing came."""
+        if isinstance(error, StillOpenError) or threading.get_ident() != self._thread:
+            return
+        if self._outer_choice is not None and self.tape is not None:
+            self._leave_shared(self.tape, self._outer_choice)
+            return
+        if self._recorder is not None:
+            torch_private.remove_dispatch_mode(self._recorder)
+            self._recorder.tape = None
+            self._recorder = None  # not to be used again: torch keeps flags in it
+        if torch_private.are_on_top(self._hooks):
+            torch_private.pop_hooks()
+        if self.tape is not None and self._hooks is not None:
+            recording.discard(self.tape)
+            if _local.tape is self.tape:
+                _local.tape = self._outer_tape
+            self._settle(has_failed=True)
+        self._hooks = None
+
+    __enter__ = all_or_nothing(_enter, unwind)
+    __exit__ = all_or_nothing(_exit, unwind)
+
+    def _settle(self, *, has_failed: bool) -> None:
+        assert self.tape is not None
+        if has_failed:
+            self.tape.outer = None  # what is left of the graph, if anything, belongs to who catches the error
+        self.tape.pack_hook = None  # refers to the tape
+        saved.settle(self.tape)
+
+    def _check_can_close(self) -> None:
+        if self._hooks is None and self._outer_choice is None:
+            return
+        if threading.get_ident() != self._thread:
+            raise StillOpenError(
+                f"This region was opened in thread {self._thread} and is being closed in thread "
+                f"{threading.get_ident()}. What it set (saved-tensor hooks, a dispatch mode) only the first can undo: "
+                "close it there, `region.__exit__(None, None, None)` does it. It is still open."
+            )
+        is_innermost = self.tape is None or self.tape.depth == self._depth
+        if self._hooks is not None and torch_private.knows_outer_hooks():
+            is_innermost = is_innermost and torch_private.are_on_top(self._hooks)
+        if not is_innermost:
+            raise StillOpenError(
+                "This region is being closed before what was opened in it: another region, or saved-tensor hooks. "
+                "Close those first. It is still open."
+            )
+
+    def why_not_recorded(self) -> str:
+        """Return why a report of this region has no rows, an empty text if it may have some."""
+        if self._outer_choice is not None:
+            return "Not recorded here: the region around this one records for it, and its report has both."
+        if self.tape is not None:
+            return ""
+        if self._hooks is not None:
+            return "Not recorded: policy 'offload' moves all values. actckpt.stats() counts them."
+        return "Not recorded: policy 'keep' leaves all values to autograd."
+
+    def _take_compiled_bytes(self) -> tuple[int, int] | None:
+        """Return how much of the bytes to recompute compiled code made, if it is much; who asks tells the user."""
+        tape = self.tape
+        if tape is None or not tape.compiled_bytes:
+            return None
+        recompute, opaque, compiled = self._counted
+        compiled_bytes = tape.compiled_bytes - compiled
+        total_bytes = tape.recompute_bytes + tape.opaque_bytes - recompute - opaque
+        if not saved.is_much(compiled_bytes, total_bytes):
+            return None
+        tape.opaque_bytes -= compiled_bytes
+        tape.compiled_bytes -= compiled_bytes
+        return compiled_bytes, total_bytes

@@ -1,0 +1,244 @@
+"""What the recorder must know about an operator: looked up once in its schema, and in short tables."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt._core import torch_private
+
+__all__ = ["Operator", "operator_of"]
+
+_aten = torch.ops.aten
+
+#: They allocate and write nothing (Rule 4).
+_UNINITIALISED = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
+        *("empty_quantized", "_empty_affine_quantized", "_empty_per_channel_affine_quantized"),
+    }
+)
+
+#: They read bytes that no tensor holds, and that others may change.
+_READ_OUTSIDE = frozenset({"from_file"})
+
+#: They write every element of the tensor that they change, whatever it held.
+_OVERWRITE = frozenset(
+    {
+        *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"),
+        *("cauchy_", "log_normal_"),
+    }
+)
+
+#: They say that they write, and change no bytes.
+_WRITE_NOTHING = frozenset({"record_stream"})
+
+#: They change what a storage is, rather than what it holds: never executed again.
+_RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
+
+#: Namespaces whose operators talk to other processes (Rule 5).
+_COLLECTIVE = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
+
+#: Operators that write to arguments without saying so in their schema: the positions of these
+#: arguments, and of the flag that switches the writing on, None where there is none (Rule 5).
+_HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+    "aten::miopen_batch_norm": ((3, 4), 5),
+    "aten::batch_norm": ((3, 4), 5),  # seen in inference mode only, like the next one
+    "aten::instance_norm": ((3, 4), 5),
+    "aten::batch_norm_update_stats": ((1, 2), None),
+    "aten::batch_norm_gather_stats": ((3, 4), None),
+    "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),
+}
+
+#: Autograd saves the argument that they write to before they write: the name of that argument. What backward must see
+#: is what they wrote.
+_SAVED_BEFORE_WRITTEN = {"aten::rrelu_with_noise": "noise", "aten::rrelu_with_noise_": "noise"}
+
+#: What they return after their first result is memory for their own backward, which they need not write fully: equal
+#: calls leave different bytes there, and audits must not compare them.
+_WITH_WORKSPACE = frozenset(
+    {
+        *(
+            "mkldnn_rnn_layer",
+            "_cudnn_rnn",
+            "miopen_rnn",
+            "cudnn_batch_norm",
+            "_embedding_bag",
+            "_thnn_fused_lstm_cell",
+        ),
+        "_ctc_loss",
+    }
+)
+
+#: Of these, the ones that compute the same numbers without running statistics.
+_REPLAYED_WITHOUT_STATISTICS = frozenset(_HIDDEN_WRITES) - {"aten::miopen_batch_norm"}
+
+#: Forward operators that `torch.use_deterministic_algorithms` lists as nondeterministic on CUDA (Rule 5).
+_NONDETERMINISTIC_ON_CUDA = frozenset(
+    {
+        *("index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "scatter"),
+        *("scatter_", "index_put", "index_put_", "_index_put_impl_", "put", "put_", "index_copy", "index_copy_"),
+        *("histc", "bincount", "kthvalue", "median", "nanmedian", "cumsum", "cumsum_", "index_reduce"),
+        *("index_reduce_", "_embedding_bag", "_unsafe_index_put", "max_unpool2d", "max_unpool3d"),
+        *("nll_loss2d_forward",),
+    }
+)
+
+#: The same where an argument is true: its position. cuDNN runs transposed convolutions with algorithms of gradients.
+_NONDETERMINISTIC_ON_CUDA_IF = {"convolution": 6}
+
+
+#: Operators that are nondeterministic on the CPU, and from how many threads on (Rule 5). Where indices name an element
+#: of the result twice, threads add to it with atomic operations, or the last one to write it wins. `linalg_lstsq` gives
+#: LAPACK memory that nobody wrote, for its pivots.
+_NONDETERMINISTIC_ON_CPU = {
+    **dict.fromkeys(
+        (
+            *("index_put", "index_put_", "_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "put", "put_"),
+            *("_unsafe_masked_index_put_accumulate", "index_copy", "index_copy_", "max_unpool2d", "max_unpool3d"),
+        ),
+        2,
+    ),
+    "linalg_lstsq": 1,
+}
+
+
+class HigherOrder:
+    """An operator whose arguments may be functions: not recorded (Rule 10 of NOTE [ Replay ])."""
+
+    is_recorded = False
+
+    def __init__(self, func: Any) -> None:
+        self.func = self.callee = func
+        self.name = str(func)
+
+
+class Operator:
+    """Facts about one overload of an operator."""
+
+    is_recorded = True
+
+    __slots__ = (
+        "callee",
+        "forgets_versions",
+        "func",
+        "generator_name",
+        "has_workspace",
+        "hidden_writes",
+        "is_collective",
+        "is_elementwise",
+        "is_foreign",
+        "is_nondeterministic_on_cuda",
+        "is_plain",
+        "is_random",
+        "is_uninitialised",
+        "is_view",
+        "name",
+        "nondeterministic_flag",
+        "nondeterministic_threads",
+        "overwrites",
+        "reads_outside",
+        "reshapes_storage",
+        "saved_before_written",
+        "written",
+        "written_names",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        namespace, _, base = schema.name.partition("::")
+        self.func = func
+        #: What to call: the same, without a Python frame around it.
+        self.callee = torch_private.callee_of(func)
+        #: As in `torch.ops.<name>`.
+        self.name = str(func)
+        writes_nothing = namespace == "aten" and base in _WRITE_NOTHING
+        writes = [
+            (position, argument)
+            for position, argument in enumerate(schema.arguments)
+            if _is_write(argument) and not writes_nothing
+        ]
+        #: Positions of arguments that it writes to, and the names of those that are keywords.
+        self.written = tuple(position for position, argument in writes if not argument.kwarg_only)
+        self.written_names = tuple(argument.name for _, argument in writes if argument.kwarg_only)
+        returns_alias = any(result.alias_info is not None for result in schema.returns)
+        #: It makes no new bytes: what it returns are windows on its arguments.
+        self.is_view = returns_alias and not writes and namespace == "aten"
+        self.is_uninitialised = namespace == "aten" and base in _UNINITIALISED
+        self.reads_outside = namespace == "aten" and base in _READ_OUTSIDE
+        self.overwrites = bool(writes) and namespace == "aten" and (base in _OVERWRITE or _is_out_variant(schema))
+        self.reshapes_storage = namespace == "aten" and base in _RESHAPE_STORAGE
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        #: Not torch's own: may draw random numbers without saying so (Rule 3).
+        self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in _COLLECTIVE
+        self.is_collective = namespace in _COLLECTIVE
+        self.has_workspace = namespace == "aten" and base in _WITH_WORKSPACE
+        #: Below a dispatch mode torch does not count the version of what these change up.
+        self.forgets_versions = bool(writes) and base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+        self.hidden_writes = _HIDDEN_WRITES.get(schema.name)
+        saved_name = _SAVED_BEFORE_WRITTEN.get(schema.name)
+        #: Position of the argument that autograd saves before this operator writes to it, -1: none.
+        self.saved_before_written = [a.name for a in schema.arguments].index(saved_name) if saved_name else -1
+        #: Position of the argument without which it is deterministic, None if none makes it so.
+        self.nondeterministic_flag = _NONDETERMINISTIC_ON_CUDA_IF.get(base) if namespace == "aten" else None
+        self.is_nondeterministic_on_cuda = namespace == "aten" and (
+            base in _NONDETERMINISTIC_ON_CUDA or self.nondeterministic_flag is not None
+        )
+        #: Number of threads from which on it is nondeterministic on the CPU, 0: never.
+        self.nondeterministic_threads = _NONDETERMINISTIC_ON_CPU.get(base, 0) if namespace == "aten" else 0
+        #: Each element of the result depends on one of each argument: not on how sums are formed (NOTE [ Settings ]).
+        self.is_elementwise = not self.is_foreign and torch.Tag.pointwise in func.tags
+        #: The keyword that takes a `torch.Generator`, None if there is none.
+        self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)
+        #: None of the above needs a look at each call.
+        self.is_plain = not (
+            writes
+            or self.is_uninitialised
+            or self.reads_outside
+            or self.is_random
+            or self.is_foreign
+            or self.is_collective
+            or self.hidden_writes
+            or self.is_nondeterministic_on_cuda
+            or self.nondeterministic_threads
+            or self.reshapes_storage
+        )
+
+    def writes_hidden(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the positions of arguments that this call writes to although its schema does not say so."""
+        if self.hidden_writes is None:
+            return ()
+        positions, flag = self.hidden_writes
+        writes = flag is None or args[flag]
+        return tuple(p for p in positions if writes and isinstance(args[p], Tensor))
+
+    @property
+    def has_form_without_effect(self) -> bool:
+        """Whether `without_effect` can be executed again."""
+        return self.func._schema.name in _REPLAYED_WITHOUT_STATISTICS
+
+    def without_effect(self, args: list[Any]) -> list[Any]:
+        """Return arguments with which it computes the same results and writes nothing but them."""
+        assert self.hidden_writes is not None
+        return [None if position in self.hidden_writes[0] else arg for position, arg in enumerate(args)]
+
+
+def _is_write(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _is_out_variant(schema: Any) -> bool:
+    return "out" in schema.overload_name and any(_is_write(a) and a.kwarg_only for a in schema.arguments)
+
+
+_known: dict[Any, Operator | HigherOrder] = {}
+
+
+def operator_of(func: Any) -> Operator | HigherOrder:
+    """Return what is known about an overload, or about what is called like one."""
+    found = _known.get(func)
+    if found is None:
+        found = _known[func] = (Operator if isinstance(func, torch._ops.OpOverload) else HigherOrder)(func)
+    return found

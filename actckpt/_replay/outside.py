@@ -1,0 +1,214 @@
+"""What the hooks around a region hold for it, as autograd saved it.
+
+NOTE [ Hooks outside ]
+
+Rule 1. What a region must hold it hands to the hooks that were active where it was opened (Rule 11 of NOTE [ Replay ]),
+        in the shapes that autograd saved: of several tensors cut from one storage, those that no other one contains.
+        Where replay reads bytes beyond them, the tensor that the region was given goes instead, or all of its storage.
+Rule 2. An input that is a leaf goes as the very object. All else goes as an alias: a hook that holds an output would
+        keep its own graph alive.
+Rule 3. Hooks may give back other bytes (bfloat16 and back) and other strides. Saved tensors are what they gave, and
+        replay begins from it. So a checksum of what they were handed tells whether the region can be audited at all.
+Rule 4. Each backward unpacks each of them once, as torch's checkpoint demands.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from actckpt._core import torch_private
+from actckpt._replay import audit
+from actckpt._replay.execute import on
+from actckpt._replay.geometry import Geometry
+from actckpt._replay.lineage import Value, Window
+from actckpt._replay.paused import Paused
+from actckpt.errors import ActckptError
+
+if TYPE_CHECKING:
+    from actckpt._replay.tape import Tape
+
+__all__ = ["HeldOutside", "Reads", "hand_out", "reads_of"]
+
+
+class Reads:
+    """What the steps that lead to dropped values read of one storage."""
+
+    __slots__ = ("needs_all", "windows")
+
+    def __init__(self) -> None:
+        self.windows: dict[Geometry, None] = {}
+        #: A step writes to a copy of it.
+        self.needs_all = False
+
+
+def reads_of(tape: "Tape") -> dict[Value, Reads]:
+    """Return what will be read of values that are at hand as the region closes."""
+    found: dict[Value, Reads] = {}
+    seen: set[Value] = set()
+    pending = [value for value in (reference() for reference in tape.saved) if value is not None and value.is_wanted()]
+    while pending:
+        value = pending.pop()
+        if value in seen or value.step is None or value.is_at_hand():
+            continue
+        seen.add(value)
+        step = value.step
+        for window in _windows_in([step.args, *(step.kwargs or {}).values()]):
+            reads = found.setdefault(window.value, Reads())
+            reads.windows[Geometry.of(window)] = None
+            reads.needs_all |= window.value in step.written
+        pending.extend(step.inputs)
+    return found
+
+
+def _windows_in(arguments: Iterable[Any]) -> Iterator[Window]:
+    for argument in arguments:
+        if isinstance(argument, Window):
+            yield argument
+        elif isinstance(argument, list):
+            yield from _windows_in(argument)
+
+
+def _pieces(value: Value, reads: Reads, given: Tensor) -> list[Geometry]:
+    """Return in which pieces to hand out the bytes of a value (Rule 1)."""
+    as_given, every = Geometry.of_tensor(given), Geometry.of_bytes(value.nbytes, given)
+    found = dict.fromkeys(Geometry.of(window) for window in value.windows())
+    needed = [*reads.windows, every] if reads.needs_all else list(reads.windows)
+    missing = [
+        window for window in needed if not any(piece.covers(window) and not piece.has_overlaps() for piece in found)
+    ]
+    if missing or not found:
+        found[as_given if all(as_given.covers(window) for window in missing) else every] = None
+    ranked = sorted(found, key=lambda piece: piece != as_given)  # of equals, what is the very object
+    return [
+        piece
+        for i, piece in enumerate(ranked)
+        if not any(
+            j != i and other.covers(piece) and (j < i or not piece.covers(other)) for j, other in enumerate(ranked)
+        )
+    ]
+
+
+class _Piece(NamedTuple):
+    geometry: Geometry
+    packed: Any
+    #: Of what was packed, None: nobody will ask.
+    checksum: Tensor | None
+
+
+def hand_out(tape: "Tape", value: Value, given: Tensor, reads: Reads | None) -> "HeldOutside":
+    """Hand the bytes of a value to the hooks outside.
+
+    Args:
+        tape: of a region that has just closed.
+        value: what is handed out.
+        given: the tensor on its bytes that the region was given, or kept.
+        reads: what dropped values are replayed from of it.
+    """
+    assert tape.outer is not None
+    pack, unpack = tape.outer
+    as_given = Geometry.of_tensor(given)
+    pieces = []
+    for geometry in _pieces(value, reads or Reads(), given):
+        with Paused():
+            is_object = geometry == as_given and value.is_input and given.grad_fn is None
+            tensor = given if is_object else on(given.detach(), geometry)
+            checksum = audit.checksum(tensor) if tape.is_audited and audit.can_compare(tensor) else None
+        with torch.no_grad():
+            pieces.append(_Piece(geometry, pack(tensor), checksum))
+    return HeldOutside(pieces, value.nbytes, unpack, tape.site)
+
+
+class HeldOutside:
+    """Bytes of one value that the hooks outside hold. Call it for a tensor on a storage with all that is needed."""
+
+    __slots__ = ("__weakref__", "_base", "_found", "_nbytes", "_pieces", "_site", "_task", "_unpack")
+
+    def __init__(
+        self, pieces: Sequence[_Piece], nbytes: int, unpack: Callable[[Any], Tensor], site: audit.Site
+    ) -> None:
+        self._pieces = list(pieces)
+        self._nbytes = nbytes
+        self._unpack = unpack
+        self._site = site
+        #: What the backward `task` has unpacked (Rule 4), by piece, and put together.
+        self._task = -1
+        self._found: dict[int, Tensor] = {}
+        self._base: Tensor | None = None
+
+    def piece(self, window: Window) -> Tensor | None:
+        """Return a saved tensor as the hooks gave it, None: it is within the bytes that a call returns.
+
+        May run code of the user again, so not to be called paused.
+        """
+        self._begin()
+        geometry = Geometry.of(window)
+        if self._base is not None and not geometry.has_overlaps():
+            return None
+        return next((self._take(i) for i, piece in enumerate(self._pieces) if piece.geometry == geometry), None)
+
+    def __call__(self) -> Tensor:
+        """Return a tensor on the bytes. May run code of the user again, so not to be called paused."""
+        self._begin()
+        if self._base is not None:
+            return self._base
+        taken = [
+            (piece.geometry, self._take(i)) for i, piece in enumerate(self._pieces) if not piece.geometry.has_overlaps()
+        ]
+        with Paused():
+            base = self._put_together(taken)
+        if self._task != -1:
+            self._base, self._found = base, {}
+        return base
+
+    def _begin(self) -> None:
+        task = torch_private.current_graph_task_id()
+        if task == self._task and task != -1:
+            return
+        self._task = task
+        self._found, self._base = {}, None
+        if task != -1:
+            torch_private.when_backward_ends(partial(_let_go, weakref.ref(self), task))
+
+    def _take(self, i: int) -> Tensor:
+        if i in self._found:
+            return self._found[i]
+        geometry, packed, checksum = self._pieces[i]
+        tensor = self._unpack(packed)
+        if tuple(tensor.shape) != geometry.shape or tensor.dtype is not geometry.dtype:
+            raise ActckptError(
+                f"The saved-tensor hooks around a region gave back a tensor of shape {tuple(tensor.shape)}, "
+                f"{tensor.dtype}, for one of shape {geometry.shape}, {geometry.dtype}.\nAn unpack hook must return a "
+                "tensor of the shape and type that the pack hook was given."
+            )
+        if checksum is not None:
+            with Paused():
+                if not torch.equal(audit.checksum(tensor), checksum):
+                    self._site.has_other_hooks = True  # Rule 3
+        if self._task != -1:
+            self._found[i] = tensor
+        return tensor
+
+    def _put_together(self, taken: list[tuple[Geometry, Tensor]]) -> Tensor:
+        first, tensor = taken[0]
+        has_all = len(taken) == 1 and tensor.untyped_storage().nbytes() == self._nbytes
+        if has_all and Geometry.of_tensor(tensor) == first:
+            return tensor.detach()
+        memory = torch.empty(self._nbytes, dtype=torch.uint8, device=tensor.device)
+        for geometry, tensor in taken:
+            on(memory, geometry).copy_(tensor)
+        return memory
+
+    def let_go(self, task: int) -> None:
+        """Forget what the backward `task` unpacked."""
+        if self._task == task:
+            self._found, self._base = {}, None
+
+
+def _let_go(reference: "weakref.ref[HeldOutside]", task: int) -> None:
+    held = reference()
+    if held is not None:
+        held.let_go(task)

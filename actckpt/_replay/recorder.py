@@ -1,0 +1,296 @@
+"""The recorder: notes each operator of a region's forward once, as steps and values.
+
+NOTE [ Replay ]
+
+Each rule answers a way in which a simpler scheme gave silently wrong gradients.
+
+Rule 1.  Versions. An operator in place makes a new value of a storage; written arguments include lists of tensors.
+         A replayed one works on a private copy while an older value is still needed. Before a recorded operator
+         overwrites bytes that only the storage holds (inputs, kept, opaque) and that a saved value needs, they are
+         copied (`copied_on_write_bytes`). What is made in place from a kept value inherits its action.
+Rule 2.  Identity. Aliases are recognised by the identity of their storage under a weak reference, not by schema
+         (`_unsafe_view` returns one without saying so) and not by address (addresses are used again).
+Rule 3.  Randomness. The states of the generators are captured before a random operator and used for its replay: in a
+         private generator where the operator takes one, else swapped in under the lock of NOTE [ Random state ]. An
+         operator that is not torch's own is random if it moved a default generator.
+Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
+         nothing recorded has fully written (see `filling`), what compiled code returns, storages that cannot be read
+         (sparse, nested) and what is made from them or from inference tensors, since nobody tells when they change;
+         what is made below dispatch modes that may change it (NOTE [ Modes ]).
+Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back, and operators that are
+         nondeterministic (on CUDA; on the CPU, most with several threads) are not executed again, or only in a form
+         without the effect.
+Rule 6.  Audit. See `audit`.
+Rule 7.  Outside changes. If replay needs bytes that changed after the region closed, unpack raises. The aliases that
+         tell are made outside of the dispatch handler: inside, `detach()` does not share the version counter.
+Rule 8.  Outside storages. Before replay reads a storage from outside, its size must be the recorded one.
+Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`), each operator under the
+         settings that it had in forward (NOTE [ Settings ]). A tensor that
+         unpack returned while the region is open is known to the region as what it is.
+Rule 10. Compile. Operators inside of compiled code are not recorded: kernels that no dispatcher sees write to the same
+         memory in between. What it returns and saves is opaque. A function of which that is much runs again, from its
+         next call on. Higher-order operators are let through.
+Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
+         Else what it must hold goes through the hooks outside when it closes, in the order of birth: see `outside`.
+Rule 12. Caching. Replayed values that this backward asks for again stay until it has, or ends: NOTE [ Needs ] in
+         `lineage`, and within a window of bytes: NOTE [ Windows ] in `windows`.
+Rule 13. Order. See `schedule`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actckpt import _C
+from actckpt._C import add_results, add_value, frozen
+from actckpt._core import random_state
+from actckpt._replay import filling, saved
+from actckpt._replay.lineage import Step, Value, Window, blank_of, redirect
+from actckpt._replay.matches import Matches
+from actckpt._replay.operators import Operator
+from actckpt._replay.tape import Tape
+from actckpt.action import Action
+
+__all__ = ["Recorder", "WatchingRecorder", "record_special"]
+
+#: Of what stands for bytes that a step does not read.
+_OVERWRITTEN = "overwritten"
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode of one tape at a time."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape: Tape | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled (Rule 10)."""
+        return True
+
+
+class WatchingRecorder(Recorder):
+    """A recorder that notes which operators of a policy run. See NOTE [ Operators that a policy names ]."""
+
+    def __init__(self, matches: Matches) -> None:
+        super().__init__()
+        self.matches = matches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.matches.note(func)
+        return _C.torch_dispatch(self, func, types, args, kwargs)
+
+
+# Torch wraps the handlers of a class body so that the compiler does not look into them; this one is native.
+setattr(Recorder, "__torch_dispatch__", _C.torch_dispatch)  # noqa: B010 - mypy takes it for a method
+
+
+def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Record an operator that writes, draws, allocates or communicates."""
+    func = operator.func
+    kwargs = kwargs or {}
+    choice = tape.choice
+    inputs: list[Value] = []
+    num_untold = tape.num_untold
+    arguments = [frozen(tape, arg, inputs) for arg in args]
+    keywords = {k: frozen(tape, v, inputs) for k, v in kwargs.items()}
+    step = Step(operator, arguments, keywords, inputs)
+    written = _written_tensors(operator, args, kwargs)
+    hidden = [args[position] for position in operator.writes_hidden(args)]
+    if operator.is_collective and not written:
+        hidden = [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
+    why_opaque = _why_opaque(operator, args, bool(hidden))
+    if tape.num_untold != num_untold:
+        why_opaque = why_opaque or tape.why_untold
+    why_opaque = why_opaque or tape.why_opaque or ""
+    if hidden and operator.has_form_without_effect:
+        step.args = operator.without_effect(arguments)
+        step.inputs = _values_in(step.args)
+    generators = _begin_random(tape, step, args, kwargs)
+    early = _saved_too_early(tape, operator, args)
+    filled = filling.proceed(tape, step, written, why_opaque) if tape.filling else None
+    old = [_begin_write(tape, step, tensor, filled) for tensor in written]
+    for tensor in hidden:
+        _begin_write(tape, None, tensor)
+
+    result = func(*args, **kwargs)
+
+    if operator.forgets_versions:
+        increment_version([tensor for tensor in written if not tensor.is_inference()])
+    if generators is not None and not _has_moved(generators):
+        step.random = None
+    action = choice.of(func)
+    if choice.asks_calls:
+        action = choice.after_call(func, args, kwargs, result)
+    why_unfilled = filled.written(written[0]) if filled is not None else ""
+    for tensor, value in zip(written, old, strict=True):
+        _end_write(tape, step, tensor, value, action, why_opaque or why_unfilled)
+    if filled is not None and why_unfilled:
+        filling.go_on(tape, step, filled, written[0])
+    for tensor in hidden:
+        _end_write(tape, None, tensor, None, None, "written by an operator with effects")
+    if early is not None:
+        saved.point_at(tape, early, args[operator.saved_before_written])
+    add_results(tape, step, result, action, why_opaque)
+    if operator.is_uninitialised and not written:
+        filling.begin(tape, result)
+    return result
+
+
+def _values_in(args: Any) -> list[Value]:
+    found = []
+    for arg in args:
+        if isinstance(arg, Window):
+            found.append(arg.value)
+        elif isinstance(arg, list):
+            found.extend(_values_in(arg))
+    return found
+
+
+def _tensors_in(args: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found.extend(_tensors_in(arg))
+    return found
+
+
+def _written_tensors(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call says it writes to."""
+    places = [args[position] for position in operator.written if position < len(args)]
+    return _tensors_in([*places, *(kwargs.get(name) for name in operator.written_names)])
+
+
+def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bool) -> str:
+    """Return why what a call makes must not be replayed, or an empty text."""
+    if operator.is_uninitialised:
+        return "uninitialised memory"
+    if operator.is_collective:
+        return "a collective"
+    if operator.reshapes_storage:
+        return "its storage was replaced or resized"
+    if has_hidden_writes and not operator.has_form_without_effect:
+        return "an operator with effects"
+    if operator.reads_outside:
+        return "read from outside of the program"
+    if operator.is_nondeterministic_on_cuda and _is_nondeterministic_on_cuda(operator, args):
+        return "nondeterministic on CUDA"
+    if operator.nondeterministic_threads and _is_nondeterministic_on_cpu(operator, args):
+        return "nondeterministic on the CPU"
+    if operator.is_random and random_state.is_capturing():
+        return "random numbers in a stream capture"
+    return ""
+
+
+def _is_nondeterministic_on_cuda(operator: Operator, args: tuple[Any, ...]) -> bool:
+    flag = operator.nondeterministic_flag
+    return (
+        (flag is None or bool(args[flag]))
+        and not torch.are_deterministic_algorithms_enabled()
+        and any(tensor.is_cuda for tensor in _tensors_in(args))
+    )
+
+
+def _is_nondeterministic_on_cpu(operator: Operator, args: tuple[Any, ...]) -> bool:
+    has_threads = torch.get_num_threads() >= operator.nondeterministic_threads
+    return has_threads and any(tensor.is_cpu for tensor in _tensors_in(args))
+
+
+def _begin_random(tape: Tape, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Capture the generators that a call may draw from (Rule 3); returns them if it is not known that it does."""
+    operator = step.operator
+    if not (operator.is_random or operator.is_foreign) or random_state.is_capturing():
+        return None
+    devices = [tensor.device for tensor in _tensors_in(args)]
+    if kwargs.get("device") is not None:
+        devices.append(torch.device(kwargs["device"]))
+    explicit = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)]
+    if explicit:
+        step.random = explicit[0].device, explicit[0].get_state()
+        return None
+    generators = random_state.generators_of_devices(device for device in devices if device.type not in ("cpu", "meta"))
+    if operator.generator_name is not None:
+        own = generators[-1] if len(generators) > 1 else generators[0]
+        step.random = own.device, own.get_state()
+        return None
+    step.random = random_state.capture(generators)
+    tape.swap = _C.current_swap()
+    return (generators, [generator.get_state() for generator in generators]) if not operator.is_random else None
+
+
+def _has_moved(generators: Any) -> bool:
+    return any(not torch.equal(generator.get_state(), state) for generator, state in zip(*generators, strict=True))
+
+
+def _saved_too_early(tape: Tape, operator: Operator, args: tuple[Any, ...]) -> Any:
+    """Take from its value the handle under which autograd saved, for this call, what the call will write to."""
+    position = operator.saved_before_written
+    if position < 0 or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in _tensors_in(args)):
+        return None
+    value = tape.value_of(args[position])
+    return value.take_last_handle() if value is not None else None
+
+
+def _begin_write(tape: Tape, step: Step | None, tensor: Tensor, filled: filling.Filling | None = None) -> Value | None:
+    """Prepare for an overwrite: save what it destroys where that is needed (Rule 1)."""
+    value = tape.value_of(tensor)
+    if value is None:
+        return None
+    if step is not None and filled is not None:
+        value = filled.lineage
+        step.add_written(value)
+    elif step is not None and value not in step.written:
+        if step.operator.overwrites and _covers_all(tensor, value.nbytes) and step.inputs.count(value) == 1:
+            old, value = value, blank_of(value, _OVERWRITTEN)
+            redirect(step, old, value)
+        step.add_written(value)
+    tape.protect(tape.value_of(tensor))
+    return value
+
+
+def _covers_all(tensor: Tensor, nbytes: int) -> bool:
+    """Whether a tensor has every element of its storage once."""
+    if tensor.numel() * tensor.element_size() != nbytes or tensor.storage_offset() != 0:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _end_write(
+    tape: Tape, step: Step | None, tensor: Tensor, old: Value | None, action: Action | None, why_opaque: str
+) -> None:
+    """Give the storage of a tensor that was written to its new value."""
+    storage = tape.storage_of(tensor)
+    if storage is None:
+        return
+    nbytes = storage.nbytes()
+    block = tape.blocks.get(id(storage))
+    if block is None or block.storage() is not storage:
+        tape.value_of(tensor)  # `set_` gave it a storage that we do not know
+        return
+    if block.value.step is step and step is not None:
+        return  # two written arguments on one storage
+    value = tape.new_value(nbytes, tensor.device)
+    if old is not None and old.action not in (None, Action.RECOMPUTE):
+        action = old.action
+    was_resized = old is not None and old.why_opaque is _OVERWRITTEN and not _covers_all(tensor, nbytes)
+    if was_resized or nbytes != block.value.nbytes:
+        why_opaque = why_opaque or "its storage was replaced or resized"
+    place = step.written.index(old) if step is not None and old is not None else 0
+    operator = None if step is None else step.operator
+    add_value(tape, value, step, operator, place, tensor, action, why_opaque)
+    value.version = -1  # counted up after this handler returns
+    block.value = value

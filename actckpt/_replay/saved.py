@@ -1,0 +1,332 @@
+"""The saved-tensor hooks of a region: a handle for every tensor that autograd saves, and the way back."""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from actckpt import _C
+from actckpt._C import stays
+from actckpt._core import torch_private
+from actckpt._core.subclasses import TakenApart
+from actckpt._core.watched import version_of
+from actckpt._offload.native import EngineError
+from actckpt._replay import audit, casts, execute, wrappers
+from actckpt._replay.lineage import Block, Handle, Value, Window, mark_needed, new_leaf_bytes, window_of
+from actckpt._replay.outside import HeldOutside, Reads, hand_out, reads_of
+from actckpt._replay.paused import Paused
+from actckpt._replay.tape import Tape
+from actckpt.action import Action
+from actckpt.errors import AuditError
+
+__all__ = ["begin_audit", "is_much", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
+
+
+#: What autograd holds in the place of a saved tensor.
+_Packed: TypeAlias = "Handle | _C.OffloadHandle"
+
+_NO_SWAP: Any = nullcontext()
+#: One warning where more than one part in so many of what should be recomputed cannot be.
+_OPAQUE_SHARE = 10
+#: And it is worth talking about.
+_OPAQUE_BYTES = 1 << 20
+#: Backwards inside of one open region that are taken for steps of a training loop.
+_BACKWARDS_INSIDE = 3
+
+
+def pack(tape: Tape, tensor: Tensor) -> _Packed:
+    """Pack hook: returns what autograd holds in the place of `tensor`."""
+    packed: _Packed = _C.pack_recorded(tape, tensor)
+    return packed
+
+
+def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> "_C.OffloadHandle":
+    """Pack a parameter, a tensor without a storage that can be read, or a subclass."""
+    with Paused():
+        if not is_plain and hasattr(type(tensor), "__tensor_flatten__"):
+            wrappers.note(tape, tensor)
+            return TakenApart(tensor, functools.partial(pack, tape), unpack)
+        return stays(tensor)
+
+
+def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
+    """Let a handle stand for what its tensor holds now."""
+    value = tape.value_of(tensor)
+    assert value is not None
+    if not value.num_handles:
+        tape.decide(value, tensor)
+    handle.window = window_of(tensor, value)
+    handle.alias = None
+    handle.audit = None
+    value.add_handle(handle)
+
+
+def unpack(packed: _Packed) -> Tensor:
+    """Unpack hook: returns a fresh alias of the saved tensor."""
+    return _C.unpack_recorded(packed)
+
+
+def unpack_slowly(packed: _Packed) -> Tensor:
+    """Do what `unpack` does where more is to be done than to make an alias or to execute one plain operator."""
+    if not isinstance(packed, Handle):
+        return packed.unpack()
+    tape, window = packed.tape, packed.window
+    value = window.value
+    if tape.is_open:
+        tape.audit_late(value)
+        if not torch.is_grad_enabled():
+            _note_backward_inside(tape)
+    # Also where nothing is replayed: what hooks outside hold may come back through a rerun, which swaps.
+    swap = _NO_SWAP if tape.swap < 0 or value.held is not None else _C.Swap(tape.swap)
+    with swap, tape.lock:
+        previous, packed.task = packed.task, torch_private.current_graph_task_id()
+        try:
+            tensor = _as_hooks_gave_it(value, window)
+            base = execute.bytes_of(tape, value, window, packed.clock) if tensor is None else tensor
+        except BaseException:
+            packed.task = previous
+            raise
+        _C.let_go_of_needs(value, packed.task)
+    with Paused():
+        tensor = execute.on(base, window) if tensor is None else tensor.detach()
+    if packed.audit is not None and value.held is None:
+        tensor = _audited(packed, packed.audit, tensor)
+    if tape.is_open:
+        storage = tensor.untyped_storage()
+        known = tape.blocks.get(id(storage))
+        if known is None or known.storage() is not storage:
+            tape.blocks[id(storage)] = Block(storage, value)  # Rule 9
+    return _C.as_saved(packed, tensor)
+
+
+def _as_hooks_gave_it(value: Value, window: Window) -> Tensor | None:
+    """Return a saved tensor that the hooks around the region hold, None where its bytes are elsewhere."""
+    stored = value.stored
+    is_outside = isinstance(stored, HeldOutside) and value.held is None and value.cached is None
+    return stored.piece(window) if is_outside else None  # type: ignore[union-attr]
+
+
+class Audit(NamedTuple):
+    """What is compared when a dropped tensor comes back (Rule 6 of NOTE [ Replay ])."""
+
+    place: int
+    checksum: Tensor
+    #: Brings the original back from the store, None: there was no room for it.
+    original: Callable[[], Tensor] | None
+
+
+def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
+    """Leave a checksum of a dropped tensor whose place has not come back right yet."""
+    if not audit.can_compare(tensor):
+        return
+    value = handle.window.value
+    if value.index > 0 and value.operator.has_workspace:
+        tape.site.audited.add(place)
+        return
+    if value.spare is None:
+        _leave_checksum(tape, weakref.ref(handle), place, tensor)
+    else:  # it may be kept, each time that the place runs
+        with Paused():
+            begin = functools.partial(_leave_checksum, tape, weakref.ref(handle), place, tensor.detach())
+        tape.late_audits.setdefault(value, []).append(begin)
+
+
+def _leave_checksum(tape: Tape, reference: weakref.ref[Any], place: int, tensor: Tensor) -> None:
+    handle = reference()
+    if handle is None:
+        return
+    with Paused(), suppress(torch.OutOfMemoryError):  # an audit fails nothing: it is left out here
+        handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
+        tape.audited.append(reference)
+
+
+def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
+    """Return `tensor` if it is what was saved, else the original; raises if there is none."""
+    tape = handle.tape
+    if torch_private.is_tracing():
+        return tensor
+    try:
+        with Paused():
+            is_right = torch.equal(audit.checksum(tensor), expected.checksum)
+    except torch.OutOfMemoryError:
+        return tensor
+    if is_right:
+        tape.site.audited.add(expected.place)
+        if not tape.audits_always:
+            handle.audit = None
+        return tensor
+    if tape.site.has_other_hooks:  # Rule 3 of NOTE [ Hooks outside ]
+        handle.audit = None
+        return tensor
+    value = handle.window.value
+    tape.site.opaque.add(value.key)
+    if expected.original is None:
+        raise _failure(handle)
+    try:
+        with Paused():
+            original = expected.original()
+    except EngineError as error:
+        raise _failure(handle) from error
+    audit.warn_of_original(_described(handle))
+    return original
+
+
+def _failure(first: Handle) -> AuditError:
+    """Compare all dropped tensors of the region, and word those that came back wrong."""
+    tape = first.tape
+    failed = [first]
+    for reference in tape.audited:
+        handle = reference()
+        if handle is None or handle is first or handle.audit is None or handle.window.value.held is not None:
+            continue
+        with tape.lock:
+            base = execute.bytes_of(tape, handle.window.value)
+        with Paused():
+            tensor = execute.on(base, handle.window)
+            if not torch.equal(audit.checksum(tensor), handle.audit.checksum):
+                failed.append(handle)
+                tape.site.opaque.add(handle.window.value.key)
+    operators = [handle.window.value.step.operator.name for handle in failed if handle.window.value.step is not None]
+    return audit.failed_error(list(dict.fromkeys(map(_described, failed))), operators)
+
+
+def _described(handle: Handle) -> str:
+    value = handle.window.value
+    made_by = value.operator.name if value.operator is not None else "an unknown operator"
+    module = handle.tape.site.modules.get(value.key)
+    where = f" in {module}" if module else ""
+    return f"result {value.index} of {made_by}{where}, shape {tuple(handle.window.shape)}, {handle.window.dtype}"
+
+
+def settle(tape: Tape) -> None:
+    """Close a tape: release what no saved tensor needs, hold the rest under watch (Rules 7 and 11)."""
+    if torch_private.innermost_transform() is None:
+        _settle(tape)
+    else:
+        with torch_private.below_transforms():
+            _settle(tape)
+
+
+def _settle(tape: Tape) -> None:
+    tape.is_open = False
+    tape.site.end(tape.structure)
+    casts.note(tape)
+    made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
+    tape.blocks.clear()
+    tape.filling = None
+    _settle_candidates(tape)
+    casts.replay_from_parameters(tape)
+    if is_much(tape.opaque_bytes, tape.recompute_bytes + tape.opaque_bytes):
+        _warn_of_opaque(tape)
+    reads = reads_of(tape) if tape.outer is not None else {}
+    tape.saved.clear()
+    for value in _C.settle_held(tape):
+        _settle_one(tape, value, reads.get(value))
+    if tape.roots is not None or made_of:
+        execute.watch_roots(tape, made_of)
+    tape.outer = None  # whoever holds something of this region holds it now
+
+
+def is_much(opaque_bytes: int, total_bytes: int) -> bool:
+    """Whether so much of what a policy wants recomputed cannot be replayed that the user should know."""
+    return opaque_bytes > max(_OPAQUE_BYTES, total_bytes // _OPAQUE_SHARE)
+
+
+def _report_held(tape: Tape, value: Value, held: Tensor) -> None:
+    """Add a line for a value that autograd did not save and that others are replayed from."""
+    entry = _C.add_entry(tape, value, held)
+    entry.why = "others are replayed from it"
+
+
+def _warn_of_opaque(tape: Tape) -> None:
+    """Say once per site that replay does not help much there."""
+    if tape.site.has_warned:
+        return
+    tape.site.has_warned = True
+    total = tape.recompute_bytes + tape.opaque_bytes
+    warnings.warn(
+        f"{tape.opaque_bytes / 2**20:.1f} of {total / 2**20:.1f} MiB that the policy of this region wants to recompute "
+        "cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) without "
+        "a policy runs the function again instead, and gets through any kernel. r.report() names them.",
+        stacklevel=4,
+    )
+
+
+def _note_backward_inside(tape: Tape) -> None:
+    """Say once that a region stays open over whole training steps; one gradient taken inside is nothing unusual."""
+    task = torch_private.current_graph_task_id()
+    if task in tape.tasks_inside:
+        return
+    tape.tasks_inside.add(task)
+    if len(tape.tasks_inside) == _BACKWARDS_INSIDE:
+        warnings.warn(
+            f"{_BACKWARDS_INSIDE} backwards ran inside of one region, which is still open: what it may need holds its "
+            "memory until it closes. End the `with actckpt.region(...)` block before calling backward.",
+            stacklevel=3,
+        )
+
+
+def _settle_one(tape: Tape, value: Value, reads: Reads | None) -> None:
+    held = value.held
+    assert held is not None
+    if tape.entries is not None and value.entry is None:
+        _report_held(tape, value, held)
+    held = _seen_last(value, held)
+    with Paused():
+        alias = held.detach()
+    base = held if held._base is None else held._base
+    if value.version < 0 or value.root is None or value.root() is not base:
+        value.version = version_of(alias)
+    elif version_of(alias) != value.version:
+        value.held = alias  # unpack raises: it changed behind the recorder's back
+        return
+    if value.action in (Action.OFFLOAD, Action.PREFER_OFFLOAD) and not value.is_input:
+        why = tape.offload(value, alias)
+        if value.entry is not None and not why:
+            value.entry.action = Action.OFFLOAD
+        if value.stored is not None:
+            return
+    if tape.outer is not None and (tape.hands_kept_out or value.is_input):
+        value.stored = hand_out(tape, value, held, reads)
+        value.held = None
+    else:
+        value.held = alias
+
+
+def _seen_last(value: Value, held: Tensor) -> Tensor:
+    """Return the tensor on the bytes of `value` that the region used last, whose version counter the user may move.
+
+    What an operator returned may have been an intermediate of it: `matmul` gives on an `_unsafe_view` of what `mm`
+    made, with a counter of its own.
+    """
+    root = None if value.root is None else value.root()
+    if root is None or root.untyped_storage() is not held.untyped_storage():
+        return held
+    return root
+
+
+def _settle_candidates(tape: Tape) -> None:
+    """Keep a dropped value where recomputing it would hold more bytes than keeping it, now that all is known."""
+    candidates, tape.candidates = tape.candidates, []
+    for value in candidates:
+        spare, value.spare = value.spare, None
+        if spare is None or not value.is_wanted():
+            continue
+        if value.is_at_hand():
+            tape.audit_late(value)
+        elif new_leaf_bytes(value, value.nbytes) > value.nbytes:
+            value.held = spare
+            value.step = None
+            tape.holding.append(value)
+            if value.entry is not None:
+                value.entry.action, value.entry.why = Action.KEEP, "recomputing it would hold more bytes"
+        else:
+            mark_needed(value)
+            tape.audit_late(value)
+    if candidates:
+        tape.late_audits.clear()

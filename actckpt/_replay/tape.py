@@ -1,0 +1,413 @@
+"""The tape of an open region: what its storages hold, what must be held, and what autograd saves of it."""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt import _C, config
+from actckpt._C import Moved, add_entry, evict, look_at, stays, uncache, value_of
+from actckpt._core import torch_private
+from actckpt._core.counters import counters
+from actckpt._offload import backends
+from actckpt._offload.demotion import RegionPlan
+from actckpt._offload.native import EngineError
+from actckpt._offload.session import Session
+from actckpt._replay import aliases
+from actckpt._replay.audit import Site
+from actckpt._replay.checksums import compact
+from actckpt._replay.choice import Choice
+from actckpt._replay.filling import Filling
+from actckpt._replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
+from actckpt._replay.paused import Paused, whole
+from actckpt._replay.reach import Needed, Obtainable
+from actckpt._replay.wrappers import Seen
+from actckpt._text import selectors
+from actckpt.action import Action, SavedTensorInfo
+
+__all__ = ["COMPILED", "Tape"]
+
+#: Why what compiled code returns or saves is not replayed.
+COMPILED = "made by compiled code"
+
+
+class Tape(TapeCore):
+    """Values and steps of one region and of those nested in it (Rule 11 of NOTE [ Replay ])."""
+
+    def __init__(self, choice: Choice, outer: torch_private.Hooks | None, site: Site) -> None:
+        super().__init__()
+        settings = config.settings()
+        self.choice = choice
+        #: The hooks that were active where the region was opened.
+        self.outer = outer
+        #: Whether they get the bytes of what the policy keeps, not only inputs.
+        self.hands_kept_out = True
+        #: The pack hook, by which a region inside recognises this one.
+        self.pack_hook: Any = None
+        self.is_open = True
+        #: By id() of the storage, checked by identity (Rule 2).
+        self.blocks = {}
+        #: Values that hold their bytes while the region is open.
+        self.holding = []
+        #: Values that autograd saved.
+        self.saved = []
+        #: Values that are dropped, but whose bytes stay until the region closes (see `settle`).
+        self.candidates = []
+        #: Values whose bytes are gone although nothing makes them again.
+        self.num_lost = 0
+        #: See NOTE [ Filling ].
+        self.filling: dict[Value, Filling] | None = None
+        #: See `aliases`.
+        self.roots: aliases.Roots | None = None
+        #: How many regions are open that record for this one.
+        self.depth = 0
+        #: By id(), see `wrappers`.
+        self.wrappers: dict[int, Seen] | None = None
+        #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
+        self.recompute_bytes = 0
+        self.opaque_bytes = 0
+        #: Of the latter, those of compiled code.
+        self.compiled_bytes = 0
+        self.began_at = -1 if torch_private.next_sequence_number is None else torch_private.next_sequence_number()
+        self.lock = threading.RLock()
+        #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
+        self.swap = -1
+        #: Where it was opened, what it has run so far, and whether dropped tensors leave checksums (Rule 6).
+        self.site = site
+        self.modules = site.modules
+        self.opaque_places = site.opaque
+        self.audited_places = site.audited
+        self.is_audited = site.begin(settings.audit) and not (outer is not None and site.has_other_hooks)
+        self.audits_always = settings.audit == "always"
+        self.audited: list[weakref.ref[Any]] = []
+        #: Names whose values are never replayed.
+        self.opaque_names = settings.opaque
+        #: Lines of the report, None where nobody will ask for one.
+        self.entries = None
+        self.meter = None
+        #: See `configure`.
+        self.replay_order: Any = settings.replay_order
+        self.window_follows = settings.replay_window == "auto"
+        self.window_bytes = settings.replay_window if isinstance(settings.replay_window, int) else -1
+        #: What `PREFER_OFFLOAD` moves.
+        self._plan: RegionPlan | None = None
+        #: Values with cached bytes, by the backward that cached them.
+        self._cached: dict[int, list[weakref.ref[Value]]] = {}
+
+    # What few regions need, made when it is: a region may be as short as two operators
+
+    @functools.cached_property
+    def tasks_inside(self) -> set[int]:
+        """Backwards that unpacked something before it closed."""
+        return set()
+
+    @functools.cached_property
+    def obtainable(self) -> Obtainable:
+        """Values that can be brought back although others were lost."""
+        return Obtainable()
+
+    @functools.cached_property
+    def needed(self) -> Needed:
+        """What saved values are replayed from."""
+        return Needed(self.saved)
+
+    @functools.cached_property
+    def late_audits(self) -> dict[Value, list[Callable[[], None]]]:
+        """What leaves the checksums of values that may be kept when the region closes."""
+        return {}
+
+    @functools.cached_property
+    def _sessions(self) -> dict[bool, Session]:
+        """By whether packing may wait for room."""
+        return {}
+
+    # Values
+
+    def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """Return the storage of a tensor, None where it has none that can be read (Rule 4)."""
+        if tensor.is_nested:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
+        return storage
+
+    def new_value(self, nbytes: int, device: torch.device) -> Value:
+        """Return a value with the next number."""
+        self.num_values += 1
+        return Value(nbytes, device, self.num_values)
+
+    def value_of(self, tensor: Tensor) -> Value | None:
+        """Return what the storage of `tensor` holds now; takes it as an input if nothing recorded made it."""
+        return value_of(self, tensor)
+
+    def changed_unseen(self, tensor: Tensor, block: Block) -> Value:
+        """Something that was not recorded changed a storage: what it holds now is opaque."""
+        old = block.value
+        if old.step is None:
+            self._lose(old)
+        old.held = None
+        value = self.new_value(old.nbytes, old.device)
+        value.action, value.asked = old.action, old.asked
+        value.why_opaque = "changed outside of the recorder"
+        value.held = tensor
+        look_at(value, tensor)
+        self.holding.append(value)
+        block.value = value
+        return value
+
+    def another_root(self, tensor: Tensor, block: Block) -> Value:
+        """Look at a value through another tensor with a version counter of its own than the last time."""
+        if tensor.is_inference():
+            self.num_untold += 1
+            self.why_untold = aliases.WHY_INFERENCE
+            return block.value
+        if self.roots is None:
+            self.roots = weakref.WeakKeyDictionary()
+        if aliases.note_root(self.roots, block.value, tensor):
+            return block.value
+        return self.changed_unseen(tensor, block)
+
+    def why_never(self, value: Value) -> str:
+        """Return why a new value must not be replayed where it was made, or an empty text."""
+        site, key = self.site, value.key
+        if key not in site.modules:
+            site.module(key)
+        if site.opaque and key in site.opaque:
+            return "it came back wrong before"
+        if self.opaque_names and value.operator is not None:
+            operator = value.operator.name
+            names = [operator, operator.rpartition(".")[0], site.modules.get(key) or ""]
+            if any(selectors.matches(pattern, name) for name in names for pattern in self.opaque_names):
+                return "configure(opaque=...) names it"
+        return ""
+
+    def protect(self, value: Value | None) -> None:
+        """Get ready for the storage of a value to be overwritten by a recorded operator (Rule 1)."""
+        if value is None:
+            return
+        if value.spare is not None:
+            self.audit_late(value)
+            value.spare = None
+        if value.held is None and value.stored is None:
+            return
+        if value.step is None and self.needed.has(value):
+            self._copy(value)
+            return
+        if value.step is None:
+            self._lose(value)
+        value.held = value.stored = None
+
+    def _lose(self, value: Value) -> None:
+        self.num_lost += 1
+        self.obtainable.lose(value)
+
+    def _copy(self, value: Value) -> None:
+        counters.add("copied_on_write_bytes", value.nbytes)
+        with Paused():
+            base = value.held
+            if base is None:
+                assert value.stored is not None
+                base = value.stored()
+            copied = torch.empty(0, dtype=torch.uint8, device=value.device)
+            copied.set_(base.detach().untyped_storage().clone())
+            if self.roots is not None:
+                self.roots.pop(value, None)  # nobody else has the copy
+            if value.stored is not None:
+                self.offload(value, copied)
+                value.version = -1
+            else:
+                value.held = copied
+                look_at(value, copied)
+
+    def offload(self, value: Value, tensor: Tensor) -> str:
+        """Move the bytes of a value to the store; returns why they stay, or an empty text.
+
+        What prefers to be moved then is a kept value; the store holds what must be moved and finds no room.
+        """
+        if value.action is Action.PREFER_OFFLOAD:
+            why = self._prefer_offload(value, tensor)
+            value.action = Action.KEEP if why else Action.OFFLOAD
+            return why
+        with Paused():
+            packed = self._session(must=True).pack(whole(tensor))
+        self._let_go(value, packed.unpack)
+        return "" if isinstance(packed, Moved) else "no store takes it or had room for it"
+
+    def _prefer_offload(self, value: Value, tensor: Tensor) -> str:
+        if self._plan is None:
+            self._plan = self.site.steps.region()
+        plan = self._plan
+        place = value.key, value.index
+        session = self._session(must=False)
+        if not plan.wants(place):
+            if self.outer is None:
+                with Paused():
+                    self._let_go(value, functools.partial(_read_kept, plan, session, stays(whole(tensor))))
+            return "an earlier step waited for it"
+        with Paused():
+            packed = session.pack(whole(tensor))
+        if not isinstance(packed, Moved):
+            return "no store takes it or had room for it at once"
+        if packed.timing is not None:
+            plan.moved(place, packed.timing)
+        self._let_go(value, functools.partial(_read, plan, packed))
+        return ""
+
+    def _session(self, *, must: bool) -> Session:
+        session = self._sessions.get(must)
+        if session is None:
+            session = self._sessions[must] = Session("auto", min_bytes=0, must=must)
+            if self.meter is not None:
+                session.watch(self.meter)
+        return session
+
+    @staticmethod
+    def _let_go(value: Value, stored: Callable[[], Tensor]) -> None:
+        value.stored = stored
+        value.held = None
+
+    def parked(self, tensor: Tensor) -> Any:
+        """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None.
+
+        None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
+        """
+        if not backends.is_ready("host" if tensor.is_cuda else "disk"):
+            return None
+        try:
+            packed = self._session(must=False).pack(compact(tensor.detach()).clone())
+        except (EngineError, torch.OutOfMemoryError):
+            return None
+        return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
+
+    def audit_late(self, value: Value) -> None:
+        """Leave the checksums of a value that is dropped, although it might have been kept (see `settle`)."""
+        for begin in self.late_audits.pop(value, ()):
+            begin()
+
+    def clear_after(self, task: int, value: Value) -> None:
+        """Let go of what is cached for `value` when the backward `task` ends, at the latest (Rule 12)."""
+        values = self._cached.get(task)
+        if values is None:
+            values = self._cached[task] = []
+            torch_private.when_backward_ends(lambda: self._clear(task))
+        values.append(weakref.ref(value))
+
+    def has_room(self) -> bool:
+        """Whether one more value may stay beside what is cached: it may pass the window, the next one may not."""
+        return self.window_bytes < 0 or self.cached_bytes <= self.window_bytes
+
+    def evict_leftovers(self, task: int, clock: int) -> None:
+        """Let go of what is cached for saved tensors that the backward `task` has passed by.
+
+        It unpacks in the reverse order of saving: it has come to `clock`, and will not ask for what was saved later.
+        """
+        live = [(reference, reference()) for reference in self._cached.get(task, ())]
+        self._cached[task] = [reference for reference, value in live if value is not None and value.cached is not None]
+        for _, value in live:
+            if value is None or value.cached is None or (value.step is None and value.stored is None):
+                continue
+            if value.first_use > clock:
+                evict(value, task)
+
+    def _clear(self, task: int) -> None:
+        with self.lock:
+            for reference in self._cached.pop(task, ()):
+                value = reference()
+                if value is None or value.cached_task != task:
+                    continue
+                if value.cached is not None and value.step is None and value.stored is None:
+                    # A backward of a part of the graph.
+                    value.held, value.version = value.cached, value.cached_version
+                uncache(value)
+
+    def decide(self, value: Value, tensor: Tensor) -> None:
+        """Decide what becomes of a value that autograd saves for the first time."""
+        action = value.action
+        why = ""
+        entry = None
+        if self.entries is not None and not value.is_parameter:
+            entry = add_entry(self, value, tensor)
+        if action is None:
+            asked = value.asked
+            action = value.action = Action.KEEP if asked is None else asked(self.info_of(value, tensor))
+        self.saved.append(weakref.ref(value))
+        if action is Action.RECOMPUTE and not self.can_replay(value):
+            action = Action.KEEP
+            why = value.why_opaque or "what it was made from was overwritten"
+            if not value.is_input:
+                counters.add("kept_opaque", 1)
+                self.opaque_bytes += value.nbytes
+                if value.why_opaque is COMPILED:
+                    self.compiled_bytes += value.nbytes
+        elif action is Action.RECOMPUTE:
+            self.recompute_bytes += value.nbytes
+        if action is not Action.RECOMPUTE:
+            action, why_not_moved = self._hold(value, tensor, action)
+            why = why or why_not_moved
+        if entry is not None:
+            entry.action, entry.why = action, why or (value.why_opaque if value.is_input else "")
+        if action is not Action.RECOMPUTE:
+            return
+        if new_leaf_bytes(value, value.nbytes) > value.nbytes:
+            value.spare = tensor
+            self.candidates.append(value)
+        else:
+            mark_needed(value)
+
+    def _hold(self, value: Value, tensor: Tensor, action: Action) -> tuple[Action, str]:
+        """Keep or move a value; returns what became of it, and why it was not moved although the policy says so."""
+        value.step = None
+        if action is not Action.KEEP:
+            why = self.offload(value, tensor)
+            if value.stored is not None:
+                return (Action.KEEP if why else Action.OFFLOAD), why
+        else:
+            why = ""
+        if value.held is None:
+            self.holding.append(value)
+        if not value.is_parameter:
+            value.held = tensor  # tells of later changes as autograd would: aliases may count their own (`Tensor.data`)
+        return Action.KEEP, why
+
+    def info_of(self, value: Value, tensor: Tensor) -> SavedTensorInfo:
+        """Return what a policy is told about a value."""
+        return SavedTensorInfo(
+            op=value.operator.func if value.operator is not None else None,
+            index=value.index,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            nbytes=value.nbytes,
+            is_input=value.is_input,
+            is_parameter=value.is_parameter,
+            replayable=self.can_replay(value),
+            module=self.site.modules.get(value.key),
+        )
+
+    def can_replay(self, value: Value) -> bool:
+        """Whether a value can be made again, as things stand."""
+        if value.step is None or value.why_opaque:
+            return False
+        return self.num_lost == 0 or self.obtainable.has(value)
+
+
+def _expanded(packed: Moved, shape: torch.Size) -> Tensor:
+    return packed.unpack().expand(shape)
+
+
+def _read(plan: RegionPlan, packed: Moved) -> Tensor:
+    plan.read()
+    return packed.unpack()
+
+
+def _read_kept(plan: RegionPlan, session: Session, kept: "_C.OffloadHandle") -> Tensor:
+    """Read what a plan keeps: what was moved before it is needed next (Rule 6 of NOTE [ Demotion ])."""
+    plan.read()
+    session.read_ahead()
+    return kept.unpack()

@@ -1,0 +1,49 @@
+"""Tensors that a region makes without recorded operators: what compiled code, or an autograd.Function with kernels of
+its own, returns and saves. They are not inputs: a policy may want them recomputed, and no replay can do it (Rule 4).
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt._core import torch_private
+from actckpt._replay.lineage import Value
+from actckpt._replay.tape import COMPILED, Tape
+from actckpt.action import Action
+
+__all__ = ["made_by_function", "saved_by_function"]
+
+
+def made_by_function(tape: Tape, value: Value, node: Any) -> None:
+    """Note a value that the autograd.Function behind `node` returned, if that ran inside of the region."""
+    if node._sequence_nr() < tape.began_at:
+        return
+    function = type(node)._forward_cls
+    is_compiled = torch_private.is_compiled_function(function)
+    _note(tape, value, COMPILED if is_compiled else f"made by {function.__qualname__}, whose kernels are not recorded")
+
+
+def saved_by_function(tape: Tape, value: Value, tensor: Tensor) -> None:
+    """Note a value that compiled code saves and was not given; called below the `apply` of any autograd.Function.
+
+    Others may save what they keep over many steps (workspaces, casts of parameters).
+    """
+    call = sys._getframe(1).f_locals
+    if not torch_private.is_compiled_function(call["cls"]):
+        return
+    storage = tensor.untyped_storage()
+    if not any(isinstance(given, Tensor) and _storage_of(given) is storage for given in call["args"]):
+        _note(tape, value, COMPILED)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+def _note(tape: Tape, value: Value, why_opaque: str) -> None:
+    value.is_input = False
+    value.why_opaque = why_opaque
+    if value.asked is None:
+        value.action = tape.choice.default or Action.RECOMPUTE

@@ -1,0 +1,238 @@
+"""Buffers that a forward reads and changes, as a rerun must find them.
+
+NOTE [ Buffers ]
+
+A module may read a buffer and change it in the same forward: the vectors of `spectral_norm`, moving averages,
+observers of quantization. A rerun that finds them changed computes something else, and nothing shows it.
+
+Rule 1. A rerun finds copies of what the forward found. They stand in the place of the buffers while it runs and are
+        dropped then, so a rerun changes no buffer: BatchNorm updates its running statistics once.
+Rule 2. Copies need to be made before the forward. A module's first call, in training and not, runs under a mode that
+        copies a buffer before the first operator that writes to it. A module that has changed one is known from
+        then on: its buffers are copied before each forward, and the copies held if versions tell that it did so again
+        (always, where they did not tell the first time: a write through `.data`). All others cost a look at versions.
+Rule 3. A buffer that changed and of which there is no copy (its module did so for the first time, not in its first
+        call; or somebody else did, after the forward) must not be read by a rerun: it raises where one does.
+Rule 4. BatchNorm moves its statistics in training and does not read them, and no version tells. They are not copied
+        before the forward; a rerun gets copies of what is there then. Only classes whose code is known do this: a
+        subclass of them may well read its statistics.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actckpt._core import messages
+from actckpt._core.watched import memory_of, storage_of, version_of
+
+__all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
+
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+#: Classes of timm that do the same, by name: it need not be there.
+_TIMM_BATCH_NORMS = ("BatchNormAct2d", "SyncBatchNormAct")
+
+# What is known of a module: whether it was called in training and not, whether it changes its buffers, and whether
+# versions do not tell when it does.
+_CALLED = {True: 1, False: 2}
+_CHANGES = 4
+_HIDES = 8
+_known: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stale:
+    """A tensor that is not as the forward found it, and of which there is no copy."""
+
+    tensor: Tensor
+    #: When the forward began.
+    version: int
+    place: str
+    advice: str
+
+
+class _Noted:
+    """The buffers of one module."""
+
+    __slots__ = ("copies", "found", "is_known", "is_statistics", "marks", "module", "written")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.is_statistics = module.training and _is_batch_norm(type(module)) and module.running_mean is not None
+        self.found = {} if self.is_statistics else dict(module._buffers)
+        self.marks = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
+        known = _known.get(module, 0)
+        if any(buffer is not None and buffer.is_inference() for buffer in self.found.values()):
+            known = _known[module] = known | _CHANGES | _HIDES  # they have no version
+        self.is_known = self.is_statistics or bool(known & (_CALLED[bool(module.training)] | _CHANGES))
+        self.copies = _copies(self.found) if known & _CHANGES else None
+        #: Names of the buffers that the mode saw written.
+        self.written: set[str] = set()
+
+    def note_write(self, name: str) -> None:
+        if self.copies is None:
+            self.copies = _copies(self.found)
+        self.written.add(name)
+
+    def forward_done(self, *, was_watched: bool) -> None:
+        if self.is_statistics:
+            return
+        known = _known.get(self.module, 0) | (_CALLED[bool(self.module.training)] if was_watched else 0)
+        moved = set(self._moved())
+        if not self.written <= moved:
+            known |= _HIDES
+        if moved or self.written or not self._stands():
+            known |= _CHANGES
+            if not moved and self.copies is None:
+                self.copies = self.found  # others took their place
+        elif not known & _HIDES:
+            self.copies = None
+        _known[self.module] = known
+
+    def _moved(self) -> list[str]:
+        return [
+            name
+            for name, (before, memory) in self.marks.items()
+            if version_of(self.found[name]) != before or memory_of(self.found[name]) is not memory
+        ]
+
+    def _stands(self) -> bool:
+        now = self.module._buffers
+        return len(now) == len(self.found) and all(now.get(name) is buffer for name, buffer in self.found.items())
+
+    def is_as_found(self) -> bool:
+        return not self.is_statistics and self.copies is None and self._stands() and not self.stale()
+
+    def for_rerun(self) -> dict[str, Tensor | None]:
+        if self.is_statistics:
+            return _copies(self.module._buffers)
+        return self.found if self.copies is None else _copies(self.copies)
+
+    def stale(self) -> list[Stale]:
+        return [] if self.copies is not None else [self._stale(name) for name in self._moved()]
+
+    def _stale(self, name: str) -> Stale:
+        buffer = self.found[name]
+        assert buffer is not None
+        advice = (
+            "A buffer that a forward changes is copied before each forward once it is known to be one: from the first "
+            "call on, or from now on. Pass a policy, whose regions run nothing again, or "
+            'determinism_check="none" if the change does no harm.'
+        )
+        return Stale(buffer, self.marks[name][0], f"Buffer {name!r} of {messages.name_of(self.module)}", advice)
+
+
+class Buffers:
+    """The buffers of a region's modules. See NOTE [ Buffers ]."""
+
+    __slots__ = ("_is_done", "_noted", "_was_watched")
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._noted = [_Noted(module) for module in dict.fromkeys(modules)]
+        self._was_watched = False
+        self._is_done = False
+
+    def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call in the forward instead of `function` (Rule 2)."""
+        new = [noted for noted in self._noted if not noted.is_known]
+        self._was_watched = True
+        return partial(_call_watched, new, function) if new else function
+
+    def forward_done(self) -> None:
+        """Note which buffers the forward changed."""
+        for noted in self._noted:
+            noted.forward_done(was_watched=self._was_watched)
+        self._is_done = True
+
+    def are_as_found(self) -> bool:
+        """Whether a rerun needs no copies and checks no reads."""
+        return all(noted.is_as_found() for noted in self._noted)
+
+    @contextmanager
+    def as_found(self) -> Iterator[list[Stale]]:
+        """Run the body with what the forward found (Rule 1); yield what it must not read (Rule 3)."""
+        noted = [one for one in self._noted if not one.is_as_found()] if self._is_done else []
+        outside = [dict(one.module._buffers) for one in noted]
+        try:
+            for one in noted:
+                _put(one.module, one.for_rerun())
+            yield [stale for one in noted for stale in one.stale()]
+        finally:
+            for one, buffers in zip(noted, outside, strict=True):
+                _put(one.module, buffers)
+
+
+def note_buffers(modules: list[torch.nn.Module]) -> Buffers:
+    """Return the buffers of these modules as they are; called by the extension."""
+    return Buffers(modules)
+
+
+def _is_batch_norm(kind: type) -> bool:
+    return kind in _BATCH_NORMS or (kind.__name__ in _TIMM_BATCH_NORMS and kind.__module__ == "timm.layers.norm_act")
+
+
+def _put(module: torch.nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    module._buffers.clear()
+    module._buffers.update(buffers)
+
+
+def _copies(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    with torch.no_grad():
+        return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
+
+
+def _call_watched(new: list[_Noted], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _FirstWrites(new):
+        return function(*args, **kwargs)
+
+
+_NOWHERE: tuple[Any, None, str] = (None, None, "")
+
+
+class _FirstWrites(TorchDispatchMode):
+    """Copies the buffers of a module before the first operator that writes to one (Rule 2)."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, modules: Sequence[_Noted]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        places = [(noted, name) for noted in modules for name in noted.found]
+        storages = [storage_of(noted.found[name]) for noted, name in places]
+        self._places = {id(s): (s, *place) for s, place in zip(storages, places, strict=True) if s is not None}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in written_tensors(func, args, kwargs):
+            _, noted, name = self._places.get(id(storage_of(tensor)), _NOWHERE)
+            if noted is not None:
+                noted.note_write(name)
+        return func(*args, **kwargs)
+
+
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operator writes to, as its schema tells."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tensors_in([given.get(name) for name in names])
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in the arguments of an operator."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, tuple | list) else []

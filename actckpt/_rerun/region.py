@@ -1,0 +1,188 @@
+"""Rerun: a region's dropped tensors come back by calling its function again.
+
+NOTE [ Rerun ]
+
+This is non-reentrant checkpointing as torch.utils.checkpoint does it, with the bookkeeping of saved
+tensors in C++ (csrc/frames). What differs from torch, each for a reason:
+
+Rule 1. A rerun ends as soon as the last saved tensor that autograd still holds is back, not the last
+        one of the forward. It ends by a BaseException, which `except Exception` does not swallow.
+Rule 2. A value leaves the frame with its first unpack. If something reads it a second time in the
+        same backward (`ctx.saved_tensors` read twice), one more rerun brings the values back and
+        they stay until the end of that backward.
+Rule 3. Values that a backward did not use are dropped when it ends (csrc/core/task_end.h).
+Rule 4. One rerun of a region at a time. Who waited finds the values there.
+Rule 5. Each saved tensor must come back with the shape, dtype, device and, for parameters, the
+        version it had. Hooks switch autograd's own version check off; ours stands in for it.
+Rule 6. An outer region's lock may be taken while an inner one's is held (inputs come from outside),
+        never the other way round.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import CellType
+from typing import Any
+
+from torch import Tensor
+
+from actckpt import _C
+from actckpt._core import messages, random_state, state
+from actckpt._rerun.found import modules_as_found, reads_checked
+from actckpt._rerun.inputs import Inputs
+from actckpt.errors import ActckptError
+
+__all__ = ["Region", "failure", "mismatch_error", "refill"]
+
+
+class Region:
+    """What a rerun needs of a region that is not of the common kind (csrc/rerun/region.h)."""
+
+    __slots__ = (
+        "forward_context",
+        "inputs",
+        "provided",
+        "random",
+        "rerun_context",
+        "state",
+        "thawed",
+        "trace",
+    )
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.state = state.capture()
+        #: None: reruns leave random state alone.
+        self.random: random_state.RandomState | None = None
+        #: What state providers captured.
+        self.provided: state.ProvidedState | None = state.ProvidedState() if state.registered else None
+        #: The contexts of context_fn.
+        self.forward_context: AbstractContextManager[Any] | None = None
+        self.rerun_context: AbstractContextManager[Any] | None = None
+        #: Inputs of the rerun under way.
+        self.thawed: Sequence[Any] = ()
+        #: Operators of both runs, for debug=True.
+        self.trace: messages.Trace | None = None
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        early_stop: bool,
+        check_metadata: bool,
+    ) -> Any:
+        """Run the forward: saved tensors become slots, nothing else is kept of them."""
+        if self.forward_context is not None or self.provided is not None:
+            function = partial(self._run_in_contexts, function)
+        function = self.inputs.watching(function)
+        if self.random is not None:
+            swap = self.random.outer_swap
+        else:
+            swap = _C.current_swap() if self.inputs.is_swapped else -1
+        result = _C.run(self, function, args, kwargs, early_stop, check_metadata, swap)
+        self.inputs.forward_done()
+        return result
+
+    def _run_in_contexts(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with (
+            self.provided.forward() if self.provided is not None else nullcontext(),
+            self.forward_context or nullcontext(),
+        ):
+            return function(*args, **kwargs)
+        raise RuntimeError(
+            f"The forward context of context_fn suppressed an exception that "
+            f"{self.inputs.name} raised; there is no result to return. Let the context "
+            "pass exceptions on."
+        )
+
+    def rerun(self, refill: "_C.Refill") -> None:
+        """Call the function under the state of its forward, until everything needed is back."""
+        if self.provided is not None and not self.provided.allows_early_stop():
+            refill.run_to_the_end()
+        is_checked = refill.frame.metadata_is_checked
+        if is_checked:
+            self.inputs.parameters.check(may_be_replaced=True)
+        thawed = self.inputs.thaw()
+        function, args, kwargs = thawed.call
+        self.thawed = thawed.tensors
+        refill.stop_if(lambda: not self.inputs.is_half_done(thawed))
+        try:
+            with (
+                self.random.swapped_in() if self.random is not None else nullcontext(),
+                state.restored(self.state, state.capture()),
+                self.provided.rerun() if self.provided is not None else nullcontext(),
+                self.rerun_context or nullcontext(),
+                _filled(thawed.cells),
+                self.inputs.as_found(checks=is_checked),
+            ):
+                _C.rerun(refill, function, args, kwargs)
+                if refill.has_failed:
+                    raise _Failed
+        except _Failed:
+            pass  # the extension words it
+        finally:
+            self.thawed = ()
+
+
+@contextmanager
+def _filled(cells: Sequence[tuple[CellType, Any]]) -> Iterator[None]:
+    """Run the body with these contents of closure cells (Rule 2 of NOTE [ Inputs of a region ])."""
+    outside = [(cell, cell.cell_contents) for cell, _ in cells]
+    try:
+        for cell, value in cells:
+            cell.cell_contents = value
+        yield
+    finally:
+        for cell, value in outside:
+            cell.cell_contents = value
+
+
+class _Failed(BaseException):
+    """Ends a rerun whose mismatch user code has caught, so that contexts see a failure."""
+
+
+def refill(refill: "_C.Refill") -> None:
+    """Rerun the region of a refill; called by the extension where it does not do it itself."""
+    frame = refill.frame
+    if frame.region is not None:
+        frame.region.rerun(refill)
+        return
+    # Of the common kind, but it draws random numbers, or global state or its modules are different now.
+    args = thaw_common(frame)
+    with (
+        random_state.swapped_in(frame.random) if frame.random is not None else nullcontext(),
+        state.restored(frame.state, state.capture()),
+        modules_as_found(frame.parameters, frame.buffers) as stale,
+        reads_checked(stale if frame.metadata_is_checked else [], messages.name_of(frame.function)),
+    ):
+        _C.rerun(refill, frame.function, args, {})
+
+
+def thaw_common(frame: "_C.Frame") -> tuple[Any, ...]:
+    """Return the arguments of a region of the common kind for one rerun."""
+    try:
+        return _C.thaw_arguments(frame.args)
+    except messages.HeldTensorChanged as changed:
+        raise messages.changed_error(changed, frame.args or ()) from None
+
+
+def mismatch_error(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> ActckptError | None:
+    """Word a mismatch that the pack hook found, None if it does no harm (see Rule 5)."""
+    if problem == "version":
+        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        region = refill.frame.region
+        thawed = region.thawed if region is not None else ()
+        if not (base.is_leaf and base.requires_grad) or any(base is known for known in thawed):
+            return None
+    return messages.mismatch(refill, index, tensor, problem)
+
+
+def failure(what: "_C.Refill | _C.Frame") -> BaseException:
+    """Return the error of a rerun that went wrong, or that did not bring a tensor back."""
+    if isinstance(what, _C.Frame):
+        return messages.not_saved(what)
+    region = what.frame.region
+    error = what.error if what.error is not None else messages.fewer_saved(what)
+    return messages.traced(error, region.trace) if region is not None and region.trace is not None else error

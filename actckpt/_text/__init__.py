@@ -1,0 +1,1 @@
+"""Names and sizes as text: patterns, operators, bytes and seconds. Imports no torch."""

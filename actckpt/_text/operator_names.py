@@ -1,0 +1,106 @@
+"""Names of operators: those that the installed torch knows, the nearest to one that it does not know, and operators
+by name, since they cannot be pickled.
+"""
+
+import difflib
+import functools
+from typing import Any
+
+import torch
+
+from actckpt._text.selectors import matches
+
+__all__ = ["RUNS_AS", "exists", "is_composite", "known", "named", "nearest", "portable"]
+
+#: What torch runs instead of operators that programs call, on the CPU; devices have attention kernels of their own.
+RUNS_AS = {
+    "aten.linear": "aten.addmm, without a bias aten.mm",
+    "aten.matmul": "aten.mm, aten.bmm, aten.mv or aten.dot",
+    "aten.einsum": "aten.bmm",
+    "aten.conv1d": "aten.convolution",
+    "aten.conv2d": "aten.convolution",
+    "aten.conv3d": "aten.convolution",
+    "aten.layer_norm": "aten.native_layer_norm",
+    "aten.group_norm": "aten.native_group_norm",
+    "aten.batch_norm": "aten.native_batch_norm, on GPUs aten.cudnn_batch_norm",
+    "aten.softmax": "aten._softmax",
+    "aten.log_softmax": "aten._log_softmax",
+    "aten.dropout": "aten.native_dropout, or aten.bernoulli_ and aten.mul",
+    "aten.cross_entropy_loss": "aten._log_softmax and aten.nll_loss_forward",
+    "aten.scaled_dot_product_attention": "aten._scaled_dot_product_flash_attention_for_cpu, and the like of devices",
+}
+
+
+def known() -> set[str]:
+    """Return the names of all operators, with and without their overload: `aten.mul.Tensor`, `aten.mul`.
+
+    torch has no public list. Missing: none, and nothing is checked against it.
+    """
+    list_names = getattr(torch._C, "_dispatch_get_all_op_names", list)
+    names = {name.replace("::", ".") for name in list_names()}
+    full = {name if name.count(".") > 1 else f"{name}.default" for name in names}
+    return full | {name.rpartition(".")[0] for name in full}
+
+
+def exists(pattern: str) -> bool:
+    """Whether an operator has a name, which may have wildcards; True where torch does not tell."""
+    names = known()
+    return not names or pattern in names or any(matches(pattern, name) for name in names)
+
+
+def is_composite(op: Any) -> bool:
+    """Whether torch makes an operator of others before a recorder sees it; False where torch does not tell."""
+    has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+    if has_kernel is None or not isinstance(op, torch._ops.OpOverload):
+        return False
+    return bool(has_kernel(op.name(), "CompositeImplicitAutograd"))
+
+
+def nearest(name: str) -> str:
+    """Return the names nearest to one, for a message."""
+    return ", ".join(difflib.get_close_matches(name, known(), n=3)) or "none"
+
+
+def named(name: str) -> Any:
+    """Return the overload (`aten.mul.Tensor`), packet (`aten.mul`) or higher-order operator that has a name.
+
+    Raises:
+        ValueError: there is none; names those that are near.
+    """
+    namespace, _, rest = name.replace("::", ".").removeprefix("torch.ops.").partition(".")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
+    if packet is None:
+        near = nearest(f"{namespace}.{base}" if base else f"aten.{namespace}")
+        raise ValueError(f"There is no operator {name!r}. Nearest: {near}.")
+    if not overload:
+        return packet
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    if overload not in overloads:
+        raise ValueError(f"{namespace}.{base} has no overload {overload!r}; it has {', '.join(overloads) or 'none'}.")
+    return getattr(packet, overload)
+
+
+class _ByName:
+    """Stands for an operator in what is pickled or copied: what comes back is the operator."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return named, (self._name,)
+
+
+def portable(value: Any) -> Any:
+    """Return `value` with operators in it, and in containers and `partial` functions, in a form that can be pickled."""
+    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _ByName(str(value))
+    if isinstance(value, torch._ops.HigherOrderOperator):
+        return _ByName(f"higher_order.{value.name()}")
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)([portable(part) for part in value])
+    if type(value) is dict:
+        return {portable(key): portable(part) for key, part in value.items()}
+    if type(value) is functools.partial:
+        return functools.partial(portable(value.func), *portable(value.args), **portable(value.keywords))
+    return value

@@ -1,1 +1,0 @@
-"""What happens inside a region: hooks, inputs, state, reruns. Nothing here is public."""

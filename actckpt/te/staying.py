@@ -1,0 +1,89 @@
+"""Which tensors of TransformerEngine's modules must not be offloaded, or given back as they are.
+
+NOTE [ What stays ]
+
+Rule 1. What TransformerEngine marks, and everything while its own CPU offloading is on: two offloaders would not
+        know of each other.
+Rule 2. Weights, the parts of quantized weights, and the casts of weights that modules keep between microbatches.
+        They are looked up in the modules whose forward runs, by storage.
+Rule 3. A cast of a weight that is made anew in each forward belongs to the saved tensors and could be moved; but it
+        is as cheap to make as to bring back. It is recognised by its shape and its one byte per element.
+Rule 4. A tensor with a ready event is moved after that event.
+Rule 5. Backward empties what it is done with (`saved.data = torch.empty(0)`), for everybody who shares the object. So
+        what TransformerEngine saves is given back as an alias, also while it is not registered.
+"""
+
+import sys
+import warnings
+
+import torch
+from torch import Tensor
+
+from actckpt._core.sites import is_code_running, modules_on_stack
+from actckpt.te.state import PACKAGE, Internals, is_te_module
+
+__all__ = ["Stays", "saves_now"]
+
+_ROOT = PACKAGE.partition(".")[0]
+
+
+class Stays:
+    """The rule for `actckpt._core.stays`."""
+
+    def __init__(self, te: Internals) -> None:
+        self._te = te
+        self._has_warned = False
+
+    def __call__(self, tensor: Tensor) -> bool:
+        """Whether the tensor must stay where it is."""
+        if self._te.is_offloading:
+            self._warn()
+            return True
+        if self._te.is_marked(tensor) or (not tensor.requires_grad and self._is_weight(tensor)):
+            return True
+        event = self._te.ready_event(tensor)
+        if event is not None:
+            event.wait()
+        return False
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        address = _address(tensor)
+        modules = [module for module in modules_on_stack() if is_te_module(module)]
+        for module in dict.fromkeys(modules):
+            for weight in self._te.weight_tensors(module):
+                if address is not None and _address(weight) == address:
+                    return True
+                if tensor.element_size() == 1 and _is_cast(tensor.shape, weight.shape):
+                    return True
+        return False
+
+    def _warn(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "actckpt's offloading runs inside TransformerEngine's get_cpu_offload_context: actckpt moves nothing "
+            "there, so that no tensor has two offloaders. Use one of the two, or silence this with "
+            "warnings.filterwarnings('ignore', message='.*has two offloaders').",
+            stacklevel=2,
+        )
+
+
+def saves_now() -> bool:
+    """Whether code of TransformerEngine is running (Rule 5)."""
+    if _ROOT not in sys.modules:
+        return False
+    return is_code_running(_ROOT) or any(is_te_module(module) for module in modules_on_stack())
+
+
+def _is_cast(shape: torch.Size, weight: torch.Size) -> bool:
+    """Whether bytes of this shape may be a cast of a weight, or of its transpose."""
+    return len(weight) == 2 and tuple(shape) in (tuple(weight), tuple(reversed(weight)))
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return the address of the tensor's bytes; None where there are none (a quantized tensor has parts instead)."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,175 @@
+#include "bind/device_handles.h"
+
+#include <pybind11/stl.h>
+
+#include <vector>
+
+namespace actckpt::python {
+namespace {
+
+// Gives what a call released to Python when the call ends, also by an exception.
+class Finisher {
+ public:
+  explicit Finisher(DeviceHandle* owner) : owner_(owner) {}
+  Finisher(const Finisher&) = delete;
+  Finisher& operator=(const Finisher&) = delete;
+  ~Finisher() { owner_->finish(releases_); }
+  Releases* operator&() { return &releases_; }
+
+ private:
+  DeviceHandle* const owner_;
+  Releases releases_;
+};
+
+PoolConfig pageable_config(const HandleSettings& settings) {
+  PoolConfig config;
+  config.limit_bytes = settings.pageable_limit_bytes;
+  return config;
+}
+
+DeviceConfig engine_config(const HandleSettings& settings) {
+  DeviceConfig config;
+  config.window_bytes = settings.window_bytes;
+  config.spill.buffer_bytes = settings.buffer_bytes;
+  config.spill.num_in_buffers = settings.bounce_bytes / settings.buffer_bytes / 2;
+  config.spill.num_out_buffers = config.spill.num_in_buffers;
+  return config;
+}
+
+Below below(const HandleSettings& settings, const std::shared_ptr<Pool>& pageable,
+            const std::shared_ptr<Workers>& workers, SlabRegistrar* registrar) {
+  Below below;
+  below.tiers.push_back(std::make_shared<PageableTier>(pageable, workers));
+  if (settings.file != nullptr) {
+    below.tiers.push_back(std::make_shared<DiskTier>(settings.file, workers));
+  }
+  below.registrar = registrar;
+  below.wake = [workers = workers.get()] { workers->wake(); };
+  return below;
+}
+
+}  // namespace
+
+DeviceHandle::DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend,
+                           const HandleSettings& settings, py::object release,
+                           DeviceEngine::Pause pause)
+    : backend_(std::move(backend)),
+      pool_(std::make_shared<Pool>(settings.pool, backend_.get())),
+      pageable_(std::make_shared<Pool>(pageable_config(settings))),
+      workers_(Workers::make(settings.num_workers)),
+      engine_(std::make_unique<DeviceEngine>(
+          backend_, pool_, engine_config(settings),
+          below(settings, pageable_, workers_, backend_.get()), std::move(pause))),
+      release_(std::move(release)) {
+  workers_->set_progress([engine = engine_.get()] { return engine->advance(); });
+}
+
+DeviceHandle::~DeviceHandle() noexcept { workers_->stop(); }
+
+void DeviceHandle::work() {
+  engine_->advance();
+  while (workers_->run_one()) {
+    engine_->advance();
+  }
+}
+
+void DeviceHandle::close() noexcept {
+  workers_->stop();
+  engine_->close();
+  backend_->close();
+}
+
+void DeviceHandle::finish(const Releases& releases) noexcept {
+  if (releases.empty()) {
+    return;
+  }
+  py::error_scope pending;  // a destructor may run while an exception is on its way
+  for (const Release& release : releases) {
+    auto* const object = static_cast<PyObject*>(release.keep);
+    if (!release.uses.empty()) {
+      try {
+        std::vector<std::pair<int, std::uintptr_t>> uses;
+        for (const Stream& use : release.uses) {
+          uses.emplace_back(use.device, use.handle);
+        }
+        release_(py::handle(object), uses);
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("actckpt release of an offloaded tensor");
+      }
+    }
+    Py_DECREF(object);
+  }
+}
+
+py::object DeviceHandle::put(std::uintptr_t ptr, std::uint64_t nbytes, int device,
+                             std::uintptr_t stream, const py::object& keep, bool must,
+                             bool may_use_disk) {
+  Reference reference(keep);
+  Finisher released(this);
+  Put put{PutOutcome::kKeptFailed, nullptr};
+  const PutOptions options{must, may_use_disk ? std::size_t{2} : std::size_t{1}};
+  {
+    const py::gil_scoped_release no_gil;
+    put = engine_->put(ptr, nbytes, {device, stream}, reference.get(), options, &released);
+  }
+  if (put.holds_keep) {
+    reference.commit();
+  }
+  if (put.ticket == nullptr) {
+    return py::cast(put.outcome);
+  }
+  return py::cast(std::make_unique<DeviceTicketHandle>(shared_from_this(), std::move(put.ticket)));
+}
+
+void DeviceHandle::poll() {
+  Finisher released(this);
+  engine_->poll(&released);
+}
+
+void DeviceTicketHandle::use(int device, std::uintptr_t stream) {
+  owner_->engine()->use(ticket_, {device, stream});
+}
+
+py::object DeviceTicketHandle::get(int device, std::uintptr_t stream) {
+  for (;;) {
+    Finisher released(owner_.get());
+    const Got got = owner_->engine()->get(ticket_, {device, stream}, &released);
+    if (got.kind == GotKind::kNeedsLoad) {
+      return py::none();
+    }
+    if (got.kind != GotKind::kBusy) {
+      return py::make_tuple(py::handle(static_cast<PyObject*>(got.keep)), got.record_stream);
+    }
+    const py::gil_scoped_release no_gil;
+    owner_->engine()->wait(ticket_);
+  }
+}
+
+const char* DeviceTicketHandle::tier() const {
+  static constexpr const char* kNames[] = {"pageable", "disk"};
+  return !ticket_->is_below ? "pinned" : kNames[ticket_->tier];
+}
+
+bool DeviceTicketHandle::load(int device, std::uintptr_t stream, std::uintptr_t ptr,
+                              const py::object& keep, bool urgent) {
+  Reference reference(keep);
+  Finisher released(owner_.get());
+  const bool taken = owner_->engine()->load(ticket_, {device, stream}, ptr, reference.get(),
+                                            urgent ? Side::kUrgent : Side::kIn, &released);
+  if (taken) {
+    reference.commit();
+  }
+  return taken;
+}
+
+void DeviceTicketHandle::unload() {
+  Finisher released(owner_.get());
+  owner_->engine()->unload(ticket_, &released);
+}
+
+void DeviceTicketHandle::drop() {
+  Finisher released(owner_.get());
+  owner_->engine()->drop(ticket_, &released);
+}
+
+}  // namespace actckpt::python

@@ -1,0 +1,99 @@
+// A device engine and its tickets as Python sees them.
+//
+// Contract: whatever the engine hands back, `finish` gives to the callable `release(keep, uses)`,
+// with uses a list of (device, stream), and then drops it; empty uses need no call. An exception of
+// `release` is reported as unraisable: it runs in destructors too.
+// Thread rule: GIL held unless a function says otherwise. `get` keeps it throughout, so that nobody
+// can drop the reference it returns before it is counted.
+// Ownership: a handle owns backend, pool and engine; tickets share the handle.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "engine/cuda/cuda_backend.h"
+#include "engine/protocol/device_engine.h"
+#include "bind/engine.h"
+#include "engine/tiers/tiers.h"
+
+namespace actckpt::python {
+
+void bind_device(py::module_& module);
+void bind_sim(py::module_& module);
+
+struct HandleSettings {
+  PoolConfig pool;
+  std::uint64_t window_bytes = DeviceConfig().window_bytes;
+  std::uint64_t pageable_limit_bytes = 0;
+  std::shared_ptr<SpillFile> file;     // null: no disk
+  std::uint64_t bounce_bytes = 0;      // pinned for bounce buffers, beside the pool
+  std::uint64_t buffer_bytes = SpillSettings().buffer_bytes;
+  int num_workers = 2;                 // 0: `work` runs their jobs
+};
+
+class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
+ public:
+  DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const HandleSettings& settings,
+               py::object release, DeviceEngine::Pause pause = nullptr);
+  ~DeviceHandle() noexcept;
+
+  // A DeviceTicket, or why the tensor stays. Releases the GIL: may pin memory, or wait (`must`).
+  py::object put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream,
+                 const py::object& keep, bool must, bool may_use_disk);
+  void poll();
+  std::uint64_t trim() { return pool_->trim() + pageable_->trim(); }
+  DeviceStats stats() { return engine_->stats(); }
+  PoolStats pool_stats() { return pool_->stats(); }
+
+  // Runs queued jobs of workers in this thread until there is none, without the GIL.
+  void work();
+
+  // No thread and no device call from now on; without the GIL.
+  void close() noexcept;
+
+  DeviceEngine* engine() { return engine_.get(); }
+  void finish(const Releases& releases) noexcept;
+
+ private:
+  const std::shared_ptr<cuda::CudaBackend> backend_;
+  const std::shared_ptr<Pool> pool_;
+  const std::shared_ptr<Pool> pageable_;
+  const std::shared_ptr<Workers> workers_;
+  const std::unique_ptr<DeviceEngine> engine_;
+  const py::object release_;
+};
+
+class DeviceTicketHandle {
+ public:
+  DeviceTicketHandle(std::shared_ptr<DeviceHandle> owner, DeviceTicketPtr ticket)
+      : owner_(std::move(owner)), ticket_(std::move(ticket)) {}
+  DeviceTicketHandle(const DeviceTicketHandle&) = delete;
+  DeviceTicketHandle& operator=(const DeviceTicketHandle&) = delete;
+  ~DeviceTicketHandle() { drop(); }
+
+  std::uint64_t nbytes() const { return ticket_->bytes; }
+  TimingPtr timing() const { return ticket_->timing; }
+  const char* tier() const;
+  std::pair<int, std::uintptr_t> put_stream() const {
+    return {ticket_->put_stream.device, ticket_->put_stream.handle};
+  }
+  void use(int device, std::uintptr_t stream);
+
+  // (object, record_stream wanted), or None: allocate on the stream and `load(..., urgent=True)`.
+  // Releases the GIL while a worker has to bring the bytes first.
+  py::object get(int device, std::uintptr_t stream);
+  bool load(int device, std::uintptr_t stream, std::uintptr_t ptr, const py::object& keep,
+            bool urgent);
+  void unload();
+  void drop();
+
+ private:
+  const std::shared_ptr<DeviceHandle> owner_;
+  const DeviceTicketPtr ticket_;
+};
+
+}  // namespace actckpt::python

@@ -1,0 +1,182 @@
+// Device engine, its tickets, and the simulated machines that test it.
+// Each function says what it does with the GIL.
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/cuda/cuda_backend.h"
+#include "engine/errors.h"
+#include "engine/memory/extents.h"
+#include "engine/protocol/device_engine.h"
+#include "bind/engine.h"
+#include "bind/device_handles.h"
+
+namespace actckpt::python {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// Engines to close at exit. Guarded by the GIL; leaked, since modules may outlive statics.
+std::vector<std::weak_ptr<DeviceHandle>>& handles() {
+  static auto* const all = new std::vector<std::weak_ptr<DeviceHandle>>();
+  return *all;
+}
+
+void close_all() {
+  std::vector<std::shared_ptr<DeviceHandle>> alive;
+  for (const auto& weak : handles()) {
+    if (auto handle = weak.lock()) {
+      alive.push_back(std::move(handle));
+    }
+  }
+  handles().clear();
+  const py::gil_scoped_release no_gil;
+  for (const auto& handle : alive) {
+    handle->close();
+  }
+}
+
+const cuda::OpenedDriver& opened_driver() {
+  static const cuda::OpenedDriver opened = cuda::open_driver();
+  return opened;
+}
+
+std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes,
+                                        std::optional<std::uint64_t> window_bytes,
+                                        const py::object& release, std::uint64_t pageable_limit,
+                                        std::shared_ptr<SpillFile> file,
+                                        std::uint64_t bounce_bytes, std::uint64_t buffer_bytes,
+                                        int num_workers) {
+  const cuda::OpenedDriver& opened = opened_driver();
+  if (opened.driver == nullptr) {
+    throw DeviceError("the CUDA backend is unusable: " + opened.why + ".");
+  }
+  if (num_workers < 1) {
+    throw py::value_error("num_workers must be at least 1, got " + std::to_string(num_workers));
+  }
+  if (buffer_bytes == 0 || buffer_bytes % kGranule != 0) {
+    throw py::value_error("buffer_bytes must be a multiple of " + std::to_string(kGranule) +
+                          ", got " + std::to_string(buffer_bytes));
+  }
+  HandleSettings settings;
+  settings.pool.limit_bytes = limit_bytes;
+  settings.window_bytes = window_bytes.value_or(kFollowsSizes);
+  settings.pageable_limit_bytes = pageable_limit;
+  settings.file = std::move(file);
+  settings.bounce_bytes = bounce_bytes;
+  settings.buffer_bytes = buffer_bytes;
+  settings.num_workers = num_workers;
+  auto handle = std::make_shared<DeviceHandle>(
+      std::make_shared<cuda::CudaBackend>(opened.driver), settings, release);
+  handles().push_back(handle);
+  return handle;
+}
+
+void bind_timing(py::module_& module) {
+  py::class_<Timing, TimingPtr>(module, "Timing")
+      .def_property_readonly("stall_seconds", &Timing::stall_seconds)
+      .def_property_readonly("is_late", &Timing::is_late)
+      .def_property_readonly("is_settled", &Timing::is_settled);
+}
+
+void bind_stats(py::module_& module) {
+  py::enum_<PutOutcome>(module, "Kept")
+      .value("CAPTURING", PutOutcome::kKeptCapturing)
+      .value("FULL", PutOutcome::kKeptFull)
+      .value("BUSY", PutOutcome::kKeptBusy)
+      .value("BEHIND", PutOutcome::kKeptBehind)
+      .value("FAILED", PutOutcome::kKeptFailed)
+      .value("STRANDED", PutOutcome::kKeptStranded);
+
+  py::class_<DeviceStats>(module, "DeviceStats")
+      .def_readonly("num_puts", &DeviceStats::num_puts)
+      .def_readonly("offloaded_bytes", &DeviceStats::offloaded_bytes)
+      .def_readonly("reloaded_bytes", &DeviceStats::reloaded_bytes)
+      .def_readonly("inflight_bytes", &DeviceStats::inflight_bytes)
+      .def_readonly("peak_inflight_bytes", &DeviceStats::peak_inflight_bytes)
+      .def_readonly("graveyard_bytes", &DeviceStats::graveyard_bytes)
+      .def_readonly("stranded_bytes", &DeviceStats::stranded_bytes)
+      .def_readonly("num_live", &DeviceStats::num_live)
+      .def_readonly("window_bytes", &DeviceStats::window_bytes)
+      .def_readonly("num_revived", &DeviceStats::num_revived)
+      .def_readonly("num_early_releases", &DeviceStats::num_early_releases)
+      .def_readonly("num_kept_full", &DeviceStats::num_kept_full)
+      .def_readonly("num_kept_busy", &DeviceStats::num_kept_busy)
+      .def_readonly("num_kept_behind", &DeviceStats::num_kept_behind)
+      .def_readonly("peak_tier_bytes", &DeviceStats::peak_tier_bytes)
+      .def_readonly("bounce_bytes", &DeviceStats::bounce_bytes)
+      .def_readonly("num_prefetched", &DeviceStats::num_prefetched)
+      .def_readonly("num_late", &DeviceStats::num_late)
+      .def_readonly("stall_seconds", &DeviceStats::stall_seconds)
+      .def_readonly("num_host_waits", &DeviceStats::num_host_waits)
+      .def_readonly("host_wait_seconds", &DeviceStats::host_wait_seconds)
+      .def_property_readonly("num_pageable_puts",
+                             [](const DeviceStats& self) { return self.num_tier_puts[0]; })
+      .def_property_readonly("num_disk_puts",
+                             [](const DeviceStats& self) { return self.num_tier_puts[1]; })
+      .def_property_readonly("pageable_bytes",
+                             [](const DeviceStats& self) { return self.tier_bytes[0]; })
+      .def_property_readonly("disk_bytes",
+                             [](const DeviceStats& self) { return self.tier_bytes[1]; })
+      .def_property_readonly(
+          "num_failed_writes",
+          [](const DeviceStats& self) { return self.spill.num_failed_drains; })
+      .def_property_readonly("num_full_writes",
+                             [](const DeviceStats& self) { return self.spill.num_full_drains; })
+      .def_property_readonly("num_failed_reads",
+                             [](const DeviceStats& self) { return self.spill.num_failed_fills; })
+      .def_property_readonly("stuck_bytes",
+                             [](const DeviceStats& self) { return self.spill.stuck_bytes; })
+      .def_property_readonly("spill_error",
+                             [](const DeviceStats& self) { return self.spill.last_error; })
+      .def_readonly("num_kept_capturing", &DeviceStats::num_kept_capturing)
+      .def_readonly("num_kept_failed", &DeviceStats::num_kept_failed)
+      .def_readonly("last_error", &DeviceStats::last_error);
+}
+
+}  // namespace
+
+void bind_device(py::module_& module) {
+  bind_timing(module);
+  bind_stats(module);
+  py::class_<DeviceTicketHandle>(module, "DeviceTicket")
+      .def("use", &DeviceTicketHandle::use, py::arg("device"), py::arg("stream"))
+      .def("get", &DeviceTicketHandle::get, py::arg("device"), py::arg("stream"))
+      .def("load", &DeviceTicketHandle::load, py::arg("device"), py::arg("stream"), py::arg("ptr"),
+           py::arg("keep"), py::kw_only(), py::arg("urgent"))
+      .def("unload", &DeviceTicketHandle::unload)
+      .def("drop", &DeviceTicketHandle::drop)
+      .def_property_readonly("nbytes", &DeviceTicketHandle::nbytes)
+      .def_property_readonly("timing", &DeviceTicketHandle::timing)
+      .def_property_readonly("tier", &DeviceTicketHandle::tier)
+      .def_property_readonly("put_stream", &DeviceTicketHandle::put_stream);
+
+  py::class_<DeviceHandle, std::shared_ptr<DeviceHandle>>(module, "DeviceEngine")
+      .def_static("cuda", &open_cuda, py::kw_only(), py::arg("limit_bytes"),
+                  py::arg("window_bytes"), py::arg("release"), py::arg("pageable_limit") = 0,
+                  py::arg("spill_file") = nullptr, py::arg("bounce_bytes") = 0,
+                  py::arg("buffer_bytes") = SpillSettings().buffer_bytes,
+                  py::arg("num_workers") = 2)
+      .def("put", &DeviceHandle::put, py::arg("ptr"), py::arg("nbytes"), py::arg("device"),
+           py::arg("stream"), py::arg("keep"), py::kw_only(), py::arg("must") = true,
+           py::arg("may_use_disk") = true)
+      .def("poll", &DeviceHandle::poll)
+      .def("_work", &DeviceHandle::work, NoGil())
+      // Release the GIL: may wait for another thread's call, or unmap.
+      .def("trim", &DeviceHandle::trim, NoGil())
+      .def("stats", &DeviceHandle::stats, NoGil())
+      .def("pool_stats", &DeviceHandle::pool_stats, NoGil());
+
+  // Keeps the GIL. Empty if the driver is usable, else why not.
+  module.def("why_no_cuda", [] { return opened_driver().why; });
+  module.def("_missing_in_driver",
+             [](const std::string& library) { return cuda::open_driver(library.c_str()).why; });
+  py::module_::import("atexit").attr("register")(py::cpp_function(&close_all));
+}
+
+}  // namespace actckpt::python

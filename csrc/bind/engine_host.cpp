@@ -1,0 +1,256 @@
+// Host engine and its tickets. Each function says what it does with the GIL.
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "engine/errors.h"
+#include "engine/host/host_engine.h"
+#include "engine/protocol/device_engine.h"
+#include "bind/engine.h"
+
+namespace actckpt::python {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using EnginePtr = std::shared_ptr<HostEngine>;
+
+// Engines to shut down at exit. Guarded by the GIL; leaked, since modules may outlive statics.
+std::vector<std::weak_ptr<HostEngine>>& engines() {
+  static auto* const all = new std::vector<std::weak_ptr<HostEngine>>();
+  return *all;
+}
+
+// Lives in a Python object; its end is the ticket's drop.
+class TicketHandle {
+ public:
+  TicketHandle(EnginePtr engine, TicketPtr ticket)
+      : engine_(std::move(engine)), ticket_(std::move(ticket)) {}
+  TicketHandle(const TicketHandle&) = delete;
+  TicketHandle& operator=(const TicketHandle&) = delete;
+  ~TicketHandle() { drop(); }
+
+  std::size_t nbytes() const { return ticket_->bytes; }
+  TimingPtr timing() const { return ticket_->timing; }
+
+  // Keeps the GIL: a leaf lock. So nobody can drop the reference before it is counted here.
+  py::object look(bool* busy) {
+    Released released;
+    const Lookup lookup = engine_->look(ticket_, &released);
+    *busy = lookup.found == Found::kBusy;
+    py::object kept = py::none();
+    if (lookup.keep != nullptr) {
+      kept = py::reinterpret_borrow<py::object>(static_cast<PyObject*>(lookup.keep));
+    }
+    drop_references(released);
+    return kept;
+  }
+
+  // Keeps the GIL where the answer is at hand, else releases it and waits.
+  py::object get() {
+    for (;;) {
+      bool busy = false;
+      py::object kept = look(&busy);
+      if (!busy) {
+        return kept;
+      }
+      const py::gil_scoped_release no_gil;
+      engine_->wait(ticket_);
+    }
+  }
+
+  // Keeps the GIL: queues.
+  bool prefetch(std::uintptr_t ptr, const py::object& keep) {
+    Reference reference(keep);
+    Released released;
+    const bool taken = engine_->start_load(ticket_, to_pointer(ptr), reference.get(), &released);
+    if (taken) {
+      reference.commit();
+    }
+    drop_references(released);
+    return taken;
+  }
+
+  // Releases the GIL: reads.
+  py::object load(std::uintptr_t ptr, const py::object& keep) {
+    Reference reference(keep);
+    Released released;
+    bool taken = false;
+    {
+      const py::gil_scoped_release no_gil;
+      taken = engine_->load_here(ticket_, to_pointer(ptr), reference.get(), &released);
+    }
+    if (taken) {
+      reference.commit();
+    }
+    drop_references(released);
+    return get();
+  }
+
+  void unload() {
+    Released released;
+    engine_->unload(ticket_, &released);
+    drop_references(released);
+  }
+
+  // Keeps the GIL: a leaf lock.
+  void drop() {
+    Released released;
+    engine_->drop(ticket_, &released);
+    drop_references(released);
+  }
+
+ private:
+  const EnginePtr engine_;
+  const TicketPtr ticket_;
+};
+
+py::object put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes,
+               const std::shared_ptr<ByteStore>& store, const py::object& keep, bool must) {
+  Reference reference(keep);
+  double waited = 0.0;
+  for (;;) {
+    Released released;
+    TicketPtr ticket = engine->try_put(to_pointer(ptr), nbytes, store, reference.get(), &released);
+    if (ticket != nullptr) {
+      reference.commit();
+      ticket->timing->add_stall(waited);
+      auto handle = std::make_unique<TicketHandle>(engine, std::move(ticket));
+      drop_references(released);
+      return py::cast(std::move(handle));
+    }
+    drop_references(released);
+    if (!must) {
+      engine->count_kept_busy();
+      return py::cast(PutOutcome::kKeptBusy);
+    }
+    const py::gil_scoped_release no_gil;
+    waited += engine->make_room(nbytes);
+  }
+}
+
+std::vector<EnginePtr> live_engines() {
+  std::vector<EnginePtr> alive;
+  for (const auto& engine : engines()) {
+    if (EnginePtr locked = engine.lock()) {
+      alive.push_back(std::move(locked));
+    }
+  }
+  return alive;
+}
+
+void collect(HostEngine& engine) {
+  Released released;
+  engine.collect(&released);
+  drop_references(released);
+}
+
+// Called by the interpreter in its main thread, with the GIL: what was written is freed though
+// nobody calls the engine again.
+int collect_all(void*) {
+  for (const EnginePtr& engine : live_engines()) {
+    try {
+      collect(*engine);
+    } catch (const ForkedError&) {  // its parent's, to whom the memory belongs
+    }
+  }
+  return 0;
+}
+
+// Needs no GIL. False where too many calls wait: the next copy to end tries again.
+bool tell_released() { return Py_AddPendingCall(&collect_all, nullptr) == 0; }
+
+void shut_down_all() {
+  const std::vector<EnginePtr> alive = live_engines();
+  engines().clear();
+  const py::gil_scoped_release no_gil;
+  for (const EnginePtr& engine : alive) {
+    engine->shutdown();
+  }
+}
+
+EnginePtr make_engine(int num_workers, std::optional<std::uint64_t> window_bytes) {
+  if (num_workers < 0) {
+    throw py::value_error("num_workers must not be negative, got " + std::to_string(num_workers));
+  }
+  EnginePtr engine = HostEngine::make(
+      HostConfig{num_workers, window_bytes.value_or(kFollowsSizes), &tell_released});
+  auto& all = engines();
+  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& old) { return old.expired(); }),
+            all.end());
+  all.push_back(engine);
+  return engine;
+}
+
+void bind_stats(py::module_& module) {
+  py::class_<HostStats>(module, "HostStats")
+      .def_readonly("num_puts", &HostStats::num_puts)
+      .def_readonly("put_bytes", &HostStats::put_bytes)
+      .def_readonly("written_bytes", &HostStats::written_bytes)
+      .def_readonly("loaded_bytes", &HostStats::loaded_bytes)
+      .def_readonly("stored_bytes", &HostStats::stored_bytes)
+      .def_readonly("peak_stored_bytes", &HostStats::peak_stored_bytes)
+      .def_readonly("inflight_bytes", &HostStats::inflight_bytes)
+      .def_readonly("peak_inflight_bytes", &HostStats::peak_inflight_bytes)
+      .def_readonly("graveyard_bytes", &HostStats::graveyard_bytes)
+      .def_readonly("num_live", &HostStats::num_live)
+      .def_readonly("window_bytes", &HostStats::window_bytes)
+      .def_readonly("num_queued", &HostStats::num_queued)
+      .def_readonly("num_revived", &HostStats::num_revived)
+      .def_readonly("num_prefetched", &HostStats::num_prefetched)
+      .def_readonly("num_late", &HostStats::num_late)
+      .def_readonly("num_failed_writes", &HostStats::num_failed_writes)
+      .def_readonly("num_full_writes", &HostStats::num_full_writes)
+      .def_readonly("num_gone_sources", &HostStats::num_gone_sources)
+      .def_readonly("num_kept_busy", &HostStats::num_kept_busy)
+      .def_readonly("kept_bytes", &HostStats::kept_bytes)
+      .def_readonly("stall_seconds", &HostStats::stall_seconds)
+      .def_readonly("num_workers", &HostStats::num_workers)
+      .def_readonly("last_error", &HostStats::last_error);
+}
+
+}  // namespace
+
+void bind_host(py::module_& module) {
+  bind_stats(module);
+  py::class_<ByteStore, std::shared_ptr<ByteStore>>(module, "ByteStore")
+      .def_static("in_pool", [](std::shared_ptr<Pool> pool) -> std::shared_ptr<ByteStore> {
+        return std::make_shared<PoolStore>(std::move(pool));
+      })
+      .def_static("on_disk", [](std::shared_ptr<SpillFile> file) -> std::shared_ptr<ByteStore> {
+        return std::make_shared<DiskStore>(std::move(file));
+      });
+
+  py::class_<TicketHandle>(module, "Ticket")
+      .def("get", &TicketHandle::get)
+      .def("prefetch", &TicketHandle::prefetch, py::arg("ptr"), py::arg("keep"))
+      .def("load", &TicketHandle::load, py::arg("ptr"), py::arg("keep"))
+      .def("unload", &TicketHandle::unload)
+      .def("drop", &TicketHandle::drop)
+      .def_property_readonly("timing", &TicketHandle::timing)
+      .def_property_readonly("nbytes", &TicketHandle::nbytes);
+
+  py::class_<HostEngine, EnginePtr>(module, "HostEngine")
+      .def(py::init(&make_engine), py::kw_only(), py::arg("num_workers") = HostConfig().num_workers,
+           py::arg("window_bytes") = HostConfig().window_bytes)
+      // Keeps the GIL; releases it while the window is full.
+      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("store"), py::arg("keep"),
+           py::kw_only(), py::arg("must") = true)
+      // Keeps the GIL: a leaf lock.
+      .def("poll", &collect)
+      // Keeps the GIL: no lock.
+      .def_property_readonly("num_failed_writes", &HostEngine::num_failed_writes)
+      // Release the GIL: wait.
+      .def("flush", &HostEngine::flush, NoGil())
+      .def("shutdown", &HostEngine::shutdown, NoGil())
+      .def("stats", &HostEngine::stats, NoGil());
+
+  py::module_::import("atexit").attr("register")(py::cpp_function(&shut_down_all));
+}
+
+}  // namespace actckpt::python

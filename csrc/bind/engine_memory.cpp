@@ -1,0 +1,165 @@
+// Pool and spill file. Each function says what it does with the GIL.
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/disk/spill_file.h"
+#include "engine/errors.h"
+#include "engine/memory/pool.h"
+#include "bind/engine.h"
+
+namespace actckpt::python {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// A block and the pool it must not outlive.
+struct PoolBlock {
+  std::shared_ptr<Pool> pool;
+  Block block;
+};
+
+struct DiskBlock {
+  std::shared_ptr<SpillFile> file;
+  SpillBlock block;
+};
+
+void bind_pool(py::module_& module) {
+  py::class_<PoolStats>(module, "PoolStats")
+      .def_readonly("limit_bytes", &PoolStats::limit_bytes)
+      .def_readonly("pool_bytes", &PoolStats::pool_bytes)
+      .def_readonly("peak_pool_bytes", &PoolStats::peak_pool_bytes)
+      .def_readonly("stored_bytes", &PoolStats::stored_bytes)
+      .def_readonly("peak_stored_bytes", &PoolStats::peak_stored_bytes)
+      .def_readonly("free_bytes", &PoolStats::free_bytes)
+      .def_readonly("largest_free_bytes", &PoolStats::largest_free_bytes)
+      .def_readonly("num_slabs", &PoolStats::num_slabs)
+      .def_readonly("num_blocks", &PoolStats::num_blocks)
+      .def_readonly("num_growths", &PoolStats::num_growths)
+      .def_readonly("num_refused_pins", &PoolStats::num_refused_pins);
+
+  py::class_<PoolBlock>(module, "PoolBlock")
+      .def_property_readonly("nbytes", [](const PoolBlock& self) { return self.block.bytes(); })
+      .def_property_readonly("segments", [](const PoolBlock& self) {
+        std::vector<std::pair<std::uintptr_t, std::size_t>> segments;
+        for (const Segment& segment : self.block.segments()) {
+          segments.emplace_back(reinterpret_cast<std::uintptr_t>(segment.ptr), segment.bytes);
+        }
+        return segments;
+      })
+      // Keeps the GIL: a leaf lock, no system call.
+      .def("free", [](PoolBlock& self) { self.block = Block(); });
+
+  py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
+      .def(py::init([](std::uint64_t limit, std::uint64_t slab, std::uint64_t growth) {
+             return std::make_shared<Pool>(PoolConfig{limit, slab, growth});
+           }),
+           py::kw_only(), py::arg("limit_bytes") = UINT64_MAX,
+           py::arg("slab_bytes") = PoolConfig().slab_bytes,
+           py::arg("growth_percent") = PoolConfig().growth_percent)
+      // Release the GIL: may map memory.
+      .def(
+          "allocate",
+          [](const std::shared_ptr<Pool>& self, std::size_t nbytes) {
+            return PoolBlock{self, self->allocate(nbytes)};
+          },
+          py::arg("nbytes"), NoGil())
+      .def("trim", &Pool::trim, NoGil())
+      .def("stats", &Pool::stats, NoGil());
+}
+
+void bind_faults(py::module_& module) {
+  py::class_<Faults>(module, "Faults")
+      .def(py::init<>())
+      .def_readwrite("fail_write_at", &Faults::fail_write_at)
+      .def_readwrite("write_errno", &Faults::write_errno)
+      .def_readwrite("max_write_bytes", &Faults::max_write_bytes)
+      .def_readwrite("fail_read_at", &Faults::fail_read_at)
+      .def_readwrite("read_errno", &Faults::read_errno)
+      .def_readwrite("max_read_bytes", &Faults::max_read_bytes)
+      .def_readwrite("alter_read_at", &Faults::alter_read_at)
+      .def_readwrite("end_of_file_at", &Faults::end_of_file_at)
+      .def_readwrite("hold_writes", &Faults::hold_writes)
+      .def_readwrite("hold_reads", &Faults::hold_reads);
+
+  // Keeps the GIL: a leaf lock.
+  py::class_<FaultyFileIo, std::shared_ptr<FaultyFileIo>>(module, "FaultyFileIo")
+      .def(py::init<>())
+      .def("set", &FaultyFileIo::set, py::arg("faults"))
+      .def_property_readonly("num_held", &FaultyFileIo::num_held);
+}
+
+void bind_spill(py::module_& module) {
+  py::class_<SpillStats>(module, "SpillStats")
+      .def_readonly("limit_bytes", &SpillStats::limit_bytes)
+      .def_readonly("disk_bytes", &SpillStats::disk_bytes)
+      .def_readonly("peak_disk_bytes", &SpillStats::peak_disk_bytes)
+      .def_readonly("file_bytes", &SpillStats::file_bytes)
+      .def_readonly("written_bytes", &SpillStats::written_bytes)
+      .def_readonly("read_bytes", &SpillStats::read_bytes)
+      .def_readonly("num_blocks", &SpillStats::num_blocks)
+      .def_readonly("num_failed_writes", &SpillStats::num_failed_writes)
+      .def_readonly("num_failed_reads", &SpillStats::num_failed_reads);
+
+  py::class_<DiskBlock>(module, "SpillBlock")
+      .def_property_readonly("nbytes", [](const DiskBlock& self) { return self.block.bytes(); })
+      .def_property_readonly("checksum",
+                             [](const DiskBlock& self) { return self.block.checksum(); })
+      .def_property_readonly("extents", [](const DiskBlock& self) {
+        std::vector<std::pair<std::uint64_t, std::uint64_t>> extents;
+        for (const Extent& extent : self.block.extents()) {
+          extents.emplace_back(extent.start, extent.bytes);
+        }
+        return extents;
+      })
+      // Keeps the GIL: a leaf lock, no system call.
+      .def("free", [](DiskBlock& self) { self.block = SpillBlock(); });
+
+  py::class_<SpillFile, std::shared_ptr<SpillFile>>(module, "SpillFile")
+      .def(py::init([](const std::string& folder, std::uint64_t limit, bool direct,
+                       std::shared_ptr<FaultyFileIo> faults) {
+             SpillConfig config;
+             config.folder = folder;
+             config.limit_bytes = limit;
+             config.direct = direct;
+             return std::make_shared<SpillFile>(config, std::move(faults));
+           }),
+           py::arg("folder"), py::kw_only(), py::arg("limit_bytes") = UINT64_MAX,
+           py::arg("direct") = true, py::arg("faults") = nullptr)
+      // Release the GIL: block on the disk.
+      .def(
+          "write",
+          [](const std::shared_ptr<SpillFile>& self, std::uintptr_t ptr, std::size_t nbytes) {
+            return DiskBlock{self, self->write(to_pointer(ptr), nbytes)};
+          },
+          py::arg("ptr"), py::arg("nbytes"), NoGil())
+      .def(
+          "read",
+          [](SpillFile& self, const DiskBlock& block, std::uintptr_t ptr) {
+            if (block.file.get() != &self) {
+              throw EngineError("read: this block belongs to another spill file.");
+            }
+            self.read(block.block, to_pointer(ptr));
+          },
+          py::arg("block"), py::arg("ptr"), NoGil())
+      .def("stats", &SpillFile::stats, NoGil())
+      .def_property_readonly("direct", &SpillFile::direct)
+      .def_property_readonly("folder", &SpillFile::folder);
+
+  module.def("is_memory_folder", &is_memory_folder, py::arg("folder"), NoGil());
+}
+
+}  // namespace
+
+void bind_memory(py::module_& module) {
+  bind_pool(module);
+  bind_faults(module);
+  bind_spill(module);
+}
+
+}  // namespace actckpt::python

@@ -1,0 +1,86 @@
+// The extension module actckpt._C: checkpointed regions and their saved tensors, the hooks of offloading, and the
+// engine.
+//
+// No function of regions and hooks releases the GIL, since all of them handle Python objects; what blocks (a lock, the
+// user's function) is called through Python, which releases it. Those of the engine say what they do.
+#include "bind/engine.h"
+#include "core/all_or_nothing.h"
+#include "rerun/exclusive.h"
+#include "rerun/frame.h"
+#include "core/generators.h"
+#include "rerun/held.h"
+#include "core/meter.h"
+#include "core/modes.h"
+#include "core/numerics.h"
+#include "rerun/parameters.h"
+#include "rerun/refill.h"
+#include "rerun/region.h"
+#include "rerun/structure.h"
+#include "core/swap_lock.h"
+#include "rerun/task_end.h"
+#include "core/names.h"
+#include "core/reads.h"
+#include "replay/geometry.h"
+#include "replay/needs.h"
+#include "replay/objects.h"
+#include "replay/pack.h"
+#include "replay/paused.h"
+#include "replay/record.h"
+#include "replay/unpack.h"
+#include "offload/bytes.h"
+#include "offload/handles.h"
+#include "offload/reading.h"
+#include "offload/session.h"
+#include "offload/span.h"
+
+namespace {
+
+// The only connection between the rooms and Python: what each of them takes from the names stands here.
+void connect(const pybind11::dict& given) {
+  actckpt::connect_names(given);
+  const actckpt::Names& names = actckpt::names();
+  actckpt::connect_reads(names.tensor_type, names.parameter_type, names.storage_type);
+  actckpt::replay::connect_exchange(names.exchange_api);
+}
+
+}  // namespace
+
+// The extension relies on the GIL. Saying so also fills the macro's variadic argument.
+#if PYBIND11_VERSION_HEX >= 0x03010000
+#define ACTCKPT_GIL_USED pybind11::mod_gil_used()
+#else
+#define ACTCKPT_GIL_USED pybind11::mod_gil_not_used(false)
+#endif
+
+PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
+  module.doc() = "Checkpointed regions, the tensors that they save, and the offload engine.";
+  actckpt::intern_names();
+  actckpt::python::bind_engine(module);
+  actckpt::add_frame_types(module);
+  actckpt::add_refill_type(module);
+  actckpt::add_task_end_type();
+  actckpt::add_held_types(module);
+  actckpt::add_generator_types(module);
+  actckpt::add_meter_type(module);
+  actckpt::add_parameter_functions(module);
+  actckpt::add_numerics_functions(module);
+  actckpt::add_mode_functions(module);
+  actckpt::add_exclusive_functions(module);
+  actckpt::add_structure_type(module);
+  actckpt::add_swap_functions(module);
+  actckpt::add_all_or_nothing(module);
+  actckpt::add_region_functions(module);
+  actckpt::replay::add_replay_types(module);
+  actckpt::replay::add_paused(module);
+  actckpt::replay::add_record_functions(module);
+  actckpt::replay::add_pack_functions(module);
+  actckpt::replay::add_unpack_functions(module);
+  actckpt::replay::add_needs_functions(module);
+  actckpt::add_bytes_type(module);
+  actckpt::add_span_type(module);
+  actckpt::add_reading_functions(module);
+  actckpt::add_handle_types(module);
+  actckpt::add_session_type(module);
+  module.def("connect", connect, pybind11::arg("names"),
+             "Tell the extension what it needs of Python and torch: actckpt/_bind.py. Called once.");
+}

@@ -1,0 +1,13 @@
+// Methods that a signal handler cannot cut short.
+#pragma once
+
+#include "core/python.h"
+
+namespace actckpt {
+
+// all_or_nothing(method, undo): a method that calls `method(self, ...)` and, if that raises, `undo(self, error)` before
+// it raises itself. A signal handler may raise at any line of Python code, also at the first one of `__exit__`; nothing
+// can happen within this function.
+void add_all_or_nothing(py::module_& module);
+
+}  // namespace actckpt

@@ -1,0 +1,119 @@
+#include "core/meter.h"
+
+#include <structmember.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <new>
+#include <unordered_set>
+
+#include "core/reads.h"
+
+namespace actckpt {
+namespace {
+
+struct MeterObject {
+  PyObject_HEAD
+  std::unordered_set<PyObject*> alive;  // borrowed: they go as their storages do
+  long long live_bytes;
+  long long peak_bytes;
+};
+
+// Called when a storage dies. It holds the weak reference that calls it, which lets go of it then.
+struct DeathObject {
+  PyObject_HEAD
+  MeterObject* meter;
+  PyObject* storage;  // borrowed
+  PyObject* reference;
+  long long nbytes;
+};
+
+PyTypeObject* meter_type = nullptr;
+PyTypeObject* death_type = nullptr;
+
+PyObject* meter_new(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self != nullptr) new (&reinterpret_cast<MeterObject*>(self)->alive) std::unordered_set<PyObject*>();
+  return self;
+}
+
+void meter_dealloc(PyObject* self) {
+  using Storages = std::unordered_set<PyObject*>;
+  reinterpret_cast<MeterObject*>(self)->alive.~Storages();
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* death_call(PyObject* self, PyObject*, PyObject*) {
+  auto* death = reinterpret_cast<DeathObject*>(self);
+  death->meter->alive.erase(death->storage);
+  death->meter->live_bytes -= death->nbytes;
+  Py_RETURN_NONE;
+}
+
+void death_dealloc(PyObject* self) {
+  auto* death = reinterpret_cast<DeathObject*>(self);
+  Py_XDECREF(death->reference);
+  Py_XDECREF(reinterpret_cast<PyObject*>(death->meter));
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// note(storage)
+PyObject* meter_note(PyObject* self, PyObject* storage) {
+  return guarded([&]() -> PyObject* {
+    note_alive(self, storage);
+    Py_RETURN_NONE;
+  });
+}
+
+PyMemberDef meter_members[] = {
+    {"live_bytes", T_LONGLONG, offsetof(MeterObject, live_bytes), READONLY, nullptr},
+    {"peak_bytes", T_LONGLONG, offsetof(MeterObject, peak_bytes), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+PyMethodDef meter_methods[] = {{"note", meter_note, METH_O, "note(storage): count it until it dies."},
+                               {nullptr, nullptr, 0, nullptr}};
+PyType_Slot meter_slots[] = {{Py_tp_new, reinterpret_cast<void*>(meter_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(meter_dealloc)},
+                             {Py_tp_members, meter_members},
+                             {Py_tp_methods, meter_methods},
+                             {Py_tp_doc, const_cast<char*>("Counts bytes of storages that are alive at once.")},
+                             {0, nullptr}};
+PyType_Spec meter_spec = {"actckpt._C.Meter", sizeof(MeterObject), 0, Py_TPFLAGS_DEFAULT, meter_slots};
+PyType_Slot death_slots[] = {{Py_tp_call, reinterpret_cast<void*>(death_call)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(death_dealloc)},
+                             {0, nullptr}};
+PyType_Spec death_spec = {"actckpt._C.StorageDeath", sizeof(DeathObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, death_slots};
+
+}  // namespace
+
+void note_alive(PyObject* object, PyObject* storage) {
+  if (object == nullptr || object == Py_None) return;
+  auto* meter = reinterpret_cast<MeterObject*>(object);
+  if (!meter->alive.insert(storage).second) return;
+  PyObject* made = death_type->tp_alloc(death_type, 0);
+  if (made == nullptr) throw py::error_already_set();
+  const auto owner = py::reinterpret_steal<py::object>(made);
+  auto* death = reinterpret_cast<DeathObject*>(made);
+  Py_INCREF(object);
+  death->meter = meter;
+  death->storage = storage;
+  death->nbytes = reads().nbytes.number(storage);
+  death->reference = PyWeakref_NewRef(storage, made);
+  if (death->reference == nullptr) throw py::error_already_set();
+  PyObject_GC_UnTrack(death->reference);
+  meter->live_bytes += death->nbytes;
+  meter->peak_bytes = std::max(meter->peak_bytes, meter->live_bytes);
+}
+
+void add_meter_type(py::module_& module) {
+  death_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&death_spec));
+  meter_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&meter_spec));
+  if (death_type == nullptr || meter_type == nullptr) throw py::error_already_set();
+  module.add_object("Meter", reinterpret_cast<PyObject*>(meter_type));
+}
+
+}  // namespace actckpt

@@ -1,0 +1,16 @@
+// How many bytes of a region's values are alive at once.
+//
+// A storage counts from when it is noted until it dies, whoever holds it, once however often it is noted.
+// Thread rule: GIL held. Ownership: nothing noted is kept alive; a meter lives as long as what it counts.
+#pragma once
+
+#include "core/python.h"
+
+namespace actckpt {
+
+// Counts `storage` on `meter`; null or None counts nothing.
+void note_alive(PyObject* meter, PyObject* storage);
+
+void add_meter_type(py::module_& module);
+
+}  // namespace actckpt

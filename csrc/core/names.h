@@ -1,0 +1,197 @@
+// What the extension needs of Python and torch: interned names, and what `connect` was given. Looked up once and held for
+// the life of the process.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace actckpt {
+
+// Interned text: X(field, text).
+#define ACTCKPT_INTERNED(X) \
+  X(acquire, "acquire") \
+  X(actions_by_id, "actions_by_id") \
+  X(after_call, "after_call") \
+  X(another_root, "another_root") \
+  X(are_as_found, "are_as_found") \
+  X(args, "args") \
+  X(as_strided, "as_strided") \
+  X(asks_calls, "asks_calls") \
+  X(base, "_base") \
+  X(buffers, "_buffers") \
+  X(callee, "callee") \
+  X(changed_unseen, "changed_unseen") \
+  X(clear_after, "clear_after") \
+  X(code_name, "co_name") \
+  X(conj, "conj") \
+  X(data, "data") \
+  X(data_ptr, "data_ptr") \
+  X(decide, "decide") \
+  X(default_action, "default") \
+  X(detach, "detach") \
+  X(device, "device") \
+  X(dict, "__dict__") \
+  X(dispatch_name, "__torch_dispatch__") /* of the handler of a dispatch mode */ \
+  X(dtype, "dtype") \
+  X(dunder_name, "__name__") \
+  X(element_size, "element_size") \
+  X(enter, "__enter__") \
+  X(exit, "__exit__") \
+  X(fetch, "fetch") \
+  X(for_value, "for_value") \
+  X(forward_done, "forward_done") \
+  X(func, "func") \
+  X(get_state, "get_state") \
+  X(globals, "f_globals") \
+  X(is_complex, "is_complex") \
+  X(is_conj, "is_conj") \
+  X(is_cpu, "is_cpu") \
+  X(is_cuda, "is_cuda") \
+  X(is_elementwise, "is_elementwise") \
+  X(is_inference, "is_inference") \
+  X(is_leaf, "is_leaf") \
+  X(is_neg, "is_neg") \
+  X(is_nested, "is_nested") \
+  X(is_plain, "is_plain") \
+  X(is_quantized, "is_quantized") \
+  X(is_recorded, "is_recorded") \
+  X(is_view, "is_view") \
+  X(keywords, "keywords") \
+  X(layout, "layout") \
+  X(made_by_nothing, "(input)") /* what reports call the operator of inputs */ \
+  X(made_unseen, "(not recorded)") /* and of what no recorded operator made inside of the region */ \
+  X(module, "__module__") \
+  X(modules, "_modules") \
+  X(name, "name") \
+  X(nbytes, "nbytes") \
+  X(no_reason, "") \
+  X(parameters, "_parameters") \
+  X(prefetch, "prefetch") \
+  X(put, "put") \
+  X(release, "release") \
+  X(requires_grad, "requires_grad") \
+  X(requires_grad_, "requires_grad_") \
+  X(saved_again, "saved_again") \
+  X(set, "set_") \
+  X(set_state, "set_state") \
+  X(shape, "shape") \
+  X(slots, "__slots__") \
+  X(start, "start") \
+  X(storage_offset, "storage_offset") \
+  X(stride, "stride") \
+  X(tape, "tape") \
+  X(timing, "timing") \
+  X(torch_prefix, "torch.") /* of the names of torch's modules */ \
+  X(unload, "unload") \
+  X(unpack, "unpack") \
+  X(untyped_storage, "untyped_storage") \
+  X(watching, "watching") \
+  X(why_higher_order, "made by a higher-order operator") /* and of what higher-order operators make */ \
+  X(why_input, "an input of the region") /* what reports say of inputs */ \
+  X(why_never, "why_never") \
+  X(why_read, "others are replayed from it") /* what reports say of what was not saved and is held */ \
+  X(why_unreadable, "made from a tensor whose storage cannot be read") /* and of what is made from tensors without a storage */
+
+// By their names in actckpt/_bind.py, which says what each is: X(field). Null where torch has no such thing.
+#define ACTCKPT_CONNECTED(X) \
+  X(tensor_type) \
+  X(parameter_type) \
+  X(module_type) \
+  X(fake_tensor_type) /* null where torch has none */ \
+  X(storage_type) \
+  X(generator_type) \
+  X(partial_type) \
+  X(deque_type) \
+  X(namespace_type) \
+  X(lock_types) \
+  X(left_alone) \
+  X(global_names) \
+  X(lock_type) \
+  X(alias_rules) /* list of callables: see actckpt/_core/stays.py */ \
+  X(state_getters) \
+  X(cpu_generators) \
+  X(top_hooks) /* null where torch does not tell */ \
+  X(push_hooks) \
+  X(pop_hooks) \
+  X(is_grad_enabled) \
+  X(set_grad_enabled) \
+  X(is_inference_mode_enabled) \
+  X(num_dispatch_modes) \
+  X(take_off_modes) /* -> what `put_back_modes` takes */ \
+  X(put_back_modes) \
+  X(tangents_enabled) \
+  X(set_tangents_enabled) \
+  X(unknown_modes) /* -> tuple of those that may change results */ \
+  X(graph_task_id) \
+  X(graph_exec_group) /* null where torch has none */ \
+  X(queue_callback) /* null where torch has none */ \
+  X(is_capturing) /* null where there is no CUDA */ \
+  X(generators_of) \
+  X(refill) \
+  X(note_buffers) \
+  X(swap_timeout_error) \
+  X(mismatch_error) \
+  X(modified_error) \
+  X(changed_error) \
+  X(own_copy) \
+  X(has_same_bytes) \
+  X(input_error) \
+  X(failure) \
+  X(parameter_error) \
+  X(script_failure) /* how TorchScript words that a hook has raised */ \
+  X(backend) /* stores.backend */ \
+  X(guard) /* sources.guard */ \
+  X(is_owned) /* of a module whose forward runs */ \
+  X(stay_rules) /* stays.rules */ \
+  X(must_stay) /* stays.must_stay */ \
+  X(pack_otherwise) /* subclasses */ \
+  X(join) /* partly overlapping spans */ \
+  X(learnt_order) \
+  X(note_order) \
+  X(max_inflight) \
+  X(changed_in_place_error) \
+  X(freed_error) \
+  X(empty) /* torch.empty */ \
+  X(exchange_api) \
+  X(strided) /* torch.strided */ \
+  X(uint8) /* torch.uint8 */ \
+  X(describe) /* func -> Operator, or HigherOrder */ \
+  X(record_special) /* (tape, operator, args, kwargs) -> result */ \
+  X(note_wrappers) /* (tape, arguments) */ \
+  X(begin_audit) /* (tape, handle, place, tensor) */ \
+  X(pack_other) /* (tape, tensor, value or None) -> what autograd holds */ \
+  X(unpack_slowly) /* (handle) -> tensor */ \
+  X(recompute) /* Action.RECOMPUTE */ \
+  X(keep) /* Action.KEEP */ \
+  X(why_inference) /* what reports say of what is made from inference tensors */ \
+  X(below_autograd) /* null where torch has no such guard */ \
+  X(keeps_graph) /* null where torch does not tell */ \
+  X(any_autocast_enabled) \
+  X(num_function_modes) \
+  X(recording) /* set: tapes whose recorders are active, in any thread */ \
+  X(made_by_function) /* (tape, value, node) */ \
+  X(saved_by_function) /* (tape, value, tensor) */ \
+  X(function_type) /* of the nodes of autograd.Functions */ \
+  X(apply_code) /* of `autograd.Function.apply` */ \
+  X(compiled_prefix) /* of the names of modules of compiled code */
+
+struct Names {
+#define ACTCKPT_TEXT_FIELD(name, text) PyObject* name = nullptr;
+#define ACTCKPT_FIELD(name) PyObject* name = nullptr;
+  ACTCKPT_INTERNED(ACTCKPT_TEXT_FIELD)
+  ACTCKPT_CONNECTED(ACTCKPT_FIELD)
+#undef ACTCKPT_TEXT_FIELD
+#undef ACTCKPT_FIELD
+  PyObject* keyword_must = nullptr;          // ("must",): keyword names of a store's `put`
+  PyObject* keywords_dtype_device = nullptr;  // ("dtype", "device"): of `torch.empty`
+};
+
+extern Names the_names;
+inline const Names& names() { return the_names; }
+
+// Interns; once, before anything else of the extension runs.
+void intern_names();
+
+// Takes over what a dict gives; unknown and missing names are errors.
+void connect_names(const pybind11::dict& given);
+
+}  // namespace actckpt

@@ -1,0 +1,82 @@
+#include "core/original.h"
+
+#include "core/python.h"
+#include "core/reads.h"
+
+namespace actckpt {
+namespace {
+
+// Of the hook's argument, and of torch itself: nobody else has it then.
+constexpr Py_ssize_t kOwnReferences = 2;
+
+py::object attributes_of(PyObject* tensor) { return attribute(tensor, names().dict); }
+
+// Whether it has a storage that can be read, by strides. Sparse tensors have none.
+bool has_strides(PyObject* tensor) {
+  return !reads().is_nested.is_true(tensor) && storage_of(tensor);
+}
+
+bool must_be_alias() {
+  PyObject* rules = names().alias_rules;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rules); ++i) {
+    if (call(PyList_GET_ITEM(rules, i)).ptr() == Py_True) return true;
+  }
+  return false;
+}
+
+bool is_equal(const py::object& one, const py::object& other) {
+  const int result = PyObject_RichCompareBool(one.ptr(), other.ptr(), Py_EQ);
+  if (result < 0) throw py::error_already_set();
+  return result != 0;
+}
+
+}  // namespace
+
+std::unique_ptr<Original> Original::of(PyObject* tensor) {
+  if (Py_REFCNT(tensor) <= kOwnReferences || reads().requires_grad.is_true(tensor)) return nullptr;
+  return std::unique_ptr<Original>(new Original(tensor));
+}
+
+Original::Original(PyObject* tensor) : version_(version_of(tensor)), must_be_alias_(false) {
+  PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
+  if (reference == nullptr) throw py::error_already_set();
+  reference_ = py::reinterpret_steal<py::object>(reference);
+  const py::object attributes = attributes_of(tensor);
+  if (PyDict_GET_SIZE(attributes.ptr()) > 0) {
+    attributes_ = py::reinterpret_steal<py::object>(PyDict_Copy(attributes.ptr()));
+  }
+  must_be_alias_ = must_be_alias();
+}
+
+bool Original::is_same(PyObject* original, PyObject* alias) const {
+  if (must_be_alias_ || Py_TYPE(original) != Py_TYPE(alias) || version_of(original) != version_ ||
+      reads().requires_grad.is_true(original)) {
+    return false;
+  }
+  if (!has_strides(original)) return true;  // both are made of the same parts
+  return reads().untyped_storage(original).ptr() == reads().untyped_storage(alias).ptr() &&
+         reads().dtype(original).ptr() == reads().dtype(alias).ptr() &&
+         is_equal(reads().shape(original), reads().shape(alias)) &&
+         is_equal(reads().stride(original), reads().stride(alias)) &&
+         reads().storage_offset.number(original) == reads().storage_offset.number(alias) &&
+         reads().is_conj.is_true(original) == reads().is_conj.is_true(alias) &&
+         reads().is_neg.is_true(original) == reads().is_neg.is_true(alias);
+}
+
+py::object Original::resolved(py::object alias) const {
+  const py::object original = call(reference_.ptr());
+  if (!original.is_none() && is_same(original.ptr(), alias.ptr())) return original;
+  return with_attributes(std::move(alias));
+}
+
+py::object Original::with_attributes(py::object alias) const {
+  const py::object original = call(reference_.ptr());
+  const py::object attributes = original.is_none() ? attributes_ : attributes_of(original.ptr());
+  if (attributes && PyDict_GET_SIZE(attributes.ptr()) > 0 &&
+      PyDict_Merge(attributes_of(alias.ptr()).ptr(), attributes.ptr(), 0) != 0) {  // a subclass sets its own
+    throw py::error_already_set();
+  }
+  return alias;
+}
+
+}  // namespace actckpt

@@ -1,0 +1,94 @@
+// Calls of Python that turn a failure into a C++ exception.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <exception>
+
+#include "core/names.h"
+
+namespace actckpt {
+
+namespace py = pybind11;
+
+py::object attribute(PyObject* object, PyObject* name);
+py::object call(PyObject* function);
+py::object call(PyObject* function, PyObject* argument);
+py::object call_method(PyObject* object, PyObject* name);
+py::object call_method(PyObject* object, PyObject* name, PyObject* argument);
+
+// Makes `exception` the pending error and throws it.
+[[noreturn]] void raise(const py::object& exception);
+
+// Calls for their effect while another error may be pending, which stays the one that counts.
+void call_quietly(PyObject* function, PyObject* argument = nullptr);
+
+bool is_true(PyObject* object, PyObject* name);
+// Whether it really is of this type or a subclass: runs no Python code, and a proxy is only a proxy.
+inline bool is_of_type(PyObject* object, PyObject* type) {
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type)) != 0;
+}
+// Whether it is exactly a tensor or a parameter: subclasses may stand for others that come and go, as DTensor does.
+inline bool is_plain_tensor(PyObject* object) {
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == names().tensor_type || type == names().parameter_type;
+}
+// Types may ask Python code, in which a signal handler may raise.
+bool is_instance(PyObject* object, PyObject* type);
+// The version of a tensor, 0 for inference tensors: they have none, and nothing is known of what is done to them.
+long long version_of(PyObject* tensor);
+
+// The same; returns false, having read nothing, for inference tensors.
+bool read_version(PyObject* tensor, long long* version);
+
+// The border to Python: runs `body` and turns a C++ exception into a pending Python error.
+template <typename Body>
+PyObject* guarded(Body body) noexcept {
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+inline PyCFunction fast(FastFunction function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+// Throws what it cannot be: a Python error that is pending.
+[[noreturn]] inline void throw_pending() { throw py::error_already_set(); }
+
+long long integer(PyObject* object, PyObject* attribute_name);
+long long integer_of_call(PyObject* object, PyObject* method);
+
+// object.method(*arguments), without a tuple.
+template <typename... Arguments>
+py::object call_method_with(PyObject* object, PyObject* method, Arguments... arguments) {
+  PyObject* stack[] = {object, arguments...};
+  PyObject* result = PyObject_VectorcallMethod(
+      method, stack, (1 + sizeof...(arguments)) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  if (result == nullptr) throw_pending();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+template <typename... Arguments>
+py::object call_with(PyObject* function, Arguments... arguments) {
+  PyObject* stack[] = {arguments...};
+  PyObject* result = PyObject_Vectorcall(function, stack, sizeof...(arguments), nullptr);
+  if (result == nullptr) throw_pending();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+inline py::object number(long long value) {
+  PyObject* result = PyLong_FromLongLong(value);
+  if (result == nullptr) throw_pending();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+}  // namespace actckpt

@@ -1,0 +1,68 @@
+#include "core/reads.h"
+
+namespace actckpt {
+
+void Read::connect(PyObject* type, PyObject* other) {
+  const py::object found = attribute(type, name_);
+  get_ = nullptr;
+  method_ = nullptr;
+  if (kind_ == Kind::kAttribute && Py_TYPE(found.ptr()) == &PyGetSetDescr_Type) {
+    const PyGetSetDef* definition = reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;
+    get_ = definition->get;
+    closure_ = definition->closure;
+  } else if (kind_ == Kind::kMethod && Py_TYPE(found.ptr()) == &PyMethodDescr_Type) {
+    const PyMethodDef* definition = reinterpret_cast<PyMethodDescrObject*>(found.ptr())->d_method;
+    if (definition->ml_flags == METH_NOARGS) method_ = definition->ml_meth;
+  }
+  type_ = type;
+  other_ = other != nullptr && attribute(other, name_).ptr() == found.ptr() ? other : nullptr;
+}
+
+PyObject* Read::get(PyObject* object) const noexcept {
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  if (type == type_ || type == other_) {
+    if (get_ != nullptr) return get_(object, closure_);
+    if (method_ != nullptr) return method_(object, nullptr);
+  }
+  return kind_ == Kind::kAttribute ? PyObject_GetAttr(object, name_) : PyObject_CallMethodNoArgs(object, name_);
+}
+
+py::object Read::operator()(PyObject* object) const {
+  PyObject* found = get(object);
+  if (found == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(found);
+}
+
+long long Read::number(PyObject* object) const {
+  const py::object found = (*this)(object);
+  const long long number = PyLong_AsLongLong(found.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return number;
+}
+
+Reads& reads() {
+  static auto* found = new Reads();  // never destroyed: what it refers to goes with the interpreter
+  return *found;
+}
+
+py::object storage_of(PyObject* tensor) {
+  PyObject* storage = reads().untyped_storage.get(tensor);
+  if (storage == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();  // NotImplementedError is one
+    PyErr_Clear();
+  }
+  return py::reinterpret_steal<py::object>(storage);
+}
+
+void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* storage_type) {
+  Reads& r = reads();
+  for (Read* read : {&r.shape, &r.dtype, &r.device, &r.version, &r.requires_grad, &r.is_leaf, &r.is_cpu,
+                     &r.is_nested, &r.is_meta, &r.is_quantized, &r.layout, &r.base, &r.implementation, &r.grad_fn,
+                     &r.detach, &r.is_inference, &r.is_conj, &r.is_neg, &r.stride, &r.storage_offset,
+                     &r.untyped_storage}) {
+    read->connect(tensor_type, parameter_type);
+  }
+  r.nbytes.connect(storage_type, nullptr);
+}
+
+}  // namespace actckpt

@@ -1,0 +1,101 @@
+#include "offload/bytes.h"
+
+#include <new>
+
+namespace actckpt {
+namespace {
+
+struct BytesObject {
+  PyObject_HEAD
+  PyObject* storage;
+  long long start;
+  SourceWatchPointer watch;  // null: not a source
+};
+
+PyTypeObject* bytes_type = nullptr;
+
+BytesObject* bytes_of(PyObject* self) { return reinterpret_cast<BytesObject*>(self); }
+
+PyObject* bytes_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"storage", "start", nullptr};
+  PyObject* storage = nullptr;
+  long long start = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OL", const_cast<char**>(names), &storage, &start)) {
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* { return new_bytes(storage, start).release().ptr(); });
+}
+
+void bytes_dealloc(PyObject* self) {
+  BytesObject* bytes = bytes_of(self);
+  if (bytes->watch != nullptr) {
+    const bool is_asked_for = bytes->watch.use_count() > 1;  // its span lives
+    if (!is_asked_for || bytes->watch->replaced_storage() == nullptr) bytes->watch->end();
+  }
+  bytes->watch.~SourceWatchPointer();
+  Py_DECREF(bytes->storage);
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PyObject* get_storage(PyObject* self, void*) { return Py_NewRef(bytes_of(self)->storage); }
+
+PyObject* get_start(PyObject* self, void*) { return PyLong_FromLongLong(bytes_of(self)->start); }
+
+// is_source(storage) -> bool
+PyObject* tell_source(PyObject*, PyObject* storage) { return PyBool_FromLong(is_source(storage)); }
+
+// settle_sources(storage)
+PyObject* settle(PyObject*, PyObject* storage) {
+  settle_sources(storage);
+  Py_RETURN_NONE;
+}
+
+PyGetSetDef getset[] = {{"storage", get_storage, nullptr, "The storage, kept alive.", nullptr},
+                        {"start", get_start, nullptr, "First byte.", nullptr},
+                        {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(bytes_new)},
+                       {Py_tp_dealloc, reinterpret_cast<void*>(bytes_dealloc)},
+                       {Py_tp_getset, getset},
+                       {Py_tp_doc, const_cast<char*>("Bytes(storage, start): a stretch of a storage "
+                                                     "that the engine reads from or writes to.")},
+                       {0, nullptr}};
+PyType_Spec spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS_DEFAULT, slots};
+
+PyMethodDef functions[] = {
+    {"is_source", tell_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
+    {"settle_sources", settle, METH_O, "settle_sources(storage): all copies out of it have ended."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+py::object new_bytes(PyObject* storage, long long start) {
+  BytesObject* bytes = PyObject_New(BytesObject, bytes_type);
+  if (bytes == nullptr) throw py::error_already_set();
+  bytes->storage = Py_NewRef(storage);
+  bytes->start = start;
+  new (&bytes->watch) SourceWatchPointer();
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(bytes));
+}
+
+SourceWatchPointer mark_as_source(PyObject* bytes) {
+  bytes_of(bytes)->watch = std::make_shared<SourceWatch>(bytes_of(bytes)->storage);
+  return bytes_of(bytes)->watch;
+}
+
+bool is_bytes(PyObject* object) { return Py_TYPE(object) == bytes_type; }
+
+PyObject* storage_behind(PyObject* bytes) { return bytes_of(bytes)->storage; }
+
+long long start_of(PyObject* bytes) { return bytes_of(bytes)->start; }
+
+void add_bytes_type(py::module_& module) {
+  bytes_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (bytes_type == nullptr) throw py::error_already_set();
+  module.add_object("Bytes", reinterpret_cast<PyObject*>(bytes_type));
+  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+}
+
+}  // namespace actckpt

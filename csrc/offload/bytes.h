@@ -1,0 +1,27 @@
+// Stretches of storages that the engine reads from or writes to.
+//
+// While the engine may read a storage, its Bytes object is marked as a source, whose memory is
+// watched: see sources.h.
+// Thread rule: GIL held. Ownership: the engine owns the object until the copy has ended.
+#pragma once
+
+#include "core/python.h"
+#include "offload/sources.h"
+
+namespace actckpt {
+
+// Bytes from `start` of `storage`; not a source yet.
+py::object new_bytes(PyObject* storage, long long start);
+
+// From now until it dies, `bytes`, which is not one yet, is a source.
+SourceWatchPointer mark_as_source(PyObject* bytes);
+
+bool is_bytes(PyObject* object);
+
+// Borrowed.
+PyObject* storage_behind(PyObject* bytes);
+long long start_of(PyObject* bytes);
+
+void add_bytes_type(py::module_& module);
+
+}  // namespace actckpt

@@ -1,0 +1,21 @@
+// What autograd holds instead of a saved tensor.
+//
+// See NOTE [ Offload ] in actckpt/_offload/session.py, Rules 2 to 4. Thread rule: GIL held.
+#pragma once
+
+#include "offload/span.h"
+
+namespace actckpt {
+
+// A saved tensor that is not moved.
+py::object new_stays(PyObject* tensor);
+
+// A saved tensor whose bytes are in `span`: a Span, or Python's Joined.
+py::object new_moved(PyObject* tensor, const py::object& span, const Extent& extent);
+
+// Any handle's tensor; those of Python have a method `unpack`.
+py::object unpack_handle(PyObject* handle);
+
+void add_handle_types(py::module_& module);
+
+}  // namespace actckpt

@@ -1,0 +1,302 @@
+#include "rerun/frame.h"
+
+#include <structmember.h>  // T_PYSSIZET, READONLY; the new names exist from Python 3.12 on
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "rerun/parameters.h"
+#include "core/python.h"
+#include "core/reads.h"
+#include "rerun/task_end.h"
+
+namespace actckpt {
+
+PyTypeObject* frame_type = nullptr;
+PyTypeObject* slot_type = nullptr;
+
+namespace {
+
+FrameObject* frame_of(PyObject* self) { return reinterpret_cast<FrameObject*>(self); }
+
+bool same_key(PyObject* a, PyObject* b) noexcept {
+  if (a == b) return true;
+  if (!PyLong_CheckExact(a) || !PyLong_CheckExact(b)) return false;
+  return PyLong_AsLongLong(a) == PyLong_AsLongLong(b);
+}
+
+// -------------------------------------------------------------------------------------- Slot
+
+void slot_dealloc(PyObject* self) {
+  auto* slot = reinterpret_cast<SlotObject*>(self);
+  FrameObject* frame = slot->frame;
+  const std::size_t index = slot->index;
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+  frame->saved[index].slot = nullptr;
+  frame->num_live -= 1;
+  // Nobody can ask for this value any more: free it now, not with the graph task. Freeing a tensor
+  // can run Python, so nothing of the frame is touched after an object was released.
+  std::vector<py::object> released;
+  for (auto& values : frame->values) {
+    if (index >= values->slots.size()) continue;
+    Value& value = values->slots[index];
+    value.state = Value::State::kTaken;
+    if (value.tensor) released.push_back(std::move(value.tensor));
+  }
+  released.clear();
+  Py_DECREF(reinterpret_cast<PyObject*>(frame));
+}
+
+SlotObject* new_slot(FrameObject* frame, std::size_t index) {
+  SlotObject* slot = PyObject_New(SlotObject, slot_type);
+  if (slot == nullptr) throw py::error_already_set();
+  Py_INCREF(reinterpret_cast<PyObject*>(frame));
+  slot->frame = frame;
+  slot->index = index;
+  return slot;
+}
+
+// ------------------------------------------------------------------------------------- Frame
+
+void frame_dealloc(PyObject* self) {
+  FrameObject* frame = frame_of(self);
+  if (frame->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
+  using SavedVector = std::vector<Saved>;
+  using ValuesVector = std::vector<std::unique_ptr<Values>>;
+  frame->values.~ValuesVector();
+  frame->saved.~SavedVector();
+  frame->recipe.~Recipe();
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* frame_pack(PyObject* self, PyObject* tensor) {
+  return guarded([&]() -> PyObject* {
+    FrameObject* frame = frame_of(self);
+    Saved saved;
+    saved.version = version_of(tensor);
+    if (frame->check_metadata) {
+      saved.shape = reads().shape(tensor);
+      saved.dtype = reads().dtype(tensor);
+      saved.device = reads().device(tensor);
+    }
+    if (frame->check_metadata && !reads().requires_grad.is_true(tensor)) {
+      PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
+      if (reference == nullptr) throw py::error_already_set();
+      saved.outsider = py::reinterpret_steal<py::object>(reference);
+    }
+    SlotObject* slot = new_slot(frame, frame->saved.size());
+    saved.slot = slot;
+    frame->saved.push_back(std::move(saved));
+    frame->num_live += 1;
+    return reinterpret_cast<PyObject*>(slot);
+  });
+}
+
+PyObject* frame_metadata(PyObject* self, PyObject* argument) {
+  return guarded([&]() -> PyObject* {
+    const std::size_t index = PyLong_AsSize_t(argument);
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    if (index >= frame_of(self)->saved.size()) throw py::index_error("no such saved tensor");
+    const Saved& saved = frame_of(self)->saved[index];
+    if (!saved.shape) return Py_NewRef(Py_None);
+    return py::make_tuple(saved.shape, saved.dtype, saved.device).release().ptr();
+  });
+}
+
+PyObject* frame_num_saved(PyObject* self, void*) {
+  return PyLong_FromSize_t(frame_of(self)->saved.size());
+}
+
+PyObject* frame_num_live(PyObject* self, void*) {
+  return PyLong_FromSize_t(frame_of(self)->num_live);
+}
+
+PyObject* frame_num_held(PyObject* self, void*) {
+  std::size_t count = 0;
+  for (const auto& values : frame_of(self)->values) {
+    for (const Value& value : values->slots) count += value.tensor ? 1 : 0;
+  }
+  return PyLong_FromSize_t(count);
+}
+
+PyObject* or_none(const py::object& object) {
+  return Py_NewRef(object ? object.ptr() : Py_None);
+}
+
+PyObject* frame_function(PyObject* self, void*) { return or_none(frame_of(self)->recipe.function); }
+PyObject* frame_args(PyObject* self, void*) { return or_none(frame_of(self)->recipe.args); }
+PyObject* frame_region(PyObject* self, void*) { return or_none(frame_of(self)->recipe.region); }
+PyObject* frame_state(PyObject* self, void*) { return or_none(frame_of(self)->recipe.state); }
+PyObject* frame_random(PyObject* self, void*) { return or_none(frame_of(self)->recipe.random); }
+
+PyObject* frame_buffers(PyObject* self, void*) { return or_none(frame_of(self)->recipe.buffers); }
+
+PyObject* frame_parameters(PyObject* self, void*) {
+  return guarded([&] { return py::cast(frame_of(self)->recipe.parameters).release().ptr(); });
+}
+
+PyObject* frame_metadata_is_checked(PyObject* self, void*) {
+  return PyBool_FromLong(frame_of(self)->check_metadata ? 1 : 0);
+}
+
+PyMethodDef frame_methods[] = {
+    {"pack", frame_pack, METH_O, "Pack hook of the forward: note the tensor, return its slot."},
+    {"metadata", frame_metadata, METH_O, "metadata(index): (shape, dtype, device) or None."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef frame_getset[] = {
+    {"num_saved", frame_num_saved, nullptr, "Tensors that the forward saved.", nullptr},
+    {"num_live", frame_num_live, nullptr, "Of these, how many autograd still holds.", nullptr},
+    {"num_held", frame_num_held, nullptr, "Values of reruns held at the moment.", nullptr},
+    {"metadata_is_checked", frame_metadata_is_checked, nullptr, "determinism_check.", nullptr},
+    {"function", frame_function, nullptr, "The region's function.", nullptr},
+    {"args", frame_args, nullptr, "Held positional arguments, or None.", nullptr},
+    {"region", frame_region, nullptr, "Python's Region, or None.", nullptr},
+    {"buffers", frame_buffers, nullptr, "Buffers of the function's modules, or None.", nullptr},
+    {"parameters", frame_parameters, nullptr, "Parameters of the function, or None.", nullptr},
+    {"state", frame_state, nullptr, "Global state of the forward, or None.", nullptr},
+    {"random", frame_random, nullptr, "GeneratorStates that reruns swap in, or None.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMemberDef frame_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(FrameObject, weakrefs), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyType_Slot frame_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(frame_dealloc)},
+                             {Py_tp_methods, frame_methods},
+                             {Py_tp_getset, frame_getset},
+                             {Py_tp_members, frame_members},
+                             {Py_tp_doc, const_cast<char*>("Saved tensors of one region.")},
+                             {0, nullptr}};
+PyType_Spec frame_spec = {"actckpt._C.Frame", sizeof(FrameObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, frame_slots};
+
+PyType_Slot slot_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(slot_dealloc)},
+                            {Py_tp_doc, const_cast<char*>("What autograd holds instead of a tensor.")},
+                            {0, nullptr}};
+PyType_Spec slot_spec = {"actckpt._C.Slot", sizeof(SlotObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slot_slots};
+
+}  // namespace
+
+Values* FrameObject::find(PyObject* key) noexcept {
+  for (auto& entry : values) {
+    if (same_key(entry->key.ptr(), key)) return entry.get();
+  }
+  return nullptr;
+}
+
+void FrameObject::drop(PyObject* key) noexcept {
+  const auto found = std::find_if(values.begin(), values.end(), [&](const auto& entry) {
+    return same_key(entry->key.ptr(), key);
+  });
+  if (found == values.end()) return;
+  const std::unique_ptr<Values> dropped = std::move(*found);  // freed after the vector is whole
+  values.erase(found);
+}
+
+py::object new_frame(Recipe recipe, bool check_metadata) {
+  PyObject* self = frame_type->tp_alloc(frame_type, 0);
+  if (self == nullptr) throw py::error_already_set();
+  FrameObject* frame = frame_of(self);
+  frame->weakrefs = nullptr;
+  new (&frame->recipe) Recipe(std::move(recipe));
+  new (&frame->saved) std::vector<Saved>();
+  new (&frame->values) std::vector<std::unique_ptr<Values>>();
+  frame->num_live = 0;
+  frame->check_metadata = check_metadata;
+  frame->forward_completed = false;
+  return py::reinterpret_steal<py::object>(self);
+}
+
+namespace {
+
+// The tensor of a weak reference, null if it is gone.
+py::object alive(const py::object& reference) {
+  py::object tensor = call(reference.ptr());
+  return tensor.is_none() ? py::object() : tensor;
+}
+
+}  // namespace
+
+void complete_forward(FrameObject* frame) {
+  frame->forward_completed = true;
+  for (Saved& saved : frame->saved) {
+    if (!saved.outsider) continue;
+    const py::object tensor = alive(saved.outsider);
+    if (tensor) {
+      saved.outsider_version = version_of(tensor.ptr());
+    } else {
+      saved.outsider = py::object();
+    }
+  }
+}
+
+std::vector<long long> outsider_versions(const FrameObject* frame) {
+  std::vector<long long> versions;
+  for (std::size_t i = 0; i < frame->saved.size(); ++i) {
+    if (!frame->saved[i].outsider) continue;
+    const py::object tensor = alive(frame->saved[i].outsider);
+    if (!tensor) continue;
+    versions.resize(frame->saved.size(), -1);
+    versions[i] = version_of(tensor.ptr());
+  }
+  return versions;
+}
+
+bool is_changed_outsider(const Saved& saved, PyObject* tensor, long long version_at_start) {
+  return version_at_start != -1 && version_at_start != saved.outsider_version &&
+         alive(saved.outsider).ptr() == tensor;
+}
+
+py::object pack_of(const py::object& frame) {
+  PyObject* method = PyCFunction_New(&frame_methods[0], frame.ptr());
+  if (method == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(method);
+}
+
+py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
+  Values* values = frame->find(key);
+  if (values == nullptr || index >= values->slots.size()) return {};
+  Value& value = values->slots[index];
+  // Taken: read a second time in one backward. The next rerun keeps what it brings back.
+  if (value.state != Value::State::kHeld) return {};
+  py::object tensor = value.tensor;
+  const Witness witness = value.witness;
+  if (!values->keep) {
+    value.tensor = py::object();
+    value.state = Value::State::kTaken;
+  }
+  long long found = 0, expected = 0;
+  if (witness.is_changed(tensor.ptr(), &found, &expected)) {
+    PyObject* error = PyObject_CallFunction(
+        names().modified_error, "OnOLL", reinterpret_cast<PyObject*>(frame),
+        static_cast<Py_ssize_t>(index), tensor.ptr(), found, expected);
+    if (error == nullptr) throw py::error_already_set();
+    raise(py::reinterpret_steal<py::object>(error));
+  }
+  return tensor;
+}
+
+void store(FrameObject* frame, std::unique_ptr<Values> values) {
+  const py::object key = values->key;
+  frame->drop(key.ptr());
+  frame->values.push_back(std::move(values));
+  if (PyLong_CheckExact(key.ptr())) drop_at_task_end(frame, key.ptr());
+}
+
+void add_frame_types(py::module_& module) {
+  frame_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&frame_spec));
+  if (frame_type == nullptr) throw py::error_already_set();
+  slot_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&slot_spec));
+  if (slot_type == nullptr) throw py::error_already_set();
+  module.add_object("Frame", reinterpret_cast<PyObject*>(frame_type));
+  module.add_object("Slot", reinterpret_cast<PyObject*>(slot_type));
+}
+
+}  // namespace actckpt

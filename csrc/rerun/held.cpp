@@ -1,0 +1,210 @@
+#include "rerun/held.h"
+
+#include <new>
+#include <utility>
+
+#include "core/python.h"
+#include "core/reads.h"
+
+namespace actckpt {
+namespace {
+
+struct HeldObject {
+  PyObject_HEAD
+  py::object held;    // tensor, or what the hooks outside packed it into
+  py::object unpack;  // null: no hooks outside
+  py::object storage;  // of the tensor; null where another one may take its place, or there is none
+  long long version;
+  long long implementation;
+  bool is_tensor;
+  bool is_copy;  // of an inference tensor: each rerun gets its own
+  bool requires_grad;
+  bool is_of_parameter;  // itself, or what it is a view of
+};
+
+PyTypeObject* held_type = nullptr;
+
+HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self); }
+
+bool is_tensor(PyObject* object) { return is_of_type(object, names().tensor_type); }
+
+// The storage that it must still have when it is thawed; null for all but plain tensors: parameters are given other
+// memory by what shards them.
+py::object lasting_storage(PyObject* tensor) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != names().tensor_type) return {};
+  return storage_of(tensor);
+}
+
+py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
+  HeldObject* self = PyObject_New(HeldObject, held_type);
+  if (self == nullptr) throw py::error_already_set();
+  new (&self->held) py::object();
+  new (&self->unpack) py::object();
+  new (&self->storage) py::object();
+  auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
+  self->requires_grad = reads().requires_grad.is_true(tensor);
+  self->is_of_parameter = false;
+  py::object kept = py::reinterpret_borrow<py::object>(tensor);
+  self->version = 0;
+  self->is_copy = !read_version(tensor, &self->version);
+  if (self->is_copy) kept = call(names().own_copy, tensor);
+  if (pack != Py_None) {
+    const py::object base = py::reinterpret_borrow<py::object>(tensor).attr("_base");
+    const py::handle root = base.is_none() ? py::handle(tensor) : py::handle(base);
+    self->is_of_parameter = is_instance(root.ptr(), names().parameter_type);
+    self->held = call(pack, kept.ptr());
+    self->unpack = py::reinterpret_borrow<py::object>(unpack);
+    self->is_tensor = is_tensor(self->held.ptr());
+  } else {
+    self->held = std::move(kept);
+    self->is_tensor = true;
+  }
+  if (self->held.ptr() != tensor) self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
+  if (self->is_tensor) {
+    self->storage = lasting_storage(self->held.ptr());
+    self->implementation = reads().implementation.number(self->held.ptr());
+  }
+  return owner;
+}
+
+py::object thaw(PyObject* object) {
+  HeldObject* self = held_of(object);
+  if (self->is_tensor && (version_of(self->held.ptr()) != self->version ||
+                          reads().implementation.number(self->held.ptr()) != self->implementation ||
+                          (self->storage && lasting_storage(self->held.ptr()).ptr() != self->storage.ptr()))) {
+    raise(call(names().changed_error, object));
+  }
+  if (!self->unpack) return self->is_copy ? call(names().own_copy, self->held.ptr()) : self->held;
+  const py::object unpacked = call(self->unpack.ptr(), self->held.ptr());
+  return leaf_of(self->is_copy ? call(names().own_copy, unpacked.ptr()) : unpacked, self->requires_grad,
+                 self->is_of_parameter);
+}
+
+bool is_plain(PyObject* value) {
+  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) ||
+         PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
+}
+
+// Index of an earlier, identical entry, or `end`: one tensor is held, and given back, once.
+Py_ssize_t first_same(PyObject* tuple, Py_ssize_t end) {
+  Py_ssize_t i = 0;
+  while (i < end && PyTuple_GET_ITEM(tuple, i) != PyTuple_GET_ITEM(tuple, end)) ++i;
+  return i;
+}
+
+PyObject* held_thaw(PyObject* self, PyObject*) {
+  return guarded([&] { return thaw(self).release().ptr(); });
+}
+
+PyObject* held_get_held(PyObject* self, void*) { return Py_NewRef(held_of(self)->held.ptr()); }
+
+PyObject* held_get_version(PyObject* self, void*) {
+  return PyLong_FromLongLong(held_of(self)->version);
+}
+
+void held_dealloc(PyObject* self) {
+  HeldObject* held = held_of(self);
+  held->storage.~object();
+  held->unpack.~object();
+  held->held.~object();
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PyObject* hold_one(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&]() -> PyObject* {
+    if (nargs != 3) throw py::type_error("hold(tensor, pack, unpack) takes three arguments");
+    return hold(args[0], args[1], args[2]).release().ptr();
+  });
+}
+
+PyMethodDef held_methods[] = {
+    {"thaw", held_thaw, METH_NOARGS, "The tensor for one rerun; raises if it was changed."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef held_getset[] = {
+    {"held", held_get_held, nullptr, "Tensor, or what the hooks outside packed it into.", nullptr},
+    {"version", held_get_version, nullptr, "Version of the tensor when it was held.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyType_Slot held_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(held_dealloc)},
+                            {Py_tp_methods, held_methods},
+                            {Py_tp_getset, held_getset},
+                            {Py_tp_doc, const_cast<char*>("A tensor held for reruns.")},
+                            {0, nullptr}};
+PyType_Spec held_spec = {"actckpt._C.HeldTensor", sizeof(HeldObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, held_slots};
+
+PyObject* without_graph_function(PyObject*, PyObject* tensor) {
+  return guarded(
+      [&] { return without_graph(py::reinterpret_borrow<py::object>(tensor)).release().ptr(); });
+}
+
+}  // namespace
+
+py::object leaf_of(const py::object& tensor, bool requires_grad, bool is_of_parameter) {
+  const py::object leaf = call_method(tensor.ptr(), names().detach);
+  if (requires_grad) call_method(leaf.ptr(), names().requires_grad_);
+  // Regions inside must take it for a parameter where they did so in the forward, and only there.
+  if (is_of_parameter) leaf.attr(kParameterMark) = py::bool_(true);
+  return leaf;
+}
+
+py::object without_graph(const py::object& tensor) {
+  if (!is_tensor(tensor.ptr()) || reads().is_leaf.is_true(tensor.ptr())) return tensor;
+  return leaf_of(tensor, true, false);
+}
+
+py::object hold_arguments(PyObject* args, bool* on_device) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(args);
+  py::tuple held(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* value = PyTuple_GET_ITEM(args, i);
+    py::object item;
+    if (is_plain_tensor(value)) {
+      const Py_ssize_t same = first_same(args, i);
+      item = same < i ? py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(held.ptr(), same))
+                      : hold(value, Py_None, Py_None);
+      *on_device = *on_device || !reads().is_cpu.is_true(value);
+    } else if (is_plain(value)) {
+      item = py::reinterpret_borrow<py::object>(value);
+    } else {
+      return {};
+    }
+    PyTuple_SET_ITEM(held.ptr(), i, item.release().ptr());
+  }
+  return std::move(held);
+}
+
+py::object thaw_arguments(PyObject* held) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(held);
+  py::tuple thawed(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* value = PyTuple_GET_ITEM(held, i);
+    const Py_ssize_t same = first_same(held, i);
+    py::object item;
+    if (Py_TYPE(value) != held_type) {
+      item = py::reinterpret_borrow<py::object>(value);
+    } else if (same < i) {
+      item = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(thawed.ptr(), same));
+    } else {
+      item = thaw(value);
+    }
+    PyTuple_SET_ITEM(thawed.ptr(), i, item.release().ptr());
+  }
+  return std::move(thawed);
+}
+
+void add_held_types(py::module_& module) {
+  held_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&held_spec));
+  if (held_type == nullptr) throw py::error_already_set();
+  module.add_object("HeldTensor", reinterpret_cast<PyObject*>(held_type));
+  static PyMethodDef functions[] = {
+      {"hold", fast(hold_one), METH_FASTCALL, "hold(tensor, pack, unpack) -> HeldTensor"},
+      {"without_graph", without_graph_function, METH_O, "What to hold of an object that a forward displaced."},
+      {nullptr, nullptr, 0, nullptr}};
+  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+}
+
+}  // namespace actckpt

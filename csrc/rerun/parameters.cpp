@@ -1,0 +1,179 @@
+#include "rerun/parameters.h"
+
+#include <memory>
+#include <utility>
+
+#include "core/python.h"
+#include "core/reads.h"
+
+namespace actckpt {
+namespace {
+
+// Entries of a module's dict of parameters, buffers or modules; null where it has none. Borrowed.
+PyObject* entries_of(const py::object& attributes, PyObject* name) {
+  PyObject* found = PyDict_GetItemWithError(attributes.ptr(), name);
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return found != nullptr && PyDict_Check(found) && PyDict_GET_SIZE(found) > 0 ? found : nullptr;
+}
+
+bool counts(PyObject* parameter) {
+  return is_plain_tensor(parameter) && reads().requires_grad.is_true(parameter);
+}
+
+bool has_same_bytes(const py::object& copy, PyObject* parameter) {
+  PyObject* both[] = {copy.ptr(), parameter};
+  PyObject* same = PyObject_Vectorcall(names().has_same_bytes, both, 2, nullptr);
+  if (same == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(same).ptr() == Py_True;
+}
+
+bool is_module(PyObject* object) { return is_instance(object, names().module_type); }
+
+// Whether `found` stands where the forward left `value`, and a rerun needs that one.
+bool has_replaced(PyObject* found, PyObject* value) {
+  if (found == value || found == nullptr) return false;
+  if (is_plain_tensor(value)) return found == Py_None || is_plain_tensor(found);
+  return value == Py_None ? is_plain_tensor(found) : is_module(value) && is_module(found);
+}
+
+// Owned by a Python Region.
+using Handle = std::shared_ptr<Parameters>;
+
+}  // namespace
+
+Parameters::Parameters(PyObject* function, PyObject* others) {
+  PyObject* module = function;
+  if (PyMethod_Check(function)) {
+    const py::object name = attribute(PyMethod_GET_FUNCTION(function), names().dunder_name);
+    const bool is_forward = PyUnicode_CompareWithASCIIString(name.ptr(), "forward") == 0;
+    module = is_forward ? PyMethod_GET_SELF(function) : Py_None;
+  }
+  if (is_module(module)) root_ = py::reinterpret_borrow<py::object>(module);
+  if (others != nullptr && PyList_GET_SIZE(others) > 0) {
+    others_ = py::reinterpret_borrow<py::object>(others);
+  }
+  walk_roots(false);
+  sum_before_ = sum_;
+}
+
+void Parameters::walk_roots(bool notes) {
+  sum_ = 0;
+  if (root_) walk(root_.ptr(), true, notes);
+  if (!others_) return;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(others_.ptr()); ++i) {
+    PyObject* other = PyList_GET_ITEM(others_.ptr(), i);
+    if (other != root_.ptr()) walk(other, false, notes);
+  }
+}
+
+void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
+  const py::object attributes = attribute(module, names().dict);
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  if (PyObject* parameters = entries_of(attributes, names().parameters)) {
+    while (is_strict && PyDict_Next(parameters, &position, &key, &value) != 0) {
+      if (counts(value)) sum_ += version_of(value);
+    }
+    if (notes) note(module, names().parameters, parameters, is_strict);
+  }
+  if (!notes && entries_of(attributes, names().buffers) != nullptr) {
+    if (!buffered_) buffered_ = py::list();
+    if (PyList_Append(buffered_.ptr(), module) < 0) throw py::error_already_set();
+  }
+  position = 0;
+  if (PyObject* modules = entries_of(attributes, names().modules)) {
+    if (notes) note(module, names().modules, modules, false);
+    while (PyDict_Next(modules, &position, &key, &value) != 0) {
+      if (value != Py_None) walk(value, is_strict, notes);
+    }
+  }
+}
+
+void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict) {
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(dict, &position, &key, &value) != 0) {
+    long long version = is_strict && counts(value) ? 0 : -1;
+    py::object copy;
+    if (version == 0 && !read_version(value, &version)) copy = call(names().own_copy, value);
+    entries_.push_back({py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value),
+                        version, std::move(copy),
+                        version >= 0 ? reads().implementation.number(value) : 0});
+  }
+  groups_.push_back({py::reinterpret_borrow<py::object>(module), name, entries_.size()});
+}
+
+void Parameters::forward_done() {
+  if (!root_ && !others_) return;
+  walk_roots(true);
+  if (sum_ != sum_before_) {
+    groups_.clear();
+    entries_.clear();
+  }
+}
+
+// Calls visit(group, entry, dict, what is there now: borrowed, null where nothing is).
+template <typename Visit>
+void Parameters::for_each_entry(const Visit& visit) const {
+  std::size_t i = 0;
+  for (const Group& group : groups_) {
+    PyObject* dict = entries_of(attribute(group.module.ptr(), names().dict), group.name);
+    for (; i < group.end; ++i) {
+      PyObject* found = dict != nullptr ? PyDict_GetItemWithError(dict, entries_[i].key.ptr()) : nullptr;
+      if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      visit(group, entries_[i], dict, found);
+    }
+  }
+}
+
+bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
+  bool is_replaced = false;
+  for_each_entry([&](const Group&, const Entry& entry, PyObject*, PyObject* found) {
+    if (has_replaced(found, entry.value.ptr())) {
+      if (!may_be_replaced && entry.version >= 0) raise_changed(found, entry.version, -1);
+      is_replaced = true;
+    } else if (found != entry.value.ptr()) {
+      return;  // sharded now, say: what stands there then is not known
+    }
+    if (!checks_versions || entry.version < 0) return;
+    PyObject* parameter = entry.value.ptr();
+    if (reads().implementation.number(parameter) != entry.implementation) raise_changed(parameter, entry.version, -1);
+    const long long version = version_of(parameter);
+    if (version == entry.version && (!entry.copy || has_same_bytes(entry.copy, parameter))) return;
+    raise_changed(parameter, entry.version, version);
+  });
+  return is_replaced;
+}
+
+void Parameters::raise_changed(PyObject* parameter, long long before, long long now) const {
+  PyObject* error =
+      PyObject_CallFunction(names().parameter_error, "OOLL", root_.ptr(), parameter, before, now);
+  if (error == nullptr) throw py::error_already_set();
+  raise(py::reinterpret_steal<py::object>(error));
+}
+
+py::object Parameters::replaced() const {
+  py::object result;
+  for_each_entry([&](const Group&, const Entry& entry, PyObject* dict, PyObject* found) {
+    if (!has_replaced(found, entry.value.ptr())) return;
+    if (!result) result = py::list();
+    const py::tuple place = py::make_tuple(py::handle(dict), entry.key, entry.value);
+    if (PyList_Append(result.ptr(), place.ptr()) < 0) throw py::error_already_set();
+  });
+  return result;
+}
+
+void add_parameter_functions(py::module_& module) {
+  const auto list_of = [](const py::object& list) { return list ? py::list(list) : py::list(); };
+  py::class_<Parameters, Handle>(module, "Parameters", "Parameters as a forward left them.")
+      .def(py::init([](const py::object& function, const py::object& others) {
+             return Handle(new Parameters(function.ptr(), others.is_none() ? nullptr : others.ptr()));
+           }),
+           py::arg("function"), py::arg("others") = py::none())
+      .def("forward_done", &Parameters::forward_done)
+      .def("check", &Parameters::check, py::arg("checks_versions") = true, py::arg("may_be_replaced") = false)
+      .def("replaced", [=](const Parameters& self) { return list_of(self.replaced()); })
+      .def_property_readonly("buffered", [=](const Parameters& self) { return list_of(self.buffered()); });
+}
+
+}  // namespace actckpt

@@ -1,0 +1,297 @@
+#include "rerun/refill.h"
+
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "core/python.h"
+#include "core/reads.h"
+
+namespace actckpt {
+namespace {
+
+struct RefillObject {
+  PyObject_HEAD
+  py::object frame;  // FrameObject
+  py::object error;  // the first mismatch
+  py::object may_stop;  // tells whether the rerun may end where it is; null: anywhere
+  std::unique_ptr<Values> values;
+  std::vector<long long> outsiders;  // their versions at the start of the rerun
+  std::size_t num_packed;
+  std::size_t num_needed;  // one past the last slot that autograd still holds
+  bool early_stop;
+  bool stopped;
+};
+
+// Raised out of the pack hook once everything needed is there. A BaseException, so that user code
+// with `except Exception` around an operator does not swallow it.
+PyObject* stop_rerun = nullptr;
+PyTypeObject* refill_type = nullptr;
+
+RefillObject* refill_of(PyObject* self) { return reinterpret_cast<RefillObject*>(self); }
+
+FrameObject* frame_of(RefillObject* refill) {
+  return reinterpret_cast<FrameObject*>(refill->frame.ptr());
+}
+
+bool equal(const py::object& a, const py::object& b) {
+  if (a.ptr() == b.ptr()) return true;
+  const int result = PyObject_RichCompareBool(a.ptr(), b.ptr(), Py_EQ);
+  if (result < 0) throw py::error_already_set();
+  return result != 0;
+}
+
+bool same_metadata(const Saved& saved, PyObject* tensor) {
+  return equal(saved.shape, reads().shape(tensor)) &&
+         equal(saved.dtype, reads().dtype(tensor)) &&
+         equal(saved.device, reads().device(tensor));
+}
+
+// Ends the rerun: the caller returns null to autograd. Not a C++ exception, which would cost more
+// than a small operator.
+PyObject* stop(RefillObject* refill) {
+  refill->stopped = true;
+  PyErr_SetObject(stop_rerun, reinterpret_cast<PyObject*>(refill));
+  return nullptr;
+}
+
+// Lets Python word the error while the stack still shows the user's line. Python may answer that
+// it is none (a version that moved for a reason that does no harm). Returns whether it is one.
+bool is_mismatch(RefillObject* refill, std::size_t index, PyObject* tensor, const char* problem) {
+  PyObject* error = PyObject_CallFunction(names().mismatch_error, "OnOs",
+                                          reinterpret_cast<PyObject*>(refill),
+                                          static_cast<Py_ssize_t>(index), tensor, problem);
+  if (error == nullptr) throw py::error_already_set();
+  if (error == Py_None) {
+    Py_DECREF(error);
+    return false;
+  }
+  refill->error = py::reinterpret_steal<py::object>(error);
+  return true;
+}
+
+py::object detached(PyObject* tensor) {
+  if (!reads().requires_grad.is_true(tensor)) return py::reinterpret_borrow<py::object>(tensor);
+  return reads().detach(tensor);
+}
+
+// Whether everything needed is there, and the function is not in the middle of something.
+bool is_done(RefillObject* refill, std::size_t num_packed) {
+  if (!refill->early_stop || num_packed < refill->num_needed) return false;
+  if (refill->may_stop && call(refill->may_stop.ptr()).ptr() != Py_True) refill->early_stop = false;
+  return refill->early_stop;
+}
+
+PyObject* pack(RefillObject* refill, PyObject* tensor) {
+  // Detached: a value must not keep the rerun's graph alive. And the rerun's graph gets the alias
+  // too, since user code may run a backward of its own inside the region.
+  py::object value = detached(tensor);
+  if (refill->stopped) return value.release().ptr();  // the stop was swallowed by user code
+  FrameObject* frame = frame_of(refill);
+  const std::size_t index = refill->num_packed++;
+  if (index >= frame->saved.size()) {
+    if (frame->forward_completed && is_mismatch(refill, index, tensor, "more")) return stop(refill);
+    return value.release().ptr();
+  }
+  if (frame->saved[index].slot != nullptr) {
+    // Python code below may release slots and thereby change `saved`; only indices are kept.
+    const long long version = version_of(tensor);
+    if (frame->check_metadata) {
+      if (!same_metadata(frame->saved[index], tensor)) {
+        if (is_mismatch(refill, index, tensor, "metadata")) return stop(refill);
+      } else if (version != frame->saved[index].version) {
+        if (is_mismatch(refill, index, tensor, "version")) return stop(refill);
+      }
+      if (index < refill->outsiders.size() &&
+          is_changed_outsider(frame->saved[index], tensor, refill->outsiders[index]) &&
+          is_mismatch(refill, index, tensor, "outsider")) {
+        return stop(refill);
+      }
+    }
+    Value& entry = refill->values->slots[index];
+    entry.tensor = value;
+    entry.witness = Witness(tensor, version, value.ptr());
+    entry.state = Value::State::kHeld;
+  }
+  if (is_done(refill, index + 1)) return stop(refill);
+  return value.release().ptr();
+}
+
+PyObject* refill_pack(PyObject* self, PyObject* tensor) {
+  return guarded([&] { return pack(refill_of(self), tensor); });
+}
+
+PyObject* refill_get_frame(PyObject* self, void*) {
+  const py::object& frame = refill_of(self)->frame;
+  return Py_NewRef(frame ? frame.ptr() : Py_None);
+}
+
+PyObject* refill_get_error(PyObject* self, void*) {
+  const py::object& error = refill_of(self)->error;
+  return Py_NewRef(error ? error.ptr() : Py_None);
+}
+
+PyObject* refill_get_num_packed(PyObject* self, void*) {
+  return PyLong_FromSize_t(refill_of(self)->num_packed);
+}
+
+PyObject* refill_get_num_needed(PyObject* self, void*) {
+  return PyLong_FromSize_t(refill_of(self)->num_needed);
+}
+
+PyObject* refill_get_has_failed(PyObject* self, void*) {
+  return PyBool_FromLong(refill_has_failed(py::reinterpret_borrow<py::object>(self)) ? 1 : 0);
+}
+
+PyObject* refill_run_to_the_end(PyObject* self, PyObject*) {
+  refill_of(self)->early_stop = false;
+  Py_RETURN_NONE;
+}
+
+PyObject* refill_stop_if(PyObject* self, PyObject* may_stop) {
+  refill_of(self)->may_stop = py::reinterpret_borrow<py::object>(may_stop);
+  Py_RETURN_NONE;
+}
+
+void refill_dealloc(PyObject* self) {
+  RefillObject* refill = refill_of(self);
+  using OwnedValues = std::unique_ptr<Values>;
+  using Versions = std::vector<long long>;
+  refill->outsiders.~Versions();
+  refill->values.~OwnedValues();
+  refill->may_stop.~object();
+  refill->error.~object();
+  refill->frame.~object();
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"pack", refill_pack, METH_O, "Pack hook of the rerun."},
+    {"stop_if", refill_stop_if, METH_O, "stop_if(may_stop): end early only where this returns True, else at the end."},
+    {"run_to_the_end", refill_run_to_the_end, METH_NOARGS, "Do not stop this rerun early."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef getset[] = {
+    {"frame", refill_get_frame, nullptr, "The frame that is refilled.", nullptr},
+    {"error", refill_get_error, nullptr, "The first mismatch, or None.", nullptr},
+    {"has_failed", refill_get_has_failed, nullptr, "Whether anything does not match.", nullptr},
+    {"num_packed", refill_get_num_packed, nullptr, "Tensors saved by the rerun.", nullptr},
+    {"num_needed", refill_get_num_needed, nullptr, "Tensors the rerun has to save.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(refill_dealloc)},
+                       {Py_tp_methods, methods},
+                       {Py_tp_getset, getset},
+                       {Py_tp_doc, const_cast<char*>("Collects the values of one rerun.")},
+                       {0, nullptr}};
+PyType_Spec spec = {"actckpt._C.Refill", sizeof(RefillObject), 0,
+                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+
+std::size_t count_needed(const FrameObject* frame) {
+  std::size_t count = frame->saved.size();
+  while (count > 0 && frame->saved[count - 1].slot == nullptr) count -= 1;
+  return count;
+}
+
+}  // namespace
+
+py::object new_refill(FrameObject* frame, const py::object& key) {
+  RefillObject* refill = PyObject_New(RefillObject, refill_type);
+  if (refill == nullptr) throw py::error_already_set();
+  new (&refill->frame)
+      py::object(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
+  new (&refill->error) py::object();
+  new (&refill->may_stop) py::object();
+  new (&refill->values) std::unique_ptr<Values>(std::make_unique<Values>());
+  new (&refill->outsiders) std::vector<long long>();
+  refill->values->key = key;
+  // Values already brought back for this key: something reads them a second time.
+  refill->values->keep = frame->find(key.ptr()) != nullptr;
+  refill->values->slots.resize(frame->saved.size());
+  refill->num_packed = 0;
+  refill->num_needed = count_needed(frame);
+  refill->early_stop = frame->recipe.early_stop;
+  refill->stopped = false;
+  auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(refill));
+  if (frame->forward_completed) refill->outsiders = outsider_versions(frame);
+  return owner;
+}
+
+py::object refill_pack_of(const py::object& refill) {
+  PyObject* method = PyCFunction_New(&methods[0], refill.ptr());
+  if (method == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(method);
+}
+
+namespace {
+
+// TorchScript replaces what a hook raises by an error of its own: the pending one may be the stop.
+bool is_stop_in_script(PyObject* refill) {
+  if (!refill_of(refill)->stopped || PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) return false;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  PyObject* text = PyObject_Str(value);
+  const bool matches = text != nullptr && PyUnicode_Tailmatch(text, names().script_failure, 0,
+                                                              PY_SSIZE_T_MAX, -1) == 1;
+  Py_XDECREF(text);
+  PyErr_Restore(type, value, traceback);
+  return matches;
+}
+
+}  // namespace
+
+bool is_stop_of(PyObject* refill) {
+  if (PyErr_ExceptionMatches(stop_rerun) == 0) return is_stop_in_script(refill);
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  PyObject* arguments = PyObject_GetAttrString(value, "args");
+  const bool matches = arguments != nullptr && PyTuple_GET_SIZE(arguments) == 1 &&
+                       PyTuple_GET_ITEM(arguments, 0) == refill;
+  Py_XDECREF(arguments);
+  PyErr_Restore(type, value, traceback);
+  return matches;
+}
+
+PyObject* refill_frame(const py::object& refill) { return refill_of(refill.ptr())->frame.ptr(); }
+
+bool refill_found_mismatch(const py::object& refill) {
+  return static_cast<bool>(refill_of(refill.ptr())->error);
+}
+
+bool refill_has_failed(const py::object& object) {
+  RefillObject* refill = refill_of(object.ptr());
+  if (refill->error) return true;
+  return !refill->stopped && frame_of(refill)->forward_completed &&
+         refill->num_packed < refill->num_needed;
+}
+
+void store_refill(const py::object& object) {
+  RefillObject* refill = refill_of(object.ptr());
+  store(frame_of(refill), std::move(refill->values));
+}
+
+void close_refill(const py::object& object) noexcept {
+  RefillObject* refill = refill_of(object.ptr());
+  refill->stopped = true;
+  // Freed here: that can run Python.
+  const py::object frame = std::move(refill->frame), error = std::move(refill->error);
+  const py::object may_stop = std::move(refill->may_stop);
+  const std::unique_ptr<Values> values = std::move(refill->values);
+}
+
+void add_refill_type(py::module_& module) {
+  refill_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (refill_type == nullptr) throw py::error_already_set();
+  stop_rerun = PyErr_NewExceptionWithDoc("actckpt._C.StopRerun",
+                                         "Everything that a rerun had to bring back is there.",
+                                         PyExc_BaseException, nullptr);
+  if (stop_rerun == nullptr) throw py::error_already_set();
+  module.add_object("Refill", reinterpret_cast<PyObject*>(refill_type));
+  module.add_object("StopRerun", stop_rerun);
+}
+
+}  // namespace actckpt

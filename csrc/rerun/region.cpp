@@ -1,0 +1,359 @@
+#include "rerun/region.h"
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "core/open_reruns.h"
+#include "core/generators.h"
+#include "core/grad_mode.h"
+#include "rerun/held.h"
+#include "rerun/parameters.h"
+#include "core/python.h"
+#include "rerun/refill.h"
+#include "core/swap_lock.h"
+
+namespace actckpt {
+namespace {
+
+// ------------------------------------------------------------------------------------- state
+
+py::object capture_state() {
+  PyObject* getters = names().state_getters;
+  const Py_ssize_t count = PyTuple_GET_SIZE(getters);
+  py::tuple state(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyTuple_SET_ITEM(state.ptr(), i, call(PyTuple_GET_ITEM(getters, i)).release().ptr());
+  }
+  return std::move(state);
+}
+
+// The first two getters tell whether autocast or function modes are on: then Python captures more.
+bool is_complete(const py::object& state) {
+  for (Py_ssize_t i = 0; i < 2; ++i) {
+    const int set = PyObject_IsTrue(PyTuple_GET_ITEM(state.ptr(), i));
+    if (set < 0) throw py::error_already_set();
+    if (set != 0) return false;
+  }
+  return true;
+}
+
+// ------------------------------------------------------------------------------------- calls
+
+// Calls function(*args, **kwargs) with saved tensors going through pack and unpack. Returns null
+// with a Python error pending where that failed.
+PyObject* call_hooked(PyObject* pack, PyObject* unpack, PyObject* function, PyObject* args,
+                      PyObject* kwargs) {
+  PyObject* hooks[] = {pack, unpack};
+  PyObject* pushed = PyObject_Vectorcall(names().push_hooks, hooks, 2, nullptr);
+  if (pushed == nullptr) return nullptr;
+  Py_DECREF(pushed);
+  PyObject* result = PyObject_Call(function, args, kwargs);
+  call_quietly(names().pop_hooks);
+  return result;
+}
+
+PyObject* unpack_function = nullptr;
+PyObject* same_function = nullptr;
+
+// Runs the forward of `frame`; null with a Python error pending where it failed.
+PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* args,
+                      PyObject* kwargs) {
+  PyObject* result =
+      call_hooked(pack_of(frame).ptr(), unpack_function, function, args, kwargs);
+  if (result == nullptr) return nullptr;
+  const auto owner = py::reinterpret_steal<py::object>(result);
+  complete_forward(reinterpret_cast<FrameObject*>(frame.ptr()));
+  return Py_NewRef(owner.ptr());
+}
+
+long long num_reruns = 0;  // of the process so far
+
+// Runs function(*args, **kwargs) with grad mode on until the refill stops it.
+void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args,
+                       PyObject* kwargs) {
+  const GradMode on(true);
+  num_open_reruns += 1;
+  num_reruns += 1;
+  PyObject* result =
+      call_hooked(refill_pack_of(refill).ptr(), same_function, function, args, kwargs);
+  num_open_reruns -= 1;
+  if (result != nullptr) {
+    Py_DECREF(result);
+  } else if (is_stop_of(refill.ptr())) {
+    PyErr_Clear();
+  } else {
+    throw py::error_already_set();
+  }
+}
+
+// ------------------------------------------------------------------------------------- rerun
+
+// Runs `function` until stopped with the random state of the forward, then puts back what was there.
+void run_with_random_state(const py::object& random, const py::object& refill, PyObject* function,
+                           PyObject* args) {
+  const py::object outside = generators_now(random);
+  const auto put_back = [&] {
+    py::error_scope pending;
+    restore_generators(outside);
+  };
+  restore_generators(random);
+  try {
+    run_until_stopped(refill, function, args, nullptr);
+  } catch (...) {
+    put_back();
+    throw;
+  }
+  put_back();
+}
+
+// The arguments of one rerun. Throws an error for the user where a tensor was changed in place.
+py::object thaw_inputs(const py::object& held) {
+  try {
+    return thaw_arguments(held.ptr());
+  } catch (py::error_already_set& error) {
+    if (!error.matches(names().changed_error)) throw;
+    PyObject* worded =
+        PyObject_CallFunctionObjArgs(names().input_error, error.value().ptr(), held.ptr(), nullptr);
+    if (worded == nullptr) throw py::error_already_set();
+    raise(py::reinterpret_steal<py::object>(worded));
+  }
+}
+
+// Whether the function's modules are as the forward left them. Throws where they cannot be made so.
+bool is_as_left(const FrameObject* frame) {
+  if (frame->recipe.parameters->check(frame->check_metadata, true)) return false;
+  return !frame->recipe.buffers ||
+         call_method(frame->recipe.buffers.ptr(), names().are_as_found).ptr() == Py_True;
+}
+
+// Reruns a region of the common kind. Returns false, having done nothing, where it is not one now.
+bool rerun_common(const py::object& refill) {
+  const auto* frame = reinterpret_cast<FrameObject*>(refill_frame(refill));
+  const Recipe& recipe = frame->recipe;
+  if (recipe.region) return false;
+  if (frame->forward_completed && !is_as_left(frame)) return false;
+  const py::object state = capture_state();
+  const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
+  if (same < 0) throw py::error_already_set();
+  if (same == 0 || call(names().is_inference_mode_enabled).ptr() == Py_True) return false;
+  const py::object args = thaw_inputs(recipe.args);
+  if (recipe.random) {
+    run_with_random_state(recipe.random, refill, recipe.function.ptr(), args.ptr());
+  } else {
+    run_until_stopped(refill, recipe.function.ptr(), args.ptr(), nullptr);
+  }
+  return true;
+}
+
+// What the rerun made may outlive it, and with it its pack hook, which must not own the frame then.
+class ClosedAtEnd {
+ public:
+  explicit ClosedAtEnd(const py::object& refill) : refill_(refill) {}
+  ClosedAtEnd(const ClosedAtEnd&) = delete;
+  ClosedAtEnd& operator=(const ClosedAtEnd&) = delete;
+  ~ClosedAtEnd() noexcept {
+    py::error_scope pending;
+    close_refill(refill_);
+  }
+
+ private:
+  const py::object& refill_;
+};
+
+void rerun(FrameObject* frame, const py::object& key) {
+  const py::object refill = new_refill(frame, key);
+  const ClosedAtEnd closed(refill);
+  try {
+    if (!rerun_common(refill)) call(names().refill, refill.ptr());
+  } catch (py::error_already_set&) {
+    // What the pack hook found explains more than what came of it.
+    if (refill_found_mismatch(refill)) raise(call(names().failure, refill.ptr()));
+    throw;
+  }
+  if (refill_has_failed(refill)) raise(call(names().failure, refill.ptr()));
+  store_refill(refill);
+}
+
+class Locked {
+ public:
+  explicit Locked(const py::object& lock) : lock_(lock) {
+    call_method(lock_.ptr(), names().acquire);
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+  ~Locked() noexcept {
+    py::error_scope pending;
+    PyObject* done = PyObject_CallMethodNoArgs(lock_.ptr(), names().release);
+    if (done == nullptr) PyErr_WriteUnraisable(lock_.ptr());
+    Py_XDECREF(done);
+  }
+
+ private:
+  py::object lock_;
+};
+
+// Rules 2 and 4. `key` null: unpacked outside of any backward, so nothing is kept for later.
+py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
+  std::optional<Swap> swap;  // before the lock: see Rule 5 of NOTE [ Random state ]
+  if (frame->recipe.outer_swap >= 0) swap.emplace(frame->recipe.outer_swap);
+  const Locked locked(frame->recipe.lock);
+  const bool keep = static_cast<bool>(key);
+  if (!keep) key = py::reinterpret_steal<py::object>(PyList_New(0));  // equal to no other key
+  py::object value = take(frame, index, key.ptr());
+  if (!value) {
+    rerun(frame, key);
+    value = take(frame, index, key.ptr());
+  }
+  if (!keep) frame->drop(key.ptr());
+  if (value) return value;
+  raise(call(names().failure, reinterpret_cast<PyObject*>(frame)));
+}
+
+// The key of the values that the current unpack may use: the GraphExecGroup that is active, else
+// the id of the running graph task; null outside of both.
+py::object current_key() {
+  if (names().graph_exec_group != nullptr) {
+    py::object group = call(names().graph_exec_group);
+    if (!group.is_none()) return group;
+  }
+  py::object id = call(names().graph_task_id);
+  return PyLong_AsLongLong(id.ptr()) == -1 ? py::object() : id;
+}
+
+PyObject* unpack(PyObject*, PyObject* handle) {
+  return guarded([&]() -> PyObject* {
+    if (Py_TYPE(handle) != slot_type) throw py::type_error("unpack: not a slot of a region");
+    auto* slot = reinterpret_cast<SlotObject*>(handle);
+    FrameObject* frame = slot->frame;
+    // The slot may be released by another thread while Python runs below.
+    const auto owner = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame));
+    const std::size_t index = slot->index;
+    py::object key = current_key();
+    py::object value = key ? take(frame, index, key.ptr()) : py::object();
+    if (!value) value = bring_back(frame, index, std::move(key));
+    return value.release().ptr();
+  });
+}
+
+PyObject* same(PyObject*, PyObject* tensor) { return Py_NewRef(tensor); }
+
+// ----------------------------------------------------------------------------------- forward
+
+bool truth(PyObject* object) {
+  const int result = PyObject_IsTrue(object);
+  if (result < 0) throw py::error_already_set();
+  return result != 0;
+}
+
+Recipe new_recipe(PyObject* function, PyObject* early_stop) {
+  Recipe recipe;
+  recipe.function = py::reinterpret_borrow<py::object>(function);
+  recipe.lock = call(names().lock_type);
+  recipe.early_stop = truth(early_stop);
+  return recipe;
+}
+
+// run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result, or
+// NotImplemented, with nothing done, where the region is not of the common kind.
+PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&]() -> PyObject* {
+    if (nargs != 5) throw py::type_error("run_common takes five arguments");
+    if (names().top_hooks == nullptr || !call(names().top_hooks, Py_False).is_none()) {
+      return Py_NewRef(Py_NotImplemented);
+    }
+    Recipe recipe = new_recipe(args[0], args[2]);
+    recipe.state = capture_state();
+    bool on_device = false;
+    if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
+    if (!recipe.args) return Py_NewRef(Py_NotImplemented);
+    const bool is_capturing =
+        names().is_capturing != nullptr && call(names().is_capturing).ptr() == Py_True;
+    if (truth(args[3]) && !is_capturing) {
+      const py::object generators =
+          on_device ? call(names().generators_of, args[1])
+                    : py::reinterpret_borrow<py::object>(names().cpu_generators);
+      recipe.random = capture_generators(generators.ptr());
+      recipe.outer_swap = 0;
+    }
+    const auto parameters = std::make_shared<Parameters>(args[0], nullptr);
+    recipe.parameters = parameters;
+    auto function = py::reinterpret_borrow<py::object>(args[0]);
+    if (parameters->buffered()) {
+      recipe.buffers = call(names().note_buffers, parameters->buffered().ptr());
+      function = call_method(recipe.buffers.ptr(), names().watching, function.ptr());
+    }
+    const py::object buffers = recipe.buffers;
+    const py::object frame = new_frame(std::move(recipe), truth(args[4]));
+    PyObject* result = run_forward(frame, function.ptr(), args[1], nullptr);
+    if (result == nullptr) return nullptr;
+    const auto owner = py::reinterpret_steal<py::object>(result);
+    parameters->forward_done();
+    if (buffers) call_method(buffers.ptr(), names().forward_done);
+    return Py_NewRef(owner.ptr());
+  });
+}
+
+// run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result
+PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&]() -> PyObject* {
+    if (nargs != 7) throw py::type_error("run takes seven arguments");
+    Recipe recipe = new_recipe(Py_None, args[4]);  // the region holds the function as inputs
+    recipe.outer_swap = PyLong_AsLongLong(args[6]);
+    recipe.region = py::reinterpret_borrow<py::object>(args[0]);
+    const py::object frame = new_frame(std::move(recipe), truth(args[5]));
+    return run_forward(frame, args[1], args[2], args[3]);
+  });
+}
+
+// rerun(refill, function, args, kwargs): for Python's `refill`.
+PyObject* rerun_function(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&]() -> PyObject* {
+    if (nargs != 4) throw py::type_error("rerun takes four arguments");
+    run_until_stopped(py::reinterpret_borrow<py::object>(args[0]), args[1], args[2], args[3]);
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* capture_state_function(PyObject*, PyObject*) {
+  return guarded([&] { return capture_state().release().ptr(); });
+}
+
+PyObject* thaw_arguments_function(PyObject*, PyObject* held) {
+  return guarded([&] { return thaw_arguments(held).release().ptr(); });
+}
+
+PyObject* is_rerunning(PyObject*, PyObject*) { return PyBool_FromLong(is_in_rerun() ? 1 : 0); }
+
+PyObject* count_reruns(PyObject*, PyObject*) { return PyLong_FromLongLong(num_reruns); }
+
+PyObject* none(PyObject*, PyObject*) { return Py_NewRef(Py_None); }
+
+PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
+                                 "Unpack hook: the tensor of a slot, brought back by a rerun."};
+PyMethodDef same_definition = {"same", same, METH_O, "Unpack hook of reruns."};
+
+PyMethodDef functions[] = {
+    {"run_common", fast(run_common), METH_FASTCALL,
+     "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
+    {"run", fast(run), METH_FASTCALL,
+     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
+    {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
+    {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
+    {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
+    {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
+    {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
+    {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+void add_region_functions(py::module_& module) {
+  unpack_function = PyCFunction_New(&unpack_definition, nullptr);
+  same_function = PyCFunction_New(&same_definition, nullptr);
+  if (unpack_function == nullptr || same_function == nullptr) throw py::error_already_set();
+  module.add_object("unpack", py::reinterpret_borrow<py::object>(unpack_function));
+  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+}
+
+}  // namespace actckpt

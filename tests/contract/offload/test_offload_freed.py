@@ -1,0 +1,228 @@
+"""Memory that is freed, replaced or filled anew after a tensor in it was saved: no crash, no wrong number."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_oracle import flush, live_tickets, using
+from oracle import leaf
+
+import actckpt
+from actckpt._offload import backends, native
+from actckpt.errors import SavedTensorChangedError
+
+#: More than a bounce buffer: a part of it is read only once the first write goes on.
+ROWS = 3 << 20
+
+
+@contextmanager
+def _held_writes(folder: Path, num_workers: int) -> Iterator[Callable[[], None]]:
+    """Yield what lets go of writes that have begun."""
+    io = native.FaultyFileIo()
+    faults = native.Faults()
+    faults.hold_writes = True
+    io.set(faults)
+    with using(native.CpuStore.on_disk(str(folder), faults=io, num_workers=num_workers)):
+        try:
+            yield lambda: io.set(native.Faults())
+        finally:
+            io.set(native.Faults())
+
+
+def _free(h: torch.Tensor) -> None:
+    h.untyped_storage().resize_(0)
+
+
+def _free_and_fill(h: torch.Tensor) -> None:
+    """What allocators give back is often the same address: it looks as if nothing had happened."""
+    nbytes = h.untyped_storage().nbytes()
+    h.untyped_storage().resize_(0)
+    h.untyped_storage().resize_(nbytes)
+    h.untyped_storage().fill_(7)
+
+
+def _free_by_its_old_name(h: torch.Tensor) -> None:
+    h._typed_storage()._resize_(0)
+
+
+_WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "freed": _free,
+    "freed and filled anew": _free_and_fill,
+    "freed by its old name": _free_by_its_old_name,
+    "moved to shared memory": lambda h: h.detach().share_memory_(),
+    "made smaller": lambda h: h.untyped_storage().resize_(4096),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("how", _WAYS)
+def test_memory_freed_while_it_is_copied_out_gives_what_was_saved(tmp_path: Path, how: str, num_workers: int) -> None:
+    x = leaf(ROWS)
+    with _held_writes(tmp_path, num_workers) as let_go:
+        h = x * 1.5
+        expected = h.detach().cos() * 1.5
+        with actckpt.offload(min_bytes=0):
+            y = h.sin()
+        timer = threading.Timer(0.1, let_go)
+        timer.start()
+        _WAYS[how](h)
+        timer.join()
+        flush()
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_memory_freed_after_its_graph_is_gone_is_no_crash(tmp_path: Path) -> None:
+    """The copy that has begun goes on after its ticket was dropped."""
+    with _held_writes(tmp_path, 2) as let_go:
+        h = leaf(ROWS) * 1.5
+        with actckpt.offload(min_bytes=0):
+            y = h.sin()
+        del y
+        timer = threading.Timer(0.1, let_go)
+        timer.start()
+        _free(h)
+        timer.join()
+        flush()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_memory_freed_that_could_not_be_moved_raises(tmp_path: Path, num_workers: int) -> None:
+    x = leaf(1024)
+    io = native.FaultyFileIo()
+    faults = native.Faults()
+    faults.fail_write_at, faults.write_errno = 0, errno.EIO
+    io.set(faults)
+    with using(native.CpuStore.on_disk(str(tmp_path), faults=io, num_workers=num_workers)):
+        h = x * 1.5
+        with actckpt.offload(min_bytes=0):
+            y = h.sin()
+        _free(h)
+        with pytest.raises(SavedTensorChangedError, match=r"(?s)\(1024,\).*0 bytes; saved were 4096"):
+            torch.autograd.grad(y.sum(), x)
+
+
+def test_what_was_brought_back_may_be_freed_by_its_reader(tmp_path: Path) -> None:
+    """The next unpack brings the bytes back once more."""
+    with using(native.CpuStore.on_disk(str(tmp_path))):
+        h = leaf(1024) * 1.5
+        expected = h.detach().clone()
+        with actckpt.offload(min_bytes=0):
+            one, other = h.sin(), h.cos()
+        flush()
+        del h
+        first = one.grad_fn._saved_self
+        assert torch.equal(first, expected)
+        first.untyped_storage().resize_(0)
+        assert torch.equal(other.grad_fn._saved_self, expected)
+
+
+def test_storages_that_nobody_copies_do_not_wait(tmp_path: Path) -> None:
+    with _held_writes(tmp_path, 2):
+        h = leaf(ROWS) * 1.5
+        with actckpt.offload(min_bytes=0):
+            y = h.sin()
+        other = torch.zeros(16)
+        other.untyped_storage().resize_(0)
+        assert other.untyped_storage().nbytes() == 0
+    del y
+
+
+class _Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.function()
+        return grad, None
+
+
+def test_memory_freed_while_backward_holds_it_gives_what_was_saved(tmp_path: Path) -> None:
+    """The first unpack is handed the tensor itself, whose write has not ended; then its memory goes."""
+    x = leaf(1024)
+    with _held_writes(tmp_path, 2) as let_go:
+        h = x * 1.5
+
+        def free() -> None:
+            let_go()
+            flush()
+            _free(h)
+
+        (expected,) = torch.autograd.grad((h.sin() * h.cos()).sum(), x, retain_graph=True)
+        with actckpt.offload(min_bytes=0):
+            y = (_Calls.apply(h.sin(), free) * h.cos()).sum()
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+        assert h.untyped_storage().nbytes() == 0
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_failed_backward_read_ahead_is_let_go_of(
+    tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the graph, which is retained, lives on. The last tensor saved is the only one that is read."""
+    buffers: list[weakref.ref[torch.UntypedStorage]] = []
+    make_buffer = backends._buffer
+
+    def buffer(nbytes: int, device: torch.device) -> backends.Bytes:
+        made = make_buffer(nbytes, device)
+        buffers.append(weakref.ref(made.storage))
+        return made
+
+    monkeypatch.setattr(backends, "_buffer", buffer)
+    x = leaf(1024)
+    with using(native.CpuStore.on_disk(str(tmp_path), num_workers=num_workers)):
+        h = x * 1
+        with actckpt.offload(min_bytes=0):
+            for n in range(8):
+                h = _Fails.apply(h.sin()) if n == 6 else h.sin()
+        flush()
+        y = h.sum()
+        with pytest.raises(ArithmeticError):
+            torch.autograd.grad(y, x, retain_graph=True)
+        flush()
+        for _ in range(50):  # a copy that is under way ends first
+            native_store = backends.existing("disk")
+            assert isinstance(native_store, backends.CpuBackend)
+            native_store.store.poll()
+            if all(reference() is None for reference in buffers):
+                break
+            time.sleep(0.02)
+        assert len(buffers) > 2, "some were read ahead"
+        assert [reference() for reference in buffers] == [None] * len(buffers)
+        del y
+
+
+def test_a_failed_backward_keeps_nothing_once_its_graph_is_gone(tmp_path: Path) -> None:
+    """autograd itself keeps the nodes that were to run next until the next backward of the thread."""
+    with using(native.CpuStore.on_disk(str(tmp_path))):
+        for _ in range(3):
+            x = leaf(1024)
+            with actckpt.offload(min_bytes=0):
+                y = _Fails.apply((x * 1.5).sin().exp()).cos().sum()
+            flush()
+            with pytest.raises(ArithmeticError):
+                y.backward()
+        del y
+        leaf(1).sin().sum().backward()
+        assert live_tickets() == 0

@@ -1,0 +1,407 @@
+"""Ways to run backward, to nest and to fail under offload: gradients are bit-equal and nothing is left in the store."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+import torch
+from offload_oracle import KINDS, assert_same, flush, live_tickets, store_of_kind
+from oracle import assert_equal, gradients, leaf, mlp, ours, theirs
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import actckpt
+from actckpt._offload import backends
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@pytest.fixture(params=KINDS, autouse=True)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    with store_of_kind(request.param):
+        actckpt.reset_stats()
+        yield request.param
+        assert live_tickets() == 0, "every graph of the test is gone"
+
+
+def _deep(x: torch.Tensor) -> torch.Tensor:
+    return ((x * 1.5).sin().exp() @ x.cos().T).tanh().square().sum()
+
+
+def test_backward_three_times_over_one_graph() -> None:
+    def program(context: Context) -> Any:
+        x = leaf(8, 8)
+        with context():
+            y = _deep(x)
+        flush()
+        return [torch.autograd.grad(y, x, retain_graph=n < 2) for n in range(3)]
+
+    assert_same(program)
+
+
+def test_a_retained_graph_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the store nor in what was brought back, also for tensors saved several times."""
+    brought_back: list[weakref.ref[torch.UntypedStorage]] = []
+    make_buffer = backends._buffer
+
+    def buffer(nbytes: int, device: torch.device) -> backends.Bytes:
+        made = make_buffer(nbytes, device)
+        brought_back.append(weakref.ref(made.storage))
+        return made
+
+    monkeypatch.setattr(backends, "_buffer", buffer)
+    x = leaf(32, 32)
+    with actckpt.offload(min_bytes=0):
+        h = x * 1
+        y = (h.sin() + h.cos() + _deep(h)).sum()
+    del h
+    flush()
+    held = actckpt.stats().store_bytes
+    for _ in range(3):
+        torch.autograd.grad(y, x, retain_graph=True)
+        assert actckpt.stats().store_bytes == held
+        assert brought_back and all(reference() is None for reference in brought_back)
+    del y
+
+
+def test_double_backward() -> None:
+    def program(context: Context) -> Any:
+        x = leaf(8, 8)
+        with context():
+            y = _deep(x)
+            (first,) = torch.autograd.grad(y, x, create_graph=True)
+        flush()
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        return first.detach(), second.detach(), torch.autograd.grad(second.sum(), x)
+
+    assert_same(program)
+
+
+def test_double_backward_with_only_the_forward_inside() -> None:
+    def program(context: Context) -> Any:
+        x = leaf(8, 8)
+        with context():
+            y = _deep(x)
+        flush()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        return first.detach(), torch.autograd.grad(first.square().sum(), x)
+
+    assert_same(program)
+
+
+def test_hessian_vector_products_and_batched_gradients() -> None:
+    def program(context: Context) -> Any:
+        x = leaf(6)
+        with context():
+            y = (torch.outer(x, x).sin() @ x).exp()
+        flush()
+        batched = torch.autograd.grad(y, x, torch.eye(6), is_grads_batched=True, retain_graph=True)
+        return batched, torch.autograd.grad(y.sum(), x)
+
+    assert_same(program)
+
+
+def test_a_graph_whose_backward_never_runs_gives_its_bytes_back() -> None:
+    with actckpt.offload(min_bytes=0):
+        y = _deep(leaf(32, 32))
+    flush()
+    assert actckpt.stats().store_bytes > 0
+    del y
+    assert actckpt.stats().store_bytes == 0
+
+
+def test_a_graph_dropped_while_it_is_written_gives_its_bytes_back() -> None:
+    for _ in range(20):
+        with actckpt.offload(min_bytes=0):
+            _deep(leaf(64, 64))
+    flush()
+    assert actckpt.stats().store_bytes == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("in_one_context", [True, False])
+def test_several_graphs_alive_run_in_any_order(order: tuple[int, ...], in_one_context: bool) -> None:
+    def program(context: Context) -> Any:
+        x = leaf(8, 8)
+        outputs = []
+        with ExitStack() as stack:
+            if in_one_context:
+                stack.enter_context(context())
+            for n in range(3):
+                with context() if not in_one_context else ExitStack():
+                    outputs.append(_deep(x * (n + 1)))
+        flush()
+        return [torch.autograd.grad(outputs[n], x) for n in order]
+
+    assert_same(program)
+
+
+def test_a_pipeline_of_one_forward_and_one_backward() -> None:
+    def program(context: Context) -> Any:
+        model = mlp(8, 2)
+        waiting = []
+        for n in range(6):
+            with context():
+                waiting.append(model(torch.randn(4, 8)).exp().sum())
+            if n >= 2:
+                waiting.pop(0).backward()
+        while waiting:
+            waiting.pop().backward()
+        return gradients(model)
+
+    assert_same(program)
+
+
+def test_branches_unused_in_backward() -> None:
+    def program(context: Context) -> Any:
+        x = leaf(8, 8)
+        with context():
+            h = x * 2
+            used, unused = h.sin().exp(), h.cos().tanh().exp()
+        flush()
+        return torch.autograd.grad(used.sum(), x), unused.detach()
+
+    assert_same(program)
+
+
+def test_parts_of_a_graph_one_after_the_other() -> None:
+    def program(context: Context) -> Any:
+        x, w = leaf(8, 8), leaf(8, 8)
+        with context():
+            h = (x @ w).sin()
+            y = (h @ w).exp().mean()
+        flush()
+        return (
+            torch.autograd.grad(y, h, retain_graph=True),
+            torch.autograd.grad(y, w, retain_graph=True),
+            torch.autograd.grad(y, [x, w]),
+        )
+
+    assert_same(program)
+
+
+def test_saved_tensors_are_read_twice_outside_of_backward() -> None:
+    h = leaf(8, 8) * 1
+    value = h.detach().clone()
+    with actckpt.offload(min_bytes=0):
+        y = h.sin()
+    flush()
+    assert torch.equal(y.grad_fn._saved_self, value) and torch.equal(y.grad_fn._saved_self, value)
+    assert torch.equal(torch.autograd.grad(y.sum(), h)[0], value.cos())
+
+
+def test_an_exception_in_forward_leaves_nothing() -> None:
+    x = leaf(8, 8)
+    with pytest.raises(ZeroDivisionError), actckpt.offload(min_bytes=0):
+        y = _deep(x)
+        raise ZeroDivisionError
+    del y
+    flush()
+    assert actckpt.stats().store_bytes == 0
+    assert type(x.sin().grad_fn._saved_self) is torch.Tensor, "the hooks are gone"
+
+
+class _Fails(torch.autograd.Function):
+    fails = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if _Fails.fails:
+            raise ZeroDivisionError
+        return grad
+
+
+def test_an_exception_in_backward_and_another_try() -> None:
+    def program(context: Context) -> Any:
+        x = leaf(8, 8)
+        with context():
+            y = _Fails.apply(_deep(x) * x.sin()).exp().sum()
+        flush()
+        _Fails.fails = True
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.grad(y, x, retain_graph=True)
+        _Fails.fails = False
+        return torch.autograd.grad(y, x)
+
+    assert_same(program)
+
+
+def test_eight_threads_train_at_once() -> None:
+    def train(seed: int, results: dict[int, Any], context: Context) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        w = torch.randn(16, 16, generator=generator).requires_grad_()
+        for _ in range(10):
+            with context():
+                y = _deep(w * 0.5)
+            (grad,) = torch.autograd.grad(y, w)
+            w = (w - 0.1 * grad).detach().requires_grad_()
+        results[seed] = w.detach()
+
+    found: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=train, args=(seed, found, lambda: actckpt.offload(min_bytes=0))) for seed in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected: dict[int, Any] = {}
+    for seed in range(8):
+        train(seed, expected, ExitStack)
+    assert_equal(found, {seed: expected[seed] for seed in found})
+    assert len(found) == 8
+
+
+def test_eight_threads_run_backward_over_graphs_of_one_context() -> None:
+    x = leaf(16, 16)
+    expected = [torch.autograd.grad(_deep(x * n), x)[0] for n in range(8)]
+    with actckpt.offload(min_bytes=0):
+        outputs = [_deep(x * n) for n in range(8)]
+    flush()
+    found: dict[int, torch.Tensor] = {}
+
+    def backward(n: int) -> None:
+        (found[n],) = torch.autograd.grad(outputs[n], x)
+
+    threads = [threading.Thread(target=backward, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_equal([found[n] for n in range(8)], expected)
+
+
+def _identity() -> AbstractContextManager[Any]:
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("other", [save_on_cpu, _identity, lambda: actckpt.offload(min_bytes=0)])
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_other_hooks_outside_and_inside(other: Context, is_outside: bool) -> None:
+    def program(context: Context) -> Any:
+        x = leaf(8, 8)
+        first, second = (other, context) if is_outside else (context, other)
+        with first():
+            h = (x * 2).sin()
+            with second():
+                h = (h * x).exp()
+            y = h.cos().sum()
+        flush()
+        return torch.autograd.grad(y, x)
+
+    assert_same(program)
+
+
+@pytest.mark.parametrize("checkpoint", [ours, theirs])
+@pytest.mark.parametrize("place", ["inside", "outside", "both"])
+def test_checkpoint_and_offload_in_either_order(checkpoint: Any, place: str) -> None:
+    def program(context: Context) -> Any:
+        layers = [mlp(8, 2, dropout=0.2) for _ in range(3)]
+
+        def block(layer: torch.nn.Module, h: torch.Tensor) -> torch.Tensor:
+            with context() if place != "outside" else ExitStack():
+                return layer(h).exp().tanh()
+
+        x = leaf(4, 8)
+        with context() if place != "inside" else ExitStack():
+            h = x * 1.5
+            for layer in layers:
+                h = checkpoint(block, layer, h)
+            y = h.square().sum()
+        flush()
+        return torch.autograd.grad(y, [x, *(p for layer in layers for p in layer.parameters())])
+
+    assert_same(program)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("is_offloading", [True, False])
+def test_inputs_of_regions_are_offloaded(depth: int, is_offloading: bool) -> None:
+    elements = 1 << 18  # what offload_inputs takes by default
+
+    def program(context: Context) -> Any:
+        x, scale = leaf(elements), torch.full((elements,), 0.5)
+
+        def region(level: int, h: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+            h = (h * scale).sin()
+            return h if level == 0 else ours(region, level - 1, h, scale=scale, offload_inputs=True).cos()
+
+        with context() if is_offloading else ExitStack():
+            y = ours(region, depth, x * 1.5, scale=scale, offload_inputs=True)
+            y = ours(region, depth, y, scale=scale, offload_inputs=True).sum()
+        flush()
+        return torch.autograd.grad(y, x, retain_graph=True), torch.autograd.grad(y, x)
+
+    assert_same(program)
+    assert actckpt.stats().offloaded_bytes > 0
+
+
+def test_blocks_are_offloaded_by_apply() -> None:
+    torch.manual_seed(1)
+    blocks = [mlp(8, 1) for _ in range(3)]
+    model, x = torch.nn.Sequential(*blocks), torch.randn(4, 8)
+    model(x).exp().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    actckpt.apply(model, policy="offload", min_bytes=0)
+    for _ in range(2):
+        model.zero_grad()
+        y = model(x).exp().sum()
+        flush()
+        y.backward()
+        assert_equal(gradients(model), expected)
+    assert actckpt.stats().offloaded_bytes > 0
+    actckpt.remove(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*global hooks on modules")  # see test_offload_regressions.py
+def test_blocks_compiled_before_run_inside() -> None:
+    torch._dynamo.reset()
+    model = mlp(8, 2)
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def program(context: Context) -> Any:
+        x = leaf(4, 8)
+        with context():
+            y = compiled(x).exp().sum()
+        flush()
+        return torch.autograd.grad(y, [x, *model.parameters()])
+
+    assert_same(program)
+
+
+def test_as_a_decorator_and_again() -> None:
+    @actckpt.offload(min_bytes=0)
+    def forward(x: torch.Tensor, depth: int) -> torch.Tensor:
+        return _deep(x) if depth == 0 else forward(x.sin(), depth - 1)
+
+    x = leaf(8, 8)
+    for depth in (0, 2):
+        y = forward(x, depth)
+        flush()
+        h = x
+        for _ in range(depth):
+            h = h.sin()
+        assert_equal(torch.autograd.grad(y, x), torch.autograd.grad(_deep(h), x))
+    del y, h
+
+
+def test_nothing_is_moved_without_grad_or_below_the_minimum() -> None:
+    x = leaf(16, 16)
+    with actckpt.offload(min_bytes=0), torch.no_grad():
+        _deep(x)
+    with actckpt.offload(min_bytes=0), torch.inference_mode():
+        _deep(x)
+    with actckpt.offload(min_bytes=16 * 16 * 4 + 1):
+        y = _deep(x)
+    with actckpt.offload(min_bytes="1KiB"):
+        z = (x * 1).sin()
+    assert actckpt.stats().offloaded_bytes == 16 * 16 * 4
+    del y, z

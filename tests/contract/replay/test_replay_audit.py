@@ -1,0 +1,221 @@
+"""Rule 6: kernels that write behind the dispatcher's back never give a wrong gradient, from the first step on."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor
+
+import actckpt
+
+
+@pytest.fixture(autouse=True)
+def _first() -> Iterator[None]:
+    before = actckpt.configure().audit
+    actckpt.configure(audit="first")
+    yield
+    actckpt.configure(audit=before, opaque=())
+
+
+def _write(target: Tensor, source: Tensor) -> None:
+    """Copy bytes as a kernel would that torch knows nothing of."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+
+
+class IntoFreshMemory(torch.autograd.Function):
+    """Its result comes from a raw kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        _write(out, torch.from_numpy(x.detach().numpy() * 3))
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class IntoRecordedValue(torch.autograd.Function):
+    """A raw kernel overwrites what a recorded operator made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x * 2
+        _write(out, torch.from_numpy(x.detach().numpy() * 5))
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+def _step(function: Any, x: Tensor, region: Any) -> Tensor:
+    with region:
+        y = (function.apply(x.sin()) * x).exp()
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+def _use_the_store() -> None:
+    with actckpt.offload(min_bytes=0):
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+
+
+@pytest.mark.parametrize("function", [IntoFreshMemory, IntoRecordedValue])
+@pytest.mark.filterwarnings("ignore:.*came back from replay with other bytes:UserWarning")
+@pytest.mark.parametrize("has_store", [False, True])
+def test_rule_6_a_raw_write_never_gives_a_wrong_gradient(function: Any, has_store: bool) -> None:
+    from contextlib import nullcontext
+
+    x = torch.randn(3, 5, requires_grad=True)
+    expected = _step(function, x, nullcontext())
+    if has_store:
+        _use_the_store()
+    refused = 0
+    for _ in range(5):
+        try:
+            found = _step(function, x, actckpt.region())
+        except actckpt.AuditError as error:
+            assert "configure(opaque=" in str(error)
+            refused += 1
+        else:
+            assert_equal(found, expected)
+    assert refused == 0 if function is IntoFreshMemory else refused <= 1
+
+
+def test_rule_6_the_line_that_the_error_gives_helps() -> None:
+    x = torch.randn(4, 7, requires_grad=True)
+    actckpt.configure(opaque=["aten.mul.Tensor"])
+    from contextlib import nullcontext
+
+    assert_equal(_step(IntoRecordedValue, x, actckpt.region()), _step(IntoRecordedValue, x, nullcontext()))
+
+
+def _num_checksums(shape: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many checksums one call of a region left; all calls have one site."""
+    from actckpt._replay import audit
+
+    taken: list[Tensor] = []
+    right = audit.checksum
+    monkeypatch.setattr(audit, "checksum", lambda tensor: taken.append(tensor) or right(tensor))
+    x = torch.randn(shape, requires_grad=True)
+    with actckpt.region():
+        y = x.sin().exp()
+    left = len(taken)
+    y.sum().backward()
+    monkeypatch.undo()
+    return left
+
+
+def test_rule_6_more_than_64_structures_per_site_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    actckpt.configure(audit="first")
+    left = [_num_checksums(shape, monkeypatch) for shape in range(1, 66)]
+    assert min(left) > 0  # each of 65 shapes for the first time
+    sampled = [_num_checksums(shape, monkeypatch) for shape in range(66, 66 + 64)]
+    assert sum(count > 0 for count in sampled) == 64 // 16
+    actckpt.configure(audit="always")
+    assert min(_num_checksums(shape, monkeypatch) for shape in range(200, 220)) > 0
+
+
+@pytest.fixture
+def _own_folder(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    before = actckpt.configure()
+    actckpt.configure(spill_dir=folder)
+    yield folder
+    actckpt.configure(spill_dir=before.spill_dir, max_inflight=before.max_inflight)
+
+
+@pytest.mark.parametrize("function", [torch.sin, IntoFreshMemory.apply])
+def test_an_audit_does_not_fail_where_its_store_cannot_be_made(function: Any, _own_folder: Path) -> None:
+    _use_the_store()
+    _own_folder.rmdir()
+    actckpt.configure(max_inflight="1MiB")  # from now on a store would have to be made in the folder that is gone
+    x = torch.randn(11, 3, requires_grad=True)
+    with actckpt.region() as r:
+        y = function(x.exp()).exp()
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert_equal(found, torch.autograd.grad(function(x.exp()).exp().sum(), x)[0])
+    assert r.report().recomputed_bytes > 0
+
+
+def test_an_audit_does_not_fail_where_its_store_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actckpt._offload import backends, native
+
+    refused: list[int] = []
+
+    def refuse(self: Any, source: Any, nbytes: int, *, must: bool = True) -> None:
+        refused.append(nbytes)
+        raise native.EngineError("refused")
+
+    _use_the_store()
+    monkeypatch.setattr(backends.CpuBackend, "put", refuse)
+    x = torch.randn(12, 3, requires_grad=True)
+    with actckpt.region():
+        y = x.exp().sin()
+    assert refused
+    assert_equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(x.exp().sin().sum(), x)[0])
+
+
+def test_an_audit_does_not_fail_in_a_child_process_that_may_not_use_its_store() -> None:
+    code = """if True:
+        import os, torch, actckpt
+        with actckpt.offload(min_bytes=0):
+            torch.ones(3, requires_grad=True).exp().sum().backward()
+        child = os.fork()
+        if child == 0:
+            x = torch.ones(3, requires_grad=True)
+            with actckpt.region():
+                y = x.exp().sin()
+            y.sum().backward()
+            os._exit(0)
+        raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("fails", ["in forward", "in backward"])
+def test_an_audit_without_memory_for_its_checksum_is_left_out(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from actckpt._replay import audit
+
+    asked: list[Tensor] = []
+
+    def out_of_memory(tensor: Tensor) -> Tensor:
+        asked.append(tensor)
+        raise torch.OutOfMemoryError("none left")
+
+    right = audit.checksum
+    monkeypatch.setattr(audit, "checksum", out_of_memory if fails == "in forward" else right)
+    x = torch.randn(13, 3, requires_grad=True)
+    with actckpt.region():
+        y = x.exp().sin()
+    monkeypatch.setattr(audit, "checksum", out_of_memory if fails == "in backward" else right)
+    assert_equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(x.exp().sin().sum(), x)[0])
+    assert asked
+
+
+def test_an_original_that_cannot_be_read_back_is_an_audit_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actckpt._offload import backends, native
+
+    def broken(*_: Any) -> None:
+        raise native.EngineError("the disk broke")
+
+    _use_the_store()
+    x = torch.randn(14, 3, requires_grad=True)
+    with actckpt.region():
+        y = (IntoRecordedValue.apply(x.sin()) * x).exp()
+    monkeypatch.setattr(backends.CpuBackend, "fetch", broken)
+    with pytest.raises(actckpt.AuditError) as raised:
+        y.sum().backward()
+    assert "the disk broke" in str(raised.value.__cause__)

@@ -1,0 +1,227 @@
+"""Buffers from empty factories that are filled piece by piece: dropped once recorded operators wrote all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import CountOperators, leaf
+from torch import Tensor
+
+import actckpt
+from actckpt._replay.filling import Filling
+from actckpt._replay.lineage import Value
+
+Program = Callable[[Tensor], Tensor]
+
+
+def rows(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    for i in range(6):
+        b[i] = x[i].sin()
+    return b
+
+
+def columns(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    for i in range(8):
+        b[:, i] = x[:, i].sin()
+    return b
+
+
+def a_cache(x: Tensor) -> Tensor:
+    b = torch.empty(2, 3, 8)
+    for i in range(0, 8, 2):
+        b[:, :, i : i + 2] = x.view(2, 3, 8)[:, :, i : i + 2].sin()
+    return b
+
+
+def transposed(x: Tensor) -> Tensor:
+    b = torch.empty(8, 6).t()
+    for i in (5, 0, 3, 1, 2, 4):
+        b[i] = x[i].sin()
+    return b
+
+
+def by_out(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    with torch.no_grad():
+        torch.sin(x[:3], out=b[:3])
+        torch.cos(x[2:], out=b[2:])
+    return b
+
+
+def with_changes_in_between(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    b[:3] = x[:3].sin()
+    b[0].mul_(2)
+    b[3:] = x[3:].cos()
+    b.mul_(3)
+    b[4] = 1.5
+    return b
+
+
+def at_random(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    b[:3].normal_()
+    b[3:].uniform_()
+    return b * x
+
+
+def of_sources_that_change(x: Tensor) -> Tensor:
+    b, source = torch.empty(6, 8), torch.ones(3, 8)
+    b[:3] = source
+    source.mul_(2)
+    b[3:] = source
+    return b * x
+
+
+def in_part(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    b[:3] = x[:3].sin()
+    return b[:3]
+
+
+def reading_what_is_not_there(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    b.mul_(0).nan_to_num_(0)
+    b[:3] = x[:3].sin()
+    b[3:] = x[3:].sin()
+    return b
+
+
+def from_itself(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    b[0] = x[0].sin()
+    for i in range(1, 6):
+        b[i] = b[i - 1] * 1.5
+    return b.detach() * x
+
+
+def behind_the_back(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    with torch.no_grad():
+        b[:3] = x[:3].sin()
+        b.numpy()[3:] = 2.5
+    return b * x
+
+
+def behind_the_back_of_the_version(x: Tensor) -> Tensor:
+    b = torch.empty(6, 8)
+    b.numpy()[:] = 2.5
+    with torch.no_grad():
+        b[:3] = x[:3].sin()
+    return b * x
+
+
+DROPPED = [rows, columns, a_cache, transposed, by_out, with_changes_in_between, at_random, of_sources_that_change]
+KEPT = [in_part, behind_the_back, behind_the_back_of_the_version]
+OTHERS = [reading_what_is_not_there, from_itself]
+
+
+def _run(program: Program, region: Any, num_backwards: int = 1) -> Tensor:
+    torch.manual_seed(0)
+    x = leaf(6, 8)
+    with region:
+        b = program(x)
+        y = (b * b).exp() * x[:3, :3].sum()
+    for left in range(num_backwards - 1, -1, -1):
+        (found,) = torch.autograd.grad(y.sum(), x, retain_graph=left > 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    "policy", ["recompute", ["aten.sin"], ["aten.copy_"], "offload", lambda i: actckpt.Action.RECOMPUTE]
+)
+@pytest.mark.parametrize("num_backwards", [1, 2])
+@pytest.mark.parametrize("program", [*DROPPED, *KEPT, *OTHERS], ids=lambda program: program.__name__)
+@pytest.mark.filterwarnings("ignore:.*came back from replay with other bytes:UserWarning")
+def test_gradients_are_those_of_plain_autograd(program: Program, policy: Any, num_backwards: int) -> None:
+    expected = _run(program, nullcontext())
+    for _ in range(2):  # the first is audited
+        assert torch.equal(_run(program, actckpt.region(policy), num_backwards), expected)
+
+
+@pytest.mark.parametrize("program", DROPPED, ids=lambda program: program.__name__)
+def test_a_buffer_that_is_covered_is_dropped(program: Program) -> None:
+    region = actckpt.region()
+    _run(program, region)
+    reasons = {reason for row in region.report().rows for reason in row.not_replayed}
+    assert reasons <= {"an input of the region", "others are replayed from it"}
+
+
+@pytest.mark.parametrize("program", KEPT, ids=lambda program: program.__name__)
+def test_a_buffer_that_is_not_covered_is_kept(program: Program) -> None:
+    region = actckpt.region()
+    _run(program, region)
+    reasons = {reason for row in region.report().rows for reason in row.not_replayed}
+    assert reasons & {"uninitialised memory", "changed outside of the recorder"}
+
+
+def test_writes_that_a_policy_or_a_setting_keeps_are_not_executed_again() -> None:
+    def copies(policy: Any) -> int:
+        x = leaf(6, 8)
+        with actckpt.region(policy):
+            b = rows(x)
+            y = (b * b).exp()
+        with CountOperators() as counted:
+            y.sum().backward()
+        return counted.counts["aten.copy_.default"]
+
+    actckpt.configure(audit="off")
+    try:
+        plainly = copies("keep")
+        assert copies("recompute") == plainly + 6
+        assert copies(["aten.copy_"]) == plainly
+        actckpt.configure(opaque=["aten.copy_"])
+        assert copies("recompute") == plainly
+    finally:
+        actckpt.configure(audit="first", opaque=())
+
+
+pieces = st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 5))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(order=st.permutations(range(3)), writes=st.lists(pieces, max_size=12))
+def test_coverage_is_never_claimed_too_early(order: list[int], writes: list[tuple[int, int, int]]) -> None:
+    """Against a count of every element."""
+    base = torch.zeros(2, 3, 4).permute(*order)
+    filling = Filling(base, Value(base.numel() * 4, base.device, 1))
+    flat = base.as_strided((24,), (1,))
+    for axis, start, stop in writes:
+        low, high = sorted((start, stop))
+        window = base.narrow(
+            axis,
+            min(low, base.shape[axis] - 1),
+            max(1, min(high, base.shape[axis]) - low) if low < base.shape[axis] else 1,
+        )
+        window = window.select(axis, 0) if window.shape[axis] == 1 and start % 2 else window
+        piece = filling.piece_of(window)
+        assert piece is not None
+        was_there = bool((window > 0).all())
+        assert was_there or not filling.has(piece)
+        filling.add(piece)
+        window.fill_(1)
+        assert filling.has(piece)
+        assert not filling.is_full() or bool((flat > 0).all())
+
+
+def test_what_is_no_simple_piece_is_none() -> None:
+    base = torch.zeros(4, 4, 4)
+    filling = Filling(base, Value(256, base.device, 1))
+    assert filling.piece_of(base[::2]) is None
+    assert filling.piece_of(base[1:3, :, 1:3]) is None
+    assert filling.piece_of(base[:, 0, 0]) is None
+    assert filling.piece_of(base.diagonal()) is None
+    assert filling.piece_of(base[:0]) is None
+    assert filling.piece_of(base[1]) == (-1, 64, 128)
+    assert filling.piece_of(base[:, 1:3]) == (1, 1, 3)
+    assert filling.piece_of(base[:, :, 3]) == (2, 3, 4)
+    assert filling.piece_of(base[1].view(torch.int16)) == (-1, 64, 128)
+    assert filling.piece_of(base[:, 1].view(torch.int16)) is None

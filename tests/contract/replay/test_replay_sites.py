@@ -1,0 +1,178 @@
+"""What one function has shown in its audit says nothing about another one: each has a site of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor
+
+import actckpt
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its argument; where `raw`, a kernel that torch knows nothing of puts five times there instead."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, raw: bool) -> Tensor:
+        out = x * 2
+        if raw:
+            source = torch.from_numpy(x.detach().numpy() * 5)
+            ctypes.memmove(out.data_ptr(), source.data_ptr(), 4 * out.numel())
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+def tame(x: Tensor) -> Tensor:
+    return Doubled.apply(x.sin(), False)
+
+
+def wild(x: Tensor) -> Tensor:
+    return Doubled.apply(x.sin(), True)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, raw: bool) -> None:
+        super().__init__()
+        self.raw = raw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return wild(x) if self.raw else tame(x)
+
+    def tame(self, x: Tensor) -> Tensor:
+        return tame(x)
+
+    def wild(self, x: Tensor) -> Tensor:
+        return wild(x)
+
+
+class Callee:
+    def __init__(self, function: Function) -> None:
+        self.function = function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Methods:
+    @actckpt.region()
+    def tame(self, x: Tensor) -> Tensor:
+        return tame(x)
+
+    @actckpt.region()
+    def wild(self, x: Tensor) -> Tensor:
+        return wild(x)
+
+
+def _through(function: Function) -> Function:
+    return lambda x: function(x)
+
+
+def _stacked(function: Function) -> Function:
+    def run(x: Tensor) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(actckpt.region())
+            return function(x)
+
+    return run
+
+
+def _stacked_elsewhere(function: Function) -> Function:
+    def other(x: Tensor) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(actckpt.region())
+            return function(x)
+
+    return other
+
+
+@contextlib.contextmanager
+def _my_region() -> Iterator[None]:
+    with actckpt.region():
+        yield
+
+
+def _with_mine(x: Tensor) -> Tensor:
+    with _my_region():
+        return tame(x)
+
+
+def _with_mine_too(x: Tensor) -> Tensor:
+    with _my_region():
+        return wild(x)
+
+
+def _checkpointed(function: Any) -> Function:
+    return lambda x: actckpt.checkpoint(function, x, policy=[])
+
+
+_module = Layer(False)
+_PAIRS: dict[str, tuple[Function, Function]] = {
+    "functions": (actckpt.region()(tame), actckpt.region()(wild)),
+    "methods of a class": (Methods().tame, Methods().wild),
+    "methods of a module": (actckpt.region()(_module.tame), actckpt.region()(_module.wild)),
+    "modules of one type": (actckpt.region()(Layer(False)), actckpt.region()(Layer(True))),
+    "closures of one factory": (actckpt.region()(_through(tame)), actckpt.region()(_through(wild))),
+    "closures in closures": (actckpt.region()(_through(_through(tame))), actckpt.region()(_through(_through(wild)))),
+    "partials": tuple(actckpt.region()(functools.partial(lambda f, x: f(x), f)) for f in (tame, wild)),
+    "callable objects": (actckpt.region()(Callee(tame)), actckpt.region()(Callee(wild))),
+    "checkpointed functions": (_checkpointed(tame), _checkpointed(wild)),
+    "checkpointed methods": (_checkpointed(_module.tame), _checkpointed(_module.wild)),
+    "checkpointed closures": (_checkpointed(_through(tame)), _checkpointed(_through(wild))),
+    "checkpointed objects": (_checkpointed(Callee(tame)), _checkpointed(Callee(wild))),
+    "exit stacks": (_stacked(tame), _stacked_elsewhere(wild)),
+    "generators as contexts": (_with_mine, _with_mine_too),
+}
+
+
+def _gradient(function: Function, x: Tensor) -> Tensor:
+    return torch.autograd.grad(function(x).exp().sum(), x)[0]
+
+
+@pytest.mark.parametrize("name", _PAIRS)
+@pytest.mark.filterwarnings("ignore:.*came back from replay with other bytes:UserWarning")
+def test_the_audit_of_one_function_does_not_pass_another_one_of_the_same_operators(name: str) -> None:
+    first, second = _PAIRS[name]
+    x = torch.randn(3, 5, requires_grad=True)
+    for _ in range(3):
+        assert_equal(_gradient(first, x), _gradient(tame, x))
+    expected = _gradient(wild, x)
+    refused = 0
+    for _ in range(3):
+        try:
+            found = _gradient(second, x)
+        except actckpt.AuditError:
+            refused += 1
+        else:
+            assert_equal(found, expected)
+    assert refused <= 1
+
+
+def test_a_function_that_is_made_anew_at_each_call_is_audited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actckpt._replay import audit
+
+    taken: list[Tensor] = []
+    right = audit.checksum
+    monkeypatch.setattr(audit, "checksum", lambda tensor: taken.append(tensor) or right(tensor))
+    x = torch.randn(3, 5, requires_grad=True)
+    layer = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Tanh())
+    for _ in range(4):
+        for decorated in (True, False):
+            function = lambda x: layer(x).exp()  # noqa: E731
+            y = actckpt.region()(function)(x) if decorated else actckpt.checkpoint(function, x, policy=[])
+            y.sum().backward()
+        if not _:
+            first = len(taken)
+    assert len(taken) == first > 0

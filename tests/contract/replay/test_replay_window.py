@@ -1,0 +1,189 @@
+"""`configure(replay_window=...)`: fewer bytes at once in backward, for at most twice the operators."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import CountOperators
+from test_replay_memory import Block
+
+import actckpt
+from actckpt._replay import execute
+from actckpt.memory import LiveStorages
+
+_LAYERS = 32
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    yield
+    actckpt.configure(replay_window="auto")
+
+
+def _run(window: int | None) -> tuple[int, int, list[torch.Tensor]]:
+    """Return peak bytes, operators executed again, and gradients of the second of two steps; the first is audited."""
+    torch.manual_seed(0)
+    layers = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(_LAYERS))
+    model = torch.nn.Sequential(*layers)
+    x = torch.randn(1024, 64, requires_grad=True)
+    actckpt.configure(replay_window=window)
+    for _ in range(2):
+        model.zero_grad()
+        with LiveStorages() as live:
+            with actckpt.region("recompute"):
+                y = model(x)
+            with CountOperators() as operators:
+                y.sum().backward()
+            del y
+    again = operators.counts["aten.addmm.default"] + operators.counts["aten.gelu.default"]
+    return (
+        live.peak_bytes,
+        again,
+        [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None],
+    )
+
+
+def test_a_quarter_of_the_activations_bounds_the_peak_at_twice_the_operators() -> None:
+    peak, operators, gradients = _run(None)
+    bounded_peak, bounded_operators, bounded_gradients = _run(2 * _LAYERS * 1024 * 64 * 4 // 4)
+    assert operators <= 2 * _LAYERS < bounded_operators <= 4 * _LAYERS
+    assert bounded_peak <= 0.4 * peak
+    assert all(map(torch.equal, gradients, bounded_gradients))
+
+
+def test_a_window_that_takes_nothing_bounds_the_peak_too() -> None:
+    def run(window: int | None) -> tuple[int, torch.Tensor]:
+        h = x = torch.linspace(0, 1, 256, requires_grad=True)
+        actckpt.configure(replay_window=window)
+        with actckpt.region():
+            for _ in range(20):
+                h = h.sin()
+        with LiveStorages() as live:
+            (gradient,) = torch.autograd.grad(h.sum(), x)
+        return live.peak_bytes, gradient
+
+    run(None)  # the audit's
+    unbounded, expected = run(None)
+    for window in (0, 100, 1023):  # one value has 1024 bytes
+        peak, gradient = run(window)
+        assert peak <= 6 * 1024 < 20 * 1024 <= unbounded
+        assert torch.equal(gradient, expected)
+
+
+class _Whole:
+    """A model of many layers in one region, with the settings that it finds."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module], *shape: int) -> None:
+        self._model = torch.nn.Sequential(*layers)
+        self._x = torch.randn(shape)
+        self.peak_bytes = self.forward_operators = self.replayed_operators = 0
+
+    def step(self, region: Any, *, audited: bool = False) -> list[torch.Tensor]:
+        """Run a step, the first one also before if it is not to be audited; return its gradients."""
+        for _ in range(1 if audited else 2):
+            self._model.zero_grad()
+            actckpt.reset_stats()
+            with LiveStorages(parameters=self._model.parameters()) as live:
+                with CountOperators() as operators, region():
+                    loss = self._model(self._x).square().mean()
+                loss.backward()
+            self.peak_bytes = live.peak_bytes
+            self.replayed_operators = actckpt.stats().replayed_operators
+            views = ("view", "transpose", "permute", "as_strided", "select", "unsqueeze", "aten.t.")
+            self.forward_operators = sum(n for name, n in operators.counts.items() if not any(v in name for v in views))
+        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+
+
+class _Residual(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList(torch.nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
+        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.norms[0](self.convs[0](x)))
+        return torch.relu(x + self.norms[1](self.convs[1](h)))
+
+
+def _layers(width: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU())
+
+
+WHOLE: dict[str, Callable[[], _Whole]] = {
+    "layers": lambda: _Whole((_layers(512) for _ in range(32)), 256, 512),
+    "transformer": lambda: _Whole((Block(128) for _ in range(10)), 4, 128, 128),
+    "four blocks": lambda: _Whole((Block(256) for _ in range(4)), 4, 256, 256),
+    "convolutions": lambda: _Whole((_Residual() for _ in range(12)), 8, 16, 32, 32),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_one_region_around_a_whole_model_peaks_at_a_third_of_plain_for_twice_the_operators(name: str) -> None:
+    torch.manual_seed(0)
+    whole = WHOLE[name]()
+    expected = [gradient.clone() for gradient in whole.step(contextlib.nullcontext)]
+    plain = whole.peak_bytes
+    actckpt.configure(replay_window=None)
+    whole.step(actckpt.region)
+    once = whole.replayed_operators
+    assert once <= whole.forward_operators
+    actckpt.configure(replay_window="auto")
+    gradients = whole.step(actckpt.region)
+    print(f"{name}: peak {whole.peak_bytes / plain:.3f} of {plain / 2**20:.1f} MiB, ", end="")
+    print(f"{whole.replayed_operators} operators again, without a limit {once}")
+    assert whole.peak_bytes <= 0.35 * plain
+    assert whole.replayed_operators <= 2 * once
+    assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_operator_of_a_whole_model_runs_more_than_twice_in_a_backward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: Counter[int] = Counter()
+    called = execute._called
+
+    def counted(step: Any, *args: Any) -> Any:
+        runs[id(step)] += 1
+        return called(step, *args)
+
+    monkeypatch.setattr(execute, "_called", counted)
+    whole = WHOLE[name]()
+    whole.step(actckpt.region, audited=True)
+    runs.clear()
+    whole.step(actckpt.region, audited=True)  # the second step
+    assert whole.replayed_operators - 1 <= runs.total() <= whole.replayed_operators  # C++ replays one that is alone
+    assert set(runs.values()) == {1, 2}
+
+
+def test_the_peak_of_a_whole_model_grows_with_the_root_of_its_depth() -> None:
+    peaks = []
+    for depth in (32, 128):
+        whole = _Whole((_layers(128) for _ in range(depth)), 1024, 128)
+        whole.step(actckpt.region)
+        peaks.append(whole.peak_bytes)
+        assert whole.replayed_operators <= 2 * whole.forward_operators
+    assert peaks[1] <= 2.1 * peaks[0]
+
+
+def test_a_region_of_a_block_replays_each_operator_once_by_itself() -> None:
+    torch.manual_seed(0)
+    whole = _Whole([Block(256)], 4, 1024, 256)
+    whole.step(actckpt.region)
+    assert whole.replayed_operators <= whole.forward_operators
+
+
+def test_none_has_no_limit_and_a_number_is_one() -> None:
+    whole = WHOLE["layers"]()
+    found = {}
+    for window in (None, 2**20, "auto"):
+        actckpt.configure(replay_window=window)
+        whole.step(actckpt.region)
+        found[window] = whole.peak_bytes, whole.replayed_operators
+    assert found[None][1] <= whole.forward_operators < found["auto"][1] < found[2**20][1]
+    assert found[None][0] > found["auto"][0] > found[2**20][0]

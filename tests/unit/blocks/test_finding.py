@@ -1,0 +1,269 @@
+"""Which modules are taken for the blocks of a model: structures that real models have."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import actckpt
+from actckpt._blocks.finding import repeated_blocks
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+class Block(nn.Module):
+    """A transformer block of 6 layers."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Stage(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.grow = nn.Linear(width, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.grow(x))
+
+
+class Residual(nn.Module):
+    """A convolution block of 4 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.GroupNorm(2, 8), nn.SiLU()
+        self.conv1, self.conv2 = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(self.act(self.conv1(self.norm(x))))
+
+
+class Down(nn.Module):
+    """As in a U-Net of diffusion models: rows of two kinds, some of one block only."""
+
+    def __init__(self, num_attentions: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(Residual() for _ in range(2))
+        self.attentions = nn.ModuleList(Block() for _ in range(num_attentions))
+        self.shrink = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for resnet in self.resnets:
+            x = resnet(x)
+        for attention in self.attentions:
+            x = attention(x.movedim(1, -1)).movedim(-1, 1)
+        return self.shrink[0](x)
+
+
+class LastDown(Down):
+    """Its kind stands once in the model."""
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.resnets, self.attentions = nn.ModuleList([Residual()]), nn.ModuleList([Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.resnets[0](self.attentions[0](x.movedim(1, -1)).movedim(-1, 1))
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Down(2), Down(2), LastDown(0)])
+        self.middle = Middle()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for down in self.down:
+            x = down(x)
+        return self.middle(x)
+
+
+class Nested(nn.Module):
+    """Rows of rows, which are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in self.rows:
+            for block in row:
+                x = block(x)
+        return x
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class ExpertBlock(nn.Module):
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(8), Attention()
+        self.gate, self.experts = nn.Linear(8, num_experts), nn.ModuleList(Expert() for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x))
+        return x + self.experts[int(self.gate(x).sum() > 0)](x)
+
+
+class Numbered(nn.Module):
+    """Blocks that are attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        for number in range(1, 4):
+            setattr(self, f"b{number}", Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b3(self.b2(self.b1(self.stem(x))))
+
+
+class Shared(nn.Module):
+    """One layer that is called many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.layers[0](x)
+        return x
+
+
+class First(Block):
+    """The first block of a stack is often of its own kind."""
+
+
+def _swin() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), *(Stage(8, depth) for depth in (2, 2, 6, 2)))
+
+
+def _with_head() -> nn.Module:
+    head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 100))
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), *(Block() for _ in range(4)), head)
+
+
+MODELS = {
+    "blocks rather than stages": (_swin(), {"Block": 12}),
+    "rows of one kind and groups of one": (UNet(), {"Residual": 7, "Block": 5}),
+    "rows of rows": (Nested(), {"Block": 6}),
+    "blocks rather than experts": (nn.Sequential(*(ExpertBlock(8) for _ in range(8))), {"ExpertBlock": 8}),
+    "blocks rather than their parts": (nn.Sequential(*(Block() for _ in range(8))), {"Block": 8}),
+    "numbered attributes": (Numbered(), {"Block": 3}),
+    "one layer": (Shared(), {"Block": 1}),
+    "the first of its own kind": (nn.Sequential(First(), *(Block() for _ in range(4))), {"First": 1, "Block": 4}),
+    "neither stem nor head": (_with_head(), {"Block": 4}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_blocks_of_a_model_are(name: str) -> None:
+    model, expected = MODELS[name]
+    found = repeated_blocks(model)
+    assert Counter(type(block).__name__ for block in found.values()) == expected
+    assert all(model.get_submodule(where) is block for where, block in found.items())
+    order = [where for where, _ in model.named_modules()]
+    assert list(found) == sorted(found, key=order.index)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_of_them_run_and_gradients_are_bit_equal(name: str) -> None:
+    model, _ = MODELS[name]
+    x = torch.randn(2, 8, 4, 4) if isinstance(model, UNet) else torch.randn(2, 4, 8)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), allow_unused=True)
+    names = actckpt.apply(model)
+    try:
+        if name == "blocks rather than experts":
+            found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), allow_unused=True)
+        else:
+            found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        assert actckpt.report(model).blocks_ran == names
+    finally:
+        actckpt.remove(model)
+    for one, other in zip(found, expected, strict=True):
+        assert one is other or torch.equal(one, other)
+
+
+@pytest.fixture
+def library_layer(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """The class by which Transformers marks the layers that its own checkpointing checkpoints."""
+    library: Any = ModuleType("transformers.modeling_layers")
+    library.GradientCheckpointingLayer = type("GradientCheckpointingLayer", (nn.Module,), {})
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    return library.GradientCheckpointingLayer
+
+
+def _row_of(base: type[nn.Module], *rows: list[nn.Module]) -> nn.Module:
+    class Layer(base):  # type: ignore[misc, valid-type]
+        def __init__(self, row: list[nn.Module]) -> None:
+            super().__init__()
+            self.layer = nn.ModuleList(row)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.layer:
+                x = part(x)
+            return x
+
+    return nn.Sequential(*(Layer(row) for row in rows))
+
+
+def _t5(base: type[nn.Module]) -> nn.Module:
+    """Four layers as those of T5: attention and MLP in a ModuleList."""
+    return _row_of(base, *([Block(), Expert()] for _ in range(4)))
+
+
+def test_layers_that_transformers_checkpoints_stay_whole(library_layer: type[nn.Module]) -> None:
+    assert list(repeated_blocks(_t5(library_layer))) == [str(number) for number in range(4)]
+    assert set(map(type, repeated_blocks(_t5(nn.Module)).values())) == {Block, Expert}
+
+
+def test_stages_that_transformers_checkpoints_give_way_to_their_blocks(library_layer: type[nn.Module]) -> None:
+    stages = _row_of(library_layer, *([Block() for _ in range(depth)] for depth in (2, 2, 6, 2)))
+    assert Counter(map(type, repeated_blocks(stages).values())) == {Block: 12}
+
+
+def test_a_container_of_leaves_only_has_no_blocks() -> None:
+    assert repeated_blocks(nn.Sequential(nn.Linear(8, 8), nn.GELU())) == {}
+    assert repeated_blocks(nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)])])) == {}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_blocks_are_blocks_as_they_are_uncompiled(fullgraph: bool) -> None:
+    """Their forward is an attribute of the instance."""
+    blocks = nn.ModuleList([torch.compile(Block(), backend="eager", fullgraph=fullgraph) for _ in range(3)])
+    assert actckpt.apply(blocks) == ("0", "1", "2")
+    actckpt.remove(blocks)
+    assert actckpt.apply(blocks, blocks=["1"]) == ("1",)

@@ -1,0 +1,18 @@
+"""Sizes and times, written for people."""
+
+import pytest
+
+from actckpt._text.sizes import format_bytes, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB"), (2**41, "2.00 TiB")]
+)
+def test_bytes_are_written_with_the_largest_unit_that_fits(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+    assert parse_bytes(text, what="size") == nbytes
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0, "0 s"), (2e-5, "20.00 us"), (0.02, "20.00 ms"), (90.0, "90.00 s")])
+def test_seconds_are_written_with_the_largest_unit_that_fits(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
