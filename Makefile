@@ -31,6 +31,7 @@ integrations: $(STAMP) $(INTEGRATIONS)/.installed
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h')
 
 types: $(STAMP)
 	$(BIN)/mypy

@@ -50,16 +50,14 @@ Below below(const HandleSettings& settings, const std::shared_ptr<Pool>& pageabl
 
 }  // namespace
 
-DeviceHandle::DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend,
-                           const HandleSettings& settings, py::object release,
-                           DeviceEngine::Pause pause)
+DeviceHandle::DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const HandleSettings& settings,
+                           py::object release, DeviceEngine::Pause pause)
     : backend_(std::move(backend)),
       pool_(std::make_shared<Pool>(settings.pool, backend_.get())),
       pageable_(std::make_shared<Pool>(pageable_config(settings))),
       workers_(Workers::make(settings.num_workers)),
-      engine_(std::make_unique<DeviceEngine>(
-          backend_, pool_, engine_config(settings),
-          below(settings, pageable_, workers_, backend_.get()), std::move(pause))),
+      engine_(std::make_unique<DeviceEngine>(backend_, pool_, engine_config(settings),
+                                             below(settings, pageable_, workers_, backend_.get()), std::move(pause))),
       release_(std::move(release)) {
   workers_->set_progress([engine = engine_.get()] { return engine->advance(); });
 }
@@ -101,9 +99,8 @@ void DeviceHandle::finish(const Releases& releases) noexcept {
   }
 }
 
-py::object DeviceHandle::put(std::uintptr_t ptr, std::uint64_t nbytes, int device,
-                             std::uintptr_t stream, const py::object& keep, bool must,
-                             bool may_use_disk) {
+py::object DeviceHandle::put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream,
+                             const py::object& keep, bool must, bool may_use_disk) {
   Reference reference(keep);
   Finisher released(this);
   Put put{PutOutcome::kKeptFailed, nullptr};
@@ -126,9 +123,7 @@ void DeviceHandle::poll() {
   engine_->poll(&released);
 }
 
-void DeviceTicketHandle::use(int device, std::uintptr_t stream) {
-  owner_->engine()->use(ticket_, {device, stream});
-}
+void DeviceTicketHandle::use(int device, std::uintptr_t stream) { owner_->engine()->use(ticket_, {device, stream}); }
 
 py::object DeviceTicketHandle::get(int device, std::uintptr_t stream) {
   for (;;) {
@@ -150,8 +145,8 @@ const char* DeviceTicketHandle::tier() const {
   return !ticket_->is_below ? "pinned" : kNames[ticket_->tier];
 }
 
-bool DeviceTicketHandle::load(int device, std::uintptr_t stream, std::uintptr_t ptr,
-                              const py::object& keep, bool urgent) {
+bool DeviceTicketHandle::load(int device, std::uintptr_t stream, std::uintptr_t ptr, const py::object& keep,
+                              bool urgent) {
   Reference reference(keep);
   Finisher released(owner_.get());
   const bool taken = owner_->engine()->load(ticket_, {device, stream}, ptr, reference.get(),

@@ -15,9 +15,9 @@
 #include <memory>
 #include <utility>
 
+#include "bind/engine.h"
 #include "engine/cuda/cuda_backend.h"
 #include "engine/protocol/device_engine.h"
-#include "bind/engine.h"
 #include "engine/tiers/tiers.h"
 
 namespace actckpt::python {
@@ -29,21 +29,21 @@ struct HandleSettings {
   PoolConfig pool;
   std::uint64_t window_bytes = DeviceConfig().window_bytes;
   std::uint64_t pageable_limit_bytes = 0;
-  std::shared_ptr<SpillFile> file;     // null: no disk
-  std::uint64_t bounce_bytes = 0;      // pinned for bounce buffers, beside the pool
+  std::shared_ptr<SpillFile> file;  // null: no disk
+  std::uint64_t bounce_bytes = 0;   // pinned for bounce buffers, beside the pool
   std::uint64_t buffer_bytes = SpillSettings().buffer_bytes;
-  int num_workers = 2;                 // 0: `work` runs their jobs
+  int num_workers = 2;  // 0: `work` runs their jobs
 };
 
 class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
  public:
-  DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const HandleSettings& settings,
-               py::object release, DeviceEngine::Pause pause = nullptr);
+  DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const HandleSettings& settings, py::object release,
+               DeviceEngine::Pause pause = nullptr);
   ~DeviceHandle() noexcept;
 
   // A DeviceTicket, or why the tensor stays. Releases the GIL: may pin memory, or wait (`must`).
-  py::object put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream,
-                 const py::object& keep, bool must, bool may_use_disk);
+  py::object put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream, const py::object& keep,
+                 bool must, bool may_use_disk);
   void poll();
   std::uint64_t trim() { return pool_->trim() + pageable_->trim(); }
   DeviceStats stats() { return engine_->stats(); }
@@ -78,16 +78,13 @@ class DeviceTicketHandle {
   std::uint64_t nbytes() const { return ticket_->bytes; }
   TimingPtr timing() const { return ticket_->timing; }
   const char* tier() const;
-  std::pair<int, std::uintptr_t> put_stream() const {
-    return {ticket_->put_stream.device, ticket_->put_stream.handle};
-  }
+  std::pair<int, std::uintptr_t> put_stream() const { return {ticket_->put_stream.device, ticket_->put_stream.handle}; }
   void use(int device, std::uintptr_t stream);
 
   // (object, record_stream wanted), or None: allocate on the stream and `load(..., urgent=True)`.
   // Releases the GIL while a worker has to bring the bytes first.
   py::object get(int device, std::uintptr_t stream);
-  bool load(int device, std::uintptr_t stream, std::uintptr_t ptr, const py::object& keep,
-            bool urgent);
+  bool load(int device, std::uintptr_t stream, std::uintptr_t ptr, const py::object& keep, bool urgent);
   void unload();
   void drop();
 

@@ -45,8 +45,6 @@ class Reference {
   PyObject* object_;
 };
 
-inline std::byte* to_pointer(std::uintptr_t address) {
-  return reinterpret_cast<std::byte*>(address);
-}
+inline std::byte* to_pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 }  // namespace actckpt::python

@@ -9,12 +9,12 @@
 #include <utility>
 #include <vector>
 
+#include "bind/device_handles.h"
+#include "bind/engine.h"
 #include "engine/cuda/cuda_backend.h"
 #include "engine/errors.h"
 #include "engine/memory/extents.h"
 #include "engine/protocol/device_engine.h"
-#include "bind/engine.h"
-#include "bind/device_handles.h"
 
 namespace actckpt::python {
 namespace {
@@ -46,12 +46,10 @@ const cuda::OpenedDriver& opened_driver() {
   return opened;
 }
 
-std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes,
-                                        std::optional<std::uint64_t> window_bytes,
+std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional<std::uint64_t> window_bytes,
                                         const py::object& release, std::uint64_t pageable_limit,
-                                        std::shared_ptr<SpillFile> file,
-                                        std::uint64_t bounce_bytes, std::uint64_t buffer_bytes,
-                                        int num_workers) {
+                                        std::shared_ptr<SpillFile> file, std::uint64_t bounce_bytes,
+                                        std::uint64_t buffer_bytes, int num_workers) {
   const cuda::OpenedDriver& opened = opened_driver();
   if (opened.driver == nullptr) {
     throw DeviceError("the CUDA backend is unusable: " + opened.why + ".");
@@ -60,8 +58,8 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes,
     throw py::value_error("num_workers must be at least 1, got " + std::to_string(num_workers));
   }
   if (buffer_bytes == 0 || buffer_bytes % kGranule != 0) {
-    throw py::value_error("buffer_bytes must be a multiple of " + std::to_string(kGranule) +
-                          ", got " + std::to_string(buffer_bytes));
+    throw py::value_error("buffer_bytes must be a multiple of " + std::to_string(kGranule) + ", got " +
+                          std::to_string(buffer_bytes));
   }
   HandleSettings settings;
   settings.pool.limit_bytes = limit_bytes;
@@ -71,8 +69,7 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes,
   settings.bounce_bytes = bounce_bytes;
   settings.buffer_bytes = buffer_bytes;
   settings.num_workers = num_workers;
-  auto handle = std::make_shared<DeviceHandle>(
-      std::make_shared<cuda::CudaBackend>(opened.driver), settings, release);
+  auto handle = std::make_shared<DeviceHandle>(std::make_shared<cuda::CudaBackend>(opened.driver), settings, release);
   handles().push_back(handle);
   return handle;
 }
@@ -115,25 +112,15 @@ void bind_stats(py::module_& module) {
       .def_readonly("stall_seconds", &DeviceStats::stall_seconds)
       .def_readonly("num_host_waits", &DeviceStats::num_host_waits)
       .def_readonly("host_wait_seconds", &DeviceStats::host_wait_seconds)
-      .def_property_readonly("num_pageable_puts",
-                             [](const DeviceStats& self) { return self.num_tier_puts[0]; })
-      .def_property_readonly("num_disk_puts",
-                             [](const DeviceStats& self) { return self.num_tier_puts[1]; })
-      .def_property_readonly("pageable_bytes",
-                             [](const DeviceStats& self) { return self.tier_bytes[0]; })
-      .def_property_readonly("disk_bytes",
-                             [](const DeviceStats& self) { return self.tier_bytes[1]; })
-      .def_property_readonly(
-          "num_failed_writes",
-          [](const DeviceStats& self) { return self.spill.num_failed_drains; })
-      .def_property_readonly("num_full_writes",
-                             [](const DeviceStats& self) { return self.spill.num_full_drains; })
-      .def_property_readonly("num_failed_reads",
-                             [](const DeviceStats& self) { return self.spill.num_failed_fills; })
-      .def_property_readonly("stuck_bytes",
-                             [](const DeviceStats& self) { return self.spill.stuck_bytes; })
-      .def_property_readonly("spill_error",
-                             [](const DeviceStats& self) { return self.spill.last_error; })
+      .def_property_readonly("num_pageable_puts", [](const DeviceStats& self) { return self.num_tier_puts[0]; })
+      .def_property_readonly("num_disk_puts", [](const DeviceStats& self) { return self.num_tier_puts[1]; })
+      .def_property_readonly("pageable_bytes", [](const DeviceStats& self) { return self.tier_bytes[0]; })
+      .def_property_readonly("disk_bytes", [](const DeviceStats& self) { return self.tier_bytes[1]; })
+      .def_property_readonly("num_failed_writes", [](const DeviceStats& self) { return self.spill.num_failed_drains; })
+      .def_property_readonly("num_full_writes", [](const DeviceStats& self) { return self.spill.num_full_drains; })
+      .def_property_readonly("num_failed_reads", [](const DeviceStats& self) { return self.spill.num_failed_fills; })
+      .def_property_readonly("stuck_bytes", [](const DeviceStats& self) { return self.spill.stuck_bytes; })
+      .def_property_readonly("spill_error", [](const DeviceStats& self) { return self.spill.last_error; })
       .def_readonly("num_kept_capturing", &DeviceStats::num_kept_capturing)
       .def_readonly("num_kept_failed", &DeviceStats::num_kept_failed)
       .def_readonly("last_error", &DeviceStats::last_error);
@@ -147,8 +134,8 @@ void bind_device(py::module_& module) {
   py::class_<DeviceTicketHandle>(module, "DeviceTicket")
       .def("use", &DeviceTicketHandle::use, py::arg("device"), py::arg("stream"))
       .def("get", &DeviceTicketHandle::get, py::arg("device"), py::arg("stream"))
-      .def("load", &DeviceTicketHandle::load, py::arg("device"), py::arg("stream"), py::arg("ptr"),
-           py::arg("keep"), py::kw_only(), py::arg("urgent"))
+      .def("load", &DeviceTicketHandle::load, py::arg("device"), py::arg("stream"), py::arg("ptr"), py::arg("keep"),
+           py::kw_only(), py::arg("urgent"))
       .def("unload", &DeviceTicketHandle::unload)
       .def("drop", &DeviceTicketHandle::drop)
       .def_property_readonly("nbytes", &DeviceTicketHandle::nbytes)
@@ -157,14 +144,12 @@ void bind_device(py::module_& module) {
       .def_property_readonly("put_stream", &DeviceTicketHandle::put_stream);
 
   py::class_<DeviceHandle, std::shared_ptr<DeviceHandle>>(module, "DeviceEngine")
-      .def_static("cuda", &open_cuda, py::kw_only(), py::arg("limit_bytes"),
-                  py::arg("window_bytes"), py::arg("release"), py::arg("pageable_limit") = 0,
-                  py::arg("spill_file") = nullptr, py::arg("bounce_bytes") = 0,
-                  py::arg("buffer_bytes") = SpillSettings().buffer_bytes,
+      .def_static("cuda", &open_cuda, py::kw_only(), py::arg("limit_bytes"), py::arg("window_bytes"),
+                  py::arg("release"), py::arg("pageable_limit") = 0, py::arg("spill_file") = nullptr,
+                  py::arg("bounce_bytes") = 0, py::arg("buffer_bytes") = SpillSettings().buffer_bytes,
                   py::arg("num_workers") = 2)
-      .def("put", &DeviceHandle::put, py::arg("ptr"), py::arg("nbytes"), py::arg("device"),
-           py::arg("stream"), py::arg("keep"), py::kw_only(), py::arg("must") = true,
-           py::arg("may_use_disk") = true)
+      .def("put", &DeviceHandle::put, py::arg("ptr"), py::arg("nbytes"), py::arg("device"), py::arg("stream"),
+           py::arg("keep"), py::kw_only(), py::arg("must") = true, py::arg("may_use_disk") = true)
       .def("poll", &DeviceHandle::poll)
       .def("_work", &DeviceHandle::work, NoGil())
       // Release the GIL: may wait for another thread's call, or unmap.
@@ -174,8 +159,7 @@ void bind_device(py::module_& module) {
 
   // Keeps the GIL. Empty if the driver is usable, else why not.
   module.def("why_no_cuda", [] { return opened_driver().why; });
-  module.def("_missing_in_driver",
-             [](const std::string& library) { return cuda::open_driver(library.c_str()).why; });
+  module.def("_missing_in_driver", [](const std::string& library) { return cuda::open_driver(library.c_str()).why; });
   py::module_::import("atexit").attr("register")(py::cpp_function(&close_all));
 }
 

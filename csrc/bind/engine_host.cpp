@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "bind/engine.h"
 #include "engine/errors.h"
 #include "engine/host/host_engine.h"
 #include "engine/protocol/device_engine.h"
-#include "bind/engine.h"
 
 namespace actckpt::python {
 namespace {
@@ -29,8 +29,7 @@ std::vector<std::weak_ptr<HostEngine>>& engines() {
 // Lives in a Python object; its end is the ticket's drop.
 class TicketHandle {
  public:
-  TicketHandle(EnginePtr engine, TicketPtr ticket)
-      : engine_(std::move(engine)), ticket_(std::move(ticket)) {}
+  TicketHandle(EnginePtr engine, TicketPtr ticket) : engine_(std::move(engine)), ticket_(std::move(ticket)) {}
   TicketHandle(const TicketHandle&) = delete;
   TicketHandle& operator=(const TicketHandle&) = delete;
   ~TicketHandle() { drop(); }
@@ -110,8 +109,8 @@ class TicketHandle {
   const TicketPtr ticket_;
 };
 
-py::object put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes,
-               const std::shared_ptr<ByteStore>& store, const py::object& keep, bool must) {
+py::object put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes, const std::shared_ptr<ByteStore>& store,
+               const py::object& keep, bool must) {
   Reference reference(keep);
   double waited = 0.0;
   for (;;) {
@@ -178,11 +177,9 @@ EnginePtr make_engine(int num_workers, std::optional<std::uint64_t> window_bytes
   if (num_workers < 0) {
     throw py::value_error("num_workers must not be negative, got " + std::to_string(num_workers));
   }
-  EnginePtr engine = HostEngine::make(
-      HostConfig{num_workers, window_bytes.value_or(kFollowsSizes), &tell_released});
+  EnginePtr engine = HostEngine::make(HostConfig{num_workers, window_bytes.value_or(kFollowsSizes), &tell_released});
   auto& all = engines();
-  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& old) { return old.expired(); }),
-            all.end());
+  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& old) { return old.expired(); }), all.end());
   all.push_back(engine);
   return engine;
 }
@@ -219,9 +216,10 @@ void bind_stats(py::module_& module) {
 void bind_host(py::module_& module) {
   bind_stats(module);
   py::class_<ByteStore, std::shared_ptr<ByteStore>>(module, "ByteStore")
-      .def_static("in_pool", [](std::shared_ptr<Pool> pool) -> std::shared_ptr<ByteStore> {
-        return std::make_shared<PoolStore>(std::move(pool));
-      })
+      .def_static("in_pool",
+                  [](std::shared_ptr<Pool> pool) -> std::shared_ptr<ByteStore> {
+                    return std::make_shared<PoolStore>(std::move(pool));
+                  })
       .def_static("on_disk", [](std::shared_ptr<SpillFile> file) -> std::shared_ptr<ByteStore> {
         return std::make_shared<DiskStore>(std::move(file));
       });
@@ -239,8 +237,8 @@ void bind_host(py::module_& module) {
       .def(py::init(&make_engine), py::kw_only(), py::arg("num_workers") = HostConfig().num_workers,
            py::arg("window_bytes") = HostConfig().window_bytes)
       // Keeps the GIL; releases it while the window is full.
-      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("store"), py::arg("keep"),
-           py::kw_only(), py::arg("must") = true)
+      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("store"), py::arg("keep"), py::kw_only(),
+           py::arg("must") = true)
       // Keeps the GIL: a leaf lock.
       .def("poll", &collect)
       // Keeps the GIL: no lock.

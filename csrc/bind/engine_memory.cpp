@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "bind/engine.h"
 #include "engine/disk/spill_file.h"
 #include "engine/errors.h"
 #include "engine/memory/pool.h"
-#include "bind/engine.h"
 
 namespace actckpt::python {
 namespace {
@@ -45,13 +45,14 @@ void bind_pool(py::module_& module) {
 
   py::class_<PoolBlock>(module, "PoolBlock")
       .def_property_readonly("nbytes", [](const PoolBlock& self) { return self.block.bytes(); })
-      .def_property_readonly("segments", [](const PoolBlock& self) {
-        std::vector<std::pair<std::uintptr_t, std::size_t>> segments;
-        for (const Segment& segment : self.block.segments()) {
-          segments.emplace_back(reinterpret_cast<std::uintptr_t>(segment.ptr), segment.bytes);
-        }
-        return segments;
-      })
+      .def_property_readonly("segments",
+                             [](const PoolBlock& self) {
+                               std::vector<std::pair<std::uintptr_t, std::size_t>> segments;
+                               for (const Segment& segment : self.block.segments()) {
+                                 segments.emplace_back(reinterpret_cast<std::uintptr_t>(segment.ptr), segment.bytes);
+                               }
+                               return segments;
+                             })
       // Keeps the GIL: a leaf lock, no system call.
       .def("free", [](PoolBlock& self) { self.block = Block(); });
 
@@ -59,15 +60,12 @@ void bind_pool(py::module_& module) {
       .def(py::init([](std::uint64_t limit, std::uint64_t slab, std::uint64_t growth) {
              return std::make_shared<Pool>(PoolConfig{limit, slab, growth});
            }),
-           py::kw_only(), py::arg("limit_bytes") = UINT64_MAX,
-           py::arg("slab_bytes") = PoolConfig().slab_bytes,
+           py::kw_only(), py::arg("limit_bytes") = UINT64_MAX, py::arg("slab_bytes") = PoolConfig().slab_bytes,
            py::arg("growth_percent") = PoolConfig().growth_percent)
       // Release the GIL: may map memory.
       .def(
           "allocate",
-          [](const std::shared_ptr<Pool>& self, std::size_t nbytes) {
-            return PoolBlock{self, self->allocate(nbytes)};
-          },
+          [](const std::shared_ptr<Pool>& self, std::size_t nbytes) { return PoolBlock{self, self->allocate(nbytes)}; },
           py::arg("nbytes"), NoGil())
       .def("trim", &Pool::trim, NoGil())
       .def("stats", &Pool::stats, NoGil());
@@ -108,29 +106,29 @@ void bind_spill(py::module_& module) {
 
   py::class_<DiskBlock>(module, "SpillBlock")
       .def_property_readonly("nbytes", [](const DiskBlock& self) { return self.block.bytes(); })
-      .def_property_readonly("checksum",
-                             [](const DiskBlock& self) { return self.block.checksum(); })
-      .def_property_readonly("extents", [](const DiskBlock& self) {
-        std::vector<std::pair<std::uint64_t, std::uint64_t>> extents;
-        for (const Extent& extent : self.block.extents()) {
-          extents.emplace_back(extent.start, extent.bytes);
-        }
-        return extents;
-      })
+      .def_property_readonly("checksum", [](const DiskBlock& self) { return self.block.checksum(); })
+      .def_property_readonly("extents",
+                             [](const DiskBlock& self) {
+                               std::vector<std::pair<std::uint64_t, std::uint64_t>> extents;
+                               for (const Extent& extent : self.block.extents()) {
+                                 extents.emplace_back(extent.start, extent.bytes);
+                               }
+                               return extents;
+                             })
       // Keeps the GIL: a leaf lock, no system call.
       .def("free", [](DiskBlock& self) { self.block = SpillBlock(); });
 
   py::class_<SpillFile, std::shared_ptr<SpillFile>>(module, "SpillFile")
-      .def(py::init([](const std::string& folder, std::uint64_t limit, bool direct,
-                       std::shared_ptr<FaultyFileIo> faults) {
-             SpillConfig config;
-             config.folder = folder;
-             config.limit_bytes = limit;
-             config.direct = direct;
-             return std::make_shared<SpillFile>(config, std::move(faults));
-           }),
-           py::arg("folder"), py::kw_only(), py::arg("limit_bytes") = UINT64_MAX,
-           py::arg("direct") = true, py::arg("faults") = nullptr)
+      .def(py::init(
+               [](const std::string& folder, std::uint64_t limit, bool direct, std::shared_ptr<FaultyFileIo> faults) {
+                 SpillConfig config;
+                 config.folder = folder;
+                 config.limit_bytes = limit;
+                 config.direct = direct;
+                 return std::make_shared<SpillFile>(config, std::move(faults));
+               }),
+           py::arg("folder"), py::kw_only(), py::arg("limit_bytes") = UINT64_MAX, py::arg("direct") = true,
+           py::arg("faults") = nullptr)
       // Release the GIL: block on the disk.
       .def(
           "write",

@@ -25,11 +25,10 @@ class MockCuda {
   }
 
   // Workers' jobs run where somebody waits, and in `_work`.
-  std::shared_ptr<DeviceHandle> engine(std::uint64_t limit_bytes,
-                                       std::optional<std::uint64_t> window_bytes,
+  std::shared_ptr<DeviceHandle> engine(std::uint64_t limit_bytes, std::optional<std::uint64_t> window_bytes,
                                        const py::object& release, std::uint64_t pageable_limit,
-                                       std::shared_ptr<SpillFile> file,
-                                       std::uint64_t bounce_bytes, std::uint64_t buffer_bytes) {
+                                       std::shared_ptr<SpillFile> file, std::uint64_t bounce_bytes,
+                                       std::uint64_t buffer_bytes) {
     HandleSettings settings;
     settings.pool.limit_bytes = limit_bytes;
     settings.window_bytes = window_bytes.value_or(kFollowsSizes);
@@ -40,14 +39,13 @@ class MockCuda {
     settings.num_workers = 0;
     auto backend = std::make_shared<cuda::CudaBackend>(driver_.table());
     backend_ = backend;
-    auto handle = std::make_shared<DeviceHandle>(
-        backend, settings, release, [this](DeviceEngine::Lock& lock) {
-          world_.drain();
-          const auto waited_for = handle_.lock();
-          lock.unlock();
-          waited_for->work();
-          lock.lock();
-        });
+    auto handle = std::make_shared<DeviceHandle>(backend, settings, release, [this](DeviceEngine::Lock& lock) {
+      world_.drain();
+      const auto waited_for = handle_.lock();
+      lock.unlock();
+      waited_for->work();
+      lock.lock();
+    });
     handle_ = handle;
     return handle;
   }
@@ -65,20 +63,16 @@ class MockCuda {
 void bind_mock(py::module_& module) {
   py::class_<MockCuda>(module, "MockCuda")
       .def(py::init<>())
-      .def("engine", &MockCuda::engine, py::kw_only(), py::arg("limit_bytes"),
-           py::arg("window_bytes"), py::arg("release"), py::arg("pageable_limit") = 0,
-           py::arg("spill_file") = nullptr, py::arg("bounce_bytes") = 0,
-           py::arg("buffer_bytes") = SpillSettings().buffer_bytes, py::keep_alive<0, 1>())
+      .def("engine", &MockCuda::engine, py::kw_only(), py::arg("limit_bytes"), py::arg("window_bytes"),
+           py::arg("release"), py::arg("pageable_limit") = 0, py::arg("spill_file") = nullptr,
+           py::arg("bounce_bytes") = 0, py::arg("buffer_bytes") = SpillSettings().buffer_bytes, py::keep_alive<0, 1>())
       .def("drain", &MockCuda::drain)
       .def("close", &MockCuda::close)
-      .def("fail_at",
-           [](MockCuda& self, std::uint64_t n, int code) { self.driver().fail_at(n, code); })
-      .def("set_capturing",
-           [](MockCuda& self, int queue, bool on) { self.driver().set_capturing(queue, on); })
+      .def("fail_at", [](MockCuda& self, std::uint64_t n, int code) { self.driver().fail_at(n, code); })
+      .def("set_capturing", [](MockCuda& self, int queue, bool on) { self.driver().set_capturing(queue, on); })
       .def("refuse_pins", [](MockCuda& self, bool on) { self.driver().refuse_pins(on); })
       .def_property_readonly("num_calls", [](MockCuda& self) { return self.driver().num_calls(); })
-      .def_property_readonly("num_pinned_bytes",
-                             [](MockCuda& self) { return self.driver().num_pinned_bytes(); })
+      .def_property_readonly("num_pinned_bytes", [](MockCuda& self) { return self.driver().num_pinned_bytes(); })
       .def_property_readonly("faults", [](MockCuda& self) { return self.driver().faults(); });
 }
 
@@ -104,8 +98,8 @@ void bind_sim(py::module_& module) {
   });
   sim.def("run_on_sim", &sim::run_on_sim, py::arg("seed"), py::arg("without") = "", NoGil());
   // Keeps the GIL: the mock driver serves one run at a time.
-  sim.def("run_on_mock_cuda", &sim::run_on_mock_cuda, py::arg("seed"), py::arg("without") = "",
-          py::arg("fail_at") = 0, py::arg("code") = 700);
+  sim.def("run_on_mock_cuda", &sim::run_on_mock_cuda, py::arg("seed"), py::arg("without") = "", py::arg("fail_at") = 0,
+          py::arg("code") = 700);
   bind_mock(sim);
 }
 

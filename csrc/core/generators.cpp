@@ -15,8 +15,7 @@ struct Captured {
 };
 
 struct StatesObject {
-  PyObject_HEAD
-  std::vector<Captured> captured;
+  PyObject_HEAD std::vector<Captured> captured;
 };
 
 PyTypeObject* states_type = nullptr;
@@ -35,8 +34,7 @@ PyObject* states_restore(PyObject* self, PyObject*) {
 }
 
 PyObject* states_now(PyObject* self, PyObject*) {
-  return guarded(
-      [&] { return generators_now(py::reinterpret_borrow<py::object>(self)).release().ptr(); });
+  return guarded([&] { return generators_now(py::reinterpret_borrow<py::object>(self)).release().ptr(); });
 }
 
 void states_dealloc(PyObject* self) {
@@ -47,10 +45,9 @@ void states_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyMethodDef methods[] = {
-    {"restore", states_restore, METH_NOARGS, "Write the states back into the generators."},
-    {"now", states_now, METH_NOARGS, "The states of the same generators as they are now."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef methods[] = {{"restore", states_restore, METH_NOARGS, "Write the states back into the generators."},
+                         {"now", states_now, METH_NOARGS, "The states of the same generators as they are now."},
+                         {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(states_dealloc)},
                        {Py_tp_methods, methods},
@@ -67,8 +64,7 @@ py::object capture_generators(PyObject* generators) {
   captured.reserve(static_cast<std::size_t>(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* generator = PyTuple_GET_ITEM(generators, i);
-    captured.push_back({py::reinterpret_borrow<py::object>(generator),
-                        call_method(generator, names().get_state)});
+    captured.push_back({py::reinterpret_borrow<py::object>(generator), call_method(generator, names().get_state)});
   }
   StatesObject* self = PyObject_New(StatesObject, states_type);
   if (self == nullptr) throw py::error_already_set();

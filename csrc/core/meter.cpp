@@ -13,16 +13,14 @@ namespace actckpt {
 namespace {
 
 struct MeterObject {
-  PyObject_HEAD
-  std::unordered_set<PyObject*> alive;  // borrowed: they go as their storages do
+  PyObject_HEAD std::unordered_set<PyObject*> alive;  // borrowed: they go as their storages do
   long long live_bytes;
   long long peak_bytes;
 };
 
 // Called when a storage dies. It holds the weak reference that calls it, which lets go of it then.
 struct DeathObject {
-  PyObject_HEAD
-  MeterObject* meter;
+  PyObject_HEAD MeterObject* meter;
   PyObject* storage;  // borrowed
   PyObject* reference;
   long long nbytes;
@@ -69,10 +67,9 @@ PyObject* meter_note(PyObject* self, PyObject* storage) {
   });
 }
 
-PyMemberDef meter_members[] = {
-    {"live_bytes", T_LONGLONG, offsetof(MeterObject, live_bytes), READONLY, nullptr},
-    {"peak_bytes", T_LONGLONG, offsetof(MeterObject, peak_bytes), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
+PyMemberDef meter_members[] = {{"live_bytes", T_LONGLONG, offsetof(MeterObject, live_bytes), READONLY, nullptr},
+                               {"peak_bytes", T_LONGLONG, offsetof(MeterObject, peak_bytes), READONLY, nullptr},
+                               {nullptr, 0, 0, 0, nullptr}};
 PyMethodDef meter_methods[] = {{"note", meter_note, METH_O, "note(storage): count it until it dies."},
                                {nullptr, nullptr, 0, nullptr}};
 PyType_Slot meter_slots[] = {{Py_tp_new, reinterpret_cast<void*>(meter_new)},

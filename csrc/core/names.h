@@ -1,5 +1,5 @@
-// What the extension needs of Python and torch: interned names, and what `connect` was given. Looked up once and held for
-// the life of the process.
+// What the extension needs of Python and torch: interned names, and what `connect` was given. Looked up once and held
+// for the life of the process.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -57,7 +57,7 @@ namespace actckpt {
   X(is_view, "is_view") \
   X(keywords, "keywords") \
   X(layout, "layout") \
-  X(made_by_nothing, "(input)") /* what reports call the operator of inputs */ \
+  X(made_by_nothing, "(input)")    /* what reports call the operator of inputs */ \
   X(made_unseen, "(not recorded)") /* and of what no recorded operator made inside of the region */ \
   X(module, "__module__") \
   X(modules, "_modules") \
@@ -86,10 +86,11 @@ namespace actckpt {
   X(untyped_storage, "untyped_storage") \
   X(watching, "watching") \
   X(why_higher_order, "made by a higher-order operator") /* and of what higher-order operators make */ \
-  X(why_input, "an input of the region") /* what reports say of inputs */ \
+  X(why_input, "an input of the region")                 /* what reports say of inputs */ \
   X(why_never, "why_never") \
   X(why_read, "others are replayed from it") /* what reports say of what was not saved and is held */ \
-  X(why_unreadable, "made from a tensor whose storage cannot be read") /* and of what is made from tensors without a storage */
+  X(why_unreadable, \
+    "made from a tensor whose storage cannot be read") /* and of what is made from tensors without a storage */
 
 // By their names in actckpt/_bind.py, which says what each is: X(field). Null where torch has no such thing.
 #define ACTCKPT_CONNECTED(X) \
@@ -123,8 +124,8 @@ namespace actckpt {
   X(unknown_modes) /* -> tuple of those that may change results */ \
   X(graph_task_id) \
   X(graph_exec_group) /* null where torch has none */ \
-  X(queue_callback) /* null where torch has none */ \
-  X(is_capturing) /* null where there is no CUDA */ \
+  X(queue_callback)   /* null where torch has none */ \
+  X(is_capturing)     /* null where there is no CUDA */ \
   X(generators_of) \
   X(refill) \
   X(note_buffers) \
@@ -138,13 +139,13 @@ namespace actckpt {
   X(failure) \
   X(parameter_error) \
   X(script_failure) /* how TorchScript words that a hook has raised */ \
-  X(backend) /* stores.backend */ \
-  X(guard) /* sources.guard */ \
-  X(is_owned) /* of a module whose forward runs */ \
-  X(stay_rules) /* stays.rules */ \
-  X(must_stay) /* stays.must_stay */ \
+  X(backend)        /* backends.backend */ \
+  X(guard)          /* sources.guard */ \
+  X(is_owned)       /* of a module whose forward runs */ \
+  X(stay_rules)     /* stays.rules */ \
+  X(must_stay)      /* stays.must_stay */ \
   X(pack_otherwise) /* subclasses */ \
-  X(join) /* partly overlapping spans */ \
+  X(join)           /* partly overlapping spans */ \
   X(learnt_order) \
   X(note_order) \
   X(max_inflight) \
@@ -152,27 +153,27 @@ namespace actckpt {
   X(freed_error) \
   X(empty) /* torch.empty */ \
   X(exchange_api) \
-  X(strided) /* torch.strided */ \
-  X(uint8) /* torch.uint8 */ \
-  X(describe) /* func -> Operator, or HigherOrder */ \
+  X(strided)        /* torch.strided */ \
+  X(uint8)          /* torch.uint8 */ \
+  X(describe)       /* func -> Operator, or HigherOrder */ \
   X(record_special) /* (tape, operator, args, kwargs) -> result */ \
-  X(note_wrappers) /* (tape, arguments) */ \
-  X(begin_audit) /* (tape, handle, place, tensor) */ \
-  X(pack_other) /* (tape, tensor, value or None) -> what autograd holds */ \
-  X(unpack_slowly) /* (handle) -> tensor */ \
-  X(recompute) /* Action.RECOMPUTE */ \
-  X(keep) /* Action.KEEP */ \
-  X(why_inference) /* what reports say of what is made from inference tensors */ \
+  X(note_wrappers)  /* (tape, arguments) */ \
+  X(begin_audit)    /* (tape, handle, place, tensor) */ \
+  X(pack_other)     /* (tape, tensor, value or None) -> what autograd holds */ \
+  X(unpack_slowly)  /* (handle) -> tensor */ \
+  X(recompute)      /* Action.RECOMPUTE */ \
+  X(keep)           /* Action.KEEP */ \
+  X(why_inference)  /* what reports say of what is made from inference tensors */ \
   X(below_autograd) /* null where torch has no such guard */ \
-  X(keeps_graph) /* null where torch does not tell */ \
+  X(keeps_graph)    /* null where torch does not tell */ \
   X(any_autocast_enabled) \
   X(num_function_modes) \
-  X(recording) /* set: tapes whose recorders are active, in any thread */ \
-  X(made_by_function) /* (tape, value, node) */ \
+  X(recording)         /* set: tapes whose recorders are active, in any thread */ \
+  X(made_by_function)  /* (tape, value, node) */ \
   X(saved_by_function) /* (tape, value, tensor) */ \
-  X(function_type) /* of the nodes of autograd.Functions */ \
-  X(apply_code) /* of `autograd.Function.apply` */ \
-  X(compiled_prefix) /* of the names of modules of compiled code */
+  X(function_type)     /* of the nodes of autograd.Functions */ \
+  X(apply_code)        /* of `autograd.Function.apply` */ \
+  X(compiled_prefix)   /* of the names of modules of compiled code */
 
 struct Names {
 #define ACTCKPT_TEXT_FIELD(name, text) PyObject* name = nullptr;
@@ -181,7 +182,7 @@ struct Names {
   ACTCKPT_CONNECTED(ACTCKPT_FIELD)
 #undef ACTCKPT_TEXT_FIELD
 #undef ACTCKPT_FIELD
-  PyObject* keyword_must = nullptr;          // ("must",): keyword names of a store's `put`
+  PyObject* keyword_must = nullptr;           // ("must",): keyword names of a store's `put`
   PyObject* keywords_dtype_device = nullptr;  // ("dtype", "device"): of `torch.empty`
 };
 

@@ -129,8 +129,9 @@ bool are_numerics(PyObject* noted) {
 }
 
 void add_numerics_functions(py::module_& module) {
-  module.def("connect_numerics", connect_getters, py::arg("getters"), py::arg("num_of_elements"),
-             "Tell how settings are read, as (function or dict, arguments); those for elementwise operators stand first.");
+  module.def(
+      "connect_numerics", connect_getters, py::arg("getters"), py::arg("num_of_elements"),
+      "Tell how settings are read, as (function or dict, arguments); those for elementwise operators stand first.");
   if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
 }
 

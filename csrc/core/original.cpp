@@ -12,9 +12,7 @@ constexpr Py_ssize_t kOwnReferences = 2;
 py::object attributes_of(PyObject* tensor) { return attribute(tensor, names().dict); }
 
 // Whether it has a storage that can be read, by strides. Sparse tensors have none.
-bool has_strides(PyObject* tensor) {
-  return !reads().is_nested.is_true(tensor) && storage_of(tensor);
-}
+bool has_strides(PyObject* tensor) { return !reads().is_nested.is_true(tensor) && storage_of(tensor); }
 
 bool must_be_alias() {
   PyObject* rules = names().alias_rules;

@@ -18,19 +18,13 @@ long long to_integer(const py::object& value) {
 
 }  // namespace
 
-py::object attribute(PyObject* object, PyObject* name) {
-  return owned(PyObject_GetAttr(object, name));
-}
+py::object attribute(PyObject* object, PyObject* name) { return owned(PyObject_GetAttr(object, name)); }
 
 py::object call(PyObject* function) { return owned(PyObject_CallNoArgs(function)); }
 
-py::object call(PyObject* function, PyObject* argument) {
-  return owned(PyObject_CallOneArg(function, argument));
-}
+py::object call(PyObject* function, PyObject* argument) { return owned(PyObject_CallOneArg(function, argument)); }
 
-py::object call_method(PyObject* object, PyObject* name) {
-  return owned(PyObject_CallMethodNoArgs(object, name));
-}
+py::object call_method(PyObject* object, PyObject* name) { return owned(PyObject_CallMethodNoArgs(object, name)); }
 
 py::object call_method(PyObject* object, PyObject* name, PyObject* argument) {
   return owned(PyObject_CallMethodOneArg(object, name, argument));
@@ -43,8 +37,7 @@ void raise(const py::object& exception) {
 
 void call_quietly(PyObject* function, PyObject* argument) {
   py::error_scope pending;
-  PyObject* result =
-      argument == nullptr ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument);
+  PyObject* result = argument == nullptr ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument);
   if (result == nullptr) PyErr_WriteUnraisable(function);
   Py_XDECREF(result);
 }
@@ -76,12 +69,8 @@ bool read_version(PyObject* tensor, long long* version) {
   return true;
 }
 
-long long integer(PyObject* object, PyObject* attribute_name) {
-  return to_integer(attribute(object, attribute_name));
-}
+long long integer(PyObject* object, PyObject* attribute_name) { return to_integer(attribute(object, attribute_name)); }
 
-long long integer_of_call(PyObject* object, PyObject* method) {
-  return to_integer(call_method(object, method));
-}
+long long integer_of_call(PyObject* object, PyObject* method) { return to_integer(call_method(object, method)); }
 
 }  // namespace actckpt

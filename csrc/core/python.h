@@ -71,8 +71,8 @@ long long integer_of_call(PyObject* object, PyObject* method);
 template <typename... Arguments>
 py::object call_method_with(PyObject* object, PyObject* method, Arguments... arguments) {
   PyObject* stack[] = {object, arguments...};
-  PyObject* result = PyObject_VectorcallMethod(
-      method, stack, (1 + sizeof...(arguments)) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  PyObject* result =
+      PyObject_VectorcallMethod(method, stack, (1 + sizeof...(arguments)) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   if (result == nullptr) throw_pending();
   return py::reinterpret_steal<py::object>(result);
 }

@@ -73,9 +73,7 @@ Swap::~Swap() noexcept {
   if (locked_) release();
 }
 
-long long current_swap() noexcept {
-  return state.thread == PyThread_get_thread_ident() ? state.id : 0;
-}
+long long current_swap() noexcept { return state.thread == PyThread_get_thread_ident() ? state.id : 0; }
 
 void add_swap_functions(py::module_& module) {
   state.lock = PyThread_allocate_lock();

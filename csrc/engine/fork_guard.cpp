@@ -25,9 +25,7 @@ ForkGuard::ForkGuard() {
   generation_ = generation.load(std::memory_order_relaxed);
 }
 
-bool ForkGuard::forked() const noexcept {
-  return generation_ != generation.load(std::memory_order_relaxed);
-}
+bool ForkGuard::forked() const noexcept { return generation_ != generation.load(std::memory_order_relaxed); }
 
 void ForkGuard::check(const char* what) const {
   if (forked()) {

@@ -1,7 +1,7 @@
 #include "engine/process_memory.h"
 
-#include <climits>
 #include <malloc.h>
+#include <climits>
 
 namespace actckpt {
 

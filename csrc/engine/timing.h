@@ -40,9 +40,7 @@ using TimingPtr = std::shared_ptr<Timing>;
 
 class Stopwatch {
  public:
-  double seconds() const {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
+  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
 
  private:
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();

@@ -19,8 +19,7 @@ inline constexpr std::uint64_t kFollowsSizes = std::numeric_limits<std::uint64_t
 
 class Window {
  public:
-  explicit Window(std::uint64_t bytes)
-      : follows_(bytes == kFollowsSizes), bytes_(follows_ ? kLeast : bytes) {}
+  explicit Window(std::uint64_t bytes) : follows_(bytes == kFollowsSizes), bytes_(follows_ ? kLeast : bytes) {}
 
   std::uint64_t bytes() const { return bytes_; }
 

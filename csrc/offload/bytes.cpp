@@ -6,8 +6,7 @@ namespace actckpt {
 namespace {
 
 struct BytesObject {
-  PyObject_HEAD
-  PyObject* storage;
+  PyObject_HEAD PyObject* storage;
   long long start;
   SourceWatchPointer watch;  // null: not a source
 };

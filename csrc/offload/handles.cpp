@@ -14,8 +14,7 @@ namespace actckpt {
 namespace {
 
 struct StaysObject {
-  PyObject_HEAD
-  py::object tensor;
+  PyObject_HEAD py::object tensor;
   py::object refusal;  // a weak reference to what is held itself: `swap_tensors` takes nothing that has one
   Witness witness;
   std::unique_ptr<Original> original;
@@ -23,8 +22,7 @@ struct StaysObject {
 };
 
 struct MovedObject {
-  PyObject_HEAD
-  py::object span;
+  PyObject_HEAD py::object span;
   py::object device, dtype, shape, stride;
   py::object canary;  // shares the version counter, not the storage (Rule 3)
   long long span_start, span_bytes;
@@ -96,8 +94,8 @@ py::object fetch_bytes(MovedObject* self) {
   const long long needed = start_of(found.ptr()) + self->span_bytes;
   const long long size = integer_of_call(storage_behind(found.ptr()), names().nbytes);
   if (size < needed) {
-    raise(call_with(names().freed_error, self->shape.ptr(), self->dtype.ptr(), number(size).ptr(),
-                    number(needed).ptr()));
+    raise(
+        call_with(names().freed_error, self->shape.ptr(), self->dtype.ptr(), number(size).ptr(), number(needed).ptr()));
   }
   return found;
 }
@@ -190,8 +188,7 @@ py::object new_stays(PyObject* tensor) {
   // Who has it keeps it anyway. An output held as such would keep its own graph alive, and what its attributes refer to
   // may lead there too.
   self->is_held_itself = is_parameter_itself(tensor);
-  self->tensor =
-      self->is_held_itself ? py::reinterpret_borrow<py::object>(tensor) : reads().detach(tensor);
+  self->tensor = self->is_held_itself ? py::reinterpret_borrow<py::object>(tensor) : reads().detach(tensor);
   if (self->is_held_itself) {
     PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
     if (reference == nullptr) throw_pending();

@@ -41,8 +41,8 @@ bool read_ahead(SpanObject* span, long long task) {
   span->ahead_task = task;
   span->ahead_bytes = span->nbytes;
   try {
-    const py::object began = call_method_with(span->backend, names().prefetch, span->ticket,
-                                              span->nbytes_object, span->device);
+    const py::object began =
+        call_method_with(span->backend, names().prefetch, span->ticket, span->nbytes_object, span->device);
     // None: the source is still held, and stays until the span is unloaded. It needs no room.
     if (began.is_none()) {
       window.bytes -= std::exchange(span->ahead_bytes, 0);
@@ -101,8 +101,7 @@ void end_task(Record* record, long long task) {
 
 // Given to autograd, which calls it when the backward ends, and drops it uncalled when it fails.
 struct EndObject {
-  PyObject_HEAD
-  RecordPointer record;
+  PyObject_HEAD RecordPointer record;
   long long task;
 };
 
@@ -194,8 +193,7 @@ void note_seen(const RecordPointer& record, std::size_t place, long long task) {
 }
 
 py::object fetch_once(SpanObject* span) {
-  py::object found =
-      call_method_with(span->backend, names().fetch, span->ticket, span->nbytes_object, span->device);
+  py::object found = call_method_with(span->backend, names().fetch, span->ticket, span->nbytes_object, span->device);
   if (!is_bytes(found.ptr())) throw py::type_error("a store gave something else than Bytes");
   // What was read while its memory was replaced is worthless; the storage has the bytes.
   if (PyObject* storage = span->watch->replaced_storage()) return new_bytes(storage, span->start);
@@ -222,8 +220,8 @@ long long current_task() {
 
 PyObject* offload_sums(PyObject*, PyObject*) {
   const Sums& s = sums();
-  return Py_BuildValue("{s:L,s:L,s:L,s:L}", "offloaded_bytes", s.offloaded_bytes, "reloaded_bytes",
-                       s.reloaded_bytes, "deduplicated_bytes", s.deduplicated_bytes, "kept_small", s.kept_small);
+  return Py_BuildValue("{s:L,s:L,s:L,s:L}", "offloaded_bytes", s.offloaded_bytes, "reloaded_bytes", s.reloaded_bytes,
+                       "deduplicated_bytes", s.deduplicated_bytes, "kept_small", s.kept_small);
 }
 
 PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(end_call)},
@@ -232,9 +230,8 @@ PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(end_call)},
 PyType_Spec spec = {"actckpt._C.BackwardEnd", sizeof(EndObject), 0,
                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
 
-PyMethodDef functions[] = {
-    {"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef functions[] = {{"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
+                           {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 

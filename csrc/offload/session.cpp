@@ -18,10 +18,9 @@ enum class Target { kAuto, kHost, kDisk };
 constexpr long long kNothing = 1LL << 62;
 
 struct SessionObject {
-  PyObject_HEAD
-  std::shared_ptr<Record> record;
+  PyObject_HEAD std::shared_ptr<Record> record;
   long long min_bytes;
-  bool must;  // wait for room rather than leave bytes where they are
+  bool must;       // wait for room rather than leave bytes where they are
   bool has_moved;  // something, or what was moved already was saved again
   Target target;
   PyObject* guarded;  // the backend that memory was last guarded for, or null
@@ -62,8 +61,7 @@ bool has_layout_that_moves(PyObject* tensor) {
 }
 
 bool is_of_a_kind_that_moves(PyObject* tensor) {
-  return !is_true(tensor, names().is_quantized) &&
-         call_method(tensor, names().is_inference).ptr() != Py_True &&
+  return !is_true(tensor, names().is_quantized) && call_method(tensor, names().is_inference).ptr() != Py_True &&
          call_method(tensor, names().is_neg).ptr() != Py_True;
 }
 
@@ -114,8 +112,7 @@ py::object put(const SessionObject* session, PyObject* backend, PyObject* source
 }
 
 // Moves `extent`; null where the store is full, or would make the caller wait who must not.
-py::object move(SessionObject* session, PyObject* tensor, const Extent& extent, PyObject* backend,
-                bool may_share) {
+py::object move(SessionObject* session, PyObject* tensor, const Extent& extent, PyObject* backend, bool may_share) {
   const py::object source = new_bytes(extent.storage, extent.start);
   SourceWatchPointer watch = mark_as_source(source.ptr());
   const py::object ticket = put(session, backend, source.ptr(), number(extent.nbytes).ptr());
@@ -172,8 +169,7 @@ void note_small(const SessionObject* session, PyObject* tensor, long long nbytes
 }
 
 // Whether a plain tensor stays because of what or where it is; otherwise sets storage and root.
-bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, py::object* root,
-           bool* is_cuda) {
+bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, py::object* root, bool* is_cuda) {
   if (is_leaf_with_grad(tensor)) {
     note_parameter(tensor);
     return true;
@@ -225,8 +221,8 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
 PyObject* session_pack(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   return guarded([&]() -> PyObject* {
     const Py_ssize_t given = nargs + (kwnames == nullptr ? 0 : PyTuple_GET_SIZE(kwnames));
-    const bool is_named = given == 2 && nargs == 1 &&
-                          PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, 0), "may_share") == 0;
+    const bool is_named =
+        given == 2 && nargs == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, 0), "may_share") == 0;
     if (given != 1 && !is_named && nargs != 2) throw py::type_error("takes pack(tensor, may_share=True)");
     return pack(self, args[0], given == 1 || PyObject_IsTrue(args[1]) == 1).release().ptr();
   });
@@ -304,8 +300,8 @@ void session_dealloc(PyObject* self) {
 }
 
 PyMethodDef methods[] = {
-    {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(session_pack)),
-     METH_FASTCALL | METH_KEYWORDS, "pack(tensor, may_share=True) -> handle: the pack hook."},
+    {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(session_pack)), METH_FASTCALL | METH_KEYWORDS,
+     "pack(tensor, may_share=True) -> handle: the pack hook."},
     {"unpack", session_unpack, METH_O | METH_STATIC, "unpack(handle) -> Tensor: the unpack hook."},
     {"read_ahead", session_read_ahead, METH_NOARGS,
      "read_ahead(): a backward has come here; begin to bring back what it needs next."},
@@ -327,8 +323,8 @@ PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(session_new)},
                        {Py_tp_getset, properties},
                        {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
                        {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.OffloadSession", sizeof(SessionObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+PyType_Spec spec = {"actckpt._C.OffloadSession", sizeof(SessionObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+                    slots};
 
 PyObject* stays_of_tensor(PyObject*, PyObject* tensor) {
   return guarded([&]() -> PyObject* { return new_stays(tensor).release().ptr(); });

@@ -115,15 +115,14 @@ PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(span_dealloc)},
                        {Py_tp_getset, getset},
                        {Py_tp_doc, const_cast<char*>("A stretch of a storage, moved to a store.")},
                        {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.Span", sizeof(SpanObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyType_Spec spec = {"actckpt._C.Span", sizeof(SpanObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                    slots};
 
-PyMethodDef functions[] = {
-    {"num_spans", num_spans, METH_NOARGS, "num_spans(): storages that have spans now."},
-    {"note_owned", note_owned_storage, METH_O, "note_owned(storage): never to be moved."},
-    {"share", share_span, METH_O, "share(span): one more saved tensor needs it."},
-    {"fetch", fetch_span, METH_O, "fetch(span) -> Bytes, for the backward under way."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef functions[] = {{"num_spans", num_spans, METH_NOARGS, "num_spans(): storages that have spans now."},
+                           {"note_owned", note_owned_storage, METH_O, "note_owned(storage): never to be moved."},
+                           {"share", share_span, METH_O, "share(span): one more saved tensor needs it."},
+                           {"fetch", fetch_span, METH_O, "fetch(span) -> Bytes, for the backward under way."},
+                           {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -146,8 +145,7 @@ py::object find_span(const Extent& extent, std::vector<py::object>* overlapping)
     }
     const long long end = extent.start + extent.nbytes, span_end = span->start + span->nbytes;
     auto held = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span));
-    if (span->start <= extent.start && end <= span_end &&
-        (extent.start - span->start) % extent.element_size == 0) {
+    if (span->start <= extent.start && end <= span_end && (extent.start - span->start) % extent.element_size == 0) {
       return held;
     }
     if (span->start < end && extent.start < span_end) overlapping->push_back(std::move(held));

@@ -25,10 +25,10 @@ struct Record {
   long long moved_bytes = 0;
   long long num_small = 0;  // saved tensors that stay since they are small, and their bytes
   long long small_bytes = 0;
-  py::object meter;  // counts what of its values is alive; may be null
+  py::object meter;                // counts what of its values is alive; may be null
   std::weak_ptr<Record> previous;  // moved before it by this thread; backward reaches it after this one
 
-  long long task = -1;      // backward that `order` and all below belong to
+  long long task = -1;        // backward that `order` and all below belong to
   bool will_be_told = false;  // of that backward's end
   std::vector<std::size_t> order;
   std::vector<std::size_t> rank;  // by place
@@ -40,8 +40,7 @@ struct Record {
 };
 
 struct SpanObject {
-  PyObject_HEAD
-  PyObject* backend;
+  PyObject_HEAD PyObject* backend;
   PyObject* ticket;
   PyObject* device;
   PyObject* nbytes_object;
@@ -53,7 +52,7 @@ struct SpanObject {
   long long nbytes;
   long long version;
   long long num_saved;
-  long long ahead_task;  // the backward that reads it ahead, and nobody asked yet; else -1
+  long long ahead_task;   // the backward that reads it ahead, and nobody asked yet; else -1
   long long ahead_bytes;  // that it takes of the window
   std::shared_ptr<Record> record;
   std::size_t place;

@@ -4,8 +4,8 @@
 #include <string>
 #include <unordered_map>
 
-#include "core/reads.h"
 #include "core/python.h"
+#include "core/reads.h"
 #include "replay/objects.h"
 
 namespace actckpt::replay {
@@ -64,7 +64,8 @@ bool is_describable(PyObject* tensor) {
 }
 
 void append_numbers(const py::object& tuple, std::vector<std::int64_t>* numbers) {
-  for (const py::handle item : py::reinterpret_borrow<py::sequence>(tuple)) numbers->push_back(item.cast<std::int64_t>());
+  for (const py::handle item : py::reinterpret_borrow<py::sequence>(tuple))
+    numbers->push_back(item.cast<std::int64_t>());
 }
 
 }  // namespace

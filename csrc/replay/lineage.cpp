@@ -13,9 +13,7 @@ void add_inputs(const ValueObject* value, std::vector<ValueObject*>* pending) {
   }
 }
 
-bool is_saved(const ValueObject* value) {
-  return value->handles.size > 0;
-}
+bool is_saved(const ValueObject* value) { return value->handles.size > 0; }
 
 }  // namespace
 

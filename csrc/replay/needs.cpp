@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/python.h"
 #include "replay/geometry.h"
 #include "replay/lineage.h"
-#include "core/python.h"
 
 namespace actckpt::replay {
 namespace {

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "core/meter.h"
+#include "core/python.h"
 #include "core/reads.h"
 #include "replay/geometry.h"
-#include "core/python.h"
 
 namespace actckpt::replay {
 
@@ -77,8 +77,8 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   auto* entry = allocated<EntryObject>(entry_type);
   const auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(entry));
   PyObject* unnamed = value->is_input != 0 ? n.made_by_nothing : n.made_unseen;
-  entry->operator_ = is_none(value->operator_) ? Py_NewRef(unnamed)
-                                               : attribute(value->operator_, n.name).release().ptr();
+  entry->operator_ =
+      is_none(value->operator_) ? Py_NewRef(unnamed) : attribute(value->operator_, n.name).release().ptr();
   const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(value->key));
   assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
   assign(entry->action, n.keep);

@@ -37,8 +37,7 @@ struct Handles {
 
 // The bytes of one storage at one version. A null object field reads as None in Python.
 struct ValueObject {
-  PyObject_HEAD
-  PyObject* weak_references;
+  PyObject_HEAD PyObject* weak_references;
   PyObject* device;
   PyObject* step;
   PyObject* operator_;
@@ -60,8 +59,8 @@ struct ValueObject {
   long long cached_version;
   long long key;
   CachedBytes* cached_in;  // null: nothing was ever cached
-  // What the backward `counted_task` still needs of it (needs.h): how often values that must be replayed read it, whether
-  // it is such a value, and between which clocks of saving and making all that lies.
+  // What the backward `counted_task` still needs of it (needs.h): how often values that must be replayed read it,
+  // whether it is such a value, and between which clocks of saving and making all that lies.
   long long counted_task;
   long long num_readers;
   long long first_use;
@@ -75,14 +74,13 @@ struct ValueObject {
 
 // One recorded call of an operator.
 struct StepObject {
-  PyObject_HEAD
-  PyObject* operator_;
+  PyObject_HEAD PyObject* operator_;
   PyObject* args;
   PyObject* kwargs;
   PyObject* inputs;
-  PyObject* outputs;  // weak references; null: none
+  PyObject* outputs;                            // weak references; null: none
   std::vector<std::pair<long, long>>* results;  // of each output: kind and index, see `add_output`; null: none
-  PyObject* written;  // null: none
+  PyObject* written;                            // null: none
   PyObject* random;
   PyObject* numerics;  // the settings under which it ran; see core/numerics.h
   char grad_enabled;
@@ -90,8 +88,7 @@ struct StepObject {
 
 // A storage that the recorder knows.
 struct BlockObject {
-  PyObject_HEAD
-  PyObject* storage;  // a weak reference
+  PyObject_HEAD PyObject* storage;  // a weak reference
   PyObject* value;
 };
 
@@ -99,8 +96,7 @@ constexpr int kFewDims = 4;
 
 // A tensor, as geometry on a value.
 struct WindowObject {
-  PyObject_HEAD
-  PyObject* value;
+  PyObject_HEAD PyObject* value;
   PyObject* dtype;
   std::int64_t* dims;  // sizes, then strides; null: in `few`
   std::int64_t few[2 * kFewDims];
@@ -112,11 +108,10 @@ struct WindowObject {
 
 // A saved tensor: a window on a value.
 struct HandleObject {
-  PyObject_HEAD
-  PyObject* weak_references;
+  PyObject_HEAD PyObject* weak_references;
   PyObject* tape;
   PyObject* window;
-  PyObject* alias;  // a tensor like the window, where one is held; else null
+  PyObject* alias;     // a tensor like the window, where one is held; else null
   Original* original;  // null: see core/original.h
   PyObject* audit;
   ValueObject* listed_on;  // borrowed: it forgets the handle when one of the two goes
@@ -128,8 +123,7 @@ struct HandleObject {
 
 // What a report says of a saved value.
 struct EntryObject {
-  PyObject_HEAD
-  PyObject* operator_;  // its name
+  PyObject_HEAD PyObject* operator_;  // its name
   PyObject* module;
   PyObject* action;
   PyObject* why;
@@ -140,8 +134,7 @@ struct EntryObject {
 
 // The part of a tape that the recorder touches at every operator; actckpt/_replay/tape.py derives from it.
 struct TapeObject {
-  PyObject_HEAD
-  PyObject* blocks;
+  PyObject_HEAD PyObject* blocks;
   PyObject* holding;
   PyObject* saved;
   PyObject* choice;
@@ -150,14 +143,14 @@ struct TapeObject {
   PyObject* audited_places;
   PyObject* opaque_names;
   PyObject* entries;
-  PyObject* outer;          // the hooks outside, or None
-  PyObject* meter;          // counts what of its values is alive, or None
+  PyObject* outer;  // the hooks outside, or None
+  PyObject* meter;  // counts what of its values is alive, or None
   PyObject* candidates;
   HandleObject* first_handle;  // of those that are alive; borrowed, they hold the tape
   HandleObject* last_handle;
-  CachedBytes* cached;      // null: nothing was ever cached
-  long long window_bytes;   // most of them; -1: no limit
-  long long counted_task;   // see `count_needs`
+  CachedBytes* cached;     // null: nothing was ever cached
+  long long window_bytes;  // most of them; -1: no limit
+  long long counted_task;  // see `count_needs`
   long long num_lost;
   long long recompute_bytes;
   long long opaque_bytes;
@@ -167,11 +160,11 @@ struct TapeObject {
   long long num_untold;  // tensor arguments of which nobody tells when they change
   PyObject* why_untold;  // of the last of them
   PyObject* why_opaque;  // why nothing that operators make here may be replayed; None: it may
-  long long began_at;        // number that autograd would have given to a node when it was opened, -1: not known
+  long long began_at;    // number that autograd would have given to a node when it was opened, -1: not known
   char is_open;
   char is_audited;
   char audits_always;
-  char window_follows;      // the sizes seen: each backward begins without a limit
+  char window_follows;  // the sizes seen: each backward begins without a limit
 };
 
 class Geometry;

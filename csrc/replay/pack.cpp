@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/python.h"
 #include "core/reads.h"
 #include "replay/lineage.h"
-#include "core/python.h"
 #include "replay/record.h"
 #include "replay/unseen.h"
 
@@ -28,8 +28,8 @@ bool decided(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   } else {
     return false;
   }
-  const auto reference = py::reinterpret_steal<py::object>(
-      untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
+  const auto reference =
+      py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
   append(tape->saved, reference.ptr());
   if (!is_none(tape->entries) && value->is_parameter == 0) {
     EntryObject* entry = add_entry(tape, value, tensor);
@@ -165,10 +165,9 @@ PyObject* settle_held(PyObject*, PyObject* self) {
 }  // namespace
 
 void add_pack_functions(py::module_& module) {
-  static PyMethodDef methods[] = {
-      {"pack_recorded", fast(pack), METH_FASTCALL, "pack_recorded(tape, tensor)"},
-      {"settle_held", settle_held, METH_O, "settle_held(tape)"},
-      {nullptr, nullptr, 0, nullptr}};
+  static PyMethodDef methods[] = {{"pack_recorded", fast(pack), METH_FASTCALL, "pack_recorded(tape, tensor)"},
+                                  {"settle_held", settle_held, METH_O, "settle_held(tape)"},
+                                  {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
   module.def("add_entry", [](const py::handle& tape, const py::handle& value, const py::handle& tensor) {
     add_entry(reinterpret_cast<TapeObject*>(tape.ptr()), reinterpret_cast<ValueObject*>(value.ptr()), tensor.ptr());
@@ -177,8 +176,7 @@ void add_pack_functions(py::module_& module) {
   module.def("new_leaf_bytes", [](const py::handle& value, long long at_most) {
     return new_leaf_bytes(reinterpret_cast<ValueObject*>(value.ptr()), at_most);
   });
-  module.def("mark_needed",
-             [](const py::handle& value) { mark_needed(reinterpret_cast<ValueObject*>(value.ptr())); });
+  module.def("mark_needed", [](const py::handle& value) { mark_needed(reinterpret_cast<ValueObject*>(value.ptr())); });
 }
 
 }  // namespace actckpt::replay

@@ -10,10 +10,9 @@ namespace {
 thread_local int depth = 0;
 
 struct PausedObject {
-  PyObject_HEAD
-  char grad;        // whether grad mode was on
-  char tangents;    // whether tangents were computed
-  PyObject* modes;  // what puts back those taken off, null: there were none
+  PyObject_HEAD char grad;  // whether grad mode was on
+  char tangents;            // whether tangents were computed
+  PyObject* modes;          // what puts back those taken off, null: there were none
 };
 
 PyObject* enter(PyObject* self, PyObject*) {

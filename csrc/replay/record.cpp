@@ -7,20 +7,20 @@
 #include <unordered_map>
 #include <utility>
 
-#include "rerun/held.h"
 #include "core/meter.h"
+#include "core/python.h"
 #include "core/reads.h"
 #include "replay/geometry.h"
-#include "core/python.h"
 #include "replay/paused.h"
 #include "replay/unseen.h"
+#include "rerun/held.h"
 
 namespace actckpt::replay {
 namespace {
 
 // What is known of an overload, by its address: its hash is a Python function.
 struct Known {
-  py::object func;  // keeps the address taken
+  py::object func;    // keeps the address taken
   py::object callee;  // what to call for it
   py::object op;
   bool is_recorded = false;
@@ -220,8 +220,8 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   if (asks_calls) action = asked(choice.ptr(), entry.func.ptr(), args, kwargs, result.ptr());
   auto* raw = reinterpret_cast<StepObject*>(step.ptr());
   const py::object why = py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold
-                                                            : is_none(tape->why_opaque)   ? names().no_reason
-                                                                                          : tape->why_opaque);
+                                                            : is_none(tape->why_opaque)    ? names().no_reason
+                                                                                           : tape->why_opaque);
   long index = 0;
   add_results(tape, raw, entry.op.ptr(), result.ptr(), action.ptr(), why.ptr(), index);
   return result;
@@ -369,8 +369,7 @@ py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry
     look_at(value, tensor, root);
   } else if (last != root.ptr() || version_of(tensor) > value->version) {
     PyObject* name = last != root.ptr() ? names().another_root : names().changed_unseen;
-    PyObject* changed = PyObject_CallMethodObjArgs(self, name, tensor,
-                                                   reinterpret_cast<PyObject*>(block), nullptr);
+    PyObject* changed = PyObject_CallMethodObjArgs(self, name, tensor, reinterpret_cast<PyObject*>(block), nullptr);
     if (changed == nullptr) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(changed);
   }
@@ -399,14 +398,14 @@ void add_record_functions(py::module_& module) {
   module.def("frozen", [](const py::handle& tape, const py::handle& argument, const py::list& inputs) {
     return frozen(tape_of(tape), argument.ptr(), inputs.ptr());
   });
-  module.def("add_value", [](const py::handle& tape, const py::handle& value, const py::object& step,
-                             const py::handle& op, long index, const py::handle& tensor, const py::handle& action,
-                             const py::handle& why) {
-    Geometry geometry(tensor.ptr());
-    add_value(tape_of(tape), reinterpret_cast<ValueObject*>(value.ptr()),
-              step.is_none() ? nullptr : reinterpret_cast<StepObject*>(step.ptr()), op.ptr(), 1, index, tensor.ptr(),
-              &geometry, action.ptr(), why.ptr());
-  });
+  module.def("add_value",
+             [](const py::handle& tape, const py::handle& value, const py::object& step, const py::handle& op,
+                long index, const py::handle& tensor, const py::handle& action, const py::handle& why) {
+               Geometry geometry(tensor.ptr());
+               add_value(tape_of(tape), reinterpret_cast<ValueObject*>(value.ptr()),
+                         step.is_none() ? nullptr : reinterpret_cast<StepObject*>(step.ptr()), op.ptr(), 1, index,
+                         tensor.ptr(), &geometry, action.ptr(), why.ptr());
+             });
   module.def("add_results", [](const py::handle& tape, const py::object& step, const py::handle& result,
                                const py::handle& action, const py::handle& why) {
     long index = 0;

@@ -1,8 +1,8 @@
 // The Python types of the objects in objects.h: what they look like from Python, and how they go.
 #include "replay/objects.h"
 
-#include "replay/geometry.h"
 #include "core/python.h"
+#include "replay/geometry.h"
 #include "replay/needs.h"
 
 #include <structmember.h>
@@ -92,9 +92,7 @@ void step_dealloc(PyObject* self) {
                  &S::inputs);
 }
 
-void block_dealloc(PyObject* self) {
-  free_object<BlockObject>(self, &BlockObject::storage, &BlockObject::value);
-}
+void block_dealloc(PyObject* self) { free_object<BlockObject>(self, &BlockObject::storage, &BlockObject::value); }
 
 void window_dealloc(PyObject* self) {
   using W = WindowObject;
@@ -183,7 +181,8 @@ PyObject* num_handles(PyObject* self, void*) {
 
 PyObject* value_is_wanted(PyObject* self, PyObject*) {
   Handles& handles = reinterpret_cast<ValueObject*>(self)->handles;
-  return PyBool_FromLong(std::any_of(handles.begin(), handles.end(), [](const HandleObject* h) { return h != nullptr; }));
+  return PyBool_FromLong(
+      std::any_of(handles.begin(), handles.end(), [](const HandleObject* h) { return h != nullptr; }));
 }
 
 PyObject* value_is_at_hand(PyObject* self, PyObject*) {
@@ -307,59 +306,81 @@ PyObject* window_stride(PyObject* self, void*) {
 #define END {nullptr, 0, 0, 0, nullptr}
 
 PyMemberDef value_members[] = {
-    OBJECT(ValueObject, "device", device),         OBJECT(ValueObject, "step", step),
-    OBJECT(ValueObject, "operator", operator_),    OBJECT(ValueObject, "action", action),
-    OBJECT(ValueObject, "held", held),             OBJECT(ValueObject, "root", root),
-    OBJECT(ValueObject, "stored", stored),         SEEN(ValueObject, "cached", cached),
-    OBJECT(ValueObject, "spare", spare),           OBJECT(ValueObject, "why_opaque", why_opaque),
+    OBJECT(ValueObject, "device", device),
+    OBJECT(ValueObject, "step", step),
+    OBJECT(ValueObject, "operator", operator_),
+    OBJECT(ValueObject, "action", action),
+    OBJECT(ValueObject, "held", held),
+    OBJECT(ValueObject, "root", root),
+    OBJECT(ValueObject, "stored", stored),
+    SEEN(ValueObject, "cached", cached),
+    OBJECT(ValueObject, "spare", spare),
+    OBJECT(ValueObject, "why_opaque", why_opaque),
     OBJECT(ValueObject, "asked", asked),
-    OBJECT(ValueObject, "entry", entry),           NUMBER(ValueObject, "nbytes", nbytes),
-    NUMBER(ValueObject, "ordinal", ordinal),       NUMBER(ValueObject, "index", index),
-    NUMBER(ValueObject, "version", version),       NUMBER(ValueObject, "cached_task", cached_task),
-    NUMBER(ValueObject, "key", key),               NUMBER(ValueObject, "cached_version", cached_version),
-    NUMBER(ValueObject, "first_use", first_use),   NUMBER(ValueObject, "last_use", last_use),
-    FLAG(ValueObject, "is_needed", is_needed), FLAG(ValueObject, "is_input", is_input),
+    OBJECT(ValueObject, "entry", entry),
+    NUMBER(ValueObject, "nbytes", nbytes),
+    NUMBER(ValueObject, "ordinal", ordinal),
+    NUMBER(ValueObject, "index", index),
+    NUMBER(ValueObject, "version", version),
+    NUMBER(ValueObject, "cached_task", cached_task),
+    NUMBER(ValueObject, "key", key),
+    NUMBER(ValueObject, "cached_version", cached_version),
+    NUMBER(ValueObject, "first_use", first_use),
+    NUMBER(ValueObject, "last_use", last_use),
+    FLAG(ValueObject, "is_needed", is_needed),
+    FLAG(ValueObject, "is_input", is_input),
     FLAG(ValueObject, "is_parameter", is_parameter),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(ValueObject, weak_references), READONLY, nullptr},
     END};
-PyMemberDef step_members[] = {
-    OBJECT(StepObject, "operator", operator_), OBJECT(StepObject, "args", args),
-    OBJECT(StepObject, "kwargs", kwargs),      OBJECT(StepObject, "inputs", inputs),
-    OBJECT(StepObject, "random", random),      OBJECT(StepObject, "numerics", numerics),
-    FLAG(StepObject, "grad_enabled", grad_enabled), END};
+PyMemberDef step_members[] = {OBJECT(StepObject, "operator", operator_),      OBJECT(StepObject, "args", args),
+                              OBJECT(StepObject, "kwargs", kwargs),           OBJECT(StepObject, "inputs", inputs),
+                              OBJECT(StepObject, "random", random),           OBJECT(StepObject, "numerics", numerics),
+                              FLAG(StepObject, "grad_enabled", grad_enabled), END};
 PyMemberDef block_members[] = {OBJECT(BlockObject, "storage", storage), OBJECT(BlockObject, "value", value), END};
-PyMemberDef window_members[] = {
-    OBJECT(WindowObject, "value", value),   OBJECT(WindowObject, "dtype", dtype),
-    NUMBER(WindowObject, "offset", offset), FLAG(WindowObject, "is_conj", is_conj),
-    FLAG(WindowObject, "is_neg", is_neg),   END};
+PyMemberDef window_members[] = {OBJECT(WindowObject, "value", value),   OBJECT(WindowObject, "dtype", dtype),
+                                NUMBER(WindowObject, "offset", offset), FLAG(WindowObject, "is_conj", is_conj),
+                                FLAG(WindowObject, "is_neg", is_neg),   END};
 PyMemberDef handle_members[] = {
-    OBJECT(HandleObject, "tape", tape), OBJECT(HandleObject, "window", window),
-    OBJECT(HandleObject, "alias", alias), OBJECT(HandleObject, "audit", audit), NUMBER(HandleObject, "task", task),
+    OBJECT(HandleObject, "tape", tape),
+    OBJECT(HandleObject, "window", window),
+    OBJECT(HandleObject, "alias", alias),
+    OBJECT(HandleObject, "audit", audit),
+    NUMBER(HandleObject, "task", task),
     NUMBER(HandleObject, "clock", clock),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
-PyMemberDef entry_members[] = {
-    OBJECT(EntryObject, "operator", operator_), OBJECT(EntryObject, "module", module),
-    OBJECT(EntryObject, "action", action),      OBJECT(EntryObject, "why", why),
-    OBJECT(EntryObject, "storage", storage),    NUMBER(EntryObject, "nbytes", nbytes),
-    NUMBER(EntryObject, "num_replays", num_replays), END};
-PyMemberDef tape_members[] = {
-    OBJECT(TapeObject, "blocks", blocks),           OBJECT(TapeObject, "holding", holding),
-    OBJECT(TapeObject, "saved", saved),             OBJECT(TapeObject, "choice", choice),
-    OBJECT(TapeObject, "modules", modules),         OBJECT(TapeObject, "opaque_places", opaque_places),
-    OBJECT(TapeObject, "audited_places", audited_places), OBJECT(TapeObject, "opaque_names", opaque_names),
-    OBJECT(TapeObject, "meter", meter),
-    OBJECT(TapeObject, "outer", outer),             OBJECT(TapeObject, "candidates", candidates),
-    NUMBER(TapeObject, "num_lost", num_lost),       NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
-    NUMBER(TapeObject, "opaque_bytes", opaque_bytes),
-    OBJECT(TapeObject, "entries", entries),         NUMBER(TapeObject, "structure", structure),
-    NUMBER(TapeObject, "num_values", num_values),   NUMBER(TapeObject, "num_packed", num_packed),
-    NUMBER(TapeObject, "window_bytes", window_bytes),
-    NUMBER(TapeObject, "num_untold", num_untold),   OBJECT(TapeObject, "why_untold", why_untold),
-    OBJECT(TapeObject, "why_opaque", why_opaque),
-    NUMBER(TapeObject, "began_at", began_at),
-    FLAG(TapeObject, "is_open", is_open),           FLAG(TapeObject, "is_audited", is_audited),
-    FLAG(TapeObject, "audits_always", audits_always), FLAG(TapeObject, "window_follows", window_follows), END};
+PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),      OBJECT(EntryObject, "module", module),
+                               OBJECT(EntryObject, "action", action),           OBJECT(EntryObject, "why", why),
+                               OBJECT(EntryObject, "storage", storage),         NUMBER(EntryObject, "nbytes", nbytes),
+                               NUMBER(EntryObject, "num_replays", num_replays), END};
+PyMemberDef tape_members[] = {OBJECT(TapeObject, "blocks", blocks),
+                              OBJECT(TapeObject, "holding", holding),
+                              OBJECT(TapeObject, "saved", saved),
+                              OBJECT(TapeObject, "choice", choice),
+                              OBJECT(TapeObject, "modules", modules),
+                              OBJECT(TapeObject, "opaque_places", opaque_places),
+                              OBJECT(TapeObject, "audited_places", audited_places),
+                              OBJECT(TapeObject, "opaque_names", opaque_names),
+                              OBJECT(TapeObject, "meter", meter),
+                              OBJECT(TapeObject, "outer", outer),
+                              OBJECT(TapeObject, "candidates", candidates),
+                              NUMBER(TapeObject, "num_lost", num_lost),
+                              NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
+                              NUMBER(TapeObject, "opaque_bytes", opaque_bytes),
+                              OBJECT(TapeObject, "entries", entries),
+                              NUMBER(TapeObject, "structure", structure),
+                              NUMBER(TapeObject, "num_values", num_values),
+                              NUMBER(TapeObject, "num_packed", num_packed),
+                              NUMBER(TapeObject, "window_bytes", window_bytes),
+                              NUMBER(TapeObject, "num_untold", num_untold),
+                              OBJECT(TapeObject, "why_untold", why_untold),
+                              OBJECT(TapeObject, "why_opaque", why_opaque),
+                              NUMBER(TapeObject, "began_at", began_at),
+                              FLAG(TapeObject, "is_open", is_open),
+                              FLAG(TapeObject, "is_audited", is_audited),
+                              FLAG(TapeObject, "audits_always", audits_always),
+                              FLAG(TapeObject, "window_follows", window_follows),
+                              END};
 PyGetSetDef value_getters[] = {{"num_handles", num_handles, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyGetSetDef tape_getters[] = {{"cached_bytes", tape_cached_bytes, nullptr, nullptr, nullptr},
@@ -377,7 +398,8 @@ PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr}
                                {"num_readers", value_num_readers, METH_O, nullptr},
                                {"is_reading", value_is_reading, METH_O, nullptr},
                                {"windows", value_windows, METH_NOARGS, nullptr},
-                               {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+                               {"is_at_hand", value_is_at_hand, METH_NOARGS, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
 PyMethodDef step_methods[] = {{"add_output", step_add_output, METH_VARARGS, nullptr},
                               {"add_written", step_add_written, METH_O, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
@@ -388,19 +410,14 @@ void* slot(Function* function) {
   return reinterpret_cast<void*>(function);
 }
 
-PyType_Slot value_slots[] = {{Py_tp_new, slot(value_new)},     {Py_tp_dealloc, slot(value_dealloc)},
-                             {Py_tp_members, value_members},   {Py_tp_getset, value_getters},
-                             {Py_tp_methods, value_methods},   {0, nullptr}};
-PyType_Slot step_slots[] = {{Py_tp_new, slot(step_new)},
-                            {Py_tp_dealloc, slot(step_dealloc)},
-                            {Py_tp_members, step_members},
-                            {Py_tp_getset, step_getters},
-                            {Py_tp_methods, step_methods},
-                            {0, nullptr}};
-PyType_Slot block_slots[] = {{Py_tp_new, slot(block_new)},
-                             {Py_tp_dealloc, slot(block_dealloc)},
-                             {Py_tp_members, block_members},
-                             {0, nullptr}};
+PyType_Slot value_slots[] = {{Py_tp_new, slot(value_new)},   {Py_tp_dealloc, slot(value_dealloc)},
+                             {Py_tp_members, value_members}, {Py_tp_getset, value_getters},
+                             {Py_tp_methods, value_methods}, {0, nullptr}};
+PyType_Slot step_slots[] = {{Py_tp_new, slot(step_new)},   {Py_tp_dealloc, slot(step_dealloc)},
+                            {Py_tp_members, step_members}, {Py_tp_getset, step_getters},
+                            {Py_tp_methods, step_methods}, {0, nullptr}};
+PyType_Slot block_slots[] = {
+    {Py_tp_new, slot(block_new)}, {Py_tp_dealloc, slot(block_dealloc)}, {Py_tp_members, block_members}, {0, nullptr}};
 PyType_Slot window_slots[] = {{Py_tp_dealloc, slot(window_dealloc)},
                               {Py_tp_members, window_members},
                               {Py_tp_getset, window_getters},
@@ -408,9 +425,12 @@ PyType_Slot window_slots[] = {{Py_tp_dealloc, slot(window_dealloc)},
                               {0, nullptr}};
 PyType_Slot handle_slots[] = {{Py_tp_dealloc, slot(handle_dealloc)}, {Py_tp_members, handle_members}, {0, nullptr}};
 PyType_Slot entry_slots[] = {{Py_tp_dealloc, slot(entry_dealloc)}, {Py_tp_members, entry_members}, {0, nullptr}};
-PyType_Slot tape_slots[] = {{Py_tp_new, slot(PyType_GenericNew)}, {Py_tp_dealloc, slot(tape_dealloc)},
-                            {Py_tp_traverse, slot(tape_traverse)}, {Py_tp_clear, slot(tape_clear)},
-                            {Py_tp_members, tape_members},         {Py_tp_getset, tape_getters},
+PyType_Slot tape_slots[] = {{Py_tp_new, slot(PyType_GenericNew)},
+                            {Py_tp_dealloc, slot(tape_dealloc)},
+                            {Py_tp_traverse, slot(tape_traverse)},
+                            {Py_tp_clear, slot(tape_clear)},
+                            {Py_tp_members, tape_members},
+                            {Py_tp_getset, tape_getters},
                             {0, nullptr}};
 
 template <typename Object>

@@ -6,9 +6,9 @@
 
 #include "core/meter.h"
 #include "core/modes.h"
+#include "core/python.h"
 #include "core/reads.h"
 #include "replay/geometry.h"
-#include "core/python.h"
 #include "replay/needs.h"
 
 namespace actckpt::replay {
@@ -86,8 +86,7 @@ class BelowAutograd {
   ~BelowAutograd() noexcept {
     py::error_scope pending;
     if (grad_enabled_) call_quietly(names().set_grad_enabled, Py_False);
-    PyObject* done =
-        PyObject_CallMethodObjArgs(guard_.ptr(), names().exit, Py_None, Py_None, Py_None, nullptr);
+    PyObject* done = PyObject_CallMethodObjArgs(guard_.ptr(), names().exit, Py_None, Py_None, Py_None, nullptr);
     if (done == nullptr) PyErr_WriteUnraisable(guard_.ptr());
     Py_XDECREF(done);
   }
@@ -99,8 +98,8 @@ class BelowAutograd {
 
 // Whether a step is one plain operator on values at hand, with windows and immutable arguments only.
 bool is_simple(const StepObject* step) {
-  if (!is_none(step->random) || !is_none(step->kwargs) || step->written != nullptr ||
-      step->outputs == nullptr || PyList_GET_SIZE(step->outputs) != 1) {
+  if (!is_none(step->random) || !is_none(step->kwargs) || step->written != nullptr || step->outputs == nullptr ||
+      PyList_GET_SIZE(step->outputs) != 1) {
     return false;
   }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {
@@ -171,8 +170,7 @@ py::object unpacked(HandleObject* handle) {
   auto* tape = reinterpret_cast<TapeObject*>(handle->tape);
   auto* window = reinterpret_cast<WindowObject*>(handle->window);
   auto* value = reinterpret_cast<ValueObject*>(window->value);
-  if (tape->is_open != 0 || !is_none(handle->audit) || !is_neutral() ||
-      PySet_GET_SIZE(names().recording) != 0) {
+  if (tape->is_open != 0 || !is_none(handle->audit) || !is_neutral() || PySet_GET_SIZE(names().recording) != 0) {
     return py::object();
   }
   py::object base;
@@ -224,9 +222,8 @@ void add_unpack_functions(py::module_& module) {
   static PyMethodDef methods[] = {{"unpack_recorded", unpack, METH_O, "unpack_recorded(packed)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
-  module.def("as_saved", [](const py::handle& handle, py::object alias) {
-    return as_saved(handle.ptr(), std::move(alias));
-  });
+  module.def("as_saved",
+             [](const py::handle& handle, py::object alias) { return as_saved(handle.ptr(), std::move(alias)); });
   module.def("num_replayed", [] { return num_replayed; });
 }
 

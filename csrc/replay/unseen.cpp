@@ -1,7 +1,7 @@
 #include "replay/unseen.h"
 
-#include "core/reads.h"
 #include "core/python.h"
+#include "core/reads.h"
 
 namespace actckpt::replay {
 namespace {
@@ -34,7 +34,8 @@ bool passes_on(const py::object& frame, PyObject* module) {
   return PyUnicode_Compare(attribute(code.ptr(), names().code_name).ptr(), names().dispatch_name) == 0;
 }
 
-// Whether `Function.apply` of an autograd.Function is the innermost Python frame, as it is while autograd saves for one.
+// Whether `Function.apply` of an autograd.Function is the innermost Python frame, as it is while autograd saves for
+// one.
 bool is_in_apply() {
   PyFrameObject* frame = PyEval_GetFrame();
   if (frame == nullptr || names().apply_code == nullptr) return false;

@@ -10,8 +10,8 @@ namespace actckpt::replay {
 // operators, on the same memory: to execute one of them again would make other bytes (Rule 10 of NOTE [ Replay ]).
 bool is_in_compiled_code();
 
-// Tells the tape if `value`, taken for an input when a recorded operator or autograd met `tensor`, was made inside of the
-// region by an autograd.Function: by the node of its root ...
+// Tells the tape if `value`, taken for an input when a recorded operator or autograd met `tensor`, was made inside of
+// the region by an autograd.Function: by the node of its root ...
 void look_at_maker(TapeObject* tape, ValueObject* value, PyObject* root);
 
 // ... or, where autograd saves it and it has none, by the call of the Function that is saving it.

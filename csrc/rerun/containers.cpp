@@ -33,9 +33,8 @@ py::object slots_dict(const py::object& object) {
 
 // The dict itself of kinds that are one.
 py::object dict_of(const Container& container) {
-  return container.kind == Kind::kAttributes
-             ? owned(PyObject_GenericGetDict(container.object.ptr(), nullptr))
-             : container.object;
+  return container.kind == Kind::kAttributes ? owned(PyObject_GenericGetDict(container.object.ptr(), nullptr))
+                                             : container.object;
 }
 
 PyObject* value_at(const py::object& dict, PyObject* key) {
@@ -111,13 +110,10 @@ void put_slot(const py::object& object, PyObject* offset, PyObject* value) {
 
 }  // namespace
 
-bool has_keys(const Container& container) noexcept {
-  return container.kind == Kind::kDict || is_shared(container);
-}
+bool has_keys(const Container& container) noexcept { return container.kind == Kind::kDict || is_shared(container); }
 
 bool is_shared(const Container& container) noexcept {
-  return container.kind == Kind::kAttributes || container.kind == Kind::kSlots ||
-         container.kind == Kind::kGlobals;
+  return container.kind == Kind::kAttributes || container.kind == Kind::kSlots || container.kind == Kind::kGlobals;
 }
 
 std::vector<PyMemberDef*> slots_of(PyTypeObject* type) {
@@ -146,14 +142,13 @@ py::object contents_of(const Container& container) {
     case Kind::kGlobals:
       return named(container.object, container.found);
     case Kind::kOrderedDict:
-      return owned(PySequence_List(
-          call_base(reinterpret_cast<PyObject*>(&PyODict_Type), "items", container.object).ptr()));
+      return owned(
+          PySequence_List(call_base(reinterpret_cast<PyObject*>(&PyODict_Type), "items", container.object).ptr()));
     case Kind::kSet:
-      return owned(PySequence_List(call_base(reinterpret_cast<PyObject*>(&PySet_Type), "__iter__",
-                                             container.object).ptr()));
+      return owned(
+          PySequence_List(call_base(reinterpret_cast<PyObject*>(&PySet_Type), "__iter__", container.object).ptr()));
     case Kind::kDeque:
-      return owned(PySequence_List(
-          call_base(names().deque_type, "__iter__", container.object).ptr()));
+      return owned(PySequence_List(call_base(names().deque_type, "__iter__", container.object).ptr()));
   }
   throw std::logic_error("a container of no kind");
 }
@@ -204,13 +199,12 @@ void put(const Container& container, const py::object& contents) {
       return put_ordered(container.object, contents);
     case Kind::kSet:
       call_base(reinterpret_cast<PyObject*>(&PySet_Type), "clear", container.object);
-      owned(PyObject_CallMethod(reinterpret_cast<PyObject*>(&PySet_Type), "update", "OO",
-                                container.object.ptr(), contents.ptr()));
+      owned(PyObject_CallMethod(reinterpret_cast<PyObject*>(&PySet_Type), "update", "OO", container.object.ptr(),
+                                contents.ptr()));
       return;
     case Kind::kDeque:
       call_base(names().deque_type, "clear", container.object);
-      owned(PyObject_CallMethod(names().deque_type, "extend", "OO", container.object.ptr(),
-                                contents.ptr()));
+      owned(PyObject_CallMethod(names().deque_type, "extend", "OO", container.object.ptr(), contents.ptr()));
       return;
   }
 }

@@ -6,9 +6,9 @@
 #include <new>
 #include <utility>
 
-#include "rerun/parameters.h"
 #include "core/python.h"
 #include "core/reads.h"
+#include "rerun/parameters.h"
 #include "rerun/task_end.h"
 
 namespace actckpt {
@@ -108,13 +108,9 @@ PyObject* frame_metadata(PyObject* self, PyObject* argument) {
   });
 }
 
-PyObject* frame_num_saved(PyObject* self, void*) {
-  return PyLong_FromSize_t(frame_of(self)->saved.size());
-}
+PyObject* frame_num_saved(PyObject* self, void*) { return PyLong_FromSize_t(frame_of(self)->saved.size()); }
 
-PyObject* frame_num_live(PyObject* self, void*) {
-  return PyLong_FromSize_t(frame_of(self)->num_live);
-}
+PyObject* frame_num_live(PyObject* self, void*) { return PyLong_FromSize_t(frame_of(self)->num_live); }
 
 PyObject* frame_num_held(PyObject* self, void*) {
   std::size_t count = 0;
@@ -124,9 +120,7 @@ PyObject* frame_num_held(PyObject* self, void*) {
   return PyLong_FromSize_t(count);
 }
 
-PyObject* or_none(const py::object& object) {
-  return Py_NewRef(object ? object.ptr() : Py_None);
-}
+PyObject* or_none(const py::object& object) { return Py_NewRef(object ? object.ptr() : Py_None); }
 
 PyObject* frame_function(PyObject* self, void*) { return or_none(frame_of(self)->recipe.function); }
 PyObject* frame_args(PyObject* self, void*) { return or_none(frame_of(self)->recipe.args); }
@@ -163,9 +157,8 @@ PyGetSetDef frame_getset[] = {
     {"random", frame_random, nullptr, "GeneratorStates that reruns swap in, or None.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyMemberDef frame_members[] = {
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(FrameObject, weakrefs), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
+PyMemberDef frame_members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(FrameObject, weakrefs), READONLY, nullptr},
+                               {nullptr, 0, 0, 0, nullptr}};
 
 PyType_Slot frame_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(frame_dealloc)},
                              {Py_tp_methods, frame_methods},
@@ -192,9 +185,8 @@ Values* FrameObject::find(PyObject* key) noexcept {
 }
 
 void FrameObject::drop(PyObject* key) noexcept {
-  const auto found = std::find_if(values.begin(), values.end(), [&](const auto& entry) {
-    return same_key(entry->key.ptr(), key);
-  });
+  const auto found =
+      std::find_if(values.begin(), values.end(), [&](const auto& entry) { return same_key(entry->key.ptr(), key); });
   if (found == values.end()) return;
   const std::unique_ptr<Values> dropped = std::move(*found);  // freed after the vector is whole
   values.erase(found);
@@ -250,8 +242,7 @@ std::vector<long long> outsider_versions(const FrameObject* frame) {
 }
 
 bool is_changed_outsider(const Saved& saved, PyObject* tensor, long long version_at_start) {
-  return version_at_start != -1 && version_at_start != saved.outsider_version &&
-         alive(saved.outsider).ptr() == tensor;
+  return version_at_start != -1 && version_at_start != saved.outsider_version && alive(saved.outsider).ptr() == tensor;
 }
 
 py::object pack_of(const py::object& frame) {
@@ -274,9 +265,8 @@ py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
   }
   long long found = 0, expected = 0;
   if (witness.is_changed(tensor.ptr(), &found, &expected)) {
-    PyObject* error = PyObject_CallFunction(
-        names().modified_error, "OnOLL", reinterpret_cast<PyObject*>(frame),
-        static_cast<Py_ssize_t>(index), tensor.ptr(), found, expected);
+    PyObject* error = PyObject_CallFunction(names().modified_error, "OnOLL", reinterpret_cast<PyObject*>(frame),
+                                            static_cast<Py_ssize_t>(index), tensor.ptr(), found, expected);
     if (error == nullptr) throw py::error_already_set();
     raise(py::reinterpret_steal<py::object>(error));
   }

@@ -38,7 +38,7 @@ struct Value {
 
 // All values that one rerun brought back. Belongs to one graph task or GraphExecGroup.
 struct Values {
-  py::object key;  // int: id of the graph task; else the GraphExecGroup
+  py::object key;     // int: id of the graph task; else the GraphExecGroup
   bool keep = false;  // values stay after their first unpack: something reads them twice
   std::vector<Value> slots;
 };
@@ -57,11 +57,11 @@ struct Saved {
 // What a rerun of a region needs.
 struct Recipe {
   py::object function;
-  py::object args;    // held: what held.h's thaw_arguments takes. Null where `region` is set.
-  py::object state;   // global state of the forward, a tuple; null where `region` is set
-  py::object random;  // GeneratorStates of the forward; null: random state is left alone
-  py::object region;  // Python's Region, for all that the fields above cannot say; else null
-  py::object lock;    // threading.RLock: one rerun at a time
+  py::object args;                         // held: what held.h's thaw_arguments takes. Null where `region` is set.
+  py::object state;                        // global state of the forward, a tuple; null where `region` is set
+  py::object random;                       // GeneratorStates of the forward; null: random state is left alone
+  py::object region;                       // Python's Region, for all that the fields above cannot say; else null
+  py::object lock;                         // threading.RLock: one rerun at a time
   std::shared_ptr<Parameters> parameters;  // of the function; null where `region` is set
   py::object buffers;  // Python's Buffers of the function; null where it has none or `region` is set
   // Reruns restore random state, under the swap lock. The swap within whose rerun the region was
@@ -71,8 +71,7 @@ struct Recipe {
 };
 
 struct FrameObject {
-  PyObject_HEAD
-  PyObject* weakrefs;
+  PyObject_HEAD PyObject* weakrefs;
   Recipe recipe;
   std::vector<Saved> saved;
   std::vector<std::unique_ptr<Values>> values;
@@ -85,8 +84,7 @@ struct FrameObject {
 };
 
 struct SlotObject {
-  PyObject_HEAD
-  FrameObject* frame;  // owned
+  PyObject_HEAD FrameObject* frame;  // owned
   std::size_t index;
 };
 

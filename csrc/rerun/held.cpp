@@ -10,10 +10,9 @@ namespace actckpt {
 namespace {
 
 struct HeldObject {
-  PyObject_HEAD
-  py::object held;    // tensor, or what the hooks outside packed it into
-  py::object unpack;  // null: no hooks outside
-  py::object storage;  // of the tensor; null where another one may take its place, or there is none
+  PyObject_HEAD py::object held;  // tensor, or what the hooks outside packed it into
+  py::object unpack;              // null: no hooks outside
+  py::object storage;             // of the tensor; null where another one may take its place, or there is none
   long long version;
   long long implementation;
   bool is_tensor;
@@ -81,8 +80,8 @@ py::object thaw(PyObject* object) {
 }
 
 bool is_plain(PyObject* value) {
-  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) ||
-         PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
+  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
+         PyUnicode_CheckExact(value);
 }
 
 // Index of an earlier, identical entry, or `end`: one tensor is held, and given back, once.
@@ -98,9 +97,7 @@ PyObject* held_thaw(PyObject* self, PyObject*) {
 
 PyObject* held_get_held(PyObject* self, void*) { return Py_NewRef(held_of(self)->held.ptr()); }
 
-PyObject* held_get_version(PyObject* self, void*) {
-  return PyLong_FromLongLong(held_of(self)->version);
-}
+PyObject* held_get_version(PyObject* self, void*) { return PyLong_FromLongLong(held_of(self)->version); }
 
 void held_dealloc(PyObject* self) {
   HeldObject* held = held_of(self);
@@ -119,9 +116,8 @@ PyObject* hold_one(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   });
 }
 
-PyMethodDef held_methods[] = {
-    {"thaw", held_thaw, METH_NOARGS, "The tensor for one rerun; raises if it was changed."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef held_methods[] = {{"thaw", held_thaw, METH_NOARGS, "The tensor for one rerun; raises if it was changed."},
+                              {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef held_getset[] = {
     {"held", held_get_held, nullptr, "Tensor, or what the hooks outside packed it into.", nullptr},
@@ -137,8 +133,7 @@ PyType_Spec held_spec = {"actckpt._C.HeldTensor", sizeof(HeldObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, held_slots};
 
 PyObject* without_graph_function(PyObject*, PyObject* tensor) {
-  return guarded(
-      [&] { return without_graph(py::reinterpret_borrow<py::object>(tensor)).release().ptr(); });
+  return guarded([&] { return without_graph(py::reinterpret_borrow<py::object>(tensor)).release().ptr(); });
 }
 
 }  // namespace

@@ -16,9 +16,7 @@ PyObject* entries_of(const py::object& attributes, PyObject* name) {
   return found != nullptr && PyDict_Check(found) && PyDict_GET_SIZE(found) > 0 ? found : nullptr;
 }
 
-bool counts(PyObject* parameter) {
-  return is_plain_tensor(parameter) && reads().requires_grad.is_true(parameter);
-}
+bool counts(PyObject* parameter) { return is_plain_tensor(parameter) && reads().requires_grad.is_true(parameter); }
 
 bool has_same_bytes(const py::object& copy, PyObject* parameter) {
   PyObject* both[] = {copy.ptr(), parameter};
@@ -96,9 +94,8 @@ void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_
     long long version = is_strict && counts(value) ? 0 : -1;
     py::object copy;
     if (version == 0 && !read_version(value, &version)) copy = call(names().own_copy, value);
-    entries_.push_back({py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value),
-                        version, std::move(copy),
-                        version >= 0 ? reads().implementation.number(value) : 0});
+    entries_.push_back({py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value), version,
+                        std::move(copy), version >= 0 ? reads().implementation.number(value) : 0});
   }
   groups_.push_back({py::reinterpret_borrow<py::object>(module), name, entries_.size()});
 }
@@ -146,8 +143,7 @@ bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
 }
 
 void Parameters::raise_changed(PyObject* parameter, long long before, long long now) const {
-  PyObject* error =
-      PyObject_CallFunction(names().parameter_error, "OOLL", root_.ptr(), parameter, before, now);
+  PyObject* error = PyObject_CallFunction(names().parameter_error, "OOLL", root_.ptr(), parameter, before, now);
   if (error == nullptr) throw py::error_already_set();
   raise(py::reinterpret_steal<py::object>(error));
 }

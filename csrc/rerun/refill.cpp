@@ -11,10 +11,9 @@ namespace actckpt {
 namespace {
 
 struct RefillObject {
-  PyObject_HEAD
-  py::object frame;  // FrameObject
-  py::object error;  // the first mismatch
-  py::object may_stop;  // tells whether the rerun may end where it is; null: anywhere
+  PyObject_HEAD py::object frame;  // FrameObject
+  py::object error;                // the first mismatch
+  py::object may_stop;             // tells whether the rerun may end where it is; null: anywhere
   std::unique_ptr<Values> values;
   std::vector<long long> outsiders;  // their versions at the start of the rerun
   std::size_t num_packed;
@@ -30,9 +29,7 @@ PyTypeObject* refill_type = nullptr;
 
 RefillObject* refill_of(PyObject* self) { return reinterpret_cast<RefillObject*>(self); }
 
-FrameObject* frame_of(RefillObject* refill) {
-  return reinterpret_cast<FrameObject*>(refill->frame.ptr());
-}
+FrameObject* frame_of(RefillObject* refill) { return reinterpret_cast<FrameObject*>(refill->frame.ptr()); }
 
 bool equal(const py::object& a, const py::object& b) {
   if (a.ptr() == b.ptr()) return true;
@@ -42,8 +39,7 @@ bool equal(const py::object& a, const py::object& b) {
 }
 
 bool same_metadata(const Saved& saved, PyObject* tensor) {
-  return equal(saved.shape, reads().shape(tensor)) &&
-         equal(saved.dtype, reads().dtype(tensor)) &&
+  return equal(saved.shape, reads().shape(tensor)) && equal(saved.dtype, reads().dtype(tensor)) &&
          equal(saved.device, reads().device(tensor));
 }
 
@@ -58,8 +54,7 @@ PyObject* stop(RefillObject* refill) {
 // Lets Python word the error while the stack still shows the user's line. Python may answer that
 // it is none (a version that moved for a reason that does no harm). Returns whether it is one.
 bool is_mismatch(RefillObject* refill, std::size_t index, PyObject* tensor, const char* problem) {
-  PyObject* error = PyObject_CallFunction(names().mismatch_error, "OnOs",
-                                          reinterpret_cast<PyObject*>(refill),
+  PyObject* error = PyObject_CallFunction(names().mismatch_error, "OnOs", reinterpret_cast<PyObject*>(refill),
                                           static_cast<Py_ssize_t>(index), tensor, problem);
   if (error == nullptr) throw py::error_already_set();
   if (error == Py_None) {
@@ -131,13 +126,9 @@ PyObject* refill_get_error(PyObject* self, void*) {
   return Py_NewRef(error ? error.ptr() : Py_None);
 }
 
-PyObject* refill_get_num_packed(PyObject* self, void*) {
-  return PyLong_FromSize_t(refill_of(self)->num_packed);
-}
+PyObject* refill_get_num_packed(PyObject* self, void*) { return PyLong_FromSize_t(refill_of(self)->num_packed); }
 
-PyObject* refill_get_num_needed(PyObject* self, void*) {
-  return PyLong_FromSize_t(refill_of(self)->num_needed);
-}
+PyObject* refill_get_num_needed(PyObject* self, void*) { return PyLong_FromSize_t(refill_of(self)->num_needed); }
 
 PyObject* refill_get_has_failed(PyObject* self, void*) {
   return PyBool_FromLong(refill_has_failed(py::reinterpret_borrow<py::object>(self)) ? 1 : 0);
@@ -173,13 +164,12 @@ PyMethodDef methods[] = {
     {"run_to_the_end", refill_run_to_the_end, METH_NOARGS, "Do not stop this rerun early."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyGetSetDef getset[] = {
-    {"frame", refill_get_frame, nullptr, "The frame that is refilled.", nullptr},
-    {"error", refill_get_error, nullptr, "The first mismatch, or None.", nullptr},
-    {"has_failed", refill_get_has_failed, nullptr, "Whether anything does not match.", nullptr},
-    {"num_packed", refill_get_num_packed, nullptr, "Tensors saved by the rerun.", nullptr},
-    {"num_needed", refill_get_num_needed, nullptr, "Tensors the rerun has to save.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef getset[] = {{"frame", refill_get_frame, nullptr, "The frame that is refilled.", nullptr},
+                        {"error", refill_get_error, nullptr, "The first mismatch, or None.", nullptr},
+                        {"has_failed", refill_get_has_failed, nullptr, "Whether anything does not match.", nullptr},
+                        {"num_packed", refill_get_num_packed, nullptr, "Tensors saved by the rerun.", nullptr},
+                        {"num_needed", refill_get_num_needed, nullptr, "Tensors the rerun has to save.", nullptr},
+                        {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(refill_dealloc)},
                        {Py_tp_methods, methods},
@@ -200,8 +190,7 @@ std::size_t count_needed(const FrameObject* frame) {
 py::object new_refill(FrameObject* frame, const py::object& key) {
   RefillObject* refill = PyObject_New(RefillObject, refill_type);
   if (refill == nullptr) throw py::error_already_set();
-  new (&refill->frame)
-      py::object(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
+  new (&refill->frame) py::object(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
   new (&refill->error) py::object();
   new (&refill->may_stop) py::object();
   new (&refill->values) std::unique_ptr<Values>(std::make_unique<Values>());
@@ -234,8 +223,7 @@ bool is_stop_in_script(PyObject* refill) {
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);
   PyObject* text = PyObject_Str(value);
-  const bool matches = text != nullptr && PyUnicode_Tailmatch(text, names().script_failure, 0,
-                                                              PY_SSIZE_T_MAX, -1) == 1;
+  const bool matches = text != nullptr && PyUnicode_Tailmatch(text, names().script_failure, 0, PY_SSIZE_T_MAX, -1) == 1;
   Py_XDECREF(text);
   PyErr_Restore(type, value, traceback);
   return matches;
@@ -249,8 +237,8 @@ bool is_stop_of(PyObject* refill) {
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);
   PyObject* arguments = PyObject_GetAttrString(value, "args");
-  const bool matches = arguments != nullptr && PyTuple_GET_SIZE(arguments) == 1 &&
-                       PyTuple_GET_ITEM(arguments, 0) == refill;
+  const bool matches =
+      arguments != nullptr && PyTuple_GET_SIZE(arguments) == 1 && PyTuple_GET_ITEM(arguments, 0) == refill;
   Py_XDECREF(arguments);
   PyErr_Restore(type, value, traceback);
   return matches;
@@ -258,15 +246,12 @@ bool is_stop_of(PyObject* refill) {
 
 PyObject* refill_frame(const py::object& refill) { return refill_of(refill.ptr())->frame.ptr(); }
 
-bool refill_found_mismatch(const py::object& refill) {
-  return static_cast<bool>(refill_of(refill.ptr())->error);
-}
+bool refill_found_mismatch(const py::object& refill) { return static_cast<bool>(refill_of(refill.ptr())->error); }
 
 bool refill_has_failed(const py::object& object) {
   RefillObject* refill = refill_of(object.ptr());
   if (refill->error) return true;
-  return !refill->stopped && frame_of(refill)->forward_completed &&
-         refill->num_packed < refill->num_needed;
+  return !refill->stopped && frame_of(refill)->forward_completed && refill->num_packed < refill->num_needed;
 }
 
 void store_refill(const py::object& object) {
@@ -286,8 +271,7 @@ void close_refill(const py::object& object) noexcept {
 void add_refill_type(py::module_& module) {
   refill_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   if (refill_type == nullptr) throw py::error_already_set();
-  stop_rerun = PyErr_NewExceptionWithDoc("actckpt._C.StopRerun",
-                                         "Everything that a rerun had to bring back is there.",
+  stop_rerun = PyErr_NewExceptionWithDoc("actckpt._C.StopRerun", "Everything that a rerun had to bring back is there.",
                                          PyExc_BaseException, nullptr);
   if (stop_rerun == nullptr) throw py::error_already_set();
   module.add_object("Refill", reinterpret_cast<PyObject*>(refill_type));

@@ -4,14 +4,14 @@
 #include <optional>
 #include <utility>
 
-#include "core/open_reruns.h"
 #include "core/generators.h"
 #include "core/grad_mode.h"
+#include "core/open_reruns.h"
+#include "core/python.h"
+#include "core/swap_lock.h"
 #include "rerun/held.h"
 #include "rerun/parameters.h"
-#include "core/python.h"
 #include "rerun/refill.h"
-#include "core/swap_lock.h"
 
 namespace actckpt {
 namespace {
@@ -42,8 +42,7 @@ bool is_complete(const py::object& state) {
 
 // Calls function(*args, **kwargs) with saved tensors going through pack and unpack. Returns null
 // with a Python error pending where that failed.
-PyObject* call_hooked(PyObject* pack, PyObject* unpack, PyObject* function, PyObject* args,
-                      PyObject* kwargs) {
+PyObject* call_hooked(PyObject* pack, PyObject* unpack, PyObject* function, PyObject* args, PyObject* kwargs) {
   PyObject* hooks[] = {pack, unpack};
   PyObject* pushed = PyObject_Vectorcall(names().push_hooks, hooks, 2, nullptr);
   if (pushed == nullptr) return nullptr;
@@ -57,10 +56,8 @@ PyObject* unpack_function = nullptr;
 PyObject* same_function = nullptr;
 
 // Runs the forward of `frame`; null with a Python error pending where it failed.
-PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* args,
-                      PyObject* kwargs) {
-  PyObject* result =
-      call_hooked(pack_of(frame).ptr(), unpack_function, function, args, kwargs);
+PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* args, PyObject* kwargs) {
+  PyObject* result = call_hooked(pack_of(frame).ptr(), unpack_function, function, args, kwargs);
   if (result == nullptr) return nullptr;
   const auto owner = py::reinterpret_steal<py::object>(result);
   complete_forward(reinterpret_cast<FrameObject*>(frame.ptr()));
@@ -70,13 +67,11 @@ PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* arg
 long long num_reruns = 0;  // of the process so far
 
 // Runs function(*args, **kwargs) with grad mode on until the refill stops it.
-void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args,
-                       PyObject* kwargs) {
+void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args, PyObject* kwargs) {
   const GradMode on(true);
   num_open_reruns += 1;
   num_reruns += 1;
-  PyObject* result =
-      call_hooked(refill_pack_of(refill).ptr(), same_function, function, args, kwargs);
+  PyObject* result = call_hooked(refill_pack_of(refill).ptr(), same_function, function, args, kwargs);
   num_open_reruns -= 1;
   if (result != nullptr) {
     Py_DECREF(result);
@@ -90,8 +85,7 @@ void run_until_stopped(const py::object& refill, PyObject* function, PyObject* a
 // ------------------------------------------------------------------------------------- rerun
 
 // Runs `function` until stopped with the random state of the forward, then puts back what was there.
-void run_with_random_state(const py::object& random, const py::object& refill, PyObject* function,
-                           PyObject* args) {
+void run_with_random_state(const py::object& random, const py::object& refill, PyObject* function, PyObject* args) {
   const py::object outside = generators_now(random);
   const auto put_back = [&] {
     py::error_scope pending;
@@ -113,8 +107,7 @@ py::object thaw_inputs(const py::object& held) {
     return thaw_arguments(held.ptr());
   } catch (py::error_already_set& error) {
     if (!error.matches(names().changed_error)) throw;
-    PyObject* worded =
-        PyObject_CallFunctionObjArgs(names().input_error, error.value().ptr(), held.ptr(), nullptr);
+    PyObject* worded = PyObject_CallFunctionObjArgs(names().input_error, error.value().ptr(), held.ptr(), nullptr);
     if (worded == nullptr) throw py::error_already_set();
     raise(py::reinterpret_steal<py::object>(worded));
   }
@@ -123,8 +116,7 @@ py::object thaw_inputs(const py::object& held) {
 // Whether the function's modules are as the forward left them. Throws where they cannot be made so.
 bool is_as_left(const FrameObject* frame) {
   if (frame->recipe.parameters->check(frame->check_metadata, true)) return false;
-  return !frame->recipe.buffers ||
-         call_method(frame->recipe.buffers.ptr(), names().are_as_found).ptr() == Py_True;
+  return !frame->recipe.buffers || call_method(frame->recipe.buffers.ptr(), names().are_as_found).ptr() == Py_True;
 }
 
 // Reruns a region of the common kind. Returns false, having done nothing, where it is not one now.
@@ -177,9 +169,7 @@ void rerun(FrameObject* frame, const py::object& key) {
 
 class Locked {
  public:
-  explicit Locked(const py::object& lock) : lock_(lock) {
-    call_method(lock_.ptr(), names().acquire);
-  }
+  explicit Locked(const py::object& lock) : lock_(lock) { call_method(lock_.ptr(), names().acquire); }
   Locked(const Locked&) = delete;
   Locked& operator=(const Locked&) = delete;
   ~Locked() noexcept {
@@ -267,12 +257,10 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     bool on_device = false;
     if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
     if (!recipe.args) return Py_NewRef(Py_NotImplemented);
-    const bool is_capturing =
-        names().is_capturing != nullptr && call(names().is_capturing).ptr() == Py_True;
+    const bool is_capturing = names().is_capturing != nullptr && call(names().is_capturing).ptr() == Py_True;
     if (truth(args[3]) && !is_capturing) {
       const py::object generators =
-          on_device ? call(names().generators_of, args[1])
-                    : py::reinterpret_borrow<py::object>(names().cpu_generators);
+          on_device ? call(names().generators_of, args[1]) : py::reinterpret_borrow<py::object>(names().cpu_generators);
       recipe.random = capture_generators(generators.ptr());
       recipe.outer_swap = 0;
     }
@@ -333,18 +321,17 @@ PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
                                  "Unpack hook: the tensor of a slot, brought back by a rerun."};
 PyMethodDef same_definition = {"same", same, METH_O, "Unpack hook of reruns."};
 
-PyMethodDef functions[] = {
-    {"run_common", fast(run_common), METH_FASTCALL,
-     "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
-    {"run", fast(run), METH_FASTCALL,
-     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
-    {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
-    {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
-    {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
-    {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
-    {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
-    {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef functions[] = {{"run_common", fast(run_common), METH_FASTCALL,
+                            "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
+                           {"run", fast(run), METH_FASTCALL,
+                            "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
+                           {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
+                           {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
+                           {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
+                           {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
+                           {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
+                           {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
+                           {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 

@@ -5,9 +5,9 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/python.h"
 #include "rerun/containers.h"
 #include "rerun/held.h"
-#include "core/python.h"
 
 namespace actckpt {
 namespace {
@@ -25,9 +25,7 @@ py::object package_of(PyObject* module) {
   return py::reinterpret_steal<py::object>(PyUnicode_Substring(module, 0, end));
 }
 
-bool is_torch(PyObject* module) {
-  return PyUnicode_CompareWithASCIIString(package_of(module).ptr(), "torch") == 0;
-}
+bool is_torch(PyObject* module) { return PyUnicode_CompareWithASCIIString(package_of(module).ptr(), "torch") == 0; }
 
 bool is_standard(PyObject* module) {
   const int result = PySet_Contains(names().left_alone, package_of(module).ptr());
@@ -38,9 +36,7 @@ bool is_standard(PyObject* module) {
 // Whether what is defined in this module keeps what it has to itself (Rule 4).
 bool is_left_alone(PyObject* module) { return is_standard(module) || is_torch(module); }
 
-py::object module_of(PyTypeObject* type) {
-  return attribute(reinterpret_cast<PyObject*>(type), names().module);
-}
+py::object module_of(PyTypeObject* type) { return attribute(reinterpret_cast<PyObject*>(type), names().module); }
 
 bool is_of_torch(PyTypeObject* type) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(type->tp_mro); ++i) {
@@ -148,8 +144,7 @@ class Walk {
       const py::object value = variables[name];
       if (PyModule_Check(value.ptr())) continue;
       found[name] = value;
-      const bool is_elsewhere =
-          PyFunction_Check(value.ptr()) && PyFunction_GET_GLOBALS(value.ptr()) != variables.ptr();
+      const bool is_elsewhere = PyFunction_Check(value.ptr()) && PyFunction_GET_GLOBALS(value.ptr()) != variables.ptr();
       if (!is_elsewhere) add(value.ptr(), in);
     }
     if (found.empty()) return;
@@ -334,8 +329,7 @@ py::str Structure::place_of(const py::object& tensor) const {
 void add_structure_type(py::module_& module) {
   py::class_<Replaced>(module, "Replaced", "What containers held when a rerun began.");
   py::class_<Structure>(module, "Structure", "Containers and objects as a forward found them.")
-      .def(py::init<py::tuple, py::set, py::list>(), py::arg("roots"), py::arg("rebuilt"),
-           py::arg("left_alone"))
+      .def(py::init<py::tuple, py::set, py::list>(), py::arg("roots"), py::arg("rebuilt"), py::arg("left_alone"))
       .def("forward_done", &Structure::forward_done)
       .def("swap_in", &Structure::swap_in)
       .def("put_back", &Structure::put_back, py::arg("replaced"))

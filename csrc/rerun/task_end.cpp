@@ -1,6 +1,5 @@
 #include "rerun/task_end.h"
 
-
 #include <new>
 #include <unordered_map>
 #include <utility>
@@ -12,8 +11,7 @@ namespace actckpt {
 namespace {
 
 struct TaskEndObject {
-  PyObject_HEAD
-  long long task_id;
+  PyObject_HEAD long long task_id;
   std::vector<py::object> frames;  // weak references
 };
 

@@ -49,8 +49,7 @@ struct CudaBackend::CudaEvent : Event {
   const bool is_timed;
 };
 
-CudaBackend::CudaBackend(const Driver* driver)
-    : driver_(driver), events_(std::make_shared<EventStore>()) {
+CudaBackend::CudaBackend(const Driver* driver) : driver_(driver), events_(std::make_shared<EventStore>()) {
   check(driver_->init(0), "cuInit");
 }
 
@@ -134,14 +133,12 @@ EventHandle CudaBackend::take_event(int device, bool is_timed) {
   }
   const RelaxedCapture relaxed(driver_);
   EventHandle handle = nullptr;
-  check(driver_->event_create(&handle, is_timed ? kEventDefault : kEventDisableTiming),
-        "cuEventCreate");
+  check(driver_->event_create(&handle, is_timed ? kEventDefault : kEventDisableTiming), "cuEventCreate");
   return handle;
 }
 
 EventPtr CudaBackend::record_event(Stream stream, bool is_timed) {
-  auto event = std::make_shared<CudaEvent>(events_, take_event(stream.device, is_timed),
-                                           stream.device, is_timed);
+  auto event = std::make_shared<CudaEvent>(events_, take_event(stream.device, is_timed), stream.device, is_timed);
   check(driver_->event_record(event->handle, native(stream)), "cuEventRecord");
   return event;
 }
@@ -157,15 +154,13 @@ double CudaBackend::seconds_between(const EventPtr& first, const EventPtr& secon
   const DeviceScope scope(this, own.device);
   const RelaxedCapture relaxed(driver_);
   float milliseconds = 0.0F;
-  check(driver_->event_elapsed(&milliseconds, own.handle,
-                               static_cast<const CudaEvent&>(*second).handle),
+  check(driver_->event_elapsed(&milliseconds, own.handle, static_cast<const CudaEvent&>(*second).handle),
         "cuEventElapsedTime");
   return static_cast<double>(milliseconds) * 1e-3;
 }
 
 void CudaBackend::wait(Stream stream, const EventPtr& event) {
-  check(driver_->stream_wait_event(native(stream), static_cast<CudaEvent&>(*event).handle, 0),
-        "cuStreamWaitEvent");
+  check(driver_->stream_wait_event(native(stream), static_cast<CudaEvent&>(*event).handle, 0), "cuStreamWaitEvent");
 }
 
 bool CudaBackend::passed(const EventPtr& event) {
@@ -183,16 +178,14 @@ bool CudaBackend::passed(const EventPtr& event) {
 void CudaBackend::copy_out(Stream stream, const Segment& host, std::uintptr_t src) {
   for (std::size_t done = 0; done < host.bytes; done += kPieceBytes) {
     const std::size_t piece = std::min(kPieceBytes, host.bytes - done);
-    check(driver_->copy_to_host(host.ptr + done, src + done, piece, native(stream)),
-          "cuMemcpyDtoHAsync_v2");
+    check(driver_->copy_to_host(host.ptr + done, src + done, piece, native(stream)), "cuMemcpyDtoHAsync_v2");
   }
 }
 
 void CudaBackend::copy_in(Stream stream, std::uintptr_t dst, const Segment& host) {
   for (std::size_t done = 0; done < host.bytes; done += kPieceBytes) {
     const std::size_t piece = std::min(kPieceBytes, host.bytes - done);
-    check(driver_->copy_to_device(dst + done, host.ptr + done, piece, native(stream)),
-          "cuMemcpyHtoDAsync_v2");
+    check(driver_->copy_to_device(dst + done, host.ptr + done, piece, native(stream)), "cuMemcpyHtoDAsync_v2");
   }
 }
 

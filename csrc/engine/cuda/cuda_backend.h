@@ -1,8 +1,8 @@
 // The event protocol's backend over the CUDA driver.
 //
 // Contract: as Backend. Every call names itself and its code when it fails. Side streams are
-// non-blocking; events carry no timing, but for those of `record_timed`, and are used again. A stream handle belongs to the primary
-// context of its device, which `enter` pushes, since handle 0 is per context (trap 5). Queries and
+// non-blocking; events carry no timing, but for those of `record_timed`, and are used again. A stream handle belongs to
+// the primary context of its device, which `enter` pushes, since handle 0 is per context (trap 5). Queries and
 // creations run in RELAXED capture mode. A legacy stream that reports IMPLICIT counts as capturing.
 // After `close` (process exit) every call throws and destructors make no driver call.
 // Thread rule: the engine serialises; `passed`, `close` and the destruction of events from any
@@ -51,7 +51,7 @@ class CudaBackend : public Backend, public SlabRegistrar {
 
  private:
   struct EventStore {
-    std::mutex mutex;  // leaf
+    std::mutex mutex;                                               // leaf
     std::map<std::pair<int, bool>, std::vector<EventHandle>> free;  // by device, and if timed
   };
   struct CudaEvent;

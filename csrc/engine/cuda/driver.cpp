@@ -10,14 +10,12 @@ namespace {
 constexpr int kAbiVersion = 12000;
 constexpr std::uint64_t kLegacyStream = 1;
 
-using GetProcAddress = Result (*)(const char* symbol, void** function, int version,
-                                  std::uint64_t flags, int* status);
+using GetProcAddress = Result (*)(const char* symbol, void** function, int version, std::uint64_t flags, int* status);
 
 class Symbols {
  public:
   explicit Symbols(void* library)
-      : library_(library),
-        get_(reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"))) {}
+      : library_(library), get_(reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"))) {}
 
   // `name` as cuGetProcAddress knows it; `exported` is the library's own, versioned name.
   template <typename Function>
@@ -58,8 +56,7 @@ void load_all(Symbols* s, Driver* d) {
   s->required(&d->stream_create, "cuStreamCreate", "cuStreamCreate");
   s->required(&d->stream_wait_event, "cuStreamWaitEvent", "cuStreamWaitEvent");
   s->required(&d->stream_is_capturing, "cuStreamIsCapturing", "cuStreamIsCapturing");
-  s->required(&d->exchange_capture_mode, "cuThreadExchangeStreamCaptureMode",
-              "cuThreadExchangeStreamCaptureMode");
+  s->required(&d->exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", "cuThreadExchangeStreamCaptureMode");
   s->required(&d->event_create, "cuEventCreate", "cuEventCreate");
   s->required(&d->event_record, "cuEventRecord", "cuEventRecord");
   s->required(&d->event_query, "cuEventQuery", "cuEventQuery");

@@ -47,10 +47,8 @@ struct Driver {
   Result (*event_create)(EventHandle* event, unsigned flags) = nullptr;
   Result (*event_record)(EventHandle event, StreamHandle stream) = nullptr;
   Result (*event_query)(EventHandle event) = nullptr;
-  Result (*copy_to_host)(void* dst, DevicePtr src, std::size_t bytes,
-                         StreamHandle stream) = nullptr;
-  Result (*copy_to_device)(DevicePtr dst, const void* src, std::size_t bytes,
-                           StreamHandle stream) = nullptr;
+  Result (*copy_to_host)(void* dst, DevicePtr src, std::size_t bytes, StreamHandle stream) = nullptr;
+  Result (*copy_to_device)(DevicePtr dst, const void* src, std::size_t bytes, StreamHandle stream) = nullptr;
   Result (*host_register)(void* ptr, std::size_t bytes, unsigned flags) = nullptr;
   Result (*host_unregister)(void* ptr) = nullptr;
   // Optional: null where the driver lacks them; tested at use.

@@ -21,8 +21,7 @@ constexpr std::size_t kShareBytes = std::size_t{64} << 20;
 
 int node_from_sysfs(const Driver& driver, Device handle) {
   char bus_id[32] = {};
-  if (driver.device_pci_bus_id == nullptr ||
-      driver.device_pci_bus_id(bus_id, sizeof(bus_id) - 1, handle) != kSuccess) {
+  if (driver.device_pci_bus_id == nullptr || driver.device_pci_bus_id(bus_id, sizeof(bus_id) - 1, handle) != kSuccess) {
     return -1;
   }
   std::string path = "/sys/bus/pci/devices/";
@@ -74,8 +73,7 @@ void populate(void* ptr, std::size_t bytes) noexcept {
   const auto touch = [=](std::size_t first) {
     for (std::size_t share = first; share < num_shares; share += num_threads) {
       const std::size_t start = share * kShareBytes;
-      madvise(static_cast<char*>(ptr) + start, std::min(kShareBytes, bytes - start),
-              kMadvPopulateWrite);
+      madvise(static_cast<char*>(ptr) + start, std::min(kShareBytes, bytes - start), kMadvPopulateWrite);
     }
   };
   std::vector<std::thread> threads;

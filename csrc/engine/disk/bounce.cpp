@@ -4,8 +4,7 @@
 
 namespace actckpt {
 
-BounceRing::Lease::Lease(Lease&& other) noexcept
-    : ring_(std::exchange(other.ring_, nullptr)), data_(other.data_) {}
+BounceRing::Lease::Lease(Lease&& other) noexcept : ring_(std::exchange(other.ring_, nullptr)), data_(other.data_) {}
 
 BounceRing::Lease::~Lease() noexcept {
   if (ring_ == nullptr) {

@@ -31,7 +31,7 @@ int FaultyFileIo::num_held() const {
   return num_held_;
 }
 
-Faults FaultyFileIo::wait(bool Faults::*hold) {
+Faults FaultyFileIo::wait(bool Faults::* hold) {
   std::unique_lock<std::mutex> lock(mutex_);
   ++num_held_;
   changed_.wait(lock, [&] { return !(faults_.*hold); });

@@ -34,12 +34,12 @@ struct Faults {
   std::uint64_t fail_write_at = kNever;  // writes end before this byte, then fail
   int write_errno = 28;                  // ENOSPC
   std::uint64_t max_write_bytes = kNever;
-  std::uint64_t fail_read_at = kNever;   // a read that covers this byte fails
-  int read_errno = 5;                    // EIO
+  std::uint64_t fail_read_at = kNever;  // a read that covers this byte fails
+  int read_errno = 5;                   // EIO
   std::uint64_t max_read_bytes = kNever;
-  std::uint64_t alter_read_at = kNever;  // this byte comes back with its lowest bit flipped
-  std::uint64_t end_of_file_at = kNever; // reads end here
-  bool hold_writes = false;              // calls wait until this is false
+  std::uint64_t alter_read_at = kNever;   // this byte comes back with its lowest bit flipped
+  std::uint64_t end_of_file_at = kNever;  // reads end here
+  bool hold_writes = false;               // calls wait until this is false
   bool hold_reads = false;
 };
 
@@ -53,7 +53,7 @@ class FaultyFileIo : public FileIo {
   ssize_t read_at(int fd, void* data, std::size_t bytes, off_t offset) override;
 
  private:
-  Faults wait(bool Faults::*hold);
+  Faults wait(bool Faults::* hold);
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

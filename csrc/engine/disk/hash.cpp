@@ -12,9 +12,7 @@ constexpr std::uint64_t kPrime3 = 0x165667B19E3779F9;
 constexpr std::uint64_t kPrime4 = 0x85EBCA77C2B2AE63;
 constexpr std::uint64_t kPrime5 = 0x27D4EB2F165667C5;
 
-constexpr std::uint64_t rotate(std::uint64_t value, int bits) {
-  return (value << bits) | (value >> (64 - bits));
-}
+constexpr std::uint64_t rotate(std::uint64_t value, int bits) { return (value << bits) | (value >> (64 - bits)); }
 
 constexpr std::uint64_t round(std::uint64_t lane, std::uint64_t input) {
   return rotate(lane + input * kPrime2, 31) * kPrime1;
@@ -70,8 +68,7 @@ void Hash64::update(const void* data, std::size_t bytes) {
 std::uint64_t Hash64::digest() const {
   std::uint64_t hash = seed_ + kPrime5;
   if (total_bytes_ >= kStripe) {
-    hash = rotate(lanes_[0], 1) + rotate(lanes_[1], 7) + rotate(lanes_[2], 12) +
-           rotate(lanes_[3], 18);
+    hash = rotate(lanes_[0], 1) + rotate(lanes_[1], 7) + rotate(lanes_[2], 12) + rotate(lanes_[3], 18);
     for (const std::uint64_t lane : lanes_) {
       hash = merge(hash, lane);
     }

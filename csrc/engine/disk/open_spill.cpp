@@ -70,8 +70,7 @@ OpenedSpill open_spill(const std::string& folder, bool want_direct) {
   DirectAlignment alignment;
   if (!query_direct_alignment(fd, &alignment)) {
     opened.needs_probing = true;
-  } else if (alignment.offset == 0 || kGranule % alignment.offset != 0 ||
-             kGranule % alignment.memory != 0) {
+  } else if (alignment.offset == 0 || kGranule % alignment.offset != 0 || kGranule % alignment.memory != 0) {
     opened.direct = fcntl(fd, F_SETFL, flags) != 0;
   }
   return opened;

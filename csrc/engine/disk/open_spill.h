@@ -12,8 +12,8 @@ namespace actckpt {
 
 struct OpenedSpill {
   int fd;
-  bool direct;        // O_DIRECT is set
-  bool needs_probing; // the kernel did not say whether direct I/O works
+  bool direct;         // O_DIRECT is set
+  bool needs_probing;  // the kernel did not say whether direct I/O works
 };
 
 OpenedSpill open_spill(const std::string& folder, bool want_direct);

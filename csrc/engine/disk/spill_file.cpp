@@ -21,14 +21,11 @@ namespace {
 // Small enough to stay in the cache between copying and hashing.
 constexpr std::size_t kHashStep = std::size_t{128} << 10;
 
-void copy_own(std::byte* dst, const std::byte* src, std::size_t bytes) {
-  std::memcpy(dst, src, bytes);
-}
+void copy_own(std::byte* dst, const std::byte* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
 
 // dst[:bytes] = src[:bytes], hashed on the way.
-void copy_and_hash(void (*copy)(std::byte*, const std::byte*, std::size_t), std::byte* dst,
-                   const std::byte* src, std::size_t bytes, Hash64* hash,
-                   const std::byte* hashed) {
+void copy_and_hash(void (*copy)(std::byte*, const std::byte*, std::size_t), std::byte* dst, const std::byte* src,
+                   std::size_t bytes, Hash64* hash, const std::byte* hashed) {
   for (std::size_t done = 0; done < bytes; done += kHashStep) {
     const std::size_t step = std::min(kHashStep, bytes - done);
     copy(dst + done, src + done, step);
@@ -93,8 +90,7 @@ bool SpillFile::probe_direct() {
   const BounceRing::Lease buffer = ring_.lease();
   std::memset(buffer.data(), 0, kGranule);
   const bool writes = pwrite(fd_, buffer.data(), kGranule, 0) == static_cast<ssize_t>(kGranule);
-  return (writes && pread(fd_, buffer.data(), kGranule, 0) == static_cast<ssize_t>(kGranule)) ||
-         errno == ENOSPC;
+  return (writes && pread(fd_, buffer.data(), kGranule, 0) == static_cast<ssize_t>(kGranule)) || errno == ENOSPC;
 }
 
 std::optional<SpillBlock> SpillFile::try_reserve(std::size_t bytes) {
@@ -136,20 +132,18 @@ SpillBlock SpillFile::write(const std::byte* src, std::size_t bytes) {
   if (!block.has_value()) {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++stats_.num_failed_writes;
-    throw SpillFullError("cannot spill " + format_bytes(bytes) + " to '" + config_.folder +
-                         "': limit " + format_bytes(config_.limit_bytes) + ", in use " +
-                         format_bytes(stats_.disk_bytes) + ". Raise disk_limit, or offload less.");
+    throw SpillFullError("cannot spill " + format_bytes(bytes) + " to '" + config_.folder + "': limit " +
+                         format_bytes(config_.limit_bytes) + ", in use " + format_bytes(stats_.disk_bytes) +
+                         ". Raise disk_limit, or offload less.");
   }
   write_with(copy_foreign, &*block, src);
   return std::move(*block);
 }
 
-void SpillFile::write_into(SpillBlock* block, const std::byte* src) {
-  write_with(copy_own, block, src);
-}
+void SpillFile::write_into(SpillBlock* block, const std::byte* src) { write_with(copy_own, block, src); }
 
-void SpillFile::write_with(void (*copy)(std::byte*, const std::byte*, std::size_t),
-                           SpillBlock* block, const std::byte* src) {
+void SpillFile::write_with(void (*copy)(std::byte*, const std::byte*, std::size_t), SpillBlock* block,
+                           const std::byte* src) {
   fork_guard_.check("spill file");
   Hash64 hash;
   if (block->bytes_ > 0) {
@@ -176,8 +170,7 @@ void SpillFile::write_fully(const std::byte* data, std::size_t bytes, std::uint6
   std::size_t done = 0;
   int num_stuck = 0;
   while (done < bytes) {
-    const ssize_t wrote =
-        io_->write_at(fd_, data + done, bytes - done, static_cast<off_t>(offset + done));
+    const ssize_t wrote = io_->write_at(fd_, data + done, bytes - done, static_cast<off_t>(offset + done));
     const int code = wrote < 0 ? errno : 0;
     if (wrote < 0 && code == EINTR) {
       continue;
@@ -190,11 +183,10 @@ void SpillFile::write_fully(const std::byte* data, std::size_t bytes, std::uint6
     if (wrote < 0 || num_stuck == 8) {
       const std::lock_guard<std::mutex> lock(mutex_);
       ++stats_.num_failed_writes;
-      const std::string what =
-          "write of " + format_bytes(bytes - done) + " at offset " +
-          std::to_string(offset + done) + " of the spill file in '" + config_.folder +
-          "' failed: " + (code != 0 ? format_errno(code) : "no byte is accepted") +
-          ". Free space there, or set spill_dir or disk_limit.";
+      const std::string what = "write of " + format_bytes(bytes - done) + " at offset " +
+                               std::to_string(offset + done) + " of the spill file in '" + config_.folder +
+                               "' failed: " + (code != 0 ? format_errno(code) : "no byte is accepted") +
+                               ". Free space there, or set spill_dir or disk_limit.";
       if (code == ENOSPC || code == EDQUOT || code == EFBIG) {
         throw SpillFullError(what);
       }
@@ -222,8 +214,7 @@ void SpillFile::read(const SpillBlock& block, std::byte* dst) {
   }
   if (hash.digest() != block.checksum_) {
     fail_read(block.extents_.empty() ? 0 : block.extents_.front().start, block.bytes_,
-              "gave checksum " + format_hex(hash.digest()) + ", written was " +
-                  format_hex(block.checksum_));
+              "gave checksum " + format_hex(hash.digest()) + ", written was " + format_hex(block.checksum_));
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   stats_.read_bytes += block.bytes_;
@@ -233,8 +224,7 @@ void SpillFile::read_fully(std::byte* data, std::size_t bytes, std::uint64_t off
   std::size_t done = 0;
   int num_stuck = 0;
   while (done < bytes) {
-    const ssize_t got =
-        io_->read_at(fd_, data + done, bytes - done, static_cast<off_t>(offset + done));
+    const ssize_t got = io_->read_at(fd_, data + done, bytes - done, static_cast<off_t>(offset + done));
     const int code = got < 0 ? errno : 0;
     if (got < 0 && code == EINTR) {
       continue;
@@ -257,9 +247,9 @@ void SpillFile::fail_read(std::uint64_t offset, std::size_t bytes, const std::st
     const std::lock_guard<std::mutex> lock(mutex_);
     ++stats_.num_failed_reads;
   }
-  throw SpillReadError("read of " + std::to_string(bytes) + " bytes at offset " +
-                       std::to_string(offset) + " of the spill file in '" + config_.folder + "' " +
-                       why + ". The offloaded bytes are lost; check that disk, or set spill_dir.");
+  throw SpillReadError("read of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
+                       " of the spill file in '" + config_.folder + "' " + why +
+                       ". The offloaded bytes are lost; check that disk, or set spill_dir.");
 }
 
 SpillStats SpillFile::stats() const {

@@ -34,16 +34,16 @@ namespace actckpt {
 struct SpillConfig {
   std::string folder;
   std::uint64_t limit_bytes = UINT64_MAX;
-  bool direct = true;                            // false: never ask for direct I/O
+  bool direct = true;                               // false: never ask for direct I/O
   std::size_t buffer_bytes = std::size_t{4} << 20;  // a multiple of 2 MiB
   int num_buffers = 4;
 };
 
 struct SpillStats {
   std::uint64_t limit_bytes = 0;
-  std::uint64_t disk_bytes = 0;         // held by live blocks, tails rounded up to 4 KiB
+  std::uint64_t disk_bytes = 0;  // held by live blocks, tails rounded up to 4 KiB
   std::uint64_t peak_disk_bytes = 0;
-  std::uint64_t file_bytes = 0;         // the file's length: the most that was ever in use
+  std::uint64_t file_bytes = 0;  // the file's length: the most that was ever in use
   std::uint64_t written_bytes = 0;
   std::uint64_t read_bytes = 0;
   std::uint64_t num_blocks = 0;
@@ -99,8 +99,7 @@ class SpillFile {
  private:
   friend class SpillBlock;
   void give(const std::vector<Extent>& extents) noexcept;
-  void write_with(void (*copy)(std::byte*, const std::byte*, std::size_t), SpillBlock* block,
-                  const std::byte* src);
+  void write_with(void (*copy)(std::byte*, const std::byte*, std::size_t), SpillBlock* block, const std::byte* src);
   void write_fully(const std::byte* data, std::size_t bytes, std::uint64_t offset);
   void read_fully(std::byte* data, std::size_t bytes, std::uint64_t offset);
   bool probe_direct();

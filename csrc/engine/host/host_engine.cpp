@@ -52,9 +52,8 @@ bool HostEngine::fits(std::size_t bytes) const {
   return stats_.inflight_bytes == 0 || stats_.inflight_bytes + bytes <= window_.bytes();
 }
 
-TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes,
-                              std::shared_ptr<ByteStore> store, KeepAlive source,
-                              Released* released) {
+TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes, std::shared_ptr<ByteStore> store,
+                              KeepAlive source, Released* released) {
   fork_guard_.check("put");
   auto ticket = std::make_shared<Ticket>(src, bytes, store.get(), source);
   const Lock lock(mutex_);
@@ -148,8 +147,7 @@ LoadPtr HostEngine::add_load(const TicketPtr& ticket, std::byte* dst, KeepAlive 
   return ticket->load;
 }
 
-bool HostEngine::start_load(const TicketPtr& ticket, std::byte* dst, KeepAlive keep,
-                            Released* released) {
+bool HostEngine::start_load(const TicketPtr& ticket, std::byte* dst, KeepAlive keep, Released* released) {
   fork_guard_.check("prefetch");
   const Lock lock(mutex_);
   hand_over(released);
@@ -164,8 +162,7 @@ bool HostEngine::start_load(const TicketPtr& ticket, std::byte* dst, KeepAlive k
   return true;
 }
 
-bool HostEngine::load_here(const TicketPtr& ticket, std::byte* dst, KeepAlive keep,
-                           Released* released) {
+bool HostEngine::load_here(const TicketPtr& ticket, std::byte* dst, KeepAlive keep, Released* released) {
   fork_guard_.check("load");
   Lock lock(mutex_);
   hand_over(released);

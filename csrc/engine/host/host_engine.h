@@ -37,7 +37,7 @@
 namespace actckpt {
 
 struct HostConfig {
-  int num_workers = 2;  // 0: callers run every copy
+  int num_workers = 2;                                    // 0: callers run every copy
   std::uint64_t window_bytes = std::uint64_t{256} << 20;  // or kFollowsSizes
   // Workers say that there is something to `collect`; false: nobody was told. Null: nobody is.
   bool (*tell_released)() = nullptr;
@@ -48,25 +48,25 @@ struct HostStats {
   std::uint64_t put_bytes = 0;
   std::uint64_t written_bytes = 0;
   std::uint64_t loaded_bytes = 0;
-  std::uint64_t stored_bytes = 0;        // held by stores for live tickets
+  std::uint64_t stored_bytes = 0;  // held by stores for live tickets
   std::uint64_t peak_stored_bytes = 0;
-  std::uint64_t inflight_bytes = 0;      // sources whose write has not ended
+  std::uint64_t inflight_bytes = 0;  // sources whose write has not ended
   std::uint64_t peak_inflight_bytes = 0;
-  std::uint64_t graveyard_bytes = 0;     // held only because a copy still runs
-  std::uint64_t num_live = 0;            // tickets not dropped
-  std::uint64_t window_bytes = 0;        // most that may be in flight now
-  std::uint64_t num_queued = 0;          // copies that no thread has begun
-  std::uint64_t num_revived = 0;         // gets answered with the source
-  std::uint64_t num_prefetched = 0;      // gets whose load had ended
-  std::uint64_t num_late = 0;            // gets that had to wait or load themselves
+  std::uint64_t graveyard_bytes = 0;  // held only because a copy still runs
+  std::uint64_t num_live = 0;         // tickets not dropped
+  std::uint64_t window_bytes = 0;     // most that may be in flight now
+  std::uint64_t num_queued = 0;       // copies that no thread has begun
+  std::uint64_t num_revived = 0;      // gets answered with the source
+  std::uint64_t num_prefetched = 0;   // gets whose load had ended
+  std::uint64_t num_late = 0;         // gets that had to wait or load themselves
   std::uint64_t num_failed_writes = 0;
-  std::uint64_t num_full_writes = 0;     // of these: limit or disk had no room
-  std::uint64_t num_gone_sources = 0;    // of these: the source's memory was freed
-  std::uint64_t num_kept_busy = 0;       // puts that did not want to wait for the window
-  std::uint64_t kept_bytes = 0;          // sources held because their write failed
-  double stall_seconds = 0.0;            // callers' time in make_room and wait
-  int num_workers = 0;     // threads that the system let us have
-  std::string last_error;  // of the store, or of making threads
+  std::uint64_t num_full_writes = 0;   // of these: limit or disk had no room
+  std::uint64_t num_gone_sources = 0;  // of these: the source's memory was freed
+  std::uint64_t num_kept_busy = 0;     // puts that did not want to wait for the window
+  std::uint64_t kept_bytes = 0;        // sources held because their write failed
+  double stall_seconds = 0.0;          // callers' time in make_room and wait
+  int num_workers = 0;                 // threads that the system let us have
+  std::string last_error;              // of the store, or of making threads
 };
 
 // What a get finds. Busy: call `wait`, then look again.
@@ -87,8 +87,8 @@ class HostEngine {
 
   // Takes `source`, which keeps src[:bytes] alive and unchanged, and queues the write. Returns null
   // and takes nothing when the window is full: then `make_room(bytes)` and try again.
-  TicketPtr try_put(const std::byte* src, std::size_t bytes, std::shared_ptr<ByteStore> store,
-                    KeepAlive source, Released* released);
+  TicketPtr try_put(const std::byte* src, std::size_t bytes, std::shared_ptr<ByteStore> store, KeepAlive source,
+                    Released* released);
   // Returns the seconds it took; they count as stall.
   double make_room(std::size_t bytes);
   void count_kept_busy();
@@ -153,12 +153,12 @@ class HostEngine {
   bool closed_ = false;
   int num_idle_ = 0;
   int num_waiting_ = 0;
-  int num_pending_ = 0;  // writes queued or running
-  Writes writes_;  // not begun
-  Loads loads_;    // not begun by a worker, nor asked for
+  int num_pending_ = 0;                              // writes queued or running
+  Writes writes_;                                    // not begun
+  Loads loads_;                                      // not begun by a worker, nor asked for
   std::atomic<std::uint64_t> num_failed_writes_{0};  // as in stats_
   Released released_;
-  bool is_told_ = false;  // somebody will collect what is in released_
+  bool is_told_ = false;                            // somebody will collect what is in released_
   std::vector<std::shared_ptr<ByteStore>> stores_;  // every store ever used stays
   HostStats stats_;
   Window window_;

@@ -62,8 +62,8 @@ struct Ticket {
 
   OutState out = OutState::kQueued;
   Writes::iterator queued;  // while it is
-  KeepAlive source;  // null once released
-  bool wanted = false;   // source shall outlive its write: it was handed back or prefetched
+  KeepAlive source;         // null once released
+  bool wanted = false;      // source shall outlive its write: it was handed back or prefetched
   bool dropped = false;
   int num_readers = 0;
   std::unique_ptr<StoredBytes> stored;

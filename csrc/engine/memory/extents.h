@@ -18,9 +18,7 @@ namespace actckpt {
 
 inline constexpr std::uint64_t kGranule = 4096;
 
-constexpr std::uint64_t round_up(std::uint64_t bytes, std::uint64_t unit) {
-  return (bytes + unit - 1) / unit * unit;
-}
+constexpr std::uint64_t round_up(std::uint64_t bytes, std::uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 struct Extent {
   std::uint64_t start;
@@ -53,8 +51,8 @@ class Extents {
   void insert(Extent extent);
   void erase(Extent extent);
 
-  std::map<std::uint64_t, std::uint64_t> by_start_;              // start -> bytes
-  std::set<std::pair<std::uint64_t, std::uint64_t>> by_size_;    // (bytes, start)
+  std::map<std::uint64_t, std::uint64_t> by_start_;            // start -> bytes
+  std::set<std::pair<std::uint64_t, std::uint64_t>> by_size_;  // (bytes, start)
   std::set<std::uint64_t> region_starts_;
   std::uint64_t free_bytes_ = 0;
 };

@@ -22,8 +22,7 @@ ssize_t read_own(std::byte* dst, const std::byte* src, std::size_t bytes) {
 
 // It must read what is there, and say so where nothing is.
 std::string try_reading() {
-  void* const page = mmap(nullptr, 2 * kGranule, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const page = mmap(nullptr, 2 * kGranule, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (page == MAP_FAILED) {
     return "cannot map a page to try it: " + format_errno(errno);
   }
@@ -58,8 +57,7 @@ void copy_foreign(std::byte* dst, const std::byte* src, std::size_t bytes) {
   for (std::size_t done = 0; done < bytes;) {
     const ssize_t got = read_own(dst + done, src + done, bytes - done);
     if (got <= 0) {
-      throw SourceGoneError("cannot read " + format_bytes(bytes - done) +
-                            " of a tensor that is being offloaded: " +
+      throw SourceGoneError("cannot read " + format_bytes(bytes - done) + " of a tensor that is being offloaded: " +
                             (got == 0 ? "no byte is given" : format_errno(errno)) +
                             ". Its memory was freed while it was copied; do not enlarge a saved "
                             "tensor inside the block.");

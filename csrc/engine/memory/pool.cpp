@@ -73,11 +73,9 @@ Block Pool::allocate(std::size_t bytes) {
   if (!obtain(bytes, &block, &why)) {
     const PoolStats now = stats();
     throw HostPoolFullError("cannot hold " + format_bytes(bytes) + " in host memory.\nPool limit " +
-                            format_bytes(now.limit_bytes) + ", mapped " +
-                            format_bytes(now.pool_bytes) + ", in use " +
-                            format_bytes(now.stored_bytes) + ", free " +
-                            format_bytes(now.free_bytes) + (why.empty() ? "" : "; " + why) +
-                            ".\nRaise host_limit, or offload less.");
+                            format_bytes(now.limit_bytes) + ", mapped " + format_bytes(now.pool_bytes) + ", in use " +
+                            format_bytes(now.stored_bytes) + ", free " + format_bytes(now.free_bytes) +
+                            (why.empty() ? "" : "; " + why) + ".\nRaise host_limit, or offload less.");
   }
   return block;
 }
@@ -109,8 +107,7 @@ bool Pool::take(std::size_t bytes, Block* block) {
 std::uint64_t Pool::growth_bytes(std::uint64_t missing) const {
   constexpr std::uint64_t kHugePage = std::uint64_t{2} << 20;
   const std::uint64_t room = (limit_bytes_ - stats_.pool_bytes) / kGranule * kGranule;
-  const std::uint64_t step =
-      std::max(config_.slab_bytes, stats_.pool_bytes / 100 * config_.growth_percent);
+  const std::uint64_t step = std::max(config_.slab_bytes, stats_.pool_bytes / 100 * config_.growth_percent);
   const std::uint64_t wanted = std::max(round_up(missing, kGranule), step);
   const std::uint64_t rounded = round_up(wanted, wanted >= kHugePage ? kHugePage : kGranule);
   return missing > room ? 0 : std::min(rounded, room);
@@ -158,8 +155,7 @@ void Pool::give(const std::vector<Segment>& segments, std::size_t bytes) noexcep
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const Segment& segment : segments) {
-    extents_.give(
-        {reinterpret_cast<std::uintptr_t>(segment.ptr), round_up(segment.bytes, kGranule)});
+    extents_.give({reinterpret_cast<std::uintptr_t>(segment.ptr), round_up(segment.bytes, kGranule)});
   }
   stats_.stored_bytes -= bytes;
   --stats_.num_blocks;

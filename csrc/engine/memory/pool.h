@@ -62,10 +62,10 @@ struct PoolConfig {
 };
 
 struct PoolStats {
-  std::uint64_t limit_bytes = 0;         // as configured, or lower after a refused pin
-  std::uint64_t pool_bytes = 0;          // mapped
+  std::uint64_t limit_bytes = 0;  // as configured, or lower after a refused pin
+  std::uint64_t pool_bytes = 0;   // mapped
   std::uint64_t peak_pool_bytes = 0;
-  std::uint64_t stored_bytes = 0;        // asked for by live blocks
+  std::uint64_t stored_bytes = 0;  // asked for by live blocks
   std::uint64_t peak_stored_bytes = 0;
   std::uint64_t free_bytes = 0;
   std::uint64_t largest_free_bytes = 0;
@@ -108,8 +108,8 @@ class Pool {
   const PoolConfig config_;
   SlabRegistrar* const registrar_;
   const ForkGuard fork_guard_;
-  std::mutex grow_mutex_;      // one growth or trim at a time; taken before mutex_
-  mutable std::mutex mutex_;   // leaf
+  std::mutex grow_mutex_;     // one growth or trim at a time; taken before mutex_
+  mutable std::mutex mutex_;  // leaf
   std::uint64_t limit_bytes_;
   Extents extents_;
   std::map<std::byte*, Slab> slabs_;

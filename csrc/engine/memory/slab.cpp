@@ -15,8 +15,7 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Maps `bytes` at a multiple of `alignment`; null on failure.
 std::byte* map_aligned(std::size_t bytes, std::size_t alignment) {
   const std::size_t slack = alignment > kGranule ? alignment : 0;
-  void* raw = mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
-                   0);
+  void* raw = mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) {
     return nullptr;
   }
@@ -35,12 +34,10 @@ std::byte* map_aligned(std::size_t bytes, std::size_t alignment) {
 }  // namespace
 
 Slab::Slab(std::size_t bytes, SlabRegistrar* registrar)
-    : data_(map_aligned(bytes, bytes >= kHugePage ? kHugePage : kGranule)),
-      bytes_(bytes),
-      registrar_(registrar) {
+    : data_(map_aligned(bytes, bytes >= kHugePage ? kHugePage : kGranule)), bytes_(bytes), registrar_(registrar) {
   if (data_ == nullptr) {
-    throw HostPoolFullError("cannot map " + format_bytes(bytes) + " of host memory: " +
-                            format_errno(errno) + ". Lower host_limit or free memory.");
+    throw HostPoolFullError("cannot map " + format_bytes(bytes) + " of host memory: " + format_errno(errno) +
+                            ". Lower host_limit or free memory.");
   }
   // Advice only: a kernel without one of these still gives right bytes.
   madvise(data_, bytes_, MADV_HUGEPAGE);
@@ -53,14 +50,12 @@ Slab::Slab(std::size_t bytes, SlabRegistrar* registrar)
   if (!registrar_->pin(data_, bytes_)) {
     munmap(data_, bytes_);
     throw PinRefusedError("the device driver refuses to pin " + format_bytes(bytes) +
-                            " of host memory; the pool stays at its present size");
+                          " of host memory; the pool stays at its present size");
   }
 }
 
 Slab::Slab(Slab&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
-      bytes_(other.bytes_),
-      registrar_(other.registrar_) {}
+    : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_), registrar_(other.registrar_) {}
 
 Slab::~Slab() noexcept {
   if (data_ == nullptr) {

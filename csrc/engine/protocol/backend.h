@@ -22,9 +22,7 @@ struct Stream {
   int device;
   std::uintptr_t handle;
 
-  friend bool operator==(const Stream& a, const Stream& b) {
-    return a.device == b.device && a.handle == b.handle;
-  }
+  friend bool operator==(const Stream& a, const Stream& b) { return a.device == b.device && a.handle == b.handle; }
 };
 
 class Event {
@@ -69,9 +67,7 @@ class Backend {
 // The device's context is current while this lives.
 class DeviceScope {
  public:
-  DeviceScope(Backend* backend, int device) : backend_(backend), device_(device) {
-    backend_->enter(device_);
-  }
+  DeviceScope(Backend* backend, int device) : backend_(backend), device_(device) { backend_->enter(device_); }
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
   ~DeviceScope() noexcept { backend_->leave(device_); }

@@ -8,19 +8,18 @@
 
 namespace actckpt {
 
-DeviceEngine::DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool,
-                           const DeviceConfig& config, Below below, Pause pause)
+DeviceEngine::DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool, const DeviceConfig& config,
+                           Below below, Pause pause)
     : backend_(std::move(backend)),
       config_(config),
       pause_(std::move(pause)),
       wake_(std::move(below.wake)),
       slots_(std::move(pool), backend_.get(), config.rules),
-      spills_(backend_.get(), config.spill, config.rules, std::move(below.tiers),
-              below.registrar),
+      spills_(backend_.get(), config.spill, config.rules, std::move(below.tiers), below.registrar),
       window_(config.window_bytes) {}
 
-Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep,
-                      const PutOptions& options, Releases* releases) {
+Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep, const PutOptions& options,
+                      Releases* releases) {
   fork_guard_.check("put");
   Lock lock(calls_);
   settle(releases);
@@ -46,8 +45,8 @@ Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, Ke
   }
 }
 
-Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket,
-                            KeepAlive keep, const PutOptions& options, Releases* releases) {
+Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket, KeepAlive keep,
+                            const PutOptions& options, Releases* releases) {
   const Stream stream = ticket->put_stream;
   if (backend_->capturing(stream)) {  // line 1
     ++stats_.num_kept_capturing;
@@ -59,8 +58,7 @@ Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPt
   }
   Fences fences;
   std::optional<Block> slot = slots_.take(ticket->bytes, &fences);  // line 3
-  ticket->flight = std::make_shared<Flight>(
-      Flight{keep, ticket->bytes, backend_->record(stream), nullptr, {stream}});
+  ticket->flight = std::make_shared<Flight>(Flight{keep, ticket->bytes, backend_->record(stream), nullptr, {stream}});
   PutOutcome outcome = PutOutcome::kTaken;
   if (slot.has_value()) {
     ticket->slot = std::move(*slot);
@@ -120,8 +118,7 @@ void DeviceEngine::write_out(DeviceTicket* ticket, std::uintptr_t src, const Fen
 }
 
 // Line 16: below pinned memory, piece by piece.
-PutOutcome DeviceEngine::put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket,
-                                   const PutOptions& options) {
+PutOutcome DeviceEngine::put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket, const PutOptions& options) {
   if (options.num_tiers > 0 && spills_.is_ready()) {
     ticket->pieces = spills_.cut(ticket->bytes, options.num_tiers, &ticket->tier);
   }
@@ -218,8 +215,8 @@ Got DeviceEngine::get(const DeviceTicketPtr& ticket, Stream stream, Releases* re
 Got DeviceEngine::get_landing(DeviceTicket* ticket, Stream stream, Releases* releases) {
   Landing* const landing = ticket->landing.get();
   const bool is_there = landing != nullptr && landing->num_missing == 0;
-  const bool waits = is_there && !contains(landing->waited, stream) &&
-                     (config_.rules.every_consumer_waits || landing->waited.empty());
+  const bool waits =
+      is_there && !contains(landing->waited, stream) && (config_.rules.every_consumer_waits || landing->waited.empty());
   if ((!is_there || waits) && captures(stream, "get")) {
     throw DeviceError(
         "get: the stream is being captured and the tensor is not loaded: reload before capture, "
@@ -247,8 +244,7 @@ Got DeviceEngine::get_landing(DeviceTicket* ticket, Stream stream, Releases* rel
     }
   }
   add_use(&landing->waited, stream);
-  return {GotKind::kDestination, landing->keep,
-          config_.rules.record_stream_on_destinations};  // line 10
+  return {GotKind::kDestination, landing->keep, config_.rules.record_stream_on_destinations};  // line 10
 }
 
 void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
@@ -257,8 +253,8 @@ void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
   const Stopwatch watch;
   try {
     const LandingPtr landing = ticket->landing;
-    while (landing != nullptr && landing == ticket->landing && landing->num_missing > 0 &&
-           !landing->error && !failed_) {
+    while (landing != nullptr && landing == ticket->landing && landing->num_missing > 0 && !landing->error &&
+           !failed_) {
       pause(lock);
       spills_.advance();
     }
@@ -274,15 +270,14 @@ void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
   ticket->timing->add_stall(seconds);
 }
 
-bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst,
-                        KeepAlive keep, Side side, Releases* releases) {
+bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst, KeepAlive keep,
+                        Side side, Releases* releases) {
   fork_guard_.check("load");
   const Lock lock(calls_);
   if (ticket->dropped) {
     throw ClosedError("load: this ticket was dropped.");
   }
-  if (ticket->landing != nullptr ||
-      (ticket->flight != nullptr && ticket->flight->keep != nullptr)) {
+  if (ticket->landing != nullptr || (ticket->flight != nullptr && ticket->flight->keep != nullptr)) {
     return false;
   }
   settle(releases);
@@ -310,8 +305,7 @@ bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std:
 }
 
 // Line 11, and for pieces line 18.
-void DeviceEngine::begin_load(DeviceTicket* ticket, const LandingPtr& landing, std::uintptr_t dst,
-                              Side side) {
+void DeviceEngine::begin_load(DeviceTicket* ticket, const LandingPtr& landing, std::uintptr_t dst, Side side) {
   landing->in = backend_->side(ticket->device, side);
   if (config_.rules.load_waits_for_allocation) {
     backend_->wait(landing->in, backend_->record(landing->home));

@@ -76,15 +76,7 @@ using DeviceTicketPtr = std::shared_ptr<DeviceTicket>;
 // kKeptFull: no tier has room. kKeptBusy: no bounce buffer is free now, and the caller does not
 // want to wait. kKeptBehind: copies lag by a window, likewise. kKeptStranded: a device call of this
 // put failed; the copy may be running. kKeptFailed: an earlier call failed.
-enum class PutOutcome {
-  kTaken,
-  kKeptCapturing,
-  kKeptFull,
-  kKeptBusy,
-  kKeptBehind,
-  kKeptFailed,
-  kKeptStranded
-};
+enum class PutOutcome { kTaken, kKeptCapturing, kKeptFull, kKeptBusy, kKeptBehind, kKeptFailed, kKeptStranded };
 
 struct PutOptions {
   bool must = true;           // wait for a bounce buffer, and go on where copies lag
@@ -93,8 +85,8 @@ struct PutOptions {
 
 struct Put {
   PutOutcome outcome;
-  DeviceTicketPtr ticket;           // null unless kTaken
-  bool holds_keep = false;          // the engine took `keep`, also where the tensor is kept
+  DeviceTicketPtr ticket;   // null unless kTaken
+  bool holds_keep = false;  // the engine took `keep`, also where the tensor is kept
 };
 
 enum class GotKind { kSource, kDestination, kNeedsLoad, kBusy };
@@ -129,7 +121,7 @@ struct DeviceStats {
   std::uint64_t graveyard_bytes = 0;
   std::uint64_t stranded_bytes = 0;  // line 15
   std::uint64_t num_live = 0;
-  std::uint64_t window_bytes = 0;            // most that may be in flight now
+  std::uint64_t window_bytes = 0;  // most that may be in flight now
   std::uint64_t num_revived = 0;
   std::uint64_t num_early_releases = 0;
   std::uint64_t num_kept_full = 0;
@@ -157,12 +149,12 @@ class DeviceEngine {
   // worker has moved something on. Tests drive a simulated machine here.
   using Pause = std::function<void(Lock&)>;
 
-  DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool,
-               const DeviceConfig& config, Below below = {}, Pause pause = nullptr);
+  DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool, const DeviceConfig& config,
+               Below below = {}, Pause pause = nullptr);
 
   // Copies bytes at `src` away. Takes `keep` only if the result says so.
-  Put put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep,
-          const PutOptions& options, Releases* releases);
+  Put put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep, const PutOptions& options,
+          Releases* releases);
 
   // Another stream of the program uses the ticket's source (line 2).
   void use(const DeviceTicketPtr& ticket, Stream stream);
@@ -176,8 +168,8 @@ class DeviceEngine {
 
   // Line 11. `dst` was allocated on stream `allocated_on`. False, and `keep` is not taken, if
   // source or destination is there already.
-  bool load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst, KeepAlive keep,
-            Side side, Releases* releases);
+  bool load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst, KeepAlive keep, Side side,
+            Releases* releases);
 
   // Line 14: lets go of the destination; the bytes stay where they are.
   void unload(const DeviceTicketPtr& ticket, Releases* releases);
@@ -213,8 +205,7 @@ class DeviceEngine {
 
   Put begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket, KeepAlive keep,
                 const PutOptions& options, Releases* releases);
-  PutOutcome put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket,
-                       const PutOptions& options);
+  PutOutcome put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket, const PutOptions& options);
   bool write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ticket);
   void pause(Lock& lock);
   void wake();

@@ -36,8 +36,7 @@ void DeviceEngine::shrink_window(const DeviceTicket& ticket, Releases* releases)
     left -= fly.flights[num_oldest++]->bytes;
   }
   if (num_oldest > 0 && config_.rules.stream_waits_before_early_release) {
-    waits_.wait(backend_.get(), ticket.put_stream, fly.flights[num_oldest - 1]->d2h,
-                ticket.timing);
+    waits_.wait(backend_.get(), ticket.put_stream, fly.flights[num_oldest - 1]->d2h, ticket.timing);
   }
   for (; num_oldest > 0; --num_oldest) {
     const std::shared_ptr<Flight> oldest = std::move(fly.flights.front());

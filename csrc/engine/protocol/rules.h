@@ -31,7 +31,7 @@ struct ProtocolRules {
 
 struct NamedRule {
   const char* name;
-  bool ProtocolRules::*member;
+  bool ProtocolRules::* member;
 };
 
 inline constexpr NamedRule kNamedRules[] = {

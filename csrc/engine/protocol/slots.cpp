@@ -6,9 +6,9 @@
 namespace actckpt {
 
 bool drop_passed(Backend* backend, Fences* fences) {
-  fences->erase(std::remove_if(fences->begin(), fences->end(),
-                               [&](const EventPtr& fence) { return backend->passed(fence); }),
-                fences->end());
+  fences->erase(
+      std::remove_if(fences->begin(), fences->end(), [&](const EventPtr& fence) { return backend->passed(fence); }),
+      fences->end());
   return fences->empty();
 }
 
@@ -39,8 +39,6 @@ std::optional<Block> Slots::take(std::size_t bytes, Fences* fences) {
   return slot;
 }
 
-void Slots::give(Block slot, Fences fences) {
-  cooling_.push_back({std::move(slot), std::move(fences)});
-}
+void Slots::give(Block slot, Fences fences) { cooling_.push_back({std::move(slot), std::move(fences)}); }
 
 }  // namespace actckpt

@@ -3,13 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-
 namespace actckpt {
 namespace {
 
-bool is_wanted(const Landing& landing) {
-  return !landing.is_abandoned && !landing.error;
-}
+bool is_wanted(const Landing& landing) { return !landing.is_abandoned && !landing.error; }
 
 }  // namespace
 
@@ -67,8 +64,7 @@ bool Spills::write_out(const PiecePtr& piece, Stream out, std::uintptr_t src) {
   return true;
 }
 
-void Spills::load(const Pieces& pieces, const LandingPtr& landing, std::uintptr_t dst,
-                  bool urgent) {
+void Spills::load(const Pieces& pieces, const LandingPtr& landing, std::uintptr_t dst, bool urgent) {
   for (const PiecePtr& piece : pieces) {
     if (piece->state == PieceState::kStored) {
       ++landing->num_missing;
@@ -91,9 +87,8 @@ void Spills::hurry(const Landing* landing) {
   for (Fetch& fetch : fetches_) {
     fetch.urgent = fetch.urgent || fetch.landing.get() == landing;
   }
-  std::stable_partition(fetches_.begin(), fetches_.end(), [&](const Fetch& fetch) {
-    return fetch.landing.get() == landing;
-  });
+  std::stable_partition(fetches_.begin(), fetches_.end(),
+                        [&](const Fetch& fetch) { return fetch.landing.get() == landing; });
 }
 
 void Spills::drop(Pieces* pieces) {
@@ -143,8 +138,8 @@ bool Spills::advance() {
   while (!fetches_.empty()) {
     if (is_wanted(*fetches_.front().landing)) {
       Fences ignored;
-      std::byte* const buffer = rules_.fill_waits_for_bounce ? in_ring_.take_passed(backend_)
-                                                             : in_ring_.take(backend_, &ignored);
+      std::byte* const buffer =
+          rules_.fill_waits_for_bounce ? in_ring_.take_passed(backend_) : in_ring_.take(backend_, &ignored);
       if (buffer == nullptr) {
         break;
       }

@@ -37,14 +37,14 @@ using Uses = std::vector<Stream>;
 // A destination.
 struct Landing {
   KeepAlive keep = nullptr;
-  Stream home{0, 0};  // the stream it was allocated on
-  Stream in{0, 0};    // the side stream that loads it
-  EventPtr h2d;  // of the last copy begun; null before the first
-  Uses waited;   // streams that wait for h2d
+  Stream home{0, 0};            // the stream it was allocated on
+  Stream in{0, 0};              // the side stream that loads it
+  EventPtr h2d;                 // of the last copy begun; null before the first
+  Uses waited;                  // streams that wait for h2d
   std::size_t num_missing = 0;  // pieces whose copy has not begun
   HaulError error;              // of a fetch that failed
   bool is_abandoned = false;
-  bool is_prefetch = false;     // not yet asked for when it was begun
+  bool is_prefetch = false;  // not yet asked for when it was begun
 };
 using LandingPtr = std::shared_ptr<Landing>;
 

@@ -4,8 +4,7 @@
 
 namespace actckpt {
 
-void StreamWaits::wait(Backend* backend, Stream stream, const EventPtr& event,
-                       const TimingPtr& timing) {
+void StreamWaits::wait(Backend* backend, Stream stream, const EventPtr& event, const TimingPtr& timing) {
   EventPtr before = backend->record_timed(stream);
   backend->wait(stream, event);
   if (before == nullptr) {

@@ -22,10 +22,8 @@ inline constexpr std::uint64_t kCellBytes = 4096;
 class Checker {
  public:
   // An operation named `what` with clock `clock`, whose own component is (queue, tick).
-  void read(std::uint64_t cell, int queue, std::uint32_t tick, const Clock& clock,
-            const char* what);
-  void write(std::uint64_t cell, int queue, std::uint32_t tick, const Clock& clock,
-             const char* what);
+  void read(std::uint64_t cell, int queue, std::uint32_t tick, const Clock& clock, const char* what);
+  void write(std::uint64_t cell, int queue, std::uint32_t tick, const Clock& clock, const char* what);
 
   std::uint64_t num_races() const { return num_races_; }
   const std::vector<std::string>& descriptions() const { return descriptions_; }
@@ -40,8 +38,7 @@ class Checker {
     Access writer;
     std::vector<Access> readers;  // the latest of each queue since the last write
   };
-  void require(const Access& earlier, const Clock& clock, std::uint64_t cell, const char* kind,
-               const char* what);
+  void require(const Access& earlier, const Clock& clock, std::uint64_t cell, const char* kind, const char* what);
 
   std::unordered_map<std::uint64_t, Cell> cells_;
   std::uint64_t num_races_ = 0;

@@ -71,8 +71,7 @@ struct MockCalls {
     if (current->fails()) {
       return current->failure_;
     }
-    if (stream == nullptr && current->any_capturing() &&
-        !current->capturing_[current->queue_of(stream)]) {
+    if (stream == nullptr && current->any_capturing() && !current->capturing_[current->queue_of(stream)]) {
       return cuda::kErrorCaptureImplicit;
     }
     *status = current->capturing_[current->queue_of(stream)] ? 1 : 0;
@@ -132,28 +131,24 @@ struct MockCalls {
       current->fault("the time of an event without timing");
       return kInvalidContext;
     }
-    *milliseconds = static_cast<float>(current->world_->time_of(end->recorded) -
-                                       current->world_->time_of(begin->recorded));
+    *milliseconds =
+        static_cast<float>(current->world_->time_of(end->recorded) - current->world_->time_of(begin->recorded));
     return 0;
   }
-  static cuda::Result copy_to_host(void* dst, unsigned long long src, std::size_t bytes,
-                                   void* stream) {
+  static cuda::Result copy_to_host(void* dst, unsigned long long src, std::size_t bytes, void* stream) {
     return copy(reinterpret_cast<std::uintptr_t>(dst), {src, cells(bytes)}, bytes, stream, true);
   }
-  static cuda::Result copy_to_device(unsigned long long dst, const void* src, std::size_t bytes,
-                                     void* stream) {
+  static cuda::Result copy_to_device(unsigned long long dst, const void* src, std::size_t bytes, void* stream) {
     return copy(reinterpret_cast<std::uintptr_t>(src), {dst, cells(bytes)}, bytes, stream, false);
   }
-  static cuda::Result copy(std::uintptr_t host, Span device, std::size_t bytes, void* stream,
-                           bool out) {
+  static cuda::Result copy(std::uintptr_t host, Span device, std::size_t bytes, void* stream, bool out) {
     const bool failed = current->fails();
     if (!current->is_pinned(host, bytes)) {
       current->fault("a copy of pageable memory, or across slabs");
     }
     const int queue = current->queue_of(stream);
     const Span pages{host, cells(bytes)};
-    current->world_->copy(queue, out ? pages : device, out ? device : pages,
-                          out ? "write-out" : "reload");
+    current->world_->copy(queue, out ? pages : device, out ? device : pages, out ? "write-out" : "reload");
     return failed ? current->failure_ : 0;  // a failed call may have begun the copy
   }
   static cuda::Result host_register(void* ptr, std::size_t bytes, unsigned flags) {

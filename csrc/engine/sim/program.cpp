@@ -5,7 +5,6 @@
 
 #include "engine/errors.h"
 
-
 namespace actckpt::sim {
 namespace {
 
@@ -48,10 +47,7 @@ struct Program::Saved {
   const Values values;
 
   Saved(Program* p, DeviceTicketPtr t, const TensorPtr& tensor)
-      : program(p),
-        ticket(std::move(t)),
-        kept(ticket == nullptr ? tensor : nullptr),
-        values(tensor->values) {}
+      : program(p), ticket(std::move(t)), kept(ticket == nullptr ? tensor : nullptr), values(tensor->values) {}
   Saved(const Saved&) = delete;
   Saved& operator=(const Saved&) = delete;
   ~Saved() {
@@ -64,10 +60,7 @@ struct Program::Saved {
 };
 
 Program::Program(Machine machine, std::shared_ptr<DeviceEngine> engine)
-    : machine_(std::move(machine)),
-      world_(machine_.world),
-      allocator_(world_),
-      engine_(std::move(engine)) {}
+    : machine_(std::move(machine)), world_(machine_.world), allocator_(world_), engine_(std::move(engine)) {}
 
 int Program::pick_queue(int device) {
   const auto& queues = machine_.user_queues[static_cast<std::size_t>(device)];
@@ -122,15 +115,14 @@ Program::SavedPtr Program::save(const TensorPtr& tensor, int queue) {
   Releases releases;
   const KeepAlive keep = to_keep(tensor);
   const PutOptions options{world_->chance(0.5), world_->below(kMaxTiers + 1)};
-  const Put put = engine_->put(tensor->span.address, tensor->span.num_cells * kCellBytes, stream,
-                               keep, options, &releases);
+  const Put put =
+      engine_->put(tensor->span.address, tensor->span.num_cells * kCellBytes, stream, keep, options, &releases);
   finish(&releases);
   if (!put.holds_keep) {
     delete static_cast<TensorPtr*>(keep);
   }
   auto saved = std::make_shared<Saved>(this, put.ticket, tensor);
-  known_.erase(std::remove_if(known_.begin(), known_.end(),
-                              [](const auto& pair) { return pair.second.expired(); }),
+  known_.erase(std::remove_if(known_.begin(), known_.end(), [](const auto& pair) { return pair.second.expired(); }),
                known_.end());
   known_.emplace_back(tensor, saved);
   return saved;
@@ -304,8 +296,7 @@ Report Program::run(const Pool& pool, const std::vector<std::shared_ptr<SimTier>
       graphs_.push_back(Graph());
       graphs_.back().device = static_cast<int>(world_->below(machine_.user_queues.size()));
     }
-    auto graph = std::next(graphs_.begin(), static_cast<std::ptrdiff_t>(
-                                                world_->below(graphs_.size())));
+    auto graph = std::next(graphs_.begin(), static_cast<std::ptrdiff_t>(world_->below(graphs_.size())));
     try {
       if (graph->nodes.empty() || (graph->num_passes == 0 && world_->chance(0.7))) {
         forward(&*graph);
@@ -333,8 +324,8 @@ Report Program::run(const Pool& pool, const std::vector<std::shared_ptr<SimTier>
   report.races = world_->checker().descriptions();
   report.num_wrong = world_->num_wrong();
   report.num_failed_gets = num_failed_gets_;
-  report.num_leaked = allocator_.num_live() + report.stats.num_live + pool.stats().num_blocks +
-                      report.stats.spill.stuck_bytes;
+  report.num_leaked =
+      allocator_.num_live() + report.stats.num_live + pool.stats().num_blocks + report.stats.spill.stuck_bytes;
   for (const auto& tier : tiers) {
     report.num_leaked += tier->num_live();
   }

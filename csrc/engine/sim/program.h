@@ -4,8 +4,8 @@
 // streams and devices, saves inputs before and outputs after their kernels, saves one tensor for
 // several nodes, keeps several graphs alive and runs their backwards interleaved, reads on other
 // streams than it saved on, goes through some graphs twice, prefetches what it will and will not
-// read, abandons graphs in the middle, and tries again where a tier gives no bytes. So every race, wrong value or leak is the protocol's.
-// Thread rule: one thread. Ownership: borrows the world, shares the engine.
+// read, abandons graphs in the middle, and tries again where a tier gives no bytes. So every race, wrong value or leak
+// is the protocol's. Thread rule: one thread. Ownership: borrows the world, shares the engine.
 
 #pragma once
 
@@ -23,10 +23,10 @@ namespace actckpt::sim {
 
 struct Report {
   std::uint64_t num_races = 0;
-  std::uint64_t num_wrong = 0;   // values read that are not the program's
-  std::uint64_t num_leaked = 0;  // tensors, tickets and slots left at the end
-  std::uint64_t num_errors = 0;  // device errors that reached the program
-  std::uint64_t num_faults = 0;  // what the mock driver objects to
+  std::uint64_t num_wrong = 0;        // values read that are not the program's
+  std::uint64_t num_leaked = 0;       // tensors, tickets and slots left at the end
+  std::uint64_t num_errors = 0;       // device errors that reached the program
+  std::uint64_t num_faults = 0;       // what the mock driver objects to
   std::uint64_t num_failed_gets = 0;  // a tier gave no bytes; the program tried again
   std::vector<std::string> races;
   DeviceStats stats;
@@ -85,7 +85,7 @@ class Program {
   Allocator allocator_;
   const std::shared_ptr<DeviceEngine> engine_;
   std::list<Graph> graphs_;
-  std::vector<TensorPtr> alive_;              // held by the user's code
+  std::vector<TensorPtr> alive_;  // held by the user's code
   std::vector<std::pair<std::weak_ptr<Tensor>, std::weak_ptr<Saved>>> known_;
   std::uint64_t next_value_ = 1;
   std::uint64_t num_errors_ = 0;

@@ -81,15 +81,13 @@ Report run_on_sim(std::uint64_t seed, const std::string& without) {
   const auto pool = std::make_shared<Pool>(random_pool(&world));
   const auto tiers = random_tiers(&world);
   auto backend = std::make_shared<SimBackend>(&world, machine.default_queues);
-  auto engine = std::make_shared<DeviceEngine>(std::move(backend), pool, config,
-                                               below(tiers, nullptr),
+  auto engine = std::make_shared<DeviceEngine>(std::move(backend), pool, config, below(tiers, nullptr),
                                                [&world](auto&) { world.step(); });
   Program program(std::move(machine), std::move(engine));
   return program.run(*pool, tiers);
 }
 
-Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uint64_t fail_at,
-                        int code) {
+Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uint64_t fail_at, int code) {
   World world(seed);
   Machine machine = Machine::make(&world);
   const DeviceConfig config = random_config(&world, without);

@@ -18,8 +18,7 @@ Report run_on_sim(std::uint64_t seed, const std::string& without);
 
 // Through the CUDA backend and a mock driver. `num_faults` counts what the mock objects to.
 // `fail_at`: the driver call that fails with `code`, as do all later ones; 0 for none.
-Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uint64_t fail_at,
-                        int code);
+Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uint64_t fail_at, int code);
 
 DeviceConfig random_config(World* world, const std::string& without);
 PoolConfig random_pool(World* world);

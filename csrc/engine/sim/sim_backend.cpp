@@ -16,8 +16,7 @@ struct SimEvent : Event {
 int id_of(const EventPtr& event) { return static_cast<const SimEvent&>(*event).id; }
 
 Span span_of(const Segment& segment) {
-  return {reinterpret_cast<std::uintptr_t>(segment.ptr),
-          round_up(segment.bytes, kCellBytes) / kCellBytes};
+  return {reinterpret_cast<std::uintptr_t>(segment.ptr), round_up(segment.bytes, kCellBytes) / kCellBytes};
 }
 
 }  // namespace
@@ -31,8 +30,7 @@ void SimBackend::leave(int) noexcept { entered_.pop_back(); }
 
 int SimBackend::queue_of(Stream stream) const {
   if (entered_.empty() || (stream.handle == 0 && entered_.back() != stream.device)) {
-    throw DeviceError("sim: a device call for device " + std::to_string(stream.device) +
-                      " without its context.");
+    throw DeviceError("sim: a device call for device " + std::to_string(stream.device) + " without its context.");
   }
   return stream.handle == 0 ? default_queues_[static_cast<std::size_t>(stream.device)]
                             : static_cast<int>(stream.handle) - 1;
@@ -53,13 +51,9 @@ bool SimBackend::capturing(Stream stream) {
   return false;
 }
 
-EventPtr SimBackend::record(Stream stream) {
-  return std::make_shared<SimEvent>(world_->record(queue_of(stream)));
-}
+EventPtr SimBackend::record(Stream stream) { return std::make_shared<SimEvent>(world_->record(queue_of(stream))); }
 
-void SimBackend::wait(Stream stream, const EventPtr& event) {
-  world_->wait(queue_of(stream), id_of(event));
-}
+void SimBackend::wait(Stream stream, const EventPtr& event) { world_->wait(queue_of(stream), id_of(event)); }
 
 bool SimBackend::passed(const EventPtr& event) { return world_->passed(id_of(event)); }
 

@@ -53,8 +53,7 @@ int World::record(int queue) {
 
 void World::wait(int queue, int event) {
   begin(queue);
-  queues_[static_cast<std::size_t>(queue)].clock.join(
-      events_[static_cast<std::size_t>(event)].clock);
+  queues_[static_cast<std::size_t>(queue)].clock.join(events_[static_cast<std::size_t>(event)].clock);
   push(queue, {nullptr, event, -1});
 }
 

@@ -43,7 +43,7 @@ class World {
   // Events. `record` makes a new event; handles are never used again.
   int record(int queue);
   void wait(int queue, int event);
-  bool passed(int event);  // the host learns of it
+  bool passed(int event);                   // the host learns of it
   std::uint64_t time_of(int event) const {  // in operations that ran before it; of passed events
     return events_[static_cast<std::size_t>(event)].time;
   }

@@ -45,8 +45,7 @@ struct PooledPlace : Place {
 };
 
 struct SpilledPlace : Place {
-  SpilledPlace(std::shared_ptr<SpillFile> f, SpillBlock b)
-      : file(std::move(f)), block(std::move(b)) {}
+  SpilledPlace(std::shared_ptr<SpillFile> f, SpillBlock b) : file(std::move(f)), block(std::move(b)) {}
   const std::shared_ptr<SpillFile> file;
   SpillBlock block;
 };
@@ -87,16 +86,14 @@ PlacePtr DiskTier::reserve(std::size_t bytes) {
 
 HaulPtr DiskTier::drain(const PlacePtr& place, std::byte* bounce) {
   auto own = std::static_pointer_cast<SpilledPlace>(place);
-  return WorkerHaul::begin(workers_.get(), false, [own = std::move(own), bounce] {
-    own->file->write_into(&own->block, bounce);
-  });
+  return WorkerHaul::begin(workers_.get(), false,
+                           [own = std::move(own), bounce] { own->file->write_into(&own->block, bounce); });
 }
 
 HaulPtr DiskTier::fill(const PlacePtr& place, std::byte* bounce, bool urgent) {
   auto own = std::static_pointer_cast<SpilledPlace>(place);
-  return WorkerHaul::begin(workers_.get(), urgent, [own = std::move(own), bounce] {
-    own->file->read(own->block, bounce);
-  });
+  return WorkerHaul::begin(workers_.get(), urgent,
+                           [own = std::move(own), bounce] { own->file->read(own->block, bounce); });
 }
 
 }  // namespace actckpt

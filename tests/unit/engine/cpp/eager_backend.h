@@ -17,15 +17,11 @@ class EagerBackend : public Backend {
  public:
   void enter(int) override {}
   void leave(int) noexcept override {}
-  Stream side(int device, Side side) override {
-    return {device, static_cast<std::uintptr_t>(side) + 100};
-  }
+  Stream side(int device, Side side) override { return {device, static_cast<std::uintptr_t>(side) + 100}; }
   bool capturing(Stream) override { return false; }
   EventPtr record(Stream) override { return std::make_shared<EagerEvent>(); }
   void wait(Stream, const EventPtr&) override {}
-  bool passed(const EventPtr& event) override {
-    return static_cast<EagerEvent&>(*event).num_queries++ >= 2;
-  }
+  bool passed(const EventPtr& event) override { return static_cast<EagerEvent&>(*event).num_queries++ >= 2; }
   void copy_out(Stream, const Segment& host, std::uintptr_t src) override {
     std::memcpy(host.ptr, reinterpret_cast<const void*>(src), host.bytes);
   }

@@ -115,8 +115,7 @@ class TicketUser {
     Bytes expected = *owner;
     auto* const keep = new Owner(owner);
     TicketPtr ticket;
-    while ((ticket = engine_->try_put(owner->data(), owner->size(), store_, keep, &released_)) ==
-           nullptr) {
+    while ((ticket = engine_->try_put(owner->data(), owner->size(), store_, keep, &released_)) == nullptr) {
       engine_->make_room(owner->size());
     }
     live_.push_back({std::move(ticket), std::move(expected)});
@@ -185,16 +184,13 @@ void test_threads_share_an_engine(const std::string& folder, bool on_disk) {
   SpillConfig spill;
   spill.folder = folder;
   const std::shared_ptr<ByteStore> store =
-      on_disk ? std::shared_ptr<ByteStore>(
-                    std::make_shared<DiskStore>(std::make_shared<SpillFile>(spill)))
+      on_disk ? std::shared_ptr<ByteStore>(std::make_shared<DiskStore>(std::make_shared<SpillFile>(spill)))
               : std::make_shared<PoolStore>(std::make_shared<Pool>(PoolConfig()));
   HostConfig config;
   config.window_bytes = 200'000;
   const auto engine = HostEngine::make(config);
   // References cross threads: each thread drops what its calls were handed.
-  in_threads(4, [&](int seed) {
-    TicketUser(engine.get(), store, static_cast<std::uint64_t>(seed)).run(150);
-  });
+  in_threads(4, [&](int seed) { TicketUser(engine.get(), store, static_cast<std::uint64_t>(seed)).run(150); });
   engine->flush();
   Released released;
   engine->shutdown();

@@ -37,15 +37,13 @@ struct Rig {
     spill.folder = folder;
     Below below;
     below.tiers.push_back(std::make_shared<PageableTier>(std::make_shared<Pool>(pageable), workers));
-    below.tiers.push_back(
-        std::make_shared<DiskTier>(std::make_shared<SpillFile>(spill, std::move(io)), workers));
+    below.tiers.push_back(std::make_shared<DiskTier>(std::make_shared<SpillFile>(spill, std::move(io)), workers));
     below.wake = [this] { workers->wake(); };
     DeviceConfig config;
     config.window_bytes = 100'000;
     config.spill = {4 * kGranule, 4, 4};
     pool = std::make_shared<Pool>(pinned);
-    engine = std::make_unique<DeviceEngine>(std::make_shared<EagerBackend>(), pool, config,
-                                            std::move(below));
+    engine = std::make_unique<DeviceEngine>(std::make_shared<EagerBackend>(), pool, config, std::move(below));
     workers->set_progress([this] { return engine->advance(); });
   }
   ~Rig() { workers->stop(); }
@@ -58,8 +56,7 @@ struct Rig {
 // What a thread of a training program does, with the framework's part.
 class DeviceUser {
  public:
-  DeviceUser(DeviceEngine* engine, std::uint64_t seed)
-      : engine_(engine), rng_(seed), stream_{0, seed + 1} {}
+  DeviceUser(DeviceEngine* engine, std::uint64_t seed) : engine_(engine), rng_(seed), stream_{0, seed + 1} {}
 
   void run(int num_steps) {
     for (int i = 0; i < num_steps; ++i) {
@@ -212,8 +209,8 @@ void test_close_during_copies(const std::string& folder) {
   std::vector<DeviceTicketPtr> tickets;
   std::vector<Bytes> sources(8, Bytes(60'000));  // outlive the engine, which keeps what may be read
   for (Bytes& source : sources) {
-    const Put put = rig->engine->put(reinterpret_cast<std::uintptr_t>(source.data()), source.size(),
-                                     {0, 1}, &source, {true, 2}, &releases);
+    const Put put = rig->engine->put(reinterpret_cast<std::uintptr_t>(source.data()), source.size(), {0, 1}, &source,
+                                     {true, 2}, &releases);
     CHECK(put.ticket != nullptr);
     tickets.push_back(put.ticket);
   }
@@ -230,8 +227,7 @@ void test_close_during_copies(const std::string& folder) {
   bool raised = false;
   try {
     Bytes buffer(60'000);
-    raised = !rig->engine->load(tickets.back(), {0, 1},
-                                reinterpret_cast<std::uintptr_t>(buffer.data()), &buffer,
+    raised = !rig->engine->load(tickets.back(), {0, 1}, reinterpret_cast<std::uintptr_t>(buffer.data()), &buffer,
                                 Side::kIn, &releases);  // the source is still held
   } catch (const DeviceError&) {
     raised = true;
