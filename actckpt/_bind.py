@@ -17,7 +17,7 @@ from actckpt._core import messages, modes, random_state, state, stays, torch_pri
 from actckpt._core.functions import global_names
 from actckpt._core.watched import has_same_bytes, own_copy
 from actckpt._offload import backends, reading, session, sources, spans
-from actckpt._replay import aliases, opened, recorder, saved, unseen, wrappers
+from actckpt._replay import aliases, execute, opened, outside, recorder, saved, schedule, unseen, wrappers
 from actckpt._replay.operators import operator_of
 from actckpt._rerun import region
 from actckpt._rerun.buffers import note_buffers
@@ -105,7 +105,18 @@ NAMES: dict[str, Any] = {
     "note_wrappers": wrappers.note,
     "begin_audit": saved.begin_audit,
     "pack_other": saved.pack_other,
-    "unpack_slowly": saved.unpack_slowly,
+    "unpacked_inside": saved.unpacked_inside,
+    "audited": saved.audited,
+    "saved_piece": outside.saved_piece,
+    "read_stored": aliases.read_stored,
+    "watched_type": aliases.Watched,
+    "replay_order": schedule.order,
+    "replay_specially": execute.replay_specially,
+    "private_memory": execute.private_memory,
+    "lost_error": execute.lost_error,
+    "resized_error": aliases.resized_error,
+    "changed_after_error": aliases.changed_after_error,
+    "other_bytes_error": execute.other_bytes_error,
     "keep": Action.KEEP,
     "recompute": Action.RECOMPUTE,
     "why_inference": aliases.WHY_INFERENCE,

@@ -101,9 +101,9 @@ _OF_STORES = (
 def _totals() -> dict[str, float]:
     totals: dict[str, float] = dict(_C.offload_sums())
     totals["rerun_regions"] = _C.num_reruns()
-    for name in ("idle_offloads", "replayed_operators", "kept_opaque", "copied_on_write_bytes"):
+    for name in ("idle_offloads", "kept_opaque", "copied_on_write_bytes"):
         totals[name] = counters.value(name)
-    totals["replayed_operators"] += _C.num_replayed()
+    totals["replayed_operators"] = _C.num_replayed()
     of_stores = figures.sums()
     for name in _OF_STORES:
         totals[name] = of_stores[name]

@@ -109,3 +109,38 @@ def test_time_over_plain(num_regions: int, benchmark: Any, capsys: pytest.Captur
         parts = [f"{name} {medians_us[name]:.0f} us ({ratios[name]:.2f} x)" for name in medians_us]
         print(f"\n{num_regions} regions: {', '.join(parts)}")
     assert ratios["actckpt"] < ratios["torch selective"]
+
+
+_DROPPED = 8
+
+
+def _row_of_operators(hidden: torch.Tensor) -> torch.Tensor:
+    for _ in range(_DROPPED):
+        hidden = hidden.sigmoid()
+    return hidden
+
+
+def test_time_of_replays_in_a_row(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Backward of one region whose eight operators in a row were all dropped: one replay of eight operators."""
+    inputs = torch.randn(4, 16, requires_grad=True)
+
+    def loss(run: Run) -> torch.Tensor:
+        return run(_row_of_operators, inputs).sum()
+
+    samples: dict[str, list[float]] = {"plain": [], "actckpt": []}
+    runs = {"plain": _METHODS["plain"], "actckpt": _METHODS["actckpt, recompute all"]}
+    for _ in range(20):
+        for run in runs.values():
+            loss(run).backward()
+    for _ in range(_SAMPLES):
+        for name, run in runs.items():
+            losses = [loss(run) for _ in range(_STEPS)]
+            start = time.perf_counter()
+            for each in losses:
+                each.backward()
+            samples[name].append((time.perf_counter() - start) / _STEPS)
+    medians_us = {name: statistics.median(values) * 1e6 for name, values in samples.items()}
+    benchmark.extra_info.update(num_dropped=_DROPPED, medians_us=medians_us)
+    benchmark.pedantic(lambda last: last.backward(), setup=lambda: ((loss(runs["actckpt"]),), {}), rounds=20)
+    with capsys.disabled():
+        print(f"\nbackward of {_DROPPED} dropped operators in a row: {medians_us}")

@@ -53,9 +53,8 @@ SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter.
 #: Whether autocast is on for any device. Missing: assume that it is and look closer.
 any_autocast_enabled: Callable[[], bool] = _optional(torch._C, "_is_any_autocast_enabled") or (lambda: True)
 
-#: Skips autograd in this thread, whatever the grad mode. Missing: replay turns grad mode off for operators in
-#: place, as `no_grad` does.
-below_autograd: Callable[[], Any] | None = _optional(torch._C, "_AutoDispatchBelowAutograd")
+#: Skips autograd in this thread, whatever the grad mode. Required.
+below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
 
 #: A capsule with C functions that describe a tensor in plain numbers (DLPack's C exchange API). Documented, but newer
 #: than the oldest torch that we take. Missing: they are read one by one, which is slower.

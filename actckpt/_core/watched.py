@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt._C import storage_of
 from actckpt._core import torch_private
 
-__all__ = ["Watched", "has_same_bytes", "memory_of", "own_copy", "storage_of", "version_of"]
+__all__ = ["Watched", "has_same_bytes", "memory_of", "own_copy", "version_of"]
 
 
 class Watched:
@@ -42,16 +43,6 @@ class Watched:
 def version_of(value: object) -> int:
     """Return the version of a tensor; 0 for what has none."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def storage_of(tensor: Tensor | None) -> Any:
-    """Return the storage of a plain tensor, the same object as long as one is held; None where there is none."""
-    if tensor is None or type(tensor) not in (Tensor, torch.nn.Parameter):
-        return None
-    try:
-        return tensor.untyped_storage()
-    except NotImplementedError:  # sparse, or of a function transform
-        return None
 
 
 def memory_of(tensor: Tensor | None) -> Any:

@@ -6,22 +6,49 @@ saw last; the others that it saw before are noted here, and watched too once the
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from actckpt._C import look_at
+from actckpt._core.messages import parameter_name
 from actckpt._core.watched import version_of
+from actckpt._replay.geometry import Geometry
 from actckpt._replay.lineage import Value, Window
 from actckpt._replay.paused import Paused
-from actckpt._replay.wrappers import Witness
 from actckpt.errors import SavedTensorChangedError
 
-__all__ = ["WHY_INFERENCE", "Roots", "Watched", "changed_error", "note_root"]
+__all__ = [
+    "WHY_INFERENCE",
+    "Roots",
+    "Seen",
+    "Watched",
+    "Witness",
+    "changed_after_error",
+    "note_root",
+    "read_stored",
+    "resized_error",
+    "watch_roots",
+]
 
 #: Why what is made from an inference tensor is never made again: it has no version.
 WHY_INFERENCE = "made from an inference tensor: nobody tells when it changes"
+
+#: A subclass, and its version when the region closed.
+Witness = tuple[weakref.ref[Tensor], int]
+
+
+class Seen(NamedTuple):
+    """A subclass that an operator got."""
+
+    wrapper: weakref.ref[Tensor]
+    #: What it is a view of, or itself: they count together.
+    root: weakref.ref[Tensor]
+    storages: list[weakref.ref[torch.UntypedStorage]]
+
 
 #: For values that were seen through several: all but the last, with their versions.
 Roots = weakref.WeakKeyDictionary[Value, list[tuple[weakref.ref[Tensor], int]]]
@@ -66,34 +93,82 @@ class Watched:
 
     def under(self, window: Window) -> Tensor:
         """Return a tensor on the bytes, of which only those in a window are needed."""
-        return self._checked(*_span(window.shape, window.stride, window.offset, window.dtype.itemsize))
+        return self._checked(*Geometry.of(window).span())
 
     def _checked(self, start: int, stop: int) -> Tensor:
         for root, version in self._watched:
-            first, last = _span(root.shape, root.stride(), int(root.storage_offset()), root.element_size())
+            first, last = Geometry.of_tensor(root).span()
             if first < stop and start < last and version_of(root) != version:
-                raise changed_error(root.shape, root.dtype, version_of(root), version)
+                raise changed_after_error(root, version)
         for reference, version in self._wrappers:
             wrapper = reference()
             if wrapper is not None and version_of(wrapper) != version:
-                raise changed_error(wrapper.shape, wrapper.dtype, version_of(wrapper), version)
+                raise changed_after_error(wrapper, version)
         return self._bytes()
 
 
-def _span(shape: Iterable[int], stride: Iterable[int], offset: int, itemsize: int) -> tuple[int, int]:
-    """Return the first byte of a storage that a tensor covers, and the one after the last."""
-    sizes = list(shape)
-    if 0 in sizes:
-        return 0, 0
-    length = sum((size - 1) * step for size, step in zip(sizes, stride, strict=True)) + 1
-    return offset * itemsize, (offset + length) * itemsize
+def read_stored(stored: Callable[[], Tensor], window: Window | None) -> Tensor:
+    """Return a tensor on stored bytes; `window`: what is needed of them, None: all."""
+    return stored.under(window) if isinstance(stored, Watched) and window is not None else stored()
 
 
-def changed_error(shape: torch.Size, dtype: torch.dtype, version: int, expected: int) -> SavedTensorChangedError:
-    """Word a saved tensor whose bytes changed in place."""
+def watch_roots(roots: Roots | None, made_of: Mapping[Value, Sequence[Witness]]) -> None:
+    """Watch the values of a closed tape through every tensor that they were seen through (Rule 7).
+
+    Args:
+        roots: tensors that values were seen through, None: no other than the last.
+        made_of: tensors that are made of values.
+    """
+    seen = {} if roots is None else dict(roots)
+    for value in {**seen, **made_of}:
+        is_watched = value in made_of or not value.is_parameter
+        if not is_watched or (value.held is None and value.stored is None):
+            continue
+        last = value.held if value.held is not None or value.root is None else value.root()
+        others = [
+            (root, version)
+            for root, version in ((other(), version) for other, version in seen.get(value, ()))
+            if root is not None
+        ]
+        if last is not None and value.version >= 0:
+            others.append((last, value.version))
+        held = value.held
+        get = value.stored if held is None else partial(_sized, held, value.nbytes, _what(value))
+        assert get is not None
+        value.stored, value.held = Watched(get, others, made_of.get(value, ())), None
+
+
+def _sized(held: Tensor, nbytes: int, what: str) -> Tensor:
+    if held.untyped_storage().nbytes() != nbytes:
+        raise _resized_error(held, nbytes, what)
+    return held
+
+
+def _what(value: Value) -> str:
+    return "a parameter" if value.is_parameter else "an input" if value.is_input else "a tensor made in the region"
+
+
+def resized_error(held: Tensor, value: Value) -> SavedTensorChangedError:
+    """Say that a storage that we do not own is not what it was (Rule 8)."""
+    return _resized_error(held, value.nbytes, _what(value))
+
+
+def _resized_error(held: Tensor, nbytes: int, what: str) -> SavedTensorChangedError:
+    name = parameter_name(held)
+    return SavedTensorChangedError(
+        f"Backward needs {f'the parameter {name}' if name else what} of shape {tuple(held.shape)}, {held.dtype}, "
+        f"whose storage was freed or resized after the forward: it has {held.untyped_storage().nbytes()} bytes now; "
+        f"{nbytes} were recorded.\nFSDP2 frees the parameters of a unit after its forward. Put the region "
+        "inside each unit, as actckpt.apply(model, policy=...) before fully_shard does, not around several."
+    )
+
+
+def changed_after_error(tensor: Tensor, expected: int) -> SavedTensorChangedError:
+    """Say that bytes of a closed region were changed in place."""
+    version = version_of(tensor)
     return SavedTensorChangedError(
         "One of the variables needed for gradient computation has been modified by an inplace operation after its "
-        f"region closed: tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {version}; expected version "
-        f"{expected}.\nUse the out-of-place operator, clone the tensor before changing it, or change it inside the "
-        "region."
+        f"region closed: tensor of shape {tuple(tensor.shape)}, {tensor.dtype}.\nIt is at version {version}; expected "
+        f"version {expected}.\nUse the out-of-place operator, clone the tensor before changing it, or change it inside "
+        "the region."
     )

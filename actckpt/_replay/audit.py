@@ -206,7 +206,7 @@ def warn_of_original(what: str) -> None:
 
 
 def failed_error(failures: list[str], operators: list[str]) -> AuditError:
-    """Word the tensors of one region that came back wrong."""
+    """Return the error that lists the tensors of one region that came back wrong."""
     lines = "\n  ".join(failures)
     return AuditError(
         f"{len(failures)} saved tensors came back from replay with other bytes than they had:\n  {lines}\nSomething "

@@ -5,17 +5,14 @@ makes. So a region that closes under autocast notes which storages are such cast
 """
 
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 
 from actckpt._core import torch_private
 from actckpt._core.watched import version_of
 from actckpt._replay.lineage import Step, Value
+from actckpt._replay.tape import Tape
 from actckpt.action import Action
-
-if TYPE_CHECKING:
-    from actckpt._replay.tape import Tape
 
 __all__ = ["note", "replay_from_parameters"]
 
@@ -23,13 +20,13 @@ __all__ = ["note", "replay_from_parameters"]
 _known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Step]] = {}
 
 
-def note(tape: "Tape") -> None:
+def note(tape: Tape) -> None:
     """Note the casts of parameters that a region, about to close, made and that somebody may cache."""
     if not (torch_private.any_autocast_enabled() and torch.is_autocast_cache_enabled()):
         return
-    for key, block in tape.blocks.items():
-        step, storage = block.value.step, block.storage()
-        if storage is not None and step is not None and _is_cast(step) and not block.value.why_opaque:
+    for key, known in tape.storages.items():
+        step, storage = known.value.step, known.storage()
+        if storage is not None and step is not None and _is_cast(step) and not known.value.why_opaque:
             _known[key] = weakref.ref(storage, lambda _, key=key: _known.pop(key, None)), step  # type: ignore[misc]
 
 
@@ -39,8 +36,8 @@ def _is_cast(step: Step) -> bool:
     )
 
 
-def replay_from_parameters(tape: "Tape") -> None:
-    """Let go of inputs of a closed region that are casts of parameters, and have them replayed."""
+def replay_from_parameters(tape: Tape) -> None:
+    """Release inputs of a closed region that are casts of parameters, and have them replayed."""
     if not _known or tape.choice.of(torch.ops.aten._to_copy.default) is not Action.RECOMPUTE:
         return
     for value in tape.holding:

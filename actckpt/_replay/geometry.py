@@ -1,5 +1,6 @@
-"""Windows on a storage that refer to nothing."""
+"""Where tensors lie on their storages: windows that refer to nothing, and what of the bytes they cover."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,32 @@ from torch import Tensor
 
 from actckpt._replay.lineage import Window
 
-__all__ = ["Geometry"]
+__all__ = ["Dims", "Geometry", "covers_all", "dims_of", "is_dense"]
+
+#: Strides and sizes in elements of the dimensions with more than one of them, the largest stride first.
+Dims = list[tuple[int, int]]
+
+
+def dims_of(shape: Iterable[int], stride: Iterable[int]) -> Dims:
+    """Return the dimensions along which there is more than one element."""
+    pairs = zip(stride, shape, strict=True)
+    return sorted(((step, size) for step, size in pairs if size != 1), reverse=True)
+
+
+def is_dense(dims: Dims) -> bool:
+    """Whether elements follow each other, each once, without gaps."""
+    expected = 1
+    for stride, size in reversed(dims):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def covers_all(tensor: Tensor, nbytes: int) -> bool:
+    """Whether a tensor has every element of its storage once."""
+    has_all = tensor.numel() * tensor.element_size() == nbytes and tensor.storage_offset() == 0
+    return has_all and is_dense(dims_of(tensor.shape, tensor.stride()))
 
 
 class Geometry(NamedTuple):
@@ -56,6 +82,5 @@ class Geometry(NamedTuple):
         """Whether all elements of `other` are within this, which has no gaps there."""
         start, stop = self.span()
         first, last = other.span()
-        numel = torch.Size(self.shape).numel()
-        is_dense = numel * self.dtype.itemsize == stop - start and not self.has_overlaps()
-        return self == other or (is_dense and start <= first and last <= stop)
+        has_no_gaps = is_dense(dims_of(self.shape, self.stride))
+        return self == other or (has_no_gaps and start <= first and last <= stop)

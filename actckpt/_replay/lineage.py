@@ -10,18 +10,18 @@ References point from a saved tensor's handle to its value, from a value to the 
 step to the values that it reads, and never the other way. What no handle leads to is therefore freed by
 reference counting alone: when a graph dies, and piece by piece while backward frees its nodes.
 
-A value whose bytes are at hand (`held`, `stored`, `cached`) needs no step. One that must not be computed again
+A value whose bytes are *available* (`held`, `stored`, `cached`) needs no step. One that must not be computed again
 (kept, offloaded, opaque) has none, so nothing before it is kept alive on its account.
 
 NOTE [ Needs ]
 
 A backward *asks* for a value that was dropped if a saved tensor on it was not unpacked in this backward yet, or if a
-value that it asks for, and that is not at hand, is made from it. What is replayed stays as long as it is asked for: so
-each step runs once, whatever the order of unpacking. Since no reference leads from a value to those that are made from
-it, the first replay of a backward walks once from all saved tensors of the region that are alive (a tape lists them, in
-the order of saving) and counts for each value how many others that must be replayed read it. From then on the counts
-are kept right: a value that comes to hand, or that nobody asks for any more, reads nothing; one that is let go of too
-soon, for want of room, reads again. A saved tensor that dies was asked for no longer.
+value that it asks for, and that is not available, is made from it. What is replayed stays as long as it is asked for:
+so each step runs once, whatever the order of unpacking. Since no reference leads from a value to those that are made
+from it, the first replay of a backward walks once from all saved tensors of the region that are alive (a tape lists
+them, in the order of saving) and counts for each value how many others that must be replayed read it. From then on the
+counts are kept right: a value that becomes available, or that nobody asks for any more, reads nothing; one that is
+released too soon, for want of room, reads again. A saved tensor that dies was asked for no longer.
 
 The counts decide how long bytes stay and never what they are: another backward of the same region at the same time
 counts anew, and whoever misses something replays it.
@@ -31,11 +31,11 @@ The classes are in C++ (csrc/replay/objects.h), since some are made at every ope
 
 from typing import Any
 
-from actckpt._C import Block, Handle, Step, TapeCore, Value, Window, mark_needed, new_leaf_bytes, window_of
+from actckpt._C import Handle, KnownStorage, Step, TapeCore, Value, Window, mark_needed, new_leaf_bytes, window_of
 
 __all__ = [
-    "Block",
     "Handle",
+    "KnownStorage",
     "Step",
     "TapeCore",
     "Value",

@@ -15,23 +15,21 @@ Rule 4. Each backward unpacks each of them once, as torch's checkpoint demands.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from actckpt._C import on
 from actckpt._core import torch_private
 from actckpt._replay import audit
-from actckpt._replay.execute import on
 from actckpt._replay.geometry import Geometry
 from actckpt._replay.lineage import Value, Window
 from actckpt._replay.paused import Paused
+from actckpt._replay.tape import Tape
 from actckpt.errors import ActckptError
 
-if TYPE_CHECKING:
-    from actckpt._replay.tape import Tape
-
-__all__ = ["HeldOutside", "Reads", "hand_out", "reads_of"]
+__all__ = ["HeldOutside", "Reads", "hand_out", "reads_of", "saved_piece"]
 
 
 class Reads:
@@ -45,14 +43,14 @@ class Reads:
         self.needs_all = False
 
 
-def reads_of(tape: "Tape") -> dict[Value, Reads]:
-    """Return what will be read of values that are at hand as the region closes."""
+def reads_of(tape: Tape) -> dict[Value, Reads]:
+    """Return what will be read of values that are available as the region closes."""
     found: dict[Value, Reads] = {}
     seen: set[Value] = set()
     pending = [value for value in (reference() for reference in tape.saved) if value is not None and value.is_wanted()]
     while pending:
         value = pending.pop()
-        if value in seen or value.step is None or value.is_at_hand():
+        if value in seen or value.step is None or value.is_available():
             continue
         seen.add(value)
         step = value.step
@@ -99,7 +97,7 @@ class _Piece(NamedTuple):
     checksum: Tensor | None
 
 
-def hand_out(tape: "Tape", value: Value, given: Tensor, reads: Reads | None) -> "HeldOutside":
+def hand_out(tape: Tape, value: Value, given: Tensor, reads: Reads | None) -> "HeldOutside":
     """Hand the bytes of a value to the hooks outside.
 
     Args:
@@ -171,7 +169,7 @@ class HeldOutside:
         self._task = task
         self._found, self._base = {}, None
         if task != -1:
-            torch_private.when_backward_ends(partial(_let_go, weakref.ref(self), task))
+            torch_private.when_backward_ends(partial(_forget, weakref.ref(self), task))
 
     def _take(self, i: int) -> Tensor:
         if i in self._found:
@@ -202,13 +200,18 @@ class HeldOutside:
             on(memory, geometry).copy_(tensor)
         return memory
 
-    def let_go(self, task: int) -> None:
+    def forget(self, task: int) -> None:
         """Forget what the backward `task` unpacked."""
         if self._task == task:
             self._found, self._base = {}, None
 
 
-def _let_go(reference: "weakref.ref[HeldOutside]", task: int) -> None:
+def saved_piece(stored: object, window: Window) -> Tensor | None:
+    """Return a saved tensor that the hooks around its region hold, None where its bytes are elsewhere."""
+    return stored.piece(window) if isinstance(stored, HeldOutside) else None
+
+
+def _forget(reference: "weakref.ref[HeldOutside]", task: int) -> None:
     held = reference()
     if held is not None:
-        held.let_go(task)
+        held.forget(task)

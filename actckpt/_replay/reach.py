@@ -78,7 +78,7 @@ class Obtainable:
             self._found.clear()
 
     def has(self, value: Value) -> bool:
-        """Whether the bytes are at hand, or can be replayed from what is."""
+        """Whether the bytes are available, or can be replayed from what is."""
         seen: set[Value] = set()
         lasts = True
         pending = [value]

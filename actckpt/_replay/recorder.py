@@ -48,6 +48,8 @@ from actckpt import _C
 from actckpt._C import add_results, add_value, frozen
 from actckpt._core import random_state
 from actckpt._replay import filling, saved
+from actckpt._replay.coverage import Filling
+from actckpt._replay.geometry import covers_all
 from actckpt._replay.lineage import Step, Value, Window, blank_of, redirect
 from actckpt._replay.matches import Matches
 from actckpt._replay.operators import Operator
@@ -102,19 +104,15 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     keywords = {k: frozen(tape, v, inputs) for k, v in kwargs.items()}
     step = Step(operator, arguments, keywords, inputs)
     written = _written_tensors(operator, args, kwargs)
-    hidden = [args[position] for position in operator.writes_hidden(args)]
-    if operator.is_collective and not written:
-        hidden = [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
-    why_opaque = _why_opaque(operator, args, bool(hidden))
-    if tape.num_untold != num_untold:
-        why_opaque = why_opaque or tape.why_untold
-    why_opaque = why_opaque or tape.why_opaque or ""
+    hidden = _hidden_tensors(operator, args, bool(written))
+    why_untold = tape.why_untold if tape.num_untold != num_untold else ""
+    why_opaque = _why_opaque(operator, args, bool(hidden)) or why_untold or tape.why_opaque or ""
     if hidden and operator.has_form_without_effect:
         step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)
     generators = _begin_random(tape, step, args, kwargs)
     early = _saved_too_early(tape, operator, args)
-    filled = filling.proceed(tape, step, written, why_opaque) if tape.filling else None
+    filled = filling.start_write(tape, step, written, why_opaque) if tape.filling else None
     old = [_begin_write(tape, step, tensor, filled) for tensor in written]
     for tensor in hidden:
         _begin_write(tape, None, tensor)
@@ -125,14 +123,12 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         increment_version([tensor for tensor in written if not tensor.is_inference()])
     if generators is not None and not _has_moved(generators):
         step.random = None
-    action = choice.of(func)
-    if choice.asks_calls:
-        action = choice.after_call(func, args, kwargs, result)
+    action = choice.after_call(func, args, kwargs, result) if choice.asks_calls else choice.of(func)
     why_unfilled = filled.written(written[0]) if filled is not None else ""
     for tensor, value in zip(written, old, strict=True):
         _end_write(tape, step, tensor, value, action, why_opaque or why_unfilled)
     if filled is not None and why_unfilled:
-        filling.go_on(tape, step, filled, written[0])
+        filling.continue_lineage(tape, step, filled, written[0])
     for tensor in hidden:
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
     if early is not None:
@@ -167,6 +163,13 @@ def _written_tensors(operator: Operator, args: tuple[Any, ...], kwargs: dict[str
     """Return the tensors that a call says it writes to."""
     places = [args[position] for position in operator.written if position < len(args)]
     return _tensors_in([*places, *(kwargs.get(name) for name in operator.written_names)])
+
+
+def _hidden_tensors(operator: Operator, args: tuple[Any, ...], has_written: bool) -> list[Tensor]:
+    """Return the tensors that a call writes to without saying so (Rule 5)."""
+    if operator.is_collective and not has_written:
+        return [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
+    return [args[position] for position in operator.writes_hidden(args)]
 
 
 def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bool) -> str:
@@ -239,7 +242,7 @@ def _saved_too_early(tape: Tape, operator: Operator, args: tuple[Any, ...]) -> A
     return value.take_last_handle() if value is not None else None
 
 
-def _begin_write(tape: Tape, step: Step | None, tensor: Tensor, filled: filling.Filling | None = None) -> Value | None:
+def _begin_write(tape: Tape, step: Step | None, tensor: Tensor, filled: Filling | None = None) -> Value | None:
     """Prepare for an overwrite: save what it destroys where that is needed (Rule 1)."""
     value = tape.value_of(tensor)
     if value is None:
@@ -248,7 +251,7 @@ def _begin_write(tape: Tape, step: Step | None, tensor: Tensor, filled: filling.
         value = filled.lineage
         step.add_written(value)
     elif step is not None and value not in step.written:
-        if step.operator.overwrites and _covers_all(tensor, value.nbytes) and step.inputs.count(value) == 1:
+        if step.operator.overwrites and covers_all(tensor, value.nbytes) and step.inputs.count(value) == 1:
             old, value = value, blank_of(value, _OVERWRITTEN)
             redirect(step, old, value)
         step.add_written(value)
@@ -256,41 +259,28 @@ def _begin_write(tape: Tape, step: Step | None, tensor: Tensor, filled: filling.
     return value
 
 
-def _covers_all(tensor: Tensor, nbytes: int) -> bool:
-    """Whether a tensor has every element of its storage once."""
-    if tensor.numel() * tensor.element_size() != nbytes or tensor.storage_offset() != 0:
-        return False
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
 def _end_write(
     tape: Tape, step: Step | None, tensor: Tensor, old: Value | None, action: Action | None, why_opaque: str
 ) -> None:
     """Give the storage of a tensor that was written to its new value."""
-    storage = tape.storage_of(tensor)
+    storage = _C.strided_storage_of(tensor)
     if storage is None:
         return
     nbytes = storage.nbytes()
-    block = tape.blocks.get(id(storage))
-    if block is None or block.storage() is not storage:
+    known = tape.storages.get(id(storage))
+    if known is None or known.storage() is not storage:
         tape.value_of(tensor)  # `set_` gave it a storage that we do not know
         return
-    if block.value.step is step and step is not None:
+    if known.value.step is step and step is not None:
         return  # two written arguments on one storage
     value = tape.new_value(nbytes, tensor.device)
     if old is not None and old.action not in (None, Action.RECOMPUTE):
         action = old.action
-    was_resized = old is not None and old.why_opaque is _OVERWRITTEN and not _covers_all(tensor, nbytes)
-    if was_resized or nbytes != block.value.nbytes:
+    was_resized = old is not None and old.why_opaque is _OVERWRITTEN and not covers_all(tensor, nbytes)
+    if was_resized or nbytes != known.value.nbytes:
         why_opaque = why_opaque or "its storage was replaced or resized"
     place = step.written.index(old) if step is not None and old is not None else 0
     operator = None if step is None else step.operator
     add_value(tape, value, step, operator, place, tensor, action, why_opaque)
     value.version = -1  # counted up after this handler returns
-    block.value = value
+    known.value = value

@@ -4,7 +4,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,23 +14,21 @@ from actckpt import _C
 from actckpt._C import stays
 from actckpt._core import torch_private
 from actckpt._core.subclasses import TakenApart
-from actckpt._core.watched import version_of
 from actckpt._offload.native import EngineError
-from actckpt._replay import audit, casts, execute, wrappers
-from actckpt._replay.lineage import Block, Handle, Value, Window, mark_needed, new_leaf_bytes, window_of
-from actckpt._replay.outside import HeldOutside, Reads, hand_out, reads_of
+from actckpt._replay import aliases, audit, casts, wrappers
+from actckpt._replay.lineage import Handle, Value, mark_needed, new_leaf_bytes, window_of
+from actckpt._replay.outside import Reads, hand_out, reads_of
 from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
 from actckpt.errors import AuditError
 
-__all__ = ["begin_audit", "is_much", "pack", "pack_other", "settle", "unpack", "unpack_slowly"]
+__all__ = ["audited", "begin_audit", "is_much", "pack", "pack_other", "settle", "unpack", "unpacked_inside"]
 
 
 #: What autograd holds in the place of a saved tensor.
 _Packed: TypeAlias = "Handle | _C.OffloadHandle"
 
-_NO_SWAP: Any = nullcontext()
 #: One warning where more than one part in so many of what should be recomputed cannot be.
 _OPAQUE_SHARE = 10
 #: And it is worth talking about.
@@ -71,44 +69,11 @@ def unpack(packed: _Packed) -> Tensor:
     return _C.unpack_recorded(packed)
 
 
-def unpack_slowly(packed: _Packed) -> Tensor:
-    """Do what `unpack` does where more is to be done than to make an alias or to execute one plain operator."""
-    if not isinstance(packed, Handle):
-        return packed.unpack()
-    tape, window = packed.tape, packed.window
-    value = window.value
-    if tape.is_open:
-        tape.audit_late(value)
-        if not torch.is_grad_enabled():
-            _note_backward_inside(tape)
-    # Also where nothing is replayed: what hooks outside hold may come back through a rerun, which swaps.
-    swap = _NO_SWAP if tape.swap < 0 or value.held is not None else _C.Swap(tape.swap)
-    with swap, tape.lock:
-        previous, packed.task = packed.task, torch_private.current_graph_task_id()
-        try:
-            tensor = _as_hooks_gave_it(value, window)
-            base = execute.bytes_of(tape, value, window, packed.clock) if tensor is None else tensor
-        except BaseException:
-            packed.task = previous
-            raise
-        _C.let_go_of_needs(value, packed.task)
-    with Paused():
-        tensor = execute.on(base, window) if tensor is None else tensor.detach()
-    if packed.audit is not None and value.held is None:
-        tensor = _audited(packed, packed.audit, tensor)
-    if tape.is_open:
-        storage = tensor.untyped_storage()
-        known = tape.blocks.get(id(storage))
-        if known is None or known.storage() is not storage:
-            tape.blocks[id(storage)] = Block(storage, value)  # Rule 9
-    return _C.as_saved(packed, tensor)
-
-
-def _as_hooks_gave_it(value: Value, window: Window) -> Tensor | None:
-    """Return a saved tensor that the hooks around the region hold, None where its bytes are elsewhere."""
-    stored = value.stored
-    is_outside = isinstance(stored, HeldOutside) and value.held is None and value.cached is None
-    return stored.piece(window) if is_outside else None  # type: ignore[union-attr]
+def unpacked_inside(tape: Tape, value: Value) -> None:
+    """Get ready for a saved tensor to be unpacked while its region is open."""
+    tape.audit_late(value)
+    if not torch.is_grad_enabled():
+        _note_backward_inside(tape)
 
 
 class Audit(NamedTuple):
@@ -145,9 +110,10 @@ def _leave_checksum(tape: Tape, reference: weakref.ref[Any], place: int, tensor:
         tape.audited.append(reference)
 
 
-def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
+def audited(handle: Handle, tensor: Tensor) -> Tensor:
     """Return `tensor` if it is what was saved, else the original; raises if there is none."""
     tape = handle.tape
+    expected: Audit = handle.audit
     if torch_private.is_tracing():
         return tensor
     try:
@@ -177,7 +143,7 @@ def _audited(handle: Handle, expected: Audit, tensor: Tensor) -> Tensor:
 
 
 def _failure(first: Handle) -> AuditError:
-    """Compare all dropped tensors of the region, and word those that came back wrong."""
+    """Compare all dropped tensors of the region; returns the error that lists those that came back wrong."""
     tape = first.tape
     failed = [first]
     for reference in tape.audited:
@@ -185,9 +151,9 @@ def _failure(first: Handle) -> AuditError:
         if handle is None or handle is first or handle.audit is None or handle.window.value.held is not None:
             continue
         with tape.lock:
-            base = execute.bytes_of(tape, handle.window.value)
+            base = _C.bytes_of(tape, handle.window.value)
         with Paused():
-            tensor = execute.on(base, handle.window)
+            tensor = _C.on(base, handle.window)
             if not torch.equal(audit.checksum(tensor), handle.audit.checksum):
                 failed.append(handle)
                 tape.site.opaque.add(handle.window.value.key)
@@ -217,7 +183,7 @@ def _settle(tape: Tape) -> None:
     tape.site.end(tape.structure)
     casts.note(tape)
     made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
-    tape.blocks.clear()
+    tape.storages.clear()
     tape.filling = None
     _settle_candidates(tape)
     casts.replay_from_parameters(tape)
@@ -227,20 +193,15 @@ def _settle(tape: Tape) -> None:
     tape.saved.clear()
     for value in _C.settle_held(tape):
         _settle_one(tape, value, reads.get(value))
-    if tape.roots is not None or made_of:
-        execute.watch_roots(tape, made_of)
+    if (tape.roots is not None or made_of) and tape.outer is None:
+        aliases.watch_roots(tape.roots, made_of)
+    tape.roots = None
     tape.outer = None  # whoever holds something of this region holds it now
 
 
 def is_much(opaque_bytes: int, total_bytes: int) -> bool:
     """Whether so much of what a policy wants recomputed cannot be replayed that the user should know."""
     return opaque_bytes > max(_OPAQUE_BYTES, total_bytes // _OPAQUE_SHARE)
-
-
-def _report_held(tape: Tape, value: Value, held: Tensor) -> None:
-    """Add a line for a value that autograd did not save and that others are replayed from."""
-    entry = _C.add_entry(tape, value, held)
-    entry.why = "others are replayed from it"
 
 
 def _warn_of_opaque(tape: Tape) -> None:
@@ -272,19 +233,13 @@ def _note_backward_inside(tape: Tape) -> None:
 
 
 def _settle_one(tape: Tape, value: Value, reads: Reads | None) -> None:
-    held = value.held
-    assert held is not None
-    if tape.entries is not None and value.entry is None:
-        _report_held(tape, value, held)
-    held = _seen_last(value, held)
+    given = _C.seen_last(value)
     with Paused():
-        alias = held.detach()
-    base = held if held._base is None else held._base
-    if value.version < 0 or value.root is None or value.root() is not base:
-        value.version = version_of(alias)
-    elif version_of(alias) != value.version:
-        value.held = alias  # unpack raises: it changed behind the recorder's back
+        is_as_recorded = _C.watch(value)
+    if not is_as_recorded:
         return
+    alias = value.held
+    assert alias is not None
     if value.action in (Action.OFFLOAD, Action.PREFER_OFFLOAD) and not value.is_input:
         why = tape.offload(value, alias)
         if value.entry is not None and not why:
@@ -292,22 +247,10 @@ def _settle_one(tape: Tape, value: Value, reads: Reads | None) -> None:
         if value.stored is not None:
             return
     if tape.outer is not None and (tape.hands_kept_out or value.is_input):
-        value.stored = hand_out(tape, value, held, reads)
+        value.stored = hand_out(tape, value, given, reads)
         value.held = None
     else:
         value.held = alias
-
-
-def _seen_last(value: Value, held: Tensor) -> Tensor:
-    """Return the tensor on the bytes of `value` that the region used last, whose version counter the user may move.
-
-    What an operator returned may have been an intermediate of it: `matmul` gives on an `_unsafe_view` of what `mm`
-    made, with a counter of its own.
-    """
-    root = None if value.root is None else value.root()
-    if root is None or root.untyped_storage() is not held.untyped_storage():
-        return held
-    return root
 
 
 def _settle_candidates(tape: Tape) -> None:
@@ -317,7 +260,7 @@ def _settle_candidates(tape: Tape) -> None:
         spare, value.spare = value.spare, None
         if spare is None or not value.is_wanted():
             continue
-        if value.is_at_hand():
+        if value.is_available():
             tape.audit_late(value)
         elif new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.held = spare

@@ -9,42 +9,17 @@ heuristic.
 """
 
 import bisect
-import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from actckpt._C import is_asked, is_pending
+from actckpt._C import SMALL_WINDOW_BYTES, has_room, is_asked, is_pending
 from actckpt._replay import windows
+from actckpt._replay.graph import ReplayGraph
 from actckpt._replay.lineage import Step, Value
 
 __all__ = ["ReplayGraph", "default_order", "order", "peak_bytes"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplayGraph:
-    """What a replay must compute. Steps and values are numbers."""
-
-    #: Names of the operators of the steps, for orders that look at them. In the order of the forward.
-    operators: tuple[str, ...]
-    #: For each step, the values that it reads, each once, and the values that it makes.
-    reads: tuple[tuple[int, ...], ...]
-    makes: tuple[tuple[int, ...], ...]
-    #: Bytes of each value; 0 for values at hand.
-    nbytes: tuple[int, ...]
-    #: The value that is asked for.
-    target: int
-    #: Values that stay once they are made, since backward asks for them too, or others than these steps read them.
-    retained: frozenset[int]
-    #: These, and those that only these steps read on the way to them: all that backward would have to make again.
-    again: frozenset[int] = frozenset()
-    #: For values that others read, the step before which they do so last.
-    until: Mapping[int, int] = dataclasses.field(default_factory=dict)
-
-    def maker(self) -> dict[int, int]:
-        """Return the step that makes each value that is not at hand."""
-        return {value: step for step, made in enumerate(self.makes) for value in made}
 
 
 def peak_bytes(graph: ReplayGraph, order: Sequence[int]) -> int:
@@ -113,14 +88,12 @@ Order = Callable[[ReplayGraph], Sequence[int]]
 def order(tape: Any, target: Value, task: int, clock: int) -> tuple[list[Step], set[Value]]:
     """Return the steps that lead to `target`, in the order in which to execute them, and what stays of what they make.
 
+    Asked where there are several orders, or a window (csrc/replay/order.h).
+
     Args:
         task: the backward that asks for it.
         clock: when the saved tensor that it asks for was saved.
     """
-    step = target.step
-    if step is not None and all(value.is_at_hand() for value in step.inputs):
-        made = [value for value in (reference() for reference in step.outputs) if value is not None]
-        return [step], {value for value in made if tape.has_room() and is_asked(value, task)}
     steps = _steps_of(target)
     graph, values = _graph_of(steps, target, task)
     plugged: Order | None = tape.replay_order
@@ -132,19 +105,19 @@ def order(tape: Any, target: Value, task: int, clock: int) -> tuple[list[Step], 
     asked_bytes = sum(graph.nbytes[value] for value in stay if value != graph.target)
     room = _room(tape, graph, chosen, asked_bytes, task, clock)
     if room is not None and asked_bytes > room:
-        stay = windows.retained(graph, chosen, room) | ({graph.target} & graph.retained if tape.has_room() else set())
+        stay = windows.retained(graph, chosen, room) | ({graph.target} & graph.retained if has_room(tape) else set())
     return [steps[number] for number in chosen], {values[number] for number in stay}
 
 
 def _room(tape: Any, graph: ReplayGraph, order: list[int], asked_bytes: int, task: int, clock: int) -> int | None:
     """Return how many bytes of what backward asks for again may stay, None: all."""
     if tape.window_bytes < 0:
-        if not tape.window_follows or asked_bytes <= windows.SMALL_BYTES:
+        if not tape.window_follows or asked_bytes <= SMALL_WINDOW_BYTES:
             return None
         found = windows.smallest_window(graph, order)
         if found * windows.LEAST_GAIN > asked_bytes:
             return None
-        tape.window_bytes = max(found, windows.SMALL_BYTES)
+        tape.window_bytes = max(found, SMALL_WINDOW_BYTES)
     if asked_bytes + tape.cached_bytes > tape.window_bytes:
         tape.evict_leftovers(task, clock)
     room: int = max(tape.window_bytes - tape.cached_bytes, 0)
@@ -156,13 +129,13 @@ def _room(tape: Any, graph: ReplayGraph, order: list[int], asked_bytes: int, tas
 
 
 def _steps_of(target: Value) -> list[Step]:
-    """Return the steps between the values at hand and `target`, in the order of the forward."""
+    """Return the steps between the values that are available and `target`, in the order of the forward."""
     found: dict[int, tuple[int, Step]] = {}
     pending = [target]
     while pending:
         value = pending.pop()
         step = value.step
-        if (value is not target and value.is_at_hand()) or step is None or id(step) in found:
+        if (value is not target and value.is_available()) or step is None or id(step) in found:
             continue
         found[id(step)] = (value.ordinal, step)
         pending.extend(step.inputs)

@@ -18,14 +18,14 @@ from actckpt._offload.demotion import RegionPlan
 from actckpt._offload.native import EngineError
 from actckpt._offload.session import Session
 from actckpt._replay import aliases
+from actckpt._replay.aliases import Seen
 from actckpt._replay.audit import Site
 from actckpt._replay.checksums import compact
 from actckpt._replay.choice import Choice
-from actckpt._replay.filling import Filling
-from actckpt._replay.lineage import Block, TapeCore, Value, mark_needed, new_leaf_bytes
+from actckpt._replay.coverage import Filling
+from actckpt._replay.lineage import KnownStorage, TapeCore, Value, mark_needed, new_leaf_bytes
 from actckpt._replay.paused import Paused, whole
 from actckpt._replay.reach import Needed, Obtainable
-from actckpt._replay.wrappers import Seen
 from actckpt._text import selectors
 from actckpt.action import Action, SavedTensorInfo
 
@@ -40,7 +40,7 @@ class Tape(TapeCore):
 
     def __init__(self, choice: Choice, outer: torch_private.Hooks | None, site: Site) -> None:
         super().__init__()
-        settings = config.settings()
+        self._take_settings(site, config.settings())
         self.choice = choice
         #: The hooks that were active where the region was opened.
         self.outer = outer
@@ -50,15 +50,13 @@ class Tape(TapeCore):
         self.pack_hook: Any = None
         self.is_open = True
         #: By id() of the storage, checked by identity (Rule 2).
-        self.blocks = {}
+        self.storages = {}
         #: Values that hold their bytes while the region is open.
         self.holding = []
         #: Values that autograd saved.
         self.saved = []
         #: Values that are dropped, but whose bytes stay until the region closes (see `settle`).
         self.candidates = []
-        #: Values whose bytes are gone although nothing makes them again.
-        self.num_lost = 0
         #: See NOTE [ Filling ].
         self.filling: dict[Value, Filling] | None = None
         #: See `aliases`.
@@ -67,36 +65,33 @@ class Tape(TapeCore):
         self.depth = 0
         #: By id(), see `wrappers`.
         self.wrappers: dict[int, Seen] | None = None
-        #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
-        self.recompute_bytes = 0
-        self.opaque_bytes = 0
-        #: Of the latter, those of compiled code.
+        #: Of `opaque_bytes`, those of compiled code.
         self.compiled_bytes = 0
         self.began_at = -1 if torch_private.next_sequence_number is None else torch_private.next_sequence_number()
         self.lock = threading.RLock()
         #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
         self.swap = -1
-        #: Where it was opened, what it has run so far, and whether dropped tensors leave checksums (Rule 6).
-        self.site = site
-        self.modules = site.modules
-        self.opaque_places = site.opaque
-        self.audited_places = site.audited
-        self.is_audited = site.begin(settings.audit) and not (outer is not None and site.has_other_hooks)
-        self.audits_always = settings.audit == "always"
+        #: Whether dropped tensors leave checksums (Rule 6).
+        self.is_audited = site.begin(self.audit) and not (outer is not None and site.has_other_hooks)
         self.audited: list[weakref.ref[Any]] = []
-        #: Names whose values are never replayed.
-        self.opaque_names = settings.opaque
-        #: Lines of the report, None where nobody will ask for one.
-        self.entries = None
-        self.meter = None
-        #: See `configure`.
-        self.replay_order: Any = settings.replay_order
-        self.window_follows = settings.replay_window == "auto"
-        self.window_bytes = settings.replay_window if isinstance(settings.replay_window, int) else -1
         #: What `PREFER_OFFLOAD` moves.
         self._plan: RegionPlan | None = None
         #: Values with cached bytes, by the backward that cached them.
         self._cached: dict[int, list[weakref.ref[Value]]] = {}
+
+    def _take_settings(self, site: Site, settings: config.Settings) -> None:
+        #: Where it was opened, and what that has run so far.
+        self.site = site
+        self.modules = site.modules
+        self.opaque_places = site.opaque
+        self.audited_places = site.audited
+        #: See `configure`.
+        self.audit = settings.audit
+        self.audits_always = settings.audit == "always"
+        self.opaque_names = settings.opaque
+        self.replay_order = settings.replay_order
+        self.window_follows = settings.replay_window == "auto"
+        self.window_bytes = settings.replay_window if isinstance(settings.replay_window, int) else -1
 
     # What few regions need, made when it is: a region may be as short as two operators
 
@@ -127,16 +122,6 @@ class Tape(TapeCore):
 
     # Values
 
-    def storage_of(self, tensor: Tensor) -> torch.UntypedStorage | None:
-        """Return the storage of a tensor, None where it has none that can be read (Rule 4)."""
-        if tensor.is_nested:
-            return None
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return None
-        return storage
-
     def new_value(self, nbytes: int, device: torch.device) -> Value:
         """Return a value with the next number."""
         self.num_values += 1
@@ -146,9 +131,9 @@ class Tape(TapeCore):
         """Return what the storage of `tensor` holds now; takes it as an input if nothing recorded made it."""
         return value_of(self, tensor)
 
-    def changed_unseen(self, tensor: Tensor, block: Block) -> Value:
+    def changed_unseen(self, tensor: Tensor, known: KnownStorage) -> Value:
         """Something that was not recorded changed a storage: what it holds now is opaque."""
-        old = block.value
+        old = known.value
         if old.step is None:
             self._lose(old)
         old.held = None
@@ -158,20 +143,20 @@ class Tape(TapeCore):
         value.held = tensor
         look_at(value, tensor)
         self.holding.append(value)
-        block.value = value
+        known.value = value
         return value
 
-    def another_root(self, tensor: Tensor, block: Block) -> Value:
+    def another_root(self, tensor: Tensor, known: KnownStorage) -> Value:
         """Look at a value through another tensor with a version counter of its own than the last time."""
         if tensor.is_inference():
             self.num_untold += 1
             self.why_untold = aliases.WHY_INFERENCE
-            return block.value
+            return known.value
         if self.roots is None:
             self.roots = weakref.WeakKeyDictionary()
-        if aliases.note_root(self.roots, block.value, tensor):
-            return block.value
-        return self.changed_unseen(tensor, block)
+        if aliases.note_root(self.roots, known.value, tensor):
+            return known.value
+        return self.changed_unseen(tensor, known)
 
     def why_never(self, value: Value) -> str:
         """Return why a new value must not be replayed where it was made, or an empty text."""
@@ -236,7 +221,7 @@ class Tape(TapeCore):
             return why
         with Paused():
             packed = self._session(must=True).pack(whole(tensor))
-        self._let_go(value, packed.unpack)
+        self._store(value, packed.unpack)
         return "" if isinstance(packed, Moved) else "no store takes it or had room for it"
 
     def _prefer_offload(self, value: Value, tensor: Tensor) -> str:
@@ -248,7 +233,7 @@ class Tape(TapeCore):
         if not plan.wants(place):
             if self.outer is None:
                 with Paused():
-                    self._let_go(value, functools.partial(_read_kept, plan, session, stays(whole(tensor))))
+                    self._store(value, functools.partial(_read_kept, plan, session, stays(whole(tensor))))
             return "an earlier step waited for it"
         with Paused():
             packed = session.pack(whole(tensor))
@@ -256,7 +241,7 @@ class Tape(TapeCore):
             return "no store takes it or had room for it at once"
         if packed.timing is not None:
             plan.moved(place, packed.timing)
-        self._let_go(value, functools.partial(_read, plan, packed))
+        self._store(value, functools.partial(_read, plan, packed))
         return ""
 
     def _session(self, *, must: bool) -> Session:
@@ -268,7 +253,7 @@ class Tape(TapeCore):
         return session
 
     @staticmethod
-    def _let_go(value: Value, stored: Callable[[], Tensor]) -> None:
+    def _store(value: Value, stored: Callable[[], Tensor]) -> None:
         value.stored = stored
         value.held = None
 
@@ -291,19 +276,15 @@ class Tape(TapeCore):
             begin()
 
     def clear_after(self, task: int, value: Value) -> None:
-        """Let go of what is cached for `value` when the backward `task` ends, at the latest (Rule 12)."""
+        """Release what is cached for `value` when the backward `task` ends, at the latest (Rule 12)."""
         values = self._cached.get(task)
         if values is None:
             values = self._cached[task] = []
             torch_private.when_backward_ends(lambda: self._clear(task))
         values.append(weakref.ref(value))
 
-    def has_room(self) -> bool:
-        """Whether one more value may stay beside what is cached: it may pass the window, the next one may not."""
-        return self.window_bytes < 0 or self.cached_bytes <= self.window_bytes
-
     def evict_leftovers(self, task: int, clock: int) -> None:
-        """Let go of what is cached for saved tensors that the backward `task` has passed by.
+        """Release what is cached for saved tensors that the backward `task` has passed by.
 
         It unpacks in the reverse order of saving: it has come to `clock`, and will not ask for what was saved later.
         """

@@ -5,9 +5,9 @@ its own, returns and saves. They are not inputs: a policy may want them recomput
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from actckpt._C import strided_storage_of
 from actckpt._core import torch_private
 from actckpt._replay.lineage import Value
 from actckpt._replay.tape import COMPILED, Tape
@@ -34,12 +34,8 @@ def saved_by_function(tape: Tape, value: Value, tensor: Tensor) -> None:
     if not torch_private.is_compiled_function(call["cls"]):
         return
     storage = tensor.untyped_storage()
-    if not any(isinstance(given, Tensor) and _storage_of(given) is storage for given in call["args"]):
+    if not any(isinstance(given, Tensor) and strided_storage_of(given) is storage for given in call["args"]):
         _note(tape, value, COMPILED)
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
 def _note(tape: Tape, value: Value, why_opaque: str) -> None:

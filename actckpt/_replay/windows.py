@@ -18,22 +18,19 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from actckpt._replay.schedule import ReplayGraph
+from actckpt._replay.graph import ReplayGraph
 
-__all__ = ["LEAST_GAIN", "SMALL_BYTES", "retained", "smallest_window"]
+__all__ = ["LEAST_GAIN", "retained", "smallest_window"]
 
-#: Where the setting follows the sizes seen: as many bytes stay in any case, and all where the window would not be so
-#: many times smaller: a block of a model is better executed once.
-SMALL_BYTES = 4 * 2**20
+#: Where the setting follows the sizes seen, all stays where the window would not be so many times smaller: a block of a
+#: model is better executed once.
 LEAST_GAIN = 4
 #: How far above the smallest window the one that is found may be.
 _PRECISION = 1.05
 
 
-def retained(graph: "ReplayGraph", order: Sequence[int], room_bytes: int) -> set[int]:
+def retained(graph: ReplayGraph, order: Sequence[int], room_bytes: int) -> set[int]:
     """Return the values to keep of those that `order` makes, at most `room_bytes` of them.
 
     Cost: O(steps * cuts).
@@ -53,7 +50,7 @@ def retained(graph: "ReplayGraph", order: Sequence[int], room_bytes: int) -> set
     return found
 
 
-def smallest_window(graph: "ReplayGraph", order: Sequence[int]) -> int:
+def smallest_window(graph: ReplayGraph, order: Sequence[int]) -> int:
     """Return about the smallest window with which no step runs more than twice, in bytes."""
     line = _Line.of(graph, order)
     low, high = 1, max(line.asked(0), 1)
@@ -81,7 +78,7 @@ class _Line:
     asked_before: list[int]
 
     @classmethod
-    def of(cls, graph: "ReplayGraph", order: Sequence[int]) -> "_Line":
+    def of(cls, graph: ReplayGraph, order: Sequence[int]) -> "_Line":
         positions = {step: position for position, step in enumerate(order)}
         last = {
             value: position

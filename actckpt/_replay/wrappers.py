@@ -7,34 +7,22 @@ they are made of are watched through them (Rule 7).
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from actckpt._C import strided_storage_of
 from actckpt._core.subclasses import parts_of
 from actckpt._core.watched import version_of
+from actckpt._replay.aliases import Seen, Witness
 from actckpt._replay.lineage import Value
+from actckpt._replay.tape import Tape
 
-if TYPE_CHECKING:
-    from actckpt._replay.tape import Tape
-
-__all__ = ["Seen", "Witness", "note", "witnesses"]
-
-#: A subclass, and its version when the region closed.
-Witness = tuple[weakref.ref[Tensor], int]
+__all__ = ["note", "witnesses"]
 
 
-class Seen(NamedTuple):
-    """A subclass that an operator got."""
-
-    wrapper: weakref.ref[Tensor]
-    #: What it is a view of, or itself: they count together.
-    root: weakref.ref[Tensor]
-    storages: list[weakref.ref[torch.UntypedStorage]]
-
-
-def note(tape: "Tape", arguments: Any) -> None:
+def note(tape: Tape, arguments: Any) -> None:
     """Note the subclasses among the arguments of an operator."""
     if isinstance(arguments, Tensor):
         if hasattr(type(arguments), "__tensor_flatten__"):
@@ -46,7 +34,7 @@ def note(tape: "Tape", arguments: Any) -> None:
         note(tape, list(arguments.values()))
 
 
-def _note_wrapper(tape: "Tape", wrapper: Tensor) -> None:
+def _note_wrapper(tape: Tape, wrapper: Tensor) -> None:
     if tape.wrappers is None:
         tape.wrappers = {}
     known = tape.wrappers.get(id(wrapper))
@@ -57,27 +45,27 @@ def _note_wrapper(tape: "Tape", wrapper: Tensor) -> None:
     tape.wrappers[id(wrapper)] = Seen(weakref.ref(wrapper), weakref.ref(root), storages)
 
 
-def _storages(tape: "Tape", tensor: object) -> Iterator[torch.UntypedStorage]:
+def _storages(tape: Tape, tensor: object) -> Iterator[torch.UntypedStorage]:
     if not isinstance(tensor, Tensor):
         return
     if hasattr(type(tensor), "__tensor_flatten__"):
         for part in parts_of(tensor)[0].values():
             yield from _storages(tape, part)
         return
-    storage = tape.storage_of(tensor)
+    storage = strided_storage_of(tensor)
     if storage is not None:
         yield storage
 
 
-def witnesses(tape: "Tape") -> dict[Value, list[Witness]]:
+def witnesses(tape: Tape) -> dict[Value, list[Witness]]:
     """Return, for values whose bytes subclasses are made of as the region closes, what tells of changes."""
     found: dict[Value, list[Witness]] = {}
     for seen in (tape.wrappers or {}).values():
         root = seen.root()
         for reference in seen.storages if root is not None else ():
             storage = reference()
-            block = tape.blocks.get(id(storage))
-            if block is not None and block.storage() is storage:
-                found.setdefault(block.value, []).append((seen.root, version_of(root)))
+            known = tape.storages.get(id(storage))
+            if known is not None and known.storage() is storage:
+                found.setdefault(known.value, []).append((seen.root, version_of(root)))
     tape.wrappers = None
     return found

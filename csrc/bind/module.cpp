@@ -17,13 +17,16 @@
 #include "offload/reading.h"
 #include "offload/session.h"
 #include "offload/span.h"
+#include "replay/execute.h"
 #include "replay/geometry.h"
 #include "replay/needs.h"
 #include "replay/objects.h"
 #include "replay/pack.h"
 #include "replay/paused.h"
 #include "replay/record.h"
+#include "replay/types.h"
 #include "replay/unpack.h"
+#include "replay/window.h"
 #include "rerun/exclusive.h"
 #include "rerun/frame.h"
 #include "rerun/held.h"
@@ -65,14 +68,18 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::add_parameter_functions(module);
   actckpt::add_numerics_functions(module);
   actckpt::add_mode_functions(module);
+  actckpt::add_read_functions(module);
   actckpt::add_exclusive_functions(module);
   actckpt::add_structure_type(module);
   actckpt::add_swap_functions(module);
   actckpt::add_all_or_nothing(module);
   actckpt::add_region_functions(module);
-  actckpt::replay::add_replay_types(module);
+  actckpt::replay::add_graph_types(module);
+  actckpt::replay::add_region_types(module);
   actckpt::replay::add_paused(module);
   actckpt::replay::add_record_functions(module);
+  actckpt::replay::add_window_functions(module);
+  actckpt::replay::add_execute_functions(module);
   actckpt::replay::add_pack_functions(module);
   actckpt::replay::add_unpack_functions(module);
   actckpt::replay::add_needs_functions(module);

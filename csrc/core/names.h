@@ -63,6 +63,7 @@ namespace actckpt {
   X(modules, "_modules") \
   X(name, "name") \
   X(nbytes, "nbytes") \
+  X(neg_view, "_neg_view") \
   X(no_reason, "") \
   X(parameters, "_parameters") \
   X(prefetch, "prefetch") \
@@ -153,19 +154,30 @@ namespace actckpt {
   X(freed_error) \
   X(empty) /* torch.empty */ \
   X(exchange_api) \
-  X(strided)        /* torch.strided */ \
-  X(uint8)          /* torch.uint8 */ \
-  X(describe)       /* func -> Operator, or HigherOrder */ \
-  X(record_special) /* (tape, operator, args, kwargs) -> result */ \
-  X(note_wrappers)  /* (tape, arguments) */ \
-  X(begin_audit)    /* (tape, handle, place, tensor) */ \
-  X(pack_other)     /* (tape, tensor, value or None) -> what autograd holds */ \
-  X(unpack_slowly)  /* (handle) -> tensor */ \
-  X(recompute)      /* Action.RECOMPUTE */ \
-  X(keep)           /* Action.KEEP */ \
-  X(why_inference)  /* what reports say of what is made from inference tensors */ \
-  X(below_autograd) /* null where torch has no such guard */ \
-  X(keeps_graph)    /* null where torch does not tell */ \
+  X(strided)             /* torch.strided */ \
+  X(uint8)               /* torch.uint8 */ \
+  X(describe)            /* func -> Operator, or HigherOrder */ \
+  X(record_special)      /* (tape, operator, args, kwargs) -> result */ \
+  X(note_wrappers)       /* (tape, arguments) */ \
+  X(begin_audit)         /* (tape, handle, place, tensor) */ \
+  X(pack_other)          /* (tape, tensor, value or None) -> what autograd holds */ \
+  X(unpacked_inside)     /* (tape, value): before a backward inside of an open region reads it */ \
+  X(audited)             /* (handle, tensor) -> tensor */ \
+  X(saved_piece)         /* (stored, window) -> the saved tensor as hooks outside hold it, or None */ \
+  X(read_stored)         /* (stored, window or None) -> a tensor on the bytes */ \
+  X(watched_type)        /* of what is stored and watched */ \
+  X(replay_order)        /* (tape, target, task, clock) -> steps, values that stay */ \
+  X(replay_specially)    /* (step, args, kwargs or None) -> result */ \
+  X(private_memory)      /* (value, tensor or None) -> memory for a step to write to */ \
+  X(lost_error)          /* (value) */ \
+  X(resized_error)       /* (held, value) */ \
+  X(changed_after_error) /* (tensor, expected version) */ \
+  X(other_bytes_error)   /* (value, result) */ \
+  X(recompute)           /* Action.RECOMPUTE */ \
+  X(keep)                /* Action.KEEP */ \
+  X(why_inference)       /* what reports say of what is made from inference tensors */ \
+  X(below_autograd) \
+  X(keeps_graph) /* null where torch does not tell */ \
   X(any_autocast_enabled) \
   X(num_function_modes) \
   X(recording)         /* set: tapes whose recorders are active, in any thread */ \

@@ -11,9 +11,6 @@ constexpr Py_ssize_t kOwnReferences = 2;
 
 py::object attributes_of(PyObject* tensor) { return attribute(tensor, names().dict); }
 
-// Whether it has a storage that can be read, by strides. Sparse tensors have none.
-bool has_strides(PyObject* tensor) { return !reads().is_nested.is_true(tensor) && storage_of(tensor); }
-
 bool must_be_alias() {
   PyObject* rules = names().alias_rules;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rules); ++i) {
@@ -51,7 +48,7 @@ bool Original::is_same(PyObject* original, PyObject* alias) const {
       reads().requires_grad.is_true(original)) {
     return false;
   }
-  if (!has_strides(original)) return true;  // both are made of the same parts
+  if (!strided_storage_of(original)) return true;  // both are made of the same parts
   return reads().untyped_storage(original).ptr() == reads().untyped_storage(alias).ptr() &&
          reads().dtype(original).ptr() == reads().dtype(alias).ptr() &&
          is_equal(reads().shape(original), reads().shape(alias)) &&

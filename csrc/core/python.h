@@ -29,9 +29,11 @@ inline bool is_of_type(PyObject* object, PyObject* type) {
   return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type)) != 0;
 }
 // Whether it is exactly a tensor or a parameter: subclasses may stand for others that come and go, as DTensor does.
-inline bool is_plain_tensor(PyObject* object) {
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+inline bool is_plain_tensor_type(PyObject* type) {
   return type == names().tensor_type || type == names().parameter_type;
+}
+inline bool is_plain_tensor(PyObject* object) {
+  return is_plain_tensor_type(reinterpret_cast<PyObject*>(Py_TYPE(object)));
 }
 // Types may ask Python code, in which a signal handler may raise.
 bool is_instance(PyObject* object, PyObject* type);

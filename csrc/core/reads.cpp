@@ -54,6 +54,27 @@ py::object storage_of(PyObject* tensor) {
   return py::reinterpret_steal<py::object>(storage);
 }
 
+py::object strided_storage_of(PyObject* tensor) {
+  return reads().is_nested.is_true(tensor) ? py::object() : storage_of(tensor);
+}
+
+void add_read_functions(py::module_& module) {
+  module.def(
+      "storage_of",
+      [](const py::object& tensor) {
+        const py::object found = is_plain_tensor(tensor.ptr()) ? storage_of(tensor.ptr()) : py::object();
+        return found ? found : py::none();
+      },
+      "The storage of a plain tensor or parameter, None for all else and where it has none that can be read.");
+  module.def(
+      "strided_storage_of",
+      [](const py::object& tensor) {
+        const py::object found = strided_storage_of(tensor.ptr());
+        return found ? found : py::none();
+      },
+      "The storage of a tensor, None where it has none that can be read by strides.");
+}
+
 void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* storage_type) {
   Reads& r = reads();
   for (Read* read :

@@ -70,6 +70,10 @@ Reads& reads();
 
 // The storage; null where the tensor has none that can be read: sparse ones, and those of function transforms.
 py::object storage_of(PyObject* tensor);
+// The same; null too where strides do not say what lies where: nested tensors.
+py::object strided_storage_of(PyObject* tensor);
+
+void add_read_functions(py::module_& module);
 
 // Looks all of them up; the types are those of `connect`.
 void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* storage_type);

@@ -84,7 +84,7 @@ bool Geometry::read_at_once(PyObject* tensor) {
   if (has_refused && !is_describable(tensor)) return false;
   DlTensor found;
   if (exchange(tensor, &found) != 0) {
-    PyErr_Clear();  // what DLPack has no word for
+    PyErr_Clear();  // what DLPack cannot describe
     has_refused = true;
     return false;
   }

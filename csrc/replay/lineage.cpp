@@ -6,6 +6,10 @@
 namespace actckpt::replay {
 namespace {
 
+bool is_saved(const ValueObject* value) { return value->handles.size > 0; }
+
+}  // namespace
+
 void add_inputs(const ValueObject* value, std::vector<ValueObject*>* pending) {
   PyObject* inputs = reinterpret_cast<StepObject*>(value->step)->inputs;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
@@ -13,11 +17,7 @@ void add_inputs(const ValueObject* value, std::vector<ValueObject*>* pending) {
   }
 }
 
-bool is_saved(const ValueObject* value) { return value->handles.size > 0; }
-
-}  // namespace
-
-bool is_at_hand(const ValueObject* value) {
+bool is_available(const ValueObject* value) {
   return !is_none(value->held) || !is_none(value->stored) || !is_none(value->cached);
 }
 
@@ -31,7 +31,7 @@ long long new_leaf_bytes(ValueObject* value, long long at_most) {
     if (current->is_needed != 0 || !seen.insert(current).second) continue;
     // What led to more than that before is not walked again: `value` waits for the end of the region too.
     if (current != value && !is_none(current->spare) && current->nbytes >= at_most) return at_most + 1;
-    if (is_at_hand(current) || is_none(current->step)) {
+    if (is_available(current) || is_none(current->step)) {
       // What is saved is held anyway, and so are parameters.
       if (current->is_parameter == 0 && !is_saved(current)) total += current->nbytes;
     } else {
@@ -48,7 +48,7 @@ void mark_needed(ValueObject* value) {
     pending.pop_back();
     if (current->is_needed != 0) continue;
     current->is_needed = 1;
-    if (!is_at_hand(current) && !is_none(current->step)) add_inputs(current, &pending);
+    if (!is_available(current) && !is_none(current->step)) add_inputs(current, &pending);
   }
 }
 

@@ -1,6 +1,8 @@
 // What it takes to replay a value: walks along the graph of NOTE [ Lineage ].
 #pragma once
 
+#include <vector>
+
 #include "replay/objects.h"
 
 namespace actckpt::replay {
@@ -13,6 +15,9 @@ long long new_leaf_bytes(ValueObject* value, long long at_most);
 void mark_needed(ValueObject* value);
 
 // Whether the bytes of a value can be had without executing anything.
-bool is_at_hand(const ValueObject* value);
+bool is_available(const ValueObject* value);
+
+// Adds what the step of a value reads.
+void add_inputs(const ValueObject* value, std::vector<ValueObject*>* pending);
 
 }  // namespace actckpt::replay

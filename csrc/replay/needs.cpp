@@ -36,7 +36,7 @@ void start_reading(ValueObject* value, long long task) {
   while (!pending.empty()) {
     ValueObject* current = pending.back();
     pending.pop_back();
-    if (current->is_reading != 0 || is_at_hand(current) || is_none(current->step)) continue;
+    if (current->is_reading != 0 || is_available(current) || is_none(current->step)) continue;
     current->is_reading = 1;
     PyObject* inputs = inputs_of(current);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
@@ -48,10 +48,10 @@ void start_reading(ValueObject* value, long long task) {
   }
 }
 
-// Whether the bytes of a value can be had once they are let go of.
+// Whether the bytes of a value can be had once they are released.
 bool comes_back(const ValueObject* value) { return !is_none(value->step) || !is_none(value->stored); }
 
-// Takes what is cached for a value into `gone`: whoever owns that lets go of it once all counts are right.
+// Takes what is cached for a value into `gone`: whoever owns that releases it once all counts are right.
 void take_cached(ValueObject* value, std::vector<py::object>* gone) {
   if (is_none(value->cached)) return;
   value->cached_in->bytes -= value->nbytes;
@@ -152,11 +152,11 @@ void evict(ValueObject* value, long long task) {
   start_reading(value, task);
 }
 
-void let_go_of_needs(ValueObject* value, long long task) noexcept {
+void release_needs(ValueObject* value, long long task) noexcept {
   if (task == -1 || is_asked(value, task)) return;
   std::vector<py::object> gone;
   if (comes_back(value)) take_cached(value, &gone);
-  if (!is_at_hand(value)) stop_reading(value, task, &gone);
+  if (!is_available(value)) stop_reading(value, task, &gone);
 }
 
 void add_needs_functions(py::module_& module) {
@@ -170,8 +170,7 @@ void add_needs_functions(py::module_& module) {
   });
   module.def("uncache", [](const py::handle& value) { uncache(value_of(value)); });
   module.def("evict", [](const py::handle& value, long long task) { evict(value_of(value), task); });
-  module.def("let_go_of_needs",
-             [](const py::handle& value, long long task) { let_go_of_needs(value_of(value), task); });
+  module.def("release_needs", [](const py::handle& value, long long task) { release_needs(value_of(value), task); });
 }
 
 }  // namespace actckpt::replay

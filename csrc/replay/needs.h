@@ -16,14 +16,14 @@ bool is_asked(ValueObject* value, long long task) noexcept;
 // Keeps a replayed value until the backward `task` asks for it no more, or ends (Rule 12 of NOTE [ Replay ]).
 void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task);
 
-// Lets go of what is cached for a value.
+// Releases what is cached for a value.
 void uncache(ValueObject* value) noexcept;
 
 // The same where the backward `task` still asks for it: it will be replayed once more.
 void evict(ValueObject* value, long long task);
 
-// A saved tensor on `value` was unpacked in the backward `task`, or is gone: lets go of what only that needed.
-void let_go_of_needs(ValueObject* value, long long task) noexcept;
+// A saved tensor on `value` was unpacked in the backward `task`, or is gone: releases what only that needed.
+void release_needs(ValueObject* value, long long task) noexcept;
 
 void add_needs_functions(py::module_& module);
 

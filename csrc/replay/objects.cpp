@@ -40,12 +40,12 @@ py::object new_step(PyObject* op, Numerics which, py::object args, py::object kw
   return result;
 }
 
-py::object new_block(PyObject* storage, PyObject* value) {
-  auto* block = allocated<BlockObject>(block_type);
-  auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(block));
-  block->storage = untracked(PyWeakref_NewRef(storage, nullptr));
-  if (block->storage == nullptr) throw py::error_already_set();
-  assign(block->value, value);
+py::object new_known_storage(PyObject* storage, PyObject* value) {
+  auto* known = allocated<KnownStorageObject>(known_storage_type);
+  auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(known));
+  known->storage = untracked(PyWeakref_NewRef(storage, nullptr));
+  if (known->storage == nullptr) throw py::error_already_set();
+  assign(known->value, value);
   return result;
 }
 
@@ -102,30 +102,6 @@ void add_output(StepObject* step, ValueObject* value, long kind, long index) {
       py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
   if (!reference || PyList_Append(step->outputs, reference.ptr()) != 0) throw py::error_already_set();
   step->results->emplace_back(kind, index);
-}
-
-void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, const std::int64_t* strides) {
-  std::int64_t* dims = window->few;
-  if (num_dims > kFewDims) {
-    dims = window->dims = static_cast<std::int64_t*>(PyMem_Malloc(2 * num_dims * sizeof(std::int64_t)));
-    if (dims == nullptr) throw std::bad_alloc();
-  }
-  window->num_dims = num_dims;
-  std::copy_n(sizes, num_dims, dims);
-  std::copy_n(strides, num_dims, dims + num_dims);
-}
-
-py::object window_of(PyObject* tensor, PyObject* value, Geometry* given) {
-  const Geometry& geometry = given->of(tensor);
-  auto* window = allocated<WindowObject>(window_type);
-  auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(window));
-  assign(window->value, value);
-  assign(window->dtype, geometry.dtype());
-  set_dims(window, geometry.num_dims(), geometry.sizes(), geometry.strides());
-  window->offset = reads().storage_offset.number(tensor);
-  window->is_conj = geometry.is_complex() && reads().is_conj.is_true(tensor);
-  window->is_neg = reads().is_neg.is_true(tensor);
-  return result;
 }
 
 PyObject* referent(PyObject* reference) noexcept {

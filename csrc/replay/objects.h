@@ -87,7 +87,7 @@ struct StepObject {
 };
 
 // A storage that the recorder knows.
-struct BlockObject {
+struct KnownStorageObject {
   PyObject_HEAD PyObject* storage;  // a weak reference
   PyObject* value;
 };
@@ -134,10 +134,12 @@ struct EntryObject {
 
 // The part of a tape that the recorder touches at every operator; actckpt/_replay/tape.py derives from it.
 struct TapeObject {
-  PyObject_HEAD PyObject* blocks;
+  PyObject_HEAD PyObject* storages;
   PyObject* holding;
   PyObject* saved;
   PyObject* choice;
+  PyObject* lock;           // held while its values are replayed
+  PyObject* replay_order;   // of `configure`, or None
   PyObject* modules;        // of its site
   PyObject* opaque_places;  // of its site
   PyObject* audited_places;
@@ -152,6 +154,7 @@ struct TapeObject {
   long long window_bytes;  // most of them; -1: no limit
   long long counted_task;  // see `count_needs`
   long long num_lost;
+  long long swap;  // the swap within whose rerun it was made, -1: no operator that replay must swap states for
   long long recompute_bytes;
   long long opaque_bytes;
   long long structure;
@@ -167,11 +170,9 @@ struct TapeObject {
   char window_follows;  // the sizes seen: each backward begins without a limit
 };
 
-class Geometry;
-
 extern PyTypeObject* value_type;
 extern PyTypeObject* step_type;
-extern PyTypeObject* block_type;
+extern PyTypeObject* known_storage_type;
 extern PyTypeObject* window_type;
 extern PyTypeObject* handle_type;
 extern PyTypeObject* entry_type;
@@ -200,7 +201,7 @@ void assign(PyObject*& field, PyObject* object) noexcept;
 py::object new_value(long long nbytes, PyObject* device, long long ordinal);
 // A call under the settings of now.
 py::object new_step(PyObject* op, Numerics which, py::object args, py::object kwargs, py::object inputs);
-py::object new_block(PyObject* storage, PyObject* value);
+py::object new_known_storage(PyObject* storage, PyObject* value);
 py::object new_handle(PyObject* tape, PyObject* window);
 
 // Adds a line on `value`, which is what `tensor` holds, to the report of its region; returns the line, borrowed.
@@ -209,22 +210,13 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor);
 // Makes `value` a result of `step`: `kind` 0, the index-th tensor returned; 1, the index-th value written to.
 void add_output(StepObject* step, ValueObject* value, long kind, long index);
 
-inline const std::int64_t* sizes_of(const WindowObject* window) {
-  return window->dims != nullptr ? window->dims : window->few;
-}
-inline const std::int64_t* strides_of(const WindowObject* window) { return sizes_of(window) + window->num_dims; }
-void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, const std::int64_t* strides);
-
-// The geometry of `tensor`, whose bytes are those of `value`.
-py::object window_of(PyObject* tensor, PyObject* value, Geometry* geometry);
-
 // What a weak reference refers to, null if it is gone; borrowed from whoever holds it alive.
 PyObject* referent(PyObject* reference) noexcept;
 
 // Takes the handle out of the list of its tape.
 void unlist(HandleObject* handle) noexcept;
 
-// Lets go of a counter.
+// Releases a counter.
 void release(CachedBytes* cached) noexcept;
 
 // Notes that `handle` is on `value`.
@@ -235,7 +227,5 @@ void forget_handle(HandleObject* handle) noexcept;
 
 // Whether a saved tensor on `value` is alive that the backward `task` has not unpacked.
 bool is_pending(ValueObject* value, long long task) noexcept;
-
-void add_replay_types(py::module_& module);
 
 }  // namespace actckpt::replay

@@ -8,6 +8,8 @@
 #include "replay/lineage.h"
 #include "replay/record.h"
 #include "replay/unseen.h"
+#include "replay/values.h"
+#include "replay/window.h"
 
 namespace actckpt::replay {
 namespace {
@@ -37,6 +39,16 @@ bool decided(TapeObject* tape, ValueObject* value, PyObject* tensor) {
     if (value->is_input != 0) assign(entry->why, value->why_opaque);
   }
   return true;
+}
+
+// Lets a dropped tensor leave a checksum, unless its place has come back right (Rule 6 of NOTE [ Replay ]).
+void audit(TapeObject* tape, PyObject* handle, PyObject* tensor) {
+  tape->num_packed += 1;
+  const auto place = mixed(static_cast<std::uint64_t>(tape->structure), tape->num_packed);
+  const py::object key = number(static_cast<long long>(place));
+  if (tape->audits_always != 0 || PySet_Contains(tape->audited_places, key.ptr()) != 1) {
+    call_with(names().begin_audit, reinterpret_cast<PyObject*>(tape), handle, key.ptr(), tensor);
+  }
 }
 
 // pack(tape, tensor): the pack hook.
@@ -69,17 +81,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     reinterpret_cast<HandleObject*>(handle.ptr())->original = Original::of(tensor).release();
     add_handle(value, handle.ptr());
-    if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) {
-      tape->num_packed += 1;
-      const auto place = static_cast<long long>(mixed(static_cast<std::uint64_t>(tape->structure), tape->num_packed));
-      const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(place));
-      if (tape->audits_always != 0 || PySet_Contains(tape->audited_places, key.ptr()) != 1) {
-        PyObject* begun[] = {arguments[0], handle.ptr(), key.ptr(), tensor};
-        const auto done =
-            py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().begin_audit, begun, 4, nullptr));
-        if (!done) throw py::error_already_set();
-      }
-    }
+    if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) audit(tape, handle.ptr(), tensor);
     return handle.release().ptr();
   });
 }
@@ -100,20 +102,21 @@ py::object seen_last(const ValueObject* value) {
   return storage.ptr() == reads().untyped_storage(held.ptr()).ptr() ? root : held;
 }
 
-// Holds the bytes of `value` through an alias that tells when they change (Rule 7 of NOTE [ Replay ]).
-void watch(ValueObject* value) {
+// Holds the bytes of `value` through an alias that tells when they change (Rule 7 of NOTE [ Replay ]). False: they
+// changed behind the recorder's back, and unpack will raise.
+bool watch(ValueObject* value) {
   const py::object held = seen_last(value);
   const py::object root = root_of(held.ptr());
-  if (value->version < 0 || is_none(value->root) || referent(value->root) != root.ptr()) {
-    value->version = version_of(held.ptr());
-  }
+  const long long version = version_of(held.ptr());
+  if (value->version < 0 || is_none(value->root) || referent(value->root) != root.ptr()) value->version = version;
   assign(value->held, reads().detach(held.ptr()).ptr());
+  return value->version == version;
 }
 
-// Lets go of the graph of the views of a parameter that handles hold: a node that saves the view that it returned
+// Releases the graph of the views of a parameter that handles hold: a node that saves the view that it returned
 // and its handle would hold each other for good. Now, since no recorder sees it any more.
 void cut_off_views(ValueObject* parameter) {
-  std::vector<py::object> alive;  // what is let go of may end others
+  std::vector<py::object> alive;  // what is released may end others
   for (HandleObject* handle : parameter->handles) {
     if (handle != nullptr) {
       alive.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(handle)));
@@ -126,7 +129,7 @@ void cut_off_views(ValueObject* parameter) {
   }
 }
 
-// settle_held(tape): lets go of what no saved tensor needs, and watches what is kept. Returns the values for which
+// settle_held(tape): releases what no saved tensor needs, and watches what is kept. Returns the values for which
 // more is to be done.
 PyObject* settle_held(PyObject*, PyObject* self) {
   return guarded([&]() -> PyObject* {
@@ -149,10 +152,10 @@ PyObject* settle_held(PyObject*, PyObject* self) {
       auto* value = reinterpret_cast<ValueObject*>(item);
       if (value->is_parameter != 0) cut_off_views(value);
       if (is_none(value->held) || value->is_parameter != 0) continue;
+      if (!is_none(tape->entries) && is_none(value->entry)) {
+        assign(add_entry(tape, value, value->held)->why, names().why_read);
+      }
       if (is_alone && is_watched(tape, value)) {
-        if (!is_none(tape->entries) && is_none(value->entry)) {
-          assign(add_entry(tape, value, value->held)->why, names().why_read);
-        }
         watch(value);
       } else {
         others.append(py::reinterpret_borrow<py::object>(item));
@@ -169,6 +172,9 @@ void add_pack_functions(py::module_& module) {
                                   {"settle_held", settle_held, METH_O, "settle_held(tape)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
+  module.def("seen_last",
+             [](const py::handle& value) { return seen_last(reinterpret_cast<ValueObject*>(value.ptr())); });
+  module.def("watch", [](const py::handle& value) { return watch(reinterpret_cast<ValueObject*>(value.ptr())); });
   module.def("add_entry", [](const py::handle& tape, const py::handle& value, const py::handle& tensor) {
     add_entry(reinterpret_cast<TapeObject*>(tape.ptr()), reinterpret_cast<ValueObject*>(value.ptr()), tensor.ptr());
     return py::reinterpret_borrow<py::object>(reinterpret_cast<ValueObject*>(value.ptr())->entry);

@@ -1,6 +1,6 @@
 #include "replay/paused.h"
 
-#include <utility>
+#include <memory>
 
 #include "core/modes.h"
 
@@ -9,33 +9,20 @@ namespace {
 
 thread_local int depth = 0;
 
+// The same for Python, as a context.
 struct PausedObject {
-  PyObject_HEAD char grad;  // whether grad mode was on
-  char tangents;            // whether tangents were computed
-  PyObject* modes;          // what puts back those taken off, null: there were none
+  PyObject_HEAD Pause* pause;
 };
 
 PyObject* enter(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
-    auto* paused = reinterpret_cast<PausedObject*>(self);
-    paused->grad = call(names().is_grad_enabled).ptr() == Py_True;
-    paused->tangents = call(names().tangents_enabled).ptr() == Py_True;
-    const bool has_modes = py::len(unknown_modes()) > 0;
-    paused->modes = has_modes ? call(names().take_off_modes).release().ptr() : nullptr;
-    if (paused->grad != 0) call(names().set_grad_enabled, Py_False);
-    if (paused->tangents != 0) call(names().set_tangents_enabled, Py_False);
-    depth += 1;
+    reinterpret_cast<PausedObject*>(self)->pause = std::make_unique<Pause>().release();
     Py_RETURN_NONE;
   });
 }
 
 PyObject* exit(PyObject* self, PyObject*) {
-  depth -= 1;
-  auto* paused = reinterpret_cast<PausedObject*>(self);
-  const auto modes = py::reinterpret_steal<py::object>(std::exchange(paused->modes, nullptr));
-  if (modes) call_quietly(names().put_back_modes, modes.ptr());
-  if (paused->tangents != 0) call_quietly(names().set_tangents_enabled, Py_True);
-  if (paused->grad != 0) call_quietly(names().set_grad_enabled, Py_True);
+  delete std::exchange(reinterpret_cast<PausedObject*>(self)->pause, nullptr);
   Py_RETURN_NONE;
 }
 
@@ -45,6 +32,22 @@ PyMethodDef methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
 PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(PyType_GenericNew)}, {Py_tp_methods, methods}, {0, nullptr}};
 
 }  // namespace
+
+Pause::Pause()
+    : grad_(call(names().is_grad_enabled).ptr() == Py_True),
+      tangents_(call(names().tangents_enabled).ptr() == Py_True) {
+  if (PyTuple_GET_SIZE(unknown_modes().ptr()) > 0) modes_ = call(names().take_off_modes);
+  if (grad_) call(names().set_grad_enabled, Py_False);
+  if (tangents_) call(names().set_tangents_enabled, Py_False);
+  depth += 1;
+}
+
+Pause::~Pause() noexcept {
+  depth -= 1;
+  if (modes_) call_quietly(names().put_back_modes, modes_.ptr());
+  if (tangents_) call_quietly(names().set_tangents_enabled, Py_True);
+  if (grad_) call_quietly(names().set_grad_enabled, Py_True);
+}
 
 bool is_paused() noexcept { return depth > 0; }
 

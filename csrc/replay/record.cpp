@@ -13,7 +13,8 @@
 #include "replay/geometry.h"
 #include "replay/paused.h"
 #include "replay/unseen.h"
-#include "rerun/held.h"
+#include "replay/values.h"
+#include "replay/window.h"
 
 namespace actckpt::replay {
 namespace {
@@ -50,23 +51,6 @@ py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
   PyObject* result = PyObject_Call(func, args, kwargs);
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
-}
-
-py::object key_of(PyObject* storage) { return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)); }
-
-// The block of a storage, or null; borrowed from the tape.
-BlockObject* block_of(TapeObject* tape, PyObject* storage) {
-  PyObject* found = PyDict_GetItem(tape->blocks, key_of(storage).ptr());
-  if (found == nullptr) return nullptr;
-  auto* block = reinterpret_cast<BlockObject*>(found);
-  return referent(block->storage) == storage ? block : nullptr;
-}
-
-void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
-  if (!read_version(tensor, &value->version)) return;
-  PyObject* reference = untracked(PyWeakref_NewRef(root.ptr(), nullptr));
-  if (reference == nullptr) throw py::error_already_set();
-  Py_XDECREF(std::exchange(value->root, reference));
 }
 
 // Notes an argument of which nobody tells when it changes: what is made from it must not be made again.
@@ -165,15 +149,14 @@ void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tens
                 PyObject* why_opaque) {
   Geometry geometry(tensor);
   const py::object storage = storage_of(tensor, geometry);
-  if (!storage || block_of(tape, storage.ptr()) != nullptr) return;
+  if (!storage || known_storage_of(tape, storage.ptr()) != nullptr) return;
   tape->num_values += 1;
   const py::object made =
       new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
   auto* value = reinterpret_cast<ValueObject*>(made.ptr());
   add_value(tape, value, step, op, 0, index, tensor, &geometry, action, why_opaque);
   look_at(value, tensor, root_of(tensor));
-  const py::object block = new_block(storage.ptr(), made.ptr());
-  if (PyDict_SetItem(tape->blocks, key_of(storage.ptr()).ptr(), block.ptr()) != 0) throw py::error_already_set();
+  add_known_storage(tape, storage.ptr(), made.ptr());
 }
 
 void add_results(TapeObject* tape, StepObject* step, PyObject* op, PyObject* result, PyObject* action,
@@ -291,56 +274,11 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   });
 }
 
-// Parameters, and leaves like them unless there are hooks outside, which get those as inputs. What such hooks gave a
-// rerun is a leaf there, and a parameter only if it was one in the forward.
-bool is_parameter(const TapeObject* tape, PyObject* root) {
-  if (!reads().is_leaf.is_true(root)) return false;
-  if (is_instance(root, names().parameter_type)) return true;
-  if (is_none(tape->outer)) return reads().requires_grad.is_true(root);
-  return PyObject_HasAttrString(root, kParameterMark) != 0;
-}
-
-// Takes a storage that nothing recorded made as an input of the region.
-py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
-  tape->num_values += 1;
-  py::object made = new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
-  auto* value = reinterpret_cast<ValueObject*>(made.ptr());
-  value->is_input = 1;
-  assign(value->why_opaque, names().why_input);
-  py::object root = root_of(tensor);
-  if (root.ptr() != tensor && storage_of(root.ptr(), Geometry(root.ptr())).ptr() != storage.ptr()) {
-    root = py::reinterpret_borrow<py::object>(tensor);
-  }
-  value->is_parameter = is_parameter(tape, root.ptr());
-  assign(value->held, root.ptr());
-  look_at(value, root.ptr(), root_of(root.ptr()));
-  assign(value->asked, attribute(tape->choice, names().for_value).ptr());
-  assign(value->action, is_none(value->asked) ? names().keep : Py_None);
-  const py::object block = new_block(storage.ptr(), made.ptr());
-  if (PyDict_SetItem(tape->blocks, key_of(storage.ptr()).ptr(), block.ptr()) != 0) throw py::error_already_set();
-  append(tape->holding, made.ptr());
-  look_at_maker(tape, value, root.ptr());
-  return made;
-}
-
 TapeObject* tape_of(const py::handle& tape) { return reinterpret_cast<TapeObject*>(tape.ptr()); }
 
 }  // namespace
 
-py::object storage_of(PyObject* tensor, const Geometry& geometry) {
-  if (!geometry.is_known() && reads().is_nested.is_true(tensor)) return py::object();
-  return actckpt::storage_of(tensor);
-}
-
-bool is_tensor_type(PyObject* type) {
-  const Names& p = names();
-  return type == p.tensor_type || type == p.parameter_type || (type == p.fake_tensor_type && type != nullptr);
-}
-
-py::object root_of(PyObject* tensor) {
-  py::object base = reads().base(tensor);
-  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
-}
+bool is_tensor_type(PyObject* type) { return is_plain_tensor_type(type) || type == names().fake_tensor_type; }
 
 std::uint64_t mixed(std::uint64_t hash, std::uint64_t word) {
   hash = (hash ^ word) * 0x9e3779b97f4a7c15ULL;
@@ -349,31 +287,6 @@ std::uint64_t mixed(std::uint64_t hash, std::uint64_t word) {
 
 void append(PyObject* list, PyObject* item) {
   if (PyList_Append(list, item) != 0) throw py::error_already_set();
-}
-
-py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry) {
-  const py::object storage = storage_of(tensor, geometry);
-  if (!storage) return py::object();
-  BlockObject* block = block_of(tape, storage.ptr());
-  PyObject* self = reinterpret_cast<PyObject*>(tape);
-  if (block == nullptr) {
-    return take_input(tape, tensor, storage);
-  }
-  py::object found = py::reinterpret_borrow<py::object>(block->value);
-  auto* value = reinterpret_cast<ValueObject*>(found.ptr());
-  PyObject* known = value->root == nullptr ? nullptr : referent(value->root);
-  // What was its own root is no view of anything, and does not become one.
-  const py::object root = known == tensor ? py::reinterpret_borrow<py::object>(tensor) : root_of(tensor);
-  PyObject* last = value->version < 0 ? nullptr : known;
-  if (last == nullptr) {
-    look_at(value, tensor, root);
-  } else if (last != root.ptr() || version_of(tensor) > value->version) {
-    PyObject* name = last != root.ptr() ? names().another_root : names().changed_unseen;
-    PyObject* changed = PyObject_CallMethodObjArgs(self, name, tensor, reinterpret_cast<PyObject*>(block), nullptr);
-    if (changed == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(changed);
-  }
-  return found;
 }
 
 void add_record_functions(py::module_& module) {
@@ -387,10 +300,6 @@ void add_record_functions(py::module_& module) {
   module.def("value_of", [](const py::handle& tape, const py::handle& tensor) -> py::object {
     py::object found = value_of(tape_of(tape), tensor.ptr(), Geometry(tensor.ptr()));
     return found ? found : py::none();
-  });
-  module.def("window_of", [](const py::handle& tensor, const py::handle& value) {
-    Geometry geometry(tensor.ptr());
-    return window_of(tensor.ptr(), value.ptr(), &geometry);
   });
   module.def("look_at", [](const py::handle& value, const py::handle& tensor) {
     look_at(reinterpret_cast<ValueObject*>(value.ptr()), tensor.ptr(), root_of(tensor.ptr()));

@@ -1,4 +1,4 @@
-// The way back of saved tensors whose bytes are at hand, or one plain operator away.
+// The unpack hook: the way back of saved tensors.
 #pragma once
 
 #include "replay/objects.h"

@@ -42,8 +42,8 @@ void slot_dealloc(PyObject* self) {
   std::vector<py::object> released;
   for (auto& values : frame->values) {
     if (index >= values->slots.size()) continue;
-    Value& value = values->slots[index];
-    value.state = Value::State::kTaken;
+    Refilled& value = values->slots[index];
+    value.state = Refilled::State::kTaken;
     if (value.tensor) released.push_back(std::move(value.tensor));
   }
   released.clear();
@@ -115,7 +115,7 @@ PyObject* frame_num_live(PyObject* self, void*) { return PyLong_FromSize_t(frame
 PyObject* frame_num_held(PyObject* self, void*) {
   std::size_t count = 0;
   for (const auto& values : frame_of(self)->values) {
-    for (const Value& value : values->slots) count += value.tensor ? 1 : 0;
+    for (const Refilled& value : values->slots) count += value.tensor ? 1 : 0;
   }
   return PyLong_FromSize_t(count);
 }
@@ -254,14 +254,14 @@ py::object pack_of(const py::object& frame) {
 py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
   Values* values = frame->find(key);
   if (values == nullptr || index >= values->slots.size()) return {};
-  Value& value = values->slots[index];
+  Refilled& value = values->slots[index];
   // Taken: read a second time in one backward. The next rerun keeps what it brings back.
-  if (value.state != Value::State::kHeld) return {};
+  if (value.state != Refilled::State::kHeld) return {};
   py::object tensor = value.tensor;
   const Witness witness = value.witness;
   if (!values->keep) {
     value.tensor = py::object();
-    value.state = Value::State::kTaken;
+    value.state = Refilled::State::kTaken;
   }
   long long found = 0, expected = 0;
   if (witness.is_changed(tensor.ptr(), &found, &expected)) {

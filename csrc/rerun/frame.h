@@ -28,7 +28,7 @@ class Parameters;
 struct SlotObject;
 
 // A value that a rerun brought back, for one backward.
-struct Value {
+struct Refilled {
   enum class State { kMissing, kHeld, kTaken };
 
   py::object tensor;
@@ -40,7 +40,7 @@ struct Value {
 struct Values {
   py::object key;     // int: id of the graph task; else the GraphExecGroup
   bool keep = false;  // values stay after their first unpack: something reads them twice
-  std::vector<Value> slots;
+  std::vector<Refilled> slots;
 };
 
 // What the forward noted of one saved tensor.

@@ -103,10 +103,10 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
         return stop(refill);
       }
     }
-    Value& entry = refill->values->slots[index];
+    Refilled& entry = refill->values->slots[index];
     entry.tensor = value;
     entry.witness = Witness(tensor, version, value.ptr());
-    entry.state = Value::State::kHeld;
+    entry.state = Refilled::State::kHeld;
   }
   if (is_done(refill, index + 1)) return stop(refill);
   return value.release().ptr();

@@ -6,6 +6,7 @@
 
 #include "core/generators.h"
 #include "core/grad_mode.h"
+#include "core/locked.h"
 #include "core/open_reruns.h"
 #include "core/python.h"
 #include "core/swap_lock.h"
@@ -167,27 +168,11 @@ void rerun(FrameObject* frame, const py::object& key) {
   store_refill(refill);
 }
 
-class Locked {
- public:
-  explicit Locked(const py::object& lock) : lock_(lock) { call_method(lock_.ptr(), names().acquire); }
-  Locked(const Locked&) = delete;
-  Locked& operator=(const Locked&) = delete;
-  ~Locked() noexcept {
-    py::error_scope pending;
-    PyObject* done = PyObject_CallMethodNoArgs(lock_.ptr(), names().release);
-    if (done == nullptr) PyErr_WriteUnraisable(lock_.ptr());
-    Py_XDECREF(done);
-  }
-
- private:
-  py::object lock_;
-};
-
 // Rules 2 and 4. `key` null: unpacked outside of any backward, so nothing is kept for later.
 py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
   std::optional<Swap> swap;  // before the lock: see Rule 5 of NOTE [ Random state ]
   if (frame->recipe.outer_swap >= 0) swap.emplace(frame->recipe.outer_swap);
-  const Locked locked(frame->recipe.lock);
+  const Locked locked(frame->recipe.lock.ptr());
   const bool keep = static_cast<bool>(key);
   if (!keep) key = py::reinterpret_steal<py::object>(PyList_New(0));  // equal to no other key
   py::object value = take(frame, index, key.ptr());

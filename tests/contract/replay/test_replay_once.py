@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
 import actckpt
+from actckpt import _C, _bind
 from actckpt._replay import opened
 from actckpt.memory import LiveStorages
 
@@ -70,6 +71,28 @@ def test_a_chain_whose_values_each_feed_a_saved_one_is_replayed_once(n: int) -> 
         loss = _chain(x, n)
     gradients: list[Tensor] = []
     assert _num_replayed(lambda: gradients.extend(torch.autograd.grad(loss, x))) <= 2 * n
+    assert torch.equal(gradients[0], expected)
+
+
+def _line(x: Tensor) -> Tensor:
+    for _ in range(4):
+        x = torch.cat([x, x.sin()]).view(2, -1).sum(0, keepdim=True).tanh().flatten() + x
+    return x.exp().sum()
+
+
+def test_plain_operators_in_a_row_are_replayed_without_python(request: pytest.FixtureRequest) -> None:
+    x = torch.linspace(0, 1, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(_line(x), x)
+    with actckpt.region():
+        loss = _line(x)
+
+    def fail(*args: object) -> Any:
+        raise AssertionError(args)
+
+    _C.connect(_bind.NAMES | {"replay_order": fail, "replay_specially": fail, "private_memory": fail})
+    request.addfinalizer(lambda: _C.connect(_bind.NAMES))
+    gradients: list[Tensor] = []
+    assert _num_replayed(lambda: gradients.extend(torch.autograd.grad(loss, x))) >= 16
     assert torch.equal(gradients[0], expected)
 
 

@@ -1,0 +1,25 @@
+// Which steps a replay executes, in which order, and what stays of what they make.
+#pragma once
+
+#include <vector>
+
+#include "replay/objects.h"
+
+namespace actckpt::replay {
+
+// Where `configure(replay_window="auto")` follows the sizes seen: as many bytes stay in any case.
+constexpr long long kSmallWindowBytes = 4LL << 20;
+
+struct Plan {
+  std::vector<py::object> steps;
+  // Values that stay once they are made: this backward asks for them again (Rule 12 of NOTE [ Replay ]).
+  std::vector<py::object> retained;
+};
+
+// The steps that lead to `target`. Where only one order is possible and all that is asked for again may stay, that is
+// all; else actckpt/_replay/schedule.py chooses.
+//
+// `clock`: when the saved tensor that asks for it was saved, 0: not known.
+Plan plan_of(TapeObject* tape, ValueObject* target, long long task, long long clock);
+
+}  // namespace actckpt::replay

@@ -1,0 +1,171 @@
+// The Python types of what a region is made of: tape, handles of saved tensors, lines of its report.
+#include "replay/types.h"
+
+#include <utility>
+#include <vector>
+
+#include "core/python.h"
+#include "replay/needs.h"
+
+namespace actckpt::replay {
+namespace {
+
+thread_local int free_depth = 0;
+thread_local std::vector<PyObject*>* set_aside = nullptr;
+constexpr int kMaxFreeDepth = 40;
+
+}  // namespace
+
+FreeScope::FreeScope() noexcept { free_depth += 1; }
+
+FreeScope::~FreeScope() noexcept {
+  free_depth -= 1;
+  if (free_depth > 0 || set_aside == nullptr) return;
+  while (!set_aside->empty()) {
+    PyObject* next = set_aside->back();
+    set_aside->pop_back();
+    Py_DECREF(next);
+  }
+}
+
+void release_field(PyObject*& field) noexcept {
+  PyObject* object = std::exchange(field, nullptr);
+  if (object == nullptr) return;
+  if (free_depth <= kMaxFreeDepth || Py_REFCNT(object) > 1) {
+    Py_DECREF(object);
+    return;
+  }
+  if (set_aside == nullptr) set_aside = new std::vector<PyObject*>();
+  set_aside->push_back(object);
+}
+
+namespace {
+
+void handle_dealloc(PyObject* self) {
+  py::error_scope pending;
+  auto* handle = reinterpret_cast<HandleObject*>(self);
+  if (handle->weak_references != nullptr) PyObject_ClearWeakRefs(self);
+  ValueObject* value = handle->listed_on;
+  forget_handle(handle);
+  if (value != nullptr) release_needs(value, value->counted_task);
+  unlist(handle);
+  delete std::exchange(handle->original, nullptr);
+  using H = HandleObject;
+  free_object<H>(self, &H::audit, &H::alias, &H::window, &H::tape);
+}
+
+void entry_dealloc(PyObject* self) {
+  using E = EntryObject;
+  free_object<E>(self, &E::operator_, &E::module, &E::action, &E::why, &E::storage);
+}
+
+void tape_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  release(reinterpret_cast<TapeObject*>(self)->cached);
+  using T = TapeObject;
+  free_object<T>(self, &T::storages, &T::holding, &T::saved, &T::choice, &T::lock, &T::replay_order, &T::modules,
+                 &T::opaque_places, &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates,
+                 &T::why_untold, &T::why_opaque, &T::meter);
+}
+
+int tape_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  auto* tape = reinterpret_cast<TapeObject*>(self);
+  Py_VISIT(tape->storages);
+  Py_VISIT(tape->holding);
+  Py_VISIT(tape->saved);
+  Py_VISIT(tape->choice);
+  Py_VISIT(tape->replay_order);
+  Py_VISIT(tape->entries);
+  Py_VISIT(tape->outer);
+  Py_VISIT(tape->candidates);
+  return 0;
+}
+
+int tape_clear(PyObject* self) {
+  auto* tape = reinterpret_cast<TapeObject*>(self);
+  Py_CLEAR(tape->storages);
+  Py_CLEAR(tape->holding);
+  Py_CLEAR(tape->saved);
+  Py_CLEAR(tape->choice);
+  Py_CLEAR(tape->replay_order);
+  Py_CLEAR(tape->entries);
+  Py_CLEAR(tape->outer);
+  Py_CLEAR(tape->candidates);
+  return 0;
+}
+
+PyObject* tape_cached_bytes(PyObject* self, void*) {
+  const CachedBytes* cached = reinterpret_cast<TapeObject*>(self)->cached;
+  return PyLong_FromLongLong(cached == nullptr ? 0 : cached->bytes);
+}
+
+PyMemberDef handle_members[] = {
+    OBJECT(HandleObject, "tape", tape),
+    OBJECT(HandleObject, "window", window),
+    OBJECT(HandleObject, "alias", alias),
+    OBJECT(HandleObject, "audit", audit),
+    NUMBER(HandleObject, "task", task),
+    NUMBER(HandleObject, "clock", clock),
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
+    END};
+PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),      OBJECT(EntryObject, "module", module),
+                               OBJECT(EntryObject, "action", action),           OBJECT(EntryObject, "why", why),
+                               OBJECT(EntryObject, "storage", storage),         NUMBER(EntryObject, "nbytes", nbytes),
+                               NUMBER(EntryObject, "num_replays", num_replays), END};
+PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
+                              OBJECT(TapeObject, "holding", holding),
+                              OBJECT(TapeObject, "saved", saved),
+                              OBJECT(TapeObject, "choice", choice),
+                              OBJECT(TapeObject, "lock", lock),
+                              OBJECT(TapeObject, "replay_order", replay_order),
+                              NUMBER(TapeObject, "swap", swap),
+                              OBJECT(TapeObject, "modules", modules),
+                              OBJECT(TapeObject, "opaque_places", opaque_places),
+                              OBJECT(TapeObject, "audited_places", audited_places),
+                              OBJECT(TapeObject, "opaque_names", opaque_names),
+                              OBJECT(TapeObject, "meter", meter),
+                              OBJECT(TapeObject, "outer", outer),
+                              OBJECT(TapeObject, "candidates", candidates),
+                              NUMBER(TapeObject, "num_lost", num_lost),
+                              NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
+                              NUMBER(TapeObject, "opaque_bytes", opaque_bytes),
+                              OBJECT(TapeObject, "entries", entries),
+                              NUMBER(TapeObject, "structure", structure),
+                              NUMBER(TapeObject, "num_values", num_values),
+                              NUMBER(TapeObject, "num_packed", num_packed),
+                              NUMBER(TapeObject, "window_bytes", window_bytes),
+                              NUMBER(TapeObject, "num_untold", num_untold),
+                              OBJECT(TapeObject, "why_untold", why_untold),
+                              OBJECT(TapeObject, "why_opaque", why_opaque),
+                              NUMBER(TapeObject, "began_at", began_at),
+                              FLAG(TapeObject, "is_open", is_open),
+                              FLAG(TapeObject, "is_audited", is_audited),
+                              FLAG(TapeObject, "audits_always", audits_always),
+                              FLAG(TapeObject, "window_follows", window_follows),
+                              END};
+PyGetSetDef tape_getters[] = {{"cached_bytes", tape_cached_bytes, nullptr, nullptr, nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot handle_slots[] = {{Py_tp_dealloc, slot(handle_dealloc)}, {Py_tp_members, handle_members}, {0, nullptr}};
+PyType_Slot entry_slots[] = {{Py_tp_dealloc, slot(entry_dealloc)}, {Py_tp_members, entry_members}, {0, nullptr}};
+PyType_Slot tape_slots[] = {{Py_tp_new, slot(PyType_GenericNew)},
+                            {Py_tp_dealloc, slot(tape_dealloc)},
+                            {Py_tp_traverse, slot(tape_traverse)},
+                            {Py_tp_clear, slot(tape_clear)},
+                            {Py_tp_members, tape_members},
+                            {Py_tp_getset, tape_getters},
+                            {0, nullptr}};
+
+}  // namespace
+
+PyTypeObject* handle_type = nullptr;
+PyTypeObject* entry_type = nullptr;
+PyTypeObject* tape_type = nullptr;
+
+void add_region_types(py::module_& module) {
+  handle_type = made<HandleObject>(module, "actckpt._C.Handle", handle_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  entry_type = made<EntryObject>(module, "actckpt._C.Entry", entry_slots, Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  tape_type = made<TapeObject>(module, "actckpt._C.TapeCore", tape_slots, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
+}
+
+}  // namespace actckpt::replay

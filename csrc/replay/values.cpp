@@ -1,0 +1,107 @@
+#include "replay/values.h"
+
+#include <utility>
+
+#include "core/python.h"
+#include "core/reads.h"
+#include "replay/record.h"
+#include "replay/unseen.h"
+#include "rerun/held.h"
+
+namespace actckpt::replay {
+namespace {
+
+py::object key_of(PyObject* storage) { return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)); }
+
+// Parameters, and leaves like them unless there are hooks outside, which get those as inputs. What such hooks gave a
+// rerun is a leaf there, and a parameter only if it was one in the forward.
+bool is_parameter(const TapeObject* tape, PyObject* root) {
+  if (!reads().is_leaf.is_true(root)) return false;
+  if (is_instance(root, names().parameter_type)) return true;
+  if (is_none(tape->outer)) return reads().requires_grad.is_true(root);
+  return PyObject_HasAttrString(root, kParameterMark) != 0;
+}
+
+// Takes a storage that nothing recorded made as an input of the region.
+py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
+  tape->num_values += 1;
+  py::object made = new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
+  auto* value = reinterpret_cast<ValueObject*>(made.ptr());
+  value->is_input = 1;
+  assign(value->why_opaque, names().why_input);
+  py::object root = root_of(tensor);
+  if (root.ptr() != tensor && storage_of(root.ptr(), Geometry(root.ptr())).ptr() != storage.ptr()) {
+    root = py::reinterpret_borrow<py::object>(tensor);
+  }
+  value->is_parameter = is_parameter(tape, root.ptr());
+  assign(value->held, root.ptr());
+  look_at(value, root.ptr(), root_of(root.ptr()));
+  assign(value->asked, attribute(tape->choice, names().for_value).ptr());
+  assign(value->action, is_none(value->asked) ? names().keep : Py_None);
+  add_known_storage(tape, storage.ptr(), made.ptr());
+  append(tape->holding, made.ptr());
+  look_at_maker(tape, value, root.ptr());
+  return made;
+}
+
+}  // namespace
+
+KnownStorageObject* known_storage_of(TapeObject* tape, PyObject* storage) {
+  PyObject* found = PyDict_GetItem(tape->storages, key_of(storage).ptr());
+  if (found == nullptr) return nullptr;
+  auto* known = reinterpret_cast<KnownStorageObject*>(found);
+  return referent(known->storage) == storage ? known : nullptr;
+}
+
+void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
+  if (!read_version(tensor, &value->version)) return;
+  PyObject* reference = untracked(PyWeakref_NewRef(root.ptr(), nullptr));
+  if (reference == nullptr) throw py::error_already_set();
+  Py_XDECREF(std::exchange(value->root, reference));
+}
+
+void add_known_storage(TapeObject* tape, PyObject* storage, PyObject* value) {
+  const py::object known = new_known_storage(storage, value);
+  if (PyDict_SetItem(tape->storages, key_of(storage).ptr(), known.ptr()) != 0) throw py::error_already_set();
+}
+
+py::object storage_of(PyObject* tensor, const Geometry& geometry) {
+  return geometry.is_known() ? actckpt::storage_of(tensor) : strided_storage_of(tensor);
+}
+
+py::object root_of(PyObject* tensor) {
+  py::object base = reads().base(tensor);
+  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
+}
+
+void note_unpacked(TapeObject* tape, PyObject* tensor, PyObject* value) {
+  const py::object storage = reads().untyped_storage(tensor);
+  if (known_storage_of(tape, storage.ptr()) == nullptr) add_known_storage(tape, storage.ptr(), value);
+}
+
+py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry) {
+  const py::object storage = storage_of(tensor, geometry);
+  if (!storage) return py::object();
+  KnownStorageObject* holder = known_storage_of(tape, storage.ptr());
+  PyObject* self = reinterpret_cast<PyObject*>(tape);
+  if (holder == nullptr) {
+    return take_input(tape, tensor, storage);
+  }
+  py::object found = py::reinterpret_borrow<py::object>(holder->value);
+  auto* value = reinterpret_cast<ValueObject*>(found.ptr());
+  PyObject* seen = value->root == nullptr ? nullptr : referent(value->root);
+  // What was its own root is no view of anything, and does not become one.
+  const py::object root = seen == tensor ? py::reinterpret_borrow<py::object>(tensor) : root_of(tensor);
+  PyObject* last = value->version < 0 ? nullptr : seen;
+  if (last == nullptr) {
+    look_at(value, tensor, root);
+  } else if (last != root.ptr() || version_of(tensor) > value->version) {
+    PyObject* name = last != root.ptr() ? names().another_root : names().changed_unseen;
+    PyObject* changed = PyObject_CallMethodObjArgs(self, name, tensor, reinterpret_cast<PyObject*>(holder), nullptr);
+    if (changed == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(changed);
+  }
+  return found;
+}
+
+}  // namespace actckpt::replay

@@ -1,0 +1,28 @@
+// Windows: tensors as geometry on the bytes of a value, and the way back to tensors.
+#pragma once
+
+#include "replay/geometry.h"
+#include "replay/objects.h"
+
+namespace actckpt::replay {
+
+// The geometry of `tensor`, whose bytes are those of `value`.
+py::object window_of(PyObject* tensor, PyObject* value, Geometry* geometry);
+
+// The same geometry on the bytes of another value.
+py::object window_on(const WindowObject* window, PyObject* value);
+
+// Whether `tensor` has exactly the geometry of a window.
+bool has_geometry(PyObject* tensor, const WindowObject* window);
+
+// A fresh tensor that a window describes, on the storage of `base`. While paused only.
+py::object on(PyObject* base, const WindowObject* window);
+
+inline const std::int64_t* sizes_of(const WindowObject* window) {
+  return window->dims != nullptr ? window->dims : window->few;
+}
+inline const std::int64_t* strides_of(const WindowObject* window) { return sizes_of(window) + window->num_dims; }
+
+void add_window_functions(py::module_& module);
+
+}  // namespace actckpt::replay
