@@ -73,6 +73,29 @@ def test_includes_point_downward(path: Path) -> None:
         assert name != "engine" or room in ("engine", "bind"), f"{path.name} includes from the engine"
 
 
+def _defined(path: Path) -> set[str]:
+    """Names of types, functions and tables that a C++ file defines for itself, and of types for all."""
+    found, is_own = set(), path.suffix == ".h"
+    for line in path.read_text().splitlines():
+        if line == "namespace {" or line == "}  // namespace":
+            is_own = line == "namespace {"
+        type_name = re.match(r"(?:class|struct|enum class) (\w+)(?: : .*)? \{", line)
+        table = re.match(r"(?:static )?Py\w+ (\w+)(?:\[\])? = ", line)
+        if type_name or (is_own and table):
+            found.add((type_name or table)[1])  # type: ignore[index]
+    return found
+
+
+def test_cpp_names_mean_one_thing() -> None:
+    """A folder is compiled as one file (setup.py), and equal names of types in two would be one type to the linker."""
+    seen: dict[tuple[str, str], Path] = {}
+    for path in sorted(_SOURCES.rglob("*.*")):
+        for name in _defined(path):
+            key = (name, "" if path.suffix == ".h" else path.relative_to(_SOURCES).parts[0])
+            assert key not in seen, f"{name} stands in {seen[key]} and in {path}"
+            seen[key] = path
+
+
 def test_every_module_has_a_room() -> None:
     rooms = {path.relative_to(_PACKAGE).parts[0].removesuffix(".py") for path in _PACKAGE.rglob("*.py")}
     assert rooms - {"__init__"} <= set(_RANKS)

@@ -224,14 +224,15 @@ PyObject* offload_sums(PyObject*, PyObject*) {
                        "deduplicated_bytes", s.deduplicated_bytes, "kept_small", s.kept_small);
 }
 
-PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(end_call)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(end_dealloc)},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.BackwardEnd", sizeof(EndObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyType_Slot reading_slots[] = {{Py_tp_call, reinterpret_cast<void*>(end_call)},
+                               {Py_tp_dealloc, reinterpret_cast<void*>(end_dealloc)},
+                               {0, nullptr}};
+PyType_Spec reading_spec = {"actckpt._C.BackwardEnd", sizeof(EndObject), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, reading_slots};
 
-PyMethodDef functions[] = {{"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef reading_functions[] = {
+    {"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -296,9 +297,9 @@ void read_ahead_of(const RecordPointer& record) {
 std::shared_ptr<Record> last_moved() { return last_record().lock(); }
 
 void add_reading_functions(py::module_& module) {
-  end_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  end_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&reading_spec));
   if (end_type == nullptr) throw_pending();
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  if (PyModule_AddFunctions(module.ptr(), reading_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

@@ -171,13 +171,13 @@ PyGetSetDef getset[] = {{"frame", refill_get_frame, nullptr, "The frame that is 
                         {"num_needed", refill_get_num_needed, nullptr, "Tensors the rerun has to save.", nullptr},
                         {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(refill_dealloc)},
-                       {Py_tp_methods, methods},
-                       {Py_tp_getset, getset},
-                       {Py_tp_doc, const_cast<char*>("Collects the values of one rerun.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.Refill", sizeof(RefillObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyType_Slot refill_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(refill_dealloc)},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, getset},
+                              {Py_tp_doc, const_cast<char*>("Collects the values of one rerun.")},
+                              {0, nullptr}};
+PyType_Spec refill_spec = {"actckpt._C.Refill", sizeof(RefillObject), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, refill_slots};
 
 std::size_t count_needed(const FrameObject* frame) {
   std::size_t count = frame->saved.size();
@@ -269,7 +269,7 @@ void close_refill(const py::object& object) noexcept {
 }
 
 void add_refill_type(py::module_& module) {
-  refill_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  refill_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&refill_spec));
   if (refill_type == nullptr) throw py::error_already_set();
   stop_rerun = PyErr_NewExceptionWithDoc("actckpt._C.StopRerun", "Everything that a rerun had to bring back is there.",
                                          PyExc_BaseException, nullptr);

@@ -321,17 +321,18 @@ PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
                                  "Unpack hook: the tensor of a slot, brought back by a rerun."};
 PyMethodDef same_definition = {"same", same, METH_O, "Unpack hook of reruns."};
 
-PyMethodDef functions[] = {{"run_common", fast(run_common), METH_FASTCALL,
-                            "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
-                           {"run", fast(run), METH_FASTCALL,
-                            "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
-                           {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
-                           {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
-                           {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
-                           {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
-                           {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
-                           {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef region_functions[] = {
+    {"run_common", fast(run_common), METH_FASTCALL,
+     "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
+    {"run", fast(run), METH_FASTCALL,
+     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
+    {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
+    {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
+    {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
+    {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
+    {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
+    {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -340,7 +341,7 @@ void add_region_functions(py::module_& module) {
   same_function = PyCFunction_New(&same_definition, nullptr);
   if (unpack_function == nullptr || same_function == nullptr) throw py::error_already_set();
   module.add_object("unpack", py::reinterpret_borrow<py::object>(unpack_function));
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(module.ptr(), region_functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt
