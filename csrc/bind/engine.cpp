@@ -27,7 +27,6 @@ void bind_engine(py::module_& module) {
   bind_memory(module);
   bind_host(module);
   bind_device(module);
-  bind_sim(module);
   // Keeps the GIL: one system call.
   module.def("fix_mmap_threshold", &fix_mmap_threshold, py::arg("nbytes"));
   // Keeps the GIL: a few system calls, once.
