@@ -61,6 +61,17 @@ def test_links_to_files_are_not_broken(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_no_page_for_users_names_what_is_private(page: Path) -> None:
+    assert not re.findall(r"\bactckpt[./](?:\w+[./])*_(?!_)\w+|\bcsrc/\w+", page.read_text())
+
+
+@pytest.mark.parametrize("page", [_ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    for named in re.findall(r"`((?:actckpt|csrc|tests|scripts)/[\w/]*(?:\.\w+)?)`", page.read_text()):
+        assert (_ROOT / named).exists(), f"{page.name} names {named}"
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
 def test_links_to_headings_are_not_broken(page: Path) -> None:
     for target, heading in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
         text = (page.parent / target).read_text() if target else page.read_text()
