@@ -57,6 +57,7 @@ NAMES = [
     (torch._C, "_AutoDispatchBelowAutograd"),
     (torch.utils.checkpoint, "_CachingTorchDispatchMode"),
     (torch._C, "_dispatch_get_all_op_names"),
+    (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (torch._subclasses.fake_tensor, "FakeTensor"),
     (torch, "_disable_dynamo"),
     (torch._C, "_get_deterministic_algorithms"),
