@@ -15,11 +15,12 @@ _SOURCES = _ROOT / "csrc"
 #: Lower rooms first: a module may import from rooms of the lines before its own, and from its own room.
 _ROOMS = [
     ["_version", "_error_base", "action", "_text"],
-    ["errors", "config", "_C"],
+    ["_C"],
+    ["errors", "config"],
     ["_core", "planner"],
     ["_rerun", "_offload"],
     ["_replay"],
-    ["_bind", "policies"],
+    ["_bind", "_interface", "policies"],
     ["_compile", "rng"],
     ["regions", "api"],
     ["_blocks"],
@@ -63,6 +64,14 @@ def test_imports_point_downward(path: Path) -> None:
             assert imported == room or _RANKS[imported] < _RANKS[room], f"{path.name} imports {name}"
         else:  # `from actckpt import name`: what the package exports, for rooms above the API
             assert _RANKS[room] > _RANKS["blocks"], f"{path.name} imports the public name {name}"
+
+
+@pytest.mark.parametrize("path", sorted(_PACKAGE.glob("te/*.py")), ids=lambda path: path.name)
+def test_te_imports_private_rooms_through_its_interface_only(path: Path) -> None:
+    private = ("_core", "_rerun", "_offload", "_replay", "_bind", "_C")
+    for name in _imported(path):
+        is_allowed = name == "actckpt._core.extensions" or name.startswith("actckpt._core.extensions.")
+        assert is_allowed or not name.startswith(tuple(f"actckpt.{room}" for room in private)), name
 
 
 @pytest.mark.parametrize("path", sorted(_SOURCES.rglob("*.*")), ids=lambda path: str(path.relative_to(_SOURCES)))

@@ -72,7 +72,7 @@ class Tape(TapeCore):
         self.opaque_bytes = 0
         #: Of the latter, those of compiled code.
         self.compiled_bytes = 0
-        self.began_at = -1 if torch_private.next_sequence_number is None else torch_private.next_sequence_number()
+        self.began_at = torch_private.next_sequence_number()
         self.lock = threading.RLock()
         #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
         self.swap = -1

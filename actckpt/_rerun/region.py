@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._core import messages, random_state, state
+from actckpt._core import extensions, messages, random_state, state
 from actckpt._rerun.found import modules_as_found, reads_checked
 from actckpt._rerun.inputs import Inputs
 from actckpt.errors import ActckptError
@@ -39,9 +39,9 @@ class Region:
     """What a rerun needs of a region that is not of the common kind (csrc/rerun/region.h)."""
 
     __slots__ = (
+        "carried",
         "forward_context",
         "inputs",
-        "provided",
         "random",
         "rerun_context",
         "state",
@@ -54,8 +54,8 @@ class Region:
         self.state = state.capture()
         #: None: reruns leave random state alone.
         self.random: random_state.RandomState | None = None
-        #: What state providers captured.
-        self.provided: state.ProvidedState | None = state.ProvidedState() if state.registered else None
+        #: What extensions carry from the forward into reruns.
+        self.carried = extensions.capture()
         #: The contexts of context_fn.
         self.forward_context: AbstractContextManager[Any] | None = None
         self.rerun_context: AbstractContextManager[Any] | None = None
@@ -74,7 +74,7 @@ class Region:
         check_metadata: bool,
     ) -> Any:
         """Run the forward: saved tensors become slots, nothing else is kept of them."""
-        if self.forward_context is not None or self.provided is not None:
+        if self.forward_context is not None or self.carried is not None:
             function = partial(self._run_in_contexts, function)
         function = self.inputs.watching(function)
         if self.random is not None:
@@ -87,7 +87,7 @@ class Region:
 
     def _run_in_contexts(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with (
-            self.provided.forward() if self.provided is not None else nullcontext(),
+            self.carried.forward() if self.carried is not None else nullcontext(),
             self.forward_context or nullcontext(),
         ):
             return function(*args, **kwargs)
@@ -99,7 +99,7 @@ class Region:
 
     def rerun(self, refill: "_C.Refill") -> None:
         """Call the function under the state of its forward, until everything needed is back."""
-        if self.provided is not None and not self.provided.allows_early_stop():
+        if self.carried is not None and not self.carried.allows_early_stop():
             refill.run_to_the_end()
         is_checked = refill.frame.metadata_is_checked
         if is_checked:
@@ -112,7 +112,7 @@ class Region:
             with (
                 self.random.swapped_in() if self.random is not None else nullcontext(),
                 state.restored(self.state, state.capture()),
-                self.provided.rerun() if self.provided is not None else nullcontext(),
+                self.carried.rerun() if self.carried is not None else nullcontext(),
                 self.rerun_context or nullcontext(),
                 _filled(thawed.cells),
                 self.inputs.as_found(checks=is_checked),

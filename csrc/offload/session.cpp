@@ -3,6 +3,7 @@
 #include <new>
 #include <utility>
 
+#include "core/extensions.h"
 #include "core/meter.h"
 #include "core/open_reruns.h"
 #include "offload/bytes.h"
@@ -199,9 +200,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   SessionObject* session = session_of(self);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (is_in_rerun()) return new_stays(tensor);
-  if (PyList_GET_SIZE(names().stay_rules) > 0 && call(names().must_stay, tensor).ptr() == Py_True) {
-    return new_stays(tensor);
-  }
+  if (any_is_true(names().must_stay, tensor)) return new_stays(tensor);
   if (type == names().parameter_type) {
     note_parameter(tensor);
     return new_stays(tensor);

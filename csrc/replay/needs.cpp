@@ -127,7 +127,7 @@ void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task)
   value->cached_task = task;
   value->cached_version = version;
   stop_reading(value, task, &gone);
-  if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
+  if (keeps_inputs(value) && call(names().keeps_graph).ptr() == Py_False) {
     // The graph goes with this backward. A kept value then goes with its last need, not with the node that saved what
     // was made from it.
     assign(value->step, nullptr);

@@ -160,7 +160,7 @@ struct TapeObject {
   long long num_untold;  // tensor arguments of which nobody tells when they change
   PyObject* why_untold;  // of the last of them
   PyObject* why_opaque;  // why nothing that operators make here may be replayed; None: it may
-  long long began_at;    // number that autograd would have given to a node when it was opened, -1: not known
+  long long began_at;    // number that autograd would have given to a node when it was opened
   char is_open;
   char is_audited;
   char audits_always;

@@ -249,9 +249,7 @@ Recipe new_recipe(PyObject* function, PyObject* early_stop) {
 PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
     if (nargs != 5) throw py::type_error("run_common takes five arguments");
-    if (names().top_hooks == nullptr || !call(names().top_hooks, Py_False).is_none()) {
-      return Py_NewRef(Py_NotImplemented);
-    }
+    if (!call(names().top_hooks, Py_False).is_none()) return Py_NewRef(Py_NotImplemented);
     Recipe recipe = new_recipe(args[0], args[2]);
     recipe.state = capture_state();
     bool on_device = false;

@@ -71,7 +71,6 @@ py::object new_task_end(long long task_id) {
 }  // namespace
 
 void drop_at_task_end(FrameObject* frame, PyObject* task_id) {
-  if (names().queue_callback == nullptr) return;
   const long long id = PyLong_AsLongLong(task_id);
   auto found = open_tasks().find(id);
   if (found == open_tasks().end()) {
