@@ -30,11 +30,9 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 #: The active `torch.utils.checkpoint.GraphExecGroup`. Missing: torch has no such groups.
 current_graph_exec_group: Callable[[], Any] | None = _optional(torch._C, "_get_graph_exec_group")
 
-#: Runs a callable at the end of the backward under way. Missing: values that a partial backward
-#: did not use stay until the graph is freed, as in torch's own checkpoint.
-queue_callback: Callable[[Callable[[], None]], None] | None = _optional(
-    _optional(Variable, "_execution_engine"), "queue_callback"
-)
+#: Hands the engine a callable for the end of the backward under way. Required: what backward caches is released then
+#: (csrc/core/task_end.h).
+queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 
 #: The hooks that a saved tensor would go through now. Missing: inputs of regions always go through
 #: an autograd.Function, which is slower.
@@ -237,29 +235,6 @@ def implementation_of(tensor: torch.Tensor) -> int:
     """
     address: int = tensor._cdata
     return address
-
-
-class _AtEnd:
-    """Autograd calls it when a backward ends, and drops it uncalled when it fails."""
-
-    #: None also where a signal handler raised before there was one.
-    _function: Callable[[], None] | None = None
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def __call__(self) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()
-
-    __del__ = __call__
-
-
-def when_backward_ends(function: Callable[[], None]) -> None:
-    """Call `function` when the backward under way ends, also if it fails; see `queue_callback`."""
-    if queue_callback is not None:
-        queue_callback(_AtEnd(function))
 
 
 def outer_hooks() -> Hooks | None:

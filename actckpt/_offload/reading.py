@@ -5,8 +5,8 @@ NOTE [ Reading ahead ]
 Rule 1. The order is that of the last backward of a session that moved the same sizes, else the reverse order
         of moving. Where a session has nothing left, the session before it follows.
 Rule 2. What is read ahead and not yet asked for stays within a window of bytes, one for the process.
-Rule 3. What a backward read ahead in vain is let go of when it ends, also when it fails: autograd then drops
-        the callbacks that it was given without calling them.
+Rule 3. What a backward read ahead in vain is released when it ends, also when it fails (csrc/core/task_end.h).
+Rule 4. An order is learnt when the last span is read: the spans may be gone before the backward has ended.
 
 The orders that were learnt are kept here; all else is in csrc/offload/reading.cpp.
 """

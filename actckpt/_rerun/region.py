@@ -10,7 +10,9 @@ Rule 1. A rerun ends as soon as the last saved tensor that autograd still holds 
 Rule 2. A value leaves the frame with its first unpack. If something reads it a second time in the
         same backward (`ctx.saved_tensors` read twice), one more rerun brings the values back and
         they stay until the end of that backward.
-Rule 3. Values that a backward did not use are dropped when it ends (csrc/core/task_end.h).
+Rule 3. Values that a backward did not use are dropped when it ends, also when it fails
+        (csrc/core/task_end.h). Under a GraphExecGroup,
+        values stay for its later backwards, unless one fails.
 Rule 4. One rerun of a region at a time. Who waited finds the values there.
 Rule 5. Each saved tensor must come back with the shape, dtype, device and, for parameters, the
         version it had. Hooks switch autograd's own version check off; ours stands in for it.

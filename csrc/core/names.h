@@ -20,7 +20,6 @@ namespace actckpt {
   X(buffers, "_buffers") \
   X(callee, "callee") \
   X(changed_unseen, "changed_unseen") \
-  X(clear_after, "clear_after") \
   X(code_name, "co_name") \
   X(conj, "conj") \
   X(data, "data") \
@@ -124,8 +123,8 @@ namespace actckpt {
   X(unknown_modes) /* -> tuple of those that may change results */ \
   X(graph_task_id) \
   X(graph_exec_group) /* null where torch has none */ \
-  X(queue_callback)   /* null where torch has none */ \
-  X(is_capturing)     /* null where there is no CUDA */ \
+  X(queue_callback) \
+  X(is_capturing) /* null where there is no CUDA */ \
   X(generators_of) \
   X(refill) \
   X(note_buffers) \

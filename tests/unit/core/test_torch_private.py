@@ -29,7 +29,7 @@ NAMES = [
     (torch._C._autograd, "_push_saved_tensors_default_hooks", "required: public is saved_tensors_hooks"),
     (torch._C._autograd, "_pop_saved_tensors_default_hooks", "required: public is saved_tensors_hooks"),
     (torch._C, "_set_grad_enabled", "required: public is torch.set_grad_enabled"),
-    (Variable._execution_engine, "queue_callback", "optional: unused values stay until the graph is freed"),
+    (Variable._execution_engine, "queue_callback", "required: what backward caches is released at its end"),
     (torch._C, "_is_any_autocast_enabled", "optional: every region captures autocast in detail"),
     (torch._C, "_len_torch_function_stack", "optional: function modes are not restored"),
     (torch._C, "_get_function_stack_at", "goes with _len_torch_function_stack"),
@@ -154,7 +154,6 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "set_selective_policy",
         "unsharded_parameter",
         "wait_for_collective",
-        "when_backward_ends",
         "without_tensor_hooks",
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
@@ -298,24 +297,6 @@ def test_without_top_hooks_changed_inputs_still_raise() -> None:
     m.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_without_queue_callback_values_stay_until_the_graph_goes(without: Callable[[str, str], None]) -> None:
-    without("queue_callback", "queue_callback")
-    _assert_program_is_bit_equal()
-    storages: list[weakref.ref[Any]] = []
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        a = w.exp()
-        storages[:] = [weakref.ref(a.untyped_storage())]
-        return x.sin() * a
-
-    x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    y = actckpt.checkpoint(function, x, w).sum()
-    torch.autograd.grad(y, w, retain_graph=True)
-    del y
-    gc.collect()
-    assert storages[0]() is None
 
 
 def test_without_graph_exec_groups_regions_are_bit_equal(without: Callable[[str, str], None]) -> None:
