@@ -43,8 +43,10 @@ from actckpt._C import (
     Window,
     mark_needed,
     new_leaf_bytes,
+    release_replay_caches,
     window_of,
 )
+from actckpt._core import pressure
 
 __all__ = [
     "Block",
@@ -82,3 +84,6 @@ def redirect(step: Step, old: Value, new: Value) -> None:
 
     step.args = [replaced(arg) for arg in step.args]
     step.kwargs = {name: replaced(arg) for name, arg in (step.kwargs or {}).items()}
+
+
+pressure.register("replay caches", release_replay_caches)
