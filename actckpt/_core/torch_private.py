@@ -30,7 +30,8 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 #: The active `torch.utils.checkpoint.GraphExecGroup`. Missing before torch 2.10: there are no such groups.
 current_graph_exec_group: Callable[[], Any] | None = _optional(torch._C, "_get_graph_exec_group")
 
-#: Runs a callable at the end of the backward under way.
+#: Hands the engine a callable for the end of the backward under way. What backward caches is released then
+#: (csrc/core/task_end.h).
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 
 #: The hooks that a saved tensor would go through now.
@@ -214,28 +215,6 @@ def implementation_of(tensor: torch.Tensor) -> int:
     """Return the address of what a Python tensor stands for: `torch.utils.swap_tensors` gives it another one."""
     address: int = tensor._cdata
     return address
-
-
-class _AtEnd:
-    """Autograd calls it when a backward ends, and drops it uncalled when it fails."""
-
-    #: None also where a signal handler raised before there was one.
-    _function: Callable[[], None] | None = None
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def __call__(self) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()
-
-    __del__ = __call__
-
-
-def when_backward_ends(function: Callable[[], None]) -> None:
-    """Call `function` when the backward under way ends, also if it fails."""
-    queue_callback(_AtEnd(function))
 
 
 def outer_hooks() -> Hooks | None:

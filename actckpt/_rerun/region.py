@@ -10,7 +10,10 @@ Rule 1. A rerun ends as soon as the last saved tensor that autograd still holds 
 Rule 2. A value leaves the frame with its first unpack. If something reads it a second time in the
         same backward (`ctx.saved_tensors` read twice), one more rerun brings the values back and
         they stay until the end of that backward.
-Rule 3. Values that a backward did not use are dropped when it ends (csrc/core/task_end.h).
+Rule 3. Values that a backward did not use are dropped when it ends, also when it fails
+        (csrc/core/task_end.h). Those that room had to be made of (NOTE [ Pressure ]) come back
+        through one more rerun, which leaves out what was unpacked before. Under a GraphExecGroup,
+        values stay for its later backwards, unless one fails.
 Rule 4. One rerun of a region at a time. Who waited finds the values there.
 Rule 5. Each saved tensor must come back with the shape, dtype, device and, for parameters, the
         version it had. Hooks switch autograd's own version check off; ours stands in for it.
@@ -27,7 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._core import extensions, messages, random_state, state
+from actckpt._core import extensions, messages, pressure, random_state, state
 from actckpt._rerun.found import modules_as_found, reads_checked
 from actckpt._rerun.inputs import Inputs
 from actckpt.errors import ActckptError
@@ -186,3 +189,6 @@ def failure(what: "_C.Refill | _C.Frame") -> BaseException:
     region = what.frame.region
     error = what.error if what.error is not None else messages.fewer_saved(what)
     return messages.traced(error, region.trace) if region is not None and region.trace is not None else error
+
+
+pressure.register("rerun values", _C.release_rerun_values)

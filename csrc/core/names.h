@@ -20,7 +20,6 @@ namespace actckpt {
   X(buffers, "_buffers") \
   X(callee, "callee") \
   X(changed_unseen, "changed_unseen") \
-  X(clear_after, "clear_after") \
   X(code_name, "co_name") \
   X(conj, "conj") \
   X(data, "data") \

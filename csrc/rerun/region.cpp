@@ -153,8 +153,8 @@ class ClosedAtEnd {
   const py::object& refill_;
 };
 
-void rerun(FrameObject* frame, const py::object& key) {
-  const py::object refill = new_refill(frame, key);
+void rerun(FrameObject* frame, std::size_t index, const py::object& key) {
+  const py::object refill = new_refill(frame, index, key);
   const ClosedAtEnd closed(refill);
   try {
     if (!rerun_common(refill)) call(names().refill, refill.ptr());
@@ -191,9 +191,10 @@ py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
   const bool keep = static_cast<bool>(key);
   if (!keep) key = py::reinterpret_steal<py::object>(PyList_New(0));  // equal to no other key
   py::object value = take(frame, index, key.ptr());
-  if (!value) {
-    rerun(frame, key);
+  while (!value) {
+    rerun(frame, index, key);
     value = take(frame, index, key.ptr());
+    if (!was_released(frame, key.ptr())) break;  // by another thread, meanwhile
   }
   if (!keep) frame->drop(key.ptr());
   if (value) return value;

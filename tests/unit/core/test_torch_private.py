@@ -153,7 +153,6 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "set_selective_policy",
         "unsharded_parameter",
         "wait_for_collective",
-        "when_backward_ends",
         "without_tensor_hooks",
     }
     names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
