@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from actckpt._C import on
+from actckpt._C import on, when_backward_ends
 from actckpt._core import torch_private
 from actckpt._replay import audit
 from actckpt._replay.geometry import Geometry
@@ -169,7 +169,7 @@ class HeldOutside:
         self._task = task
         self._found, self._base = {}, None
         if task != -1:
-            torch_private.when_backward_ends(partial(_forget, weakref.ref(self), task))
+            when_backward_ends(partial(_forget, weakref.ref(self), task))
 
     def _take(self, i: int) -> Tensor:
         if i in self._found:

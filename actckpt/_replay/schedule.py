@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actckpt._C import SMALL_WINDOW_BYTES, has_room, is_asked, is_pending
+from actckpt._C import SMALL_WINDOW_BYTES, evict_leftovers, has_room, is_asked, is_pending
 from actckpt._replay import windows
 from actckpt._replay.graph import ReplayGraph
 from actckpt._replay.lineage import Step, Value
@@ -119,7 +119,7 @@ def _room(tape: Any, graph: ReplayGraph, order: list[int], asked_bytes: int, tas
             return None
         tape.window_bytes = max(found, SMALL_WINDOW_BYTES)
     if asked_bytes + tape.cached_bytes > tape.window_bytes:
-        tape.evict_leftovers(task, clock)
+        evict_leftovers(tape, task, clock)
     room: int = max(tape.window_bytes - tape.cached_bytes, 0)
     if tape.window_follows and asked_bytes > room:
         found = windows.smallest_window(graph, order)

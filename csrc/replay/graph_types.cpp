@@ -28,11 +28,11 @@ void value_dealloc(PyObject* self) {
     if (handle != nullptr) handle->listed_on = nullptr;
   }
   PyMem_Free(value->handles.many);
-  if (!is_none(value->cached)) value->cached_in->bytes -= value->nbytes;
+  if (!is_none(value->cached)) unlist_cached(value);
   release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::spare, &V::why_opaque, &V::entry, &V::step);
+                 &V::spare, &V::why_opaque, &V::entry, &V::parked, &V::step);
 }
 
 void step_dealloc(PyObject* self) {

@@ -72,6 +72,22 @@ void release(CachedBytes* cached) noexcept {
   if (cached != nullptr && --cached->references == 0) delete cached;
 }
 
+void list_cached(ValueObject* value) {
+  CachedBytes* cached = value->cached_in;
+  value->cached_place = cached->values.size();
+  cached->values.push_back(value);
+  cached->bytes += value->nbytes;
+}
+
+void unlist_cached(ValueObject* value) noexcept {
+  CachedBytes* cached = value->cached_in;
+  ValueObject* last = cached->values.back();
+  cached->values[value->cached_place] = last;
+  last->cached_place = value->cached_place;
+  cached->values.pop_back();
+  cached->bytes -= value->nbytes;
+}
+
 EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   const Names& n = names();
   auto* entry = allocated<EntryObject>(entry_type);
