@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sim
 import torch
 from offload_oracle import flush, store_of_kind
 from test_backward_ends import METHODS, _graph, _layers, _live_bytes, _on_few_bytes, _plain
@@ -19,7 +20,6 @@ import actckpt
 from actckpt import _C, _bind
 from actckpt._core import pressure, torch_private
 from actckpt._offload import backends, native
-from actckpt._offload.native import sim
 from actckpt.memory import LiveStorages
 
 _ALL = 1 << 60
