@@ -15,6 +15,7 @@ from actckpt.action import Action, SavedTensorInfo
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 class StopRerun(BaseException): ...
+
 @final
 class Slot: ...
 
