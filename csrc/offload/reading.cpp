@@ -231,12 +231,13 @@ PyObject* offload_sums(PyObject*, PyObject*) {
                        "deduplicated_bytes", s.deduplicated_bytes, "kept_small", s.kept_small);
 }
 
-PyMethodDef reading_functions[] = {{"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
-                           {"release_read_ahead", release_read_ahead, METH_O,
-                            "release_read_ahead(nbytes) -> released bytes of what was read ahead."},
-                           {"release_reloads", release_reloads, METH_O,
-                            "release_reloads(nbytes) -> released bytes of what waits for other saved tensors."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef reading_functions[] = {
+    {"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
+    {"release_read_ahead", release_read_ahead, METH_O,
+     "release_read_ahead(nbytes) -> released bytes of what was read ahead."},
+    {"release_reloads", release_reloads, METH_O,
+     "release_reloads(nbytes) -> released bytes of what waits for other saved tensors."},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
