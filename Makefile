@@ -33,8 +33,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h')
 
+# The package itself, then what its users' type checkers make of it; pyright is pinned, since releases report differently.
 types: $(STAMP)
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -rA tests/typing $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks $(ARGS)

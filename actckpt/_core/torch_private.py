@@ -7,7 +7,7 @@ here can go when torch makes it public.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._subclasses.fake_tensor
@@ -16,6 +16,7 @@ import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch.autograd import Variable, forward_ad
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
@@ -165,8 +166,13 @@ apply_code: Any = _optional(_optional(torch.autograd.Function.apply, "__func__")
 #: are recorded like any others, and the audit finds what its kernels do in between.
 COMPILED_PREFIX = "torch._inductor"
 
-#: Keeps torch.compile out of a function, without importing the compiler. Missing: it looks inside.
-disable_dynamo: Callable[[Any], Any] = _optional(torch, "_disable_dynamo") or (lambda function: function)
+#: Missing: torch.compile looks inside.
+_disable_dynamo: Callable[[Any], Any] = _optional(torch, "_disable_dynamo") or (lambda function: function)
+
+
+def disable_dynamo(function: _Function) -> _Function:
+    """Keep torch.compile out of a function, without importing the compiler."""
+    return _disable_dynamo(function)  # type: ignore[no-any-return]
 
 
 def graph_break(why: str) -> None:
