@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from actckpt import _C
 from actckpt._compile.checkpoint import BY_OPERATOR, compiled_checkpoint, goes_by_operator
-from actckpt._core import messages, random_state, state, torch_private
+from actckpt._core import extensions, messages, random_state, torch_private
 from actckpt._core.functions import check_runs_when_called, is_of_module
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Destination, Offloading, Session, keep_in_place
 from actckpt._options import (
@@ -178,8 +178,8 @@ def checkpoint_call(
         options.check(kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if state.awaited:
-        state.register_awaited()
+    if extensions.awaited:
+        extensions.register_awaited()
     if policy is not None and policy != "recompute":
         site = site_of(caller_of(function, args, kwargs))
         if not site.is_rerun:
@@ -199,7 +199,7 @@ def checkpoint_call(
         or options.rng_trackers
         or options.context_fn is not noop_context_fn
     )
-    if not (is_uncommon or random_state.registered or state.registered) and is_of_module(function):
+    if not (is_uncommon or extensions.around_regions) and is_of_module(function):
         check_metadata = options.determinism_check == "default"
         result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
         if result is not NotImplemented:
@@ -340,7 +340,7 @@ def offload(to: Destination = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTE
             "offload: to='host' moves tensors off a GPU, and there is none here (torch.cuda.is_available() is False). "
             "CPU tensors are in host memory already: pass 'disk' or 'auto'."
         )
-    state.register_awaited()
+    extensions.register_awaited()
     return Offloading(to, parse_bytes(min_bytes, what="min_bytes"))
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from actckpt._core import random_state, torch_private
+from actckpt._interface import GetTracker, disable_dynamo, is_capturing
 from actckpt._options import CheckpointOptions, ContextFn
 from actckpt.api import checkpoint_call
 from actckpt.te import registration
@@ -22,12 +22,12 @@ _Result = TypeVar("_Result")
 _has_warned_of_reentrant = False
 
 
-@torch_private.disable_dynamo
+@disable_dynamo
 def checkpoint(
     function: Callable[..., _Result],
     *args: Any,
     distribute_saved_activations: bool = False,
-    get_rng_state_tracker: random_state.GetTracker | None = None,
+    get_rng_state_tracker: GetTracker | None = None,
     tp_group: Any = None,
     use_reentrant: bool = False,
     context_fn: ContextFn = noop_context_fn,
@@ -66,7 +66,7 @@ def checkpoint(
         forward_context, _ = context_fn()
         with forward_context:
             return function(*args, **kwargs)
-    if random_state.is_capturing():  # random states cannot be read: the graph keeps what it saves
+    if is_capturing():  # random states cannot be read: the graph keeps what it saves
         return function(*args, **kwargs)
     registration.leave_fsdp_group(function)
     options = CheckpointOptions(
