@@ -8,7 +8,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
@@ -16,9 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from actckpt._core import torch_private
 from actckpt._replay.choice import Choice
 from actckpt._text import operator_names
+from actckpt._text.operator_names import Operators
 from actckpt.action import Action, SavedTensorInfo
 
-__all__ = ["PerOp", "choice_of", "is_torch_policy", "selective_choice"]
+__all__ = ["PerOp", "Policy", "PolicyName", "TorchPolicy", "choice_of", "is_torch_policy", "selective_choice"]
 
 _NAMES = tuple(action.value for action in Action)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
@@ -36,6 +37,10 @@ _ACTION_OF_TORCH = {
     True: Action.KEEP,
     False: Action.RECOMPUTE,
 }
+
+
+#: The actions by name.
+PolicyName = Literal["keep", "recompute", "offload", "prefer_offload"]
 
 
 class PerOp:
@@ -56,20 +61,24 @@ class PerOp:
         <Action.RECOMPUTE: 'recompute'>
     """
 
-    def __init__(self, actions: Mapping[Any, Action | str], default: Action | str = Action.RECOMPUTE) -> None:
+    def __init__(
+        self,
+        actions: Mapping[Any, Action | PolicyName],
+        default: Action | PolicyName = Action.RECOMPUTE,
+    ) -> None:
         if not isinstance(actions, Mapping):
             raise ValueError(
                 f"PerOp: {actions!r} is a {type(actions).__name__}. Pass a dict {{operator: action}}; to keep what "
                 "some operators make, pass the list of them itself as policy."
             )
-        self.actions = {
+        self.actions: dict[Any, Action] = {
             overload: _action(action, f"the action of {op}")
             for op, action in actions.items()
             for overload in _overloads(op)
         }
-        self.default = _action(default, "default")
+        self.default: Action = _action(default, "default")
         #: Whether anything is to be moved.
-        self.moves = not {self.default, *self.actions.values()} <= {Action.KEEP, Action.RECOMPUTE}
+        self.moves: bool = not {self.default, *self.actions.values()} <= {Action.KEEP, Action.RECOMPUTE}
 
     def __getstate__(self) -> dict[str, Any]:
         return operator_names.portable(self.__dict__)  # type: ignore[no-any-return]
@@ -77,6 +86,18 @@ class PerOp:
     def __repr__(self) -> str:
         actions = ", ".join(f"{op}: {action.value}" for op, action in self.actions.items())
         return f"PerOp({{{actions}}}, default={self.default.value})"
+
+
+class TorchPolicy(Protocol):
+    """A policy function of `torch.utils.checkpoint.create_selective_checkpoint_contexts`."""
+
+    def __call__(
+        self, ctx: SelectiveCheckpointContext, op: Any, /, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy | bool: ...
+
+
+#: Every form of a policy; the docstring of `region` says what each means.
+Policy = PolicyName | Action | Operators | PerOp | Callable[[SavedTensorInfo], Action | PolicyName] | TorchPolicy
 
 
 def choice_of(policy: Any) -> Choice:

@@ -1,11 +1,13 @@
 """`region`: a block of code whose saved tensors a policy keeps, recomputes or offloads."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
@@ -16,7 +18,7 @@ from actckpt._replay.audit import caller_of
 from actckpt._replay.matches import Matches
 from actckpt._replay.opened import OpenRegion
 from actckpt.errors import StillOpenError
-from actckpt.policies import choice_of
+from actckpt.policies import Policy, choice_of
 
 __all__ = ["region"]
 
@@ -50,7 +52,7 @@ class region:  # noqa: N801 - used as a function
         >>> y.sum().backward()
     """
 
-    def __init__(self, policy: Any = "recompute") -> None:
+    def __init__(self, policy: Policy = "recompute") -> None:
         self._policy = policy
         self._choice = choice_of(policy)
         self._open: OpenRegion | None = None
@@ -83,7 +85,7 @@ class region:  # noqa: N801 - used as a function
 
         return run  # type: ignore[return-value]
 
-    def _enter(self) -> "region":
+    def _enter(self) -> region:
         if self._open is not None:
             raise StillOpenError("This region is open already. Make another one with actckpt.region(...).")
         if torch.is_grad_enabled():
@@ -104,8 +106,8 @@ class region:  # noqa: N801 - used as a function
             self._open.unwind(error)
             self._open = None
 
-    __enter__ = all_or_nothing(_enter, _unwind)
-    __exit__ = all_or_nothing(_exit, _unwind)
+    __enter__: ClassVar[Callable[[Any], region]] = all_or_nothing(_enter, _unwind)
+    __exit__: ClassVar[Callable[..., None]] = all_or_nothing(_exit, _unwind)
 
     @overload
     def report(self) -> Report: ...

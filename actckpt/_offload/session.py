@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,12 +42,16 @@ from actckpt._core.sites import modules_on_stack
 from actckpt._core.subclasses import TakenApart
 from actckpt.errors import SavedTensorChangedError, StillOpenError
 
-__all__ = ["DEFAULT_MIN_BYTES", "EVERYTHING_STAYS", "Offloading", "Session", "keep_in_place"]
+__all__ = ["DEFAULT_MIN_BYTES", "EVERYTHING_STAYS", "Destination", "Offloading", "Session", "keep_in_place"]
 
 #: Below it the bookkeeping costs more than the memory is worth.
 DEFAULT_MIN_BYTES = 1 << 20
 #: No tensor is as large: under such a session everything stays.
 EVERYTHING_STAYS = 1 << 62
+#: Where saved tensors are moved.
+Destination = Literal["auto", "host", "disk"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Session(_C.OffloadSession):
@@ -65,13 +69,13 @@ class Session(_C.OffloadSession):
 class Offloading(ContextDecorator):
     """A context that offloads to `to` what is saved inside, with a session of its own each time."""
 
-    def __init__(self, to: str, min_bytes: int) -> None:
+    def __init__(self, to: Destination, min_bytes: int) -> None:
         self._to = to
         self._min_bytes = min_bytes
         self._entered = threading.local()
         self._figures = Figures()
 
-    def __call__(self, func: Any) -> Any:
+    def __call__(self, func: _Function) -> _Function:
         """Return a function that runs in such a block each time."""
         check_runs_when_called(func, "offload")
         return super().__call__(func)

@@ -37,15 +37,15 @@ class Choice:
         is_per_operator: bool = False,
     ) -> None:
         #: By id() of the overload; torch keeps each as long as it lives, and hashes them in Python.
-        self.actions_by_id = {id(overload): action for overload, action in (actions or {}).items()}
+        self.actions_by_id: dict[int, Action] = {id(overload): action for overload, action in (actions or {}).items()}
         #: Those of `actions`, whose ids stay theirs.
-        self.operators = tuple(actions or ())
-        self.default = default
+        self.operators: tuple[Any, ...] = tuple(actions or ())
+        self.default: Action | None = default
         self._is_per_operator = is_per_operator
         self._after_call = after_call
         #: Whether every operator must be reported with `after_call`.
-        self.asks_calls = after_call is not None
-        self.for_value = for_value
+        self.asks_calls: bool = after_call is not None
+        self.for_value: Callable[[SavedTensorInfo], Action] | None = for_value
 
     def of(self, func: Any) -> Action | None:
         """Return the action for what an overload makes, None if that is not known from the overload alone."""
