@@ -33,6 +33,7 @@ from actckpt import (
     te,
 )
 from actckpt._blocks.model_report import ModelReport
+from actckpt._text.places import Place
 from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
@@ -66,6 +67,7 @@ __all__ = [
     "DefaultDeviceType",
     "InputChangedError",
     "ModelReport",
+    "Place",
     "PlanInfeasibleError",
     "RerunMismatchError",
     "SavedTensorChangedError",
