@@ -251,7 +251,7 @@ void note(State* state, const OperatorFacts& facts, std::uint64_t structure) {
 }
 
 // begin(where): a region opens that is around what `where` names.
-PyObject* begin(PyObject* self, PyObject* where) {
+PyObject* calls_begin(PyObject* self, PyObject* where) {
   return guarded([&] {
     State* state = calls_of(self)->state;
     const std::vector<Call> ended = cut(state, 0);
@@ -272,7 +272,7 @@ PyObject* begin(PyObject* self, PyObject* where) {
 }
 
 // end(): the region closes.
-PyObject* end(PyObject* self, PyObject*) {
+PyObject* calls_end(PyObject* self, PyObject*) {
   return guarded([&] {
     const std::vector<Call> ended = cut(calls_of(self)->state, 0);
     Py_RETURN_NONE;
@@ -296,17 +296,18 @@ void calls_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyMethodDef methods[] = {
-    {"begin", begin, METH_O, nullptr}, {"end", end, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
-PyMemberDef members[] = {{"is_over", T_BOOL, offsetof(CallsObject, is_over), 0, nullptr},
-                         {"__weaklistoffset__", T_PYSSIZET, offsetof(CallsObject, weak_references), READONLY, nullptr},
-                         {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(calls_new)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(calls_dealloc)},
-                       {Py_tp_members, members},
-                       {Py_tp_methods, methods},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.Calls", sizeof(CallsObject), 0, Py_TPFLAGS_DEFAULT, slots};
+PyMethodDef calls_methods[] = {
+    {"begin", calls_begin, METH_O, nullptr}, {"end", calls_end, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMemberDef calls_members[] = {
+    {"is_over", T_BOOL, offsetof(CallsObject, is_over), 0, nullptr},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(CallsObject, weak_references), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot calls_slots[] = {{Py_tp_new, reinterpret_cast<void*>(calls_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(calls_dealloc)},
+                             {Py_tp_members, calls_members},
+                             {Py_tp_methods, calls_methods},
+                             {0, nullptr}};
+PyType_Spec calls_spec = {"actckpt._C.Calls", sizeof(CallsObject), 0, Py_TPFLAGS_DEFAULT, calls_slots};
 
 }  // namespace
 
@@ -341,7 +342,7 @@ const RunningCall& running(PyObject* calls) noexcept { return calls_of(calls)->s
 void end_step(PyObject* calls) noexcept { calls_of(calls)->is_over = 1; }
 
 void add_calls_type(py::module_& module) {
-  calls_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  calls_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&calls_spec));
   if (calls_type == nullptr) throw_pending();
   module.add_object("Calls", py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(calls_type)));
 }
