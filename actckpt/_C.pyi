@@ -217,6 +217,12 @@ class Value:
     spare: Tensor | None
     why_opaque: str
     entry: Entry | None
+    #: With the next three its place, see `Calls`; None: nobody asked, or no recorded operator made it.
+    @property
+    def module(self) -> str | None: ...
+    call: int
+    occurrence: int
+    result: int
     nbytes: int
     ordinal: int
     index: int
@@ -308,6 +314,17 @@ class Entry:
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
     num_replays: int
+    call: int
+    occurrence: int  # -1: it has no place
+    result: int
+
+class Calls:
+    """The calls of modules in one step of a thread, as far as they run recorded operators (NOTE [ Places ])."""
+
+    is_over: bool
+    def __init__(self) -> None: ...
+    def begin(self, where: str, /) -> None: ...  # a region opens; `where` stands for a module where none runs
+    def end(self) -> None: ...
 
 class TapeCore:
     blocks: dict[int, Block]
@@ -323,6 +340,7 @@ class TapeCore:
     meter: Meter | None
     outer: Any
     candidates: list[Value]
+    calls: Calls | None
     num_lost: int
     recompute_bytes: int
     opaque_bytes: int

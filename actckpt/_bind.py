@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from actckpt import _C
-from actckpt._core import extensions, messages, modes, random_state, state, torch_private
+from actckpt._core import extensions, messages, modes, random_state, sites, state, torch_private
 from actckpt._core.functions import global_names
 from actckpt._core.watched import has_same_bytes, own_copy
 from actckpt._offload import backends, reading, session, sources, spans
@@ -119,6 +119,9 @@ NAMES: dict[str, Any] = {
     "function_type": torch_private.function_node_type,
     "apply_code": torch_private.apply_code,
     "compiled_prefix": torch_private.COMPILED_PREFIX,
+    # Names of the modules whose calls run operators.
+    "module_call_code": torch.nn.Module.__call__.__code__,
+    "qualified_name": sites.qualified_name,
 }
 
 _C.connect(NAMES)

@@ -66,11 +66,11 @@ def apply(
         policy: `"recompute"` or None: as in `checkpoint`. `"offload"`: each call runs under `offload`. Any other policy
             of `region`: each call is such a region.
         blocks: which of its modules: a type or several, qualified names (`"layers.0"`), also with wildcards, which
-            stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp, see `actckpt.selectors.matches`), or a
-            predicate on modules. Of matches inside each other the outermost are taken; a name without wildcards is
-            always taken. None: the repeated blocks. These are modules of a kind that repeats, in rows (ModuleList,
-            Sequential, ModuleDict, numbered attributes), neither stages of many blocks nor small parts of blocks, such
-            that the least is held at the peak; NOTE [ Blocks of a model ] in actckpt/_blocks/finding.py says how.
+            stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp), or a predicate on modules. Of matches inside
+            each other the outermost are taken; a name without wildcards is always taken. None: the repeated blocks.
+            These are modules of a kind that repeats, in rows (ModuleList, Sequential, ModuleDict, numbered attributes),
+            neither stages of many blocks nor small parts of blocks, such that the least is held at the peak; NOTE [
+            Blocks of a model ] in actckpt/_blocks/finding.py says how.
         **options: keywords of `checkpoint`, or of `offload`, for every block.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that

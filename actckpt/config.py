@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from actckpt._text import operator_names
 from actckpt._text.operator_names import Operators
+from actckpt._text.places import Selector
 from actckpt._text.sizes import parse_bytes
 
 __all__ = ["Settings", "configure", "parse_bytes"]
@@ -50,8 +51,8 @@ class Settings:
     #: When the checksum of a dropped tensor is compared with what replay makes: `"first"`: until its place in the
     #: program came back right once; `"always"`; `"off"`.
     audit: Audit = "first"
-    #: Operators (`"aten.mul.Tensor"`, or `"aten.mul"` for all overloads) and modules (`"blocks.3.attention"`), also
-    #: with wildcards, whose values are never replayed.
+    #: Operators (`"aten.mul.Tensor"`, or `"aten.mul"` for all overloads), modules (`"blocks.3.attention"`) and both
+    #: (`"blocks.3.attention::aten.mul"`), also with wildcards, whose values are never replayed.
     opaque: tuple[str, ...] = ()
     #: Types of dispatch modes of the program that change no results: what runs below them is replayed as usual.
     observers: tuple[type, ...] = ()
@@ -188,10 +189,13 @@ def _checked_names(opaque: Any) -> tuple[str, ...]:
     given = list(opaque) if isinstance(opaque, Iterable) and not isinstance(opaque, str) else [None]
     if not all(isinstance(name, str) or hasattr(name, "_schema") or hasattr(name, "overloads") for name in given):
         raise ValueError(f"configure: opaque={opaque!r}. Pass a list of operators and of names of modules.")
-    names = [str(name).replace("::", ".") for name in given]
+    names = [str(name) for name in given]
+    names = [name.replace("::", ".") if name.partition("::")[0] in _NAMESPACES else name for name in names]
     for name in names:
-        if name.split(".")[0] in _NAMESPACES and not operator_names.exists(name):
-            near = operator_names.nearest(name)
+        selector = Selector.parse(name)
+        operator = selector.operator or selector.name or ""
+        if operator.split(".")[0] in _NAMESPACES and not operator_names.exists(operator):
+            near = operator_names.nearest(operator)
             raise ValueError(f"configure: opaque={name!r} names an operator that does not exist. Nearest: {near}.")
     return tuple(names)
 

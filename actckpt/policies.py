@@ -14,13 +14,17 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from actckpt._core import torch_private
-from actckpt._replay.choice import Choice
+from actckpt._replay.choice import Choice, Table, is_place
+from actckpt._replay.operators import operator_of
 from actckpt._text import operator_names
 from actckpt._text.operator_names import Operators
+from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 
 __all__ = ["PerOp", "Policy", "PolicyName", "TorchPolicy", "choice_of", "is_torch_policy", "selective_choice"]
 
+#: Names that begin like these are operators'; other namespaces may also be names of modules.
+_TORCH_NAMESPACES = ("aten.", "prims.")
 _NAMES = tuple(action.value for action in Action)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 
@@ -76,6 +80,8 @@ class PerOp:
             for op, action in actions.items()
             for overload in _overloads(op)
         }
+        #: The same by name.
+        self.names: dict[str, Action] = {operator_of(op).name: action for op, action in self.actions.items()}
         self.default: Action = _action(default, "default")
         #: Whether anything is to be moved.
         self.moves: bool = not {self.default, *self.actions.values()} <= {Action.KEEP, Action.RECOMPUTE}
@@ -109,9 +115,13 @@ def choice_of(policy: Any) -> Choice:
     if isinstance(policy, (str, Action, CheckpointPolicy)):
         return Choice(default=_action(policy, "policy"))
     if isinstance(policy, PerOp):
-        return Choice(policy.actions, policy.default, is_per_operator=True)
+        return Choice(policy.names, policy.default, operators=tuple(policy.actions), is_per_operator=True)
     if isinstance(policy, Mapping):
-        raise ValueError("policy is a dict. Pass actckpt.policies.PerOp(...), which says what happens to the rest.")
+        entries = tuple(policy.items())
+        try:
+            return _tabulated(entries)
+        except TypeError:  # cannot be hashed: raises what is wrong with it
+            return _tabulated.__wrapped__(entries)
     if isinstance(policy, (list, tuple)):
         return _keeping(tuple(policy))
     mistaken = _mistaken_for_a_policy(policy)
@@ -125,7 +135,7 @@ def choice_of(policy: Any) -> Choice:
         return Choice(for_value=lambda info: _ask_value(policy, info))
     raise ValueError(
         f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', an "
-        "Action, a list of operators to keep, actckpt.policies.PerOp, or a function."
+        "Action, a list of operators to keep, a dict {place: action}, actckpt.policies.PerOp, or a function."
     )
 
 
@@ -152,7 +162,41 @@ def _mistaken_for_a_policy(policy: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _keeping(ops: tuple[Any, ...]) -> Choice:
-    return Choice({overload: Action.KEEP for op in ops for overload in _overloads(op)}, Action.RECOMPUTE)
+    operators = tuple(dict.fromkeys(overload for op in ops for overload in _overloads(op)))
+    kept = {operator_of(overload).name: Action.KEEP for overload in operators}
+    return Choice(kept, Action.RECOMPUTE, operators=operators)
+
+
+@functools.lru_cache(maxsize=256)
+def _tabulated(entries: tuple[tuple[Any, Any], ...]) -> Choice:
+    actions: dict[str, Action] = {}
+    for key, action in entries:
+        text = _entry(key)
+        actions.pop(text, None)  # the last entry counts, in its place
+        actions[text] = _action(action, f"the action of {text}")
+    return Choice(operators=tuple(actions), table=Table(actions, Action.RECOMPUTE))
+
+
+def _entry(key: Any) -> str:
+    """Return the text of a key of a table; raises if it is none, or names an operator that does not exist."""
+    if isinstance(key, torch._ops.HigherOrderOperator):
+        return f"higher_order.{key}"
+    if isinstance(key, (Place, *_OPERATORS)):
+        return str(key)
+    if not isinstance(key, str):
+        raise ValueError(
+            f"policy: the key {key!r} of the dict is a {type(key).__name__}. Pass an actckpt.Place, its text, or a "
+            "selector such as 'layers.*.mlp::aten.mm'."
+        )
+    if is_place(key):
+        operator: str | None = Place.parse(key).operator
+    else:
+        selector = Selector.parse(key)
+        operator = selector.operator or selector.name
+    if operator is not None and operator.startswith(_TORCH_NAMESPACES) and not operator_names.exists(operator):
+        near = operator_names.nearest(operator)
+        raise ValueError(f"policy: {key!r} names an operator that does not exist, {operator}. Nearest: {near}.")
+    return key
 
 
 def selective_choice(context: object) -> Choice | None:

@@ -35,8 +35,9 @@ class region:  # noqa: N801 - used as a function
 
     Args:
         policy: `"keep"`, `"recompute"`, `"offload"`, `"prefer_offload"` or an `Action`, for all values; a list of
-            operators to keep, the rest is recomputed; `policies.PerOp`; a function that takes a `SavedTensorInfo`
-            and returns an `Action`; or a policy function of
+            operators to keep, the rest is recomputed; a dict of actions by `Place`, its text or a selector
+            (`"layers.*.mlp::aten.mm"`), the rest is recomputed; `policies.PerOp`; a function that takes a
+            `SavedTensorInfo` and returns an `Action`; or a policy function of
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
     Raises:
         ValueError: it is not a policy, or names an operator that does not exist.

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -95,6 +95,8 @@ def goes_by_operator(policy: Any) -> bool:
         return policy in ("recompute", "keep", Action.RECOMPUTE, Action.KEEP)
     if isinstance(policy, PerOp):
         return not policy.moves
+    if isinstance(policy, Mapping):  # a table of places
+        return False
     code = getattr(policy, "__code__", None)
     if code is None:  # a partial function, or an object
         return callable(policy)
@@ -104,7 +106,7 @@ def goes_by_operator(policy: Any) -> bool:
 def _answer(policy: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer what the compiler asks about an operator, for any policy that goes by operator."""
     if isinstance(policy, PerOp) or not callable(policy):
-        keeps = choice_of(policy).of(op) is Action.KEEP
+        keeps = choice_of(policy).of(str(op)) is Action.KEEP
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
     if not is_torch_policy(policy):
         raise ValueError(BY_OPERATOR)

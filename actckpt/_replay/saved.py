@@ -198,7 +198,7 @@ def _failure(first: Handle) -> AuditError:
 def _described(handle: Handle) -> str:
     value = handle.window.value
     made_by = value.operator.name if value.operator is not None else "an unknown operator"
-    module = handle.tape.site.modules.get(value.key)
+    module = value.module or handle.tape.site.modules.get(value.key)
     where = f" in {module}" if module else ""
     return f"result {value.index} of {made_by}{where}, shape {tuple(handle.window.shape)}, {handle.window.dtype}"
 

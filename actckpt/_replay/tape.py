@@ -26,7 +26,7 @@ from actckpt._replay.lineage import Block, TapeCore, Value, mark_needed, new_lea
 from actckpt._replay.paused import Paused, whole
 from actckpt._replay.reach import Needed, Obtainable
 from actckpt._replay.wrappers import Seen
-from actckpt._text import selectors
+from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 
 __all__ = ["COMPILED", "Tape"]
@@ -63,6 +63,9 @@ class Tape(TapeCore):
         self.filling: dict[Value, Filling] | None = None
         #: See `aliases`.
         self.roots: aliases.Roots | None = None
+        #: Calls of modules, None: nobody asks for places. And how many other tapes are open around it.
+        self.calls = None
+        self.nesting = 0
         #: How many regions are open that record for this one.
         self.depth = 0
         #: By id(), see `wrappers`.
@@ -179,9 +182,12 @@ class Tape(TapeCore):
         if site.opaque and key in site.opaque:
             return "it came back wrong before"
         if self.opaque_names and value.operator is not None:
-            operator = value.operator.name
-            names = [operator, operator.rpartition(".")[0], site.modules.get(key) or ""]
-            if any(selectors.matches(pattern, name) for name in names for pattern in self.opaque_names):
+            modules = dict.fromkeys((value.module, site.modules.get(key)))  # also one whose forward is called directly
+            if any(
+                Selector.parse(name).covers(module, value.operator.name)
+                for name in self.opaque_names
+                for module in modules
+            ):
                 return "configure(opaque=...) names it"
         return ""
 
@@ -353,8 +359,15 @@ class Tape(TapeCore):
             is_input=value.is_input,
             is_parameter=value.is_parameter,
             replayable=self.can_replay(value),
-            module=self.site.modules.get(value.key),
+            module=value.module or self.site.modules.get(value.key),
+            place=self.place_of(value),
         )
+
+    def place_of(self, value: Value) -> Place | None:
+        """Return the place of a value, None where nobody asked for places, or nothing recorded made it."""
+        if value.module is None or value.operator is None:
+            return None
+        return Place(value.module, value.operator.name, value.occurrence, value.result, value.call)
 
     def can_replay(self, value: Value) -> bool:
         """Whether a value can be made again, as things stand."""

@@ -58,8 +58,8 @@ def wrap(
         module: a module of TransformerEngine, a container of such modules, or a model that has some. Changed in place.
         policy: `"recompute"`: run the module again in backward. `"offload"`: move what it saves off the GPU. `"keep"`:
             leave it. One for all outermost modules of TransformerEngine, or a dict of several: its keys are qualified
-            names of submodules or their ends (`"self_attention"`), also with wildcards (`"layers.*"`, see
-            `actckpt.selectors.matches`), types, or names of types.
+            names of submodules or their ends (`"self_attention"`), also with wildcards (`"layers.*"`; `*`
+            stops at dots, `**` crosses them), types, or names of types.
         retain_graph: let backward run any number of times, which TransformerEngine's modules cannot: each wrapped
             module is run again in each backward. `"offload"` then moves the inputs that this needs; `"keep"` raises.
         get_rng_state_tracker: as in `te.checkpoint`.
@@ -241,8 +241,7 @@ def _matching(module: torch.nn.Module, key: str | type[torch.nn.Module]) -> list
 
 
 def _matches(name: str, module: torch.nn.Module, key: str) -> bool:
-    ends = name == key or name.endswith(f".{key}")
-    return ends or type(module).__name__ == key or (bool(name) and matches(f"**.{key}", name))
+    return key in (name, type(module).__name__) or (bool(name) and matches(f"**.{key}", name))
 
 
 def _check_nesting(found: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@
 #include "offload/reading.h"
 #include "offload/session.h"
 #include "offload/span.h"
+#include "replay/calls.h"
 #include "replay/geometry.h"
 #include "replay/needs.h"
 #include "replay/objects.h"
@@ -71,6 +72,7 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::add_all_or_nothing(module);
   actckpt::add_region_functions(module);
   actckpt::replay::add_replay_types(module);
+  actckpt::replay::add_calls_type(module);
   actckpt::replay::add_paused(module);
   actckpt::replay::add_record_functions(module);
   actckpt::replay::add_pack_functions(module);

@@ -9,7 +9,7 @@ namespace actckpt {
 // Interned text: X(field, text).
 #define ACTCKPT_INTERNED(X) \
   X(acquire, "acquire") \
-  X(actions_by_id, "actions_by_id") \
+  X(actions, "actions") \
   X(after_call, "after_call") \
   X(another_root, "another_root") \
   X(are_as_found, "are_as_found") \
@@ -36,8 +36,10 @@ namespace actckpt {
   X(enter, "__enter__") \
   X(exit, "__exit__") \
   X(fetch, "fetch") \
+  X(find, "find") \
   X(for_value, "for_value") \
   X(forward_done, "forward_done") \
+  X(found, "found") \
   X(func, "func") \
   X(get_state, "get_state") \
   X(globals, "f_globals") \
@@ -56,6 +58,8 @@ namespace actckpt {
   X(is_view, "is_view") \
   X(keywords, "keywords") \
   X(layout, "layout") \
+  X(locals, "f_locals") \
+  X(makes_one, "makes_one") \
   X(made_by_nothing, "(input)")    /* what reports call the operator of inputs */ \
   X(made_unseen, "(not recorded)") /* and of what no recorded operator made inside of the region */ \
   X(module, "__module__") \
@@ -63,6 +67,7 @@ namespace actckpt {
   X(name, "name") \
   X(nbytes, "nbytes") \
   X(no_reason, "") \
+  X(num_returned, "num_returned") \
   X(parameters, "_parameters") \
   X(prefetch, "prefetch") \
   X(put, "put") \
@@ -70,6 +75,7 @@ namespace actckpt {
   X(requires_grad, "requires_grad") \
   X(requires_grad_, "requires_grad_") \
   X(saved_again, "saved_again") \
+  X(self_name, "self") \
   X(set, "set_") \
   X(set_state, "set_state") \
   X(shape, "shape") \
@@ -171,7 +177,9 @@ namespace actckpt {
   X(saved_by_function) /* (tape, value, tensor) */ \
   X(function_type)     /* of the nodes of autograd.Functions */ \
   X(apply_code)        /* of `autograd.Function.apply` */ \
-  X(compiled_prefix)   /* of the names of modules of compiled code */
+  X(compiled_prefix)   /* of the names of modules of compiled code */ \
+  X(module_call_code)  /* of `Module.__call__` */ \
+  X(qualified_name)    /* (outermost module, module) -> its name there */
 
 struct Names {
 #define ACTCKPT_TEXT_FIELD(name, text) PyObject* name = nullptr;

@@ -82,7 +82,7 @@ void value_dealloc(PyObject* self) {
   release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::spare, &V::why_opaque, &V::entry, &V::parked, &V::step);
+                 &V::spare, &V::why_opaque, &V::entry, &V::module, &V::parked, &V::step);
 }
 
 void step_dealloc(PyObject* self) {
@@ -123,8 +123,8 @@ void tape_dealloc(PyObject* self) {
   release(reinterpret_cast<TapeObject*>(self)->cached);
   using T = TapeObject;
   free_object<T>(self, &T::blocks, &T::holding, &T::saved, &T::choice, &T::modules, &T::opaque_places,
-                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::why_untold,
-                 &T::why_opaque, &T::meter);
+                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::calls,
+                 &T::why_untold, &T::why_opaque, &T::meter);
 }
 
 int tape_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -307,9 +307,13 @@ PyMemberDef value_members[] = {
     OBJECT(ValueObject, "why_opaque", why_opaque),
     OBJECT(ValueObject, "asked", asked),
     OBJECT(ValueObject, "entry", entry),
+    SEEN(ValueObject, "module", module),
     NUMBER(ValueObject, "nbytes", nbytes),
     NUMBER(ValueObject, "ordinal", ordinal),
     NUMBER(ValueObject, "index", index),
+    NUMBER(ValueObject, "call", call),
+    NUMBER(ValueObject, "occurrence", occurrence),
+    NUMBER(ValueObject, "result", result),
     NUMBER(ValueObject, "version", version),
     NUMBER(ValueObject, "cached_task", cached_task),
     NUMBER(ValueObject, "key", key),
@@ -338,10 +342,17 @@ PyMemberDef handle_members[] = {
     NUMBER(HandleObject, "clock", clock),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
-PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),      OBJECT(EntryObject, "module", module),
-                               OBJECT(EntryObject, "action", action),           OBJECT(EntryObject, "why", why),
-                               OBJECT(EntryObject, "storage", storage),         NUMBER(EntryObject, "nbytes", nbytes),
-                               NUMBER(EntryObject, "num_replays", num_replays), END};
+PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),
+                               OBJECT(EntryObject, "module", module),
+                               OBJECT(EntryObject, "action", action),
+                               OBJECT(EntryObject, "why", why),
+                               OBJECT(EntryObject, "storage", storage),
+                               NUMBER(EntryObject, "nbytes", nbytes),
+                               NUMBER(EntryObject, "num_replays", num_replays),
+                               NUMBER(EntryObject, "call", call),
+                               NUMBER(EntryObject, "occurrence", occurrence),
+                               NUMBER(EntryObject, "result", result),
+                               END};
 PyMemberDef tape_members[] = {OBJECT(TapeObject, "blocks", blocks),
                               OBJECT(TapeObject, "holding", holding),
                               OBJECT(TapeObject, "saved", saved),
@@ -353,6 +364,7 @@ PyMemberDef tape_members[] = {OBJECT(TapeObject, "blocks", blocks),
                               OBJECT(TapeObject, "meter", meter),
                               OBJECT(TapeObject, "outer", outer),
                               OBJECT(TapeObject, "candidates", candidates),
+                              OBJECT(TapeObject, "calls", calls),
                               NUMBER(TapeObject, "num_lost", num_lost),
                               NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
                               NUMBER(TapeObject, "opaque_bytes", opaque_bytes),

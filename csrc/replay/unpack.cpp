@@ -8,6 +8,7 @@
 #include "core/modes.h"
 #include "core/python.h"
 #include "core/reads.h"
+#include "replay/calls.h"
 #include "replay/geometry.h"
 #include "replay/needs.h"
 
@@ -206,6 +207,8 @@ py::object as_saved(PyObject* handle, py::object alias) {
 PyObject* unpack(PyObject*, PyObject* packed) {
   return guarded([&]() -> PyObject* {
     if (Py_TYPE(packed) == handle_type) {
+      PyObject* calls = reinterpret_cast<TapeObject*>(reinterpret_cast<HandleObject*>(packed)->tape)->calls;
+      if (!is_none(calls)) end_step(calls);
       py::object tensor = unpacked(reinterpret_cast<HandleObject*>(packed));
       if (tensor) return as_saved(packed, std::move(tensor)).release().ptr();
     }

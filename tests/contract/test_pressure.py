@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import sim
 import torch
 from offload_oracle import flush, store_of_kind
 from test_backward_ends import METHODS, _graph, _layers, _live_bytes, _on_few_bytes, _plain
