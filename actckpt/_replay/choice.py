@@ -1,7 +1,7 @@
 """What a policy decides, as the recorder asks it."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.utils.checkpoint
