@@ -49,7 +49,7 @@ class Settings:
     opaque: tuple[str, ...] = ()
     #: Types of dispatch modes of the program that change no results: what runs below them is replayed as usual.
     observers: tuple[type, ...] = ()
-    #: In which order operators are replayed. None: see actckpt._replay.schedule.
+    #: In which order operators are replayed. None: see NOTE [ Order ] in actckpt/_replay/schedule.py.
     replay_order: Any = None
     #: Most bytes of replayed values that wait for their turn in a backward. None: no limit. `"auto"`: no limit in a
     #: region of a block; in one of many, the fewest with which no operator runs more than twice in a backward.

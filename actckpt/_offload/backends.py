@@ -15,12 +15,13 @@ What goes wrong in a store, but loses nothing, is logged once per process and re
 
 import logging
 import threading
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
 from actckpt import _C, config
-from actckpt._core import torch_private
+from actckpt._core import pressure, torch_private
 from actckpt._offload import figures, limits, native
 
 _log = logging.getLogger(__name__)
@@ -314,3 +315,14 @@ def existing(kind: str) -> Backend | None:
 def is_ready(kind: str) -> bool:
     """Whether the backend was made already with the settings in force."""
     return _backends.get(kind, (-1, None))[0] == config.generation
+
+
+def _release_free_slabs(nbytes: int) -> int:
+    """Give free host memory back to the system, however much is asked for; returns how many bytes it was."""
+    made = existing("host")
+    with suppress(native.ForkedError):
+        return made.engine.trim() if isinstance(made, CudaBackend) else 0
+    return 0
+
+
+pressure.register("host pool", _release_free_slabs)

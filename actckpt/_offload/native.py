@@ -7,7 +7,6 @@ For CPU tensors: `CpuStore.on_disk(folder, ...)`, or `CpuStore.in_memory(...)` f
 * `SpillFile(folder)`: one unlinked file, `write(ptr, nbytes) -> SpillBlock`, `read(block, ptr)`.
 * `ByteStore.in_pool(pool)` and `ByteStore.on_disk(file)`: the tiers of a `HostEngine`.
 * `HostEngine`: worker threads; `put(ptr, nbytes, tier, keep) -> Ticket`. It may use several tiers.
-* `FaultyFileIo` with `Faults`: a disk for tests that is short, full, broken, altered or slow on demand.
 
 For device tensors: `DeviceEngine.cuda(limit_bytes=, window_bytes=, release=, ...)`, the event protocol over
 pinned host memory and, where that is full, pageable memory (`pageable_limit=`) and disk (`spill_file=`), which
@@ -51,8 +50,6 @@ below pinned memory waits on the host until workers have brought them (counted; 
         if not isinstance(ticket, Kept):
             plan.moved(place, ticket.timing)                   # and plan.read() when a backward asks for it
 
-`sim`: simulated machines that run random training programs through that protocol, for tests.
-
 Every error derives from `EngineError`. A call in a forked child raises `ForkedError`. Engines are shut
 down at interpreter exit. What may wait releases the GIL.
 """
@@ -67,8 +64,6 @@ from actckpt._C import (
     DeviceStats,
     DeviceTicket,
     EngineError,
-    Faults,
-    FaultyFileIo,
     ForkedError,
     HostEngine,
     HostPoolFullError,
@@ -86,11 +81,9 @@ from actckpt._C import (
     SpillWriteError,
     Ticket,
     Timing,
-    _missing_in_driver,
     fix_mmap_threshold,
     hash64,
     is_memory_folder,
-    sim,
     why_foreign_reads_are_plain,
     why_no_cuda,
 )
@@ -104,8 +97,6 @@ __all__ = [
     "DeviceStats",
     "DeviceTicket",
     "EngineError",
-    "Faults",
-    "FaultyFileIo",
     "ForkedError",
     "HostEngine",
     "HostPoolFullError",
@@ -123,11 +114,9 @@ __all__ = [
     "SpillWriteError",
     "Ticket",
     "Timing",
-    "_missing_in_driver",
     "fix_mmap_threshold",
     "hash64",
     "is_memory_folder",
-    "sim",
     "why_foreign_reads_are_plain",
     "why_no_cuda",
 ]
@@ -150,7 +139,6 @@ class CpuStore:
         limit_bytes: int = _UNLIMITED,
         window_bytes: int | None = 256 << 20,
         num_workers: int = 2,
-        faults: FaultyFileIo | None = None,
     ) -> CpuStore:
         """Spill to an unlinked file in `folder`.
 
@@ -162,7 +150,7 @@ class CpuStore:
         Raises:
             SpillWriteError: no file can be made in `folder`.
         """
-        file = SpillFile(folder, limit_bytes=limit_bytes, faults=faults)
+        file = SpillFile(folder, limit_bytes=limit_bytes)
         return cls.on_file(file, window_bytes=window_bytes, num_workers=num_workers)
 
     @classmethod

@@ -40,7 +40,7 @@ void bytes_dealloc(PyObject* self) {
 
 PyObject* get_storage(PyObject* self, void*) { return Py_NewRef(bytes_of(self)->storage); }
 
-PyObject* get_start(PyObject* self, void*) { return PyLong_FromLongLong(bytes_of(self)->start); }
+PyObject* get_bytes_start(PyObject* self, void*) { return PyLong_FromLongLong(bytes_of(self)->start); }
 
 // is_source(storage) -> bool
 PyObject* tell_source(PyObject*, PyObject* storage) { return PyBool_FromLong(is_source(storage)); }
@@ -51,19 +51,19 @@ PyObject* settle(PyObject*, PyObject* storage) {
   Py_RETURN_NONE;
 }
 
-PyGetSetDef getset[] = {{"storage", get_storage, nullptr, "The storage, kept alive.", nullptr},
-                        {"start", get_start, nullptr, "First byte.", nullptr},
-                        {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef bytes_getset[] = {{"storage", get_storage, nullptr, "The storage, kept alive.", nullptr},
+                              {"start", get_bytes_start, nullptr, "First byte.", nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(bytes_new)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(bytes_dealloc)},
-                       {Py_tp_getset, getset},
-                       {Py_tp_doc, const_cast<char*>("Bytes(storage, start): a stretch of a storage "
-                                                     "that the engine reads from or writes to.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Slot bytes_slots[] = {{Py_tp_new, reinterpret_cast<void*>(bytes_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(bytes_dealloc)},
+                             {Py_tp_getset, bytes_getset},
+                             {Py_tp_doc, const_cast<char*>("Bytes(storage, start): a stretch of a storage "
+                                                           "that the engine reads from or writes to.")},
+                             {0, nullptr}};
+PyType_Spec bytes_spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS_DEFAULT, bytes_slots};
 
-PyMethodDef functions[] = {
+PyMethodDef bytes_functions[] = {
     {"is_source", tell_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
     {"settle_sources", settle, METH_O, "settle_sources(storage): all copies out of it have ended."},
     {nullptr, nullptr, 0, nullptr}};
@@ -91,10 +91,10 @@ PyObject* storage_behind(PyObject* bytes) { return bytes_of(bytes)->storage; }
 long long start_of(PyObject* bytes) { return bytes_of(bytes)->start; }
 
 void add_bytes_type(py::module_& module) {
-  bytes_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  bytes_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&bytes_spec));
   if (bytes_type == nullptr) throw py::error_already_set();
   module.add_object("Bytes", reinterpret_cast<PyObject*>(bytes_type));
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(module.ptr(), bytes_functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt

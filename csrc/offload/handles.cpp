@@ -200,7 +200,7 @@ py::object new_stays(PyObject* tensor) {
   return handle;
 }
 
-py::object new_moved(PyObject* tensor, const py::object& span, const Extent& extent) {
+py::object new_moved(PyObject* tensor, const py::object& span, const TensorExtent& extent) {
   MovedObject* self = create<MovedObject>(moved_type);
   py::object handle = owned(self);
   self->span = span;

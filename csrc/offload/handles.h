@@ -11,7 +11,7 @@ namespace actckpt {
 py::object new_stays(PyObject* tensor);
 
 // A saved tensor whose bytes are in `span`: a Span, or Python's Joined.
-py::object new_moved(PyObject* tensor, const py::object& span, const Extent& extent);
+py::object new_moved(PyObject* tensor, const py::object& span, const TensorExtent& extent);
 
 // Any handle's tensor; those of Python have a method `unpack`.
 py::object unpack_handle(PyObject* handle);

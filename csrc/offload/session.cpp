@@ -3,6 +3,7 @@
 #include <new>
 #include <utility>
 
+#include "core/extensions.h"
 #include "core/meter.h"
 #include "core/open_reruns.h"
 #include "offload/bytes.h"
@@ -80,8 +81,8 @@ long long item(PyObject* tuple, Py_ssize_t i) {
 }
 
 // First byte and byte count of what `tensor` moves (Rule 2 of NOTE [ Spans ]).
-Extent extent_of(PyObject* tensor, PyObject* root, PyObject* storage) {
-  Extent extent{};
+TensorExtent extent_of(PyObject* tensor, PyObject* root, PyObject* storage) {
+  TensorExtent extent{};
   extent.storage = storage;
   extent.root = root;
   extent.version = version_of(tensor);
@@ -112,7 +113,8 @@ py::object put(const SessionObject* session, PyObject* backend, PyObject* source
 }
 
 // Moves `extent`; null where the store is full, or would make the caller wait who must not.
-py::object move(SessionObject* session, PyObject* tensor, const Extent& extent, PyObject* backend, bool may_share) {
+py::object move(SessionObject* session, PyObject* tensor, const TensorExtent& extent, PyObject* backend,
+                bool may_share) {
   const py::object source = new_bytes(extent.storage, extent.start);
   SourceWatchPointer watch = mark_as_source(source.ptr());
   const py::object ticket = put(session, backend, source.ptr(), number(extent.nbytes).ptr());
@@ -135,7 +137,7 @@ py::object backend_for(SessionObject* session, bool is_cuda) {
 }
 
 // The span, or Python's Joined, that holds `extent`; null where the store is full.
-py::object span_for(PyObject* self, PyObject* tensor, const Extent& extent, bool is_cuda, bool may_share) {
+py::object span_for(PyObject* self, PyObject* tensor, const TensorExtent& extent, bool is_cuda, bool may_share) {
   SessionObject* session = session_of(self);
   std::vector<py::object> overlapping;
   if (may_share) {
@@ -198,9 +200,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   SessionObject* session = session_of(self);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (is_in_rerun()) return new_stays(tensor);
-  if (PyList_GET_SIZE(names().stay_rules) > 0 && call(names().must_stay, tensor).ptr() == Py_True) {
-    return new_stays(tensor);
-  }
+  if (any_is_true(names().must_stay, tensor)) return new_stays(tensor);
   if (type == names().parameter_type) {
     note_parameter(tensor);
     return new_stays(tensor);
@@ -210,7 +210,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   bool is_cuda = false;
   if (stays(session, tensor, &storage, &root, &is_cuda)) return new_stays(tensor);
   note_alive(session->record->meter.ptr(), storage.ptr());
-  const Extent extent = extent_of(tensor, root.ptr(), storage.ptr());
+  const TensorExtent extent = extent_of(tensor, root.ptr(), storage.ptr());
   const py::object span = span_for(self, tensor, extent, is_cuda, may_share);
   if (!span) return new_stays(tensor);
   session->has_moved = true;
@@ -255,7 +255,7 @@ PyObject* session_move(PyObject* self, PyObject* const* args, Py_ssize_t nargs) 
     const py::object storage = call_method(args[0], names().untyped_storage);
     py::object root = attribute(args[0], names().base);
     if (root.is_none()) root = py::reinterpret_borrow<py::object>(args[0]);
-    Extent extent = extent_of(args[0], root.ptr(), storage.ptr());
+    TensorExtent extent = extent_of(args[0], root.ptr(), storage.ptr());
     extent.start = PyLong_AsLongLong(args[2]);
     extent.nbytes = PyLong_AsLongLong(args[3]);
     py::object span = move(session_of(self), args[0], extent, args[1], true);
@@ -317,29 +317,30 @@ PyGetSetDef properties[] = {
     {"has_moved", session_has_moved, nullptr, "Whether anything that was packed is in a store.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(session_new)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(session_dealloc)},
-                       {Py_tp_methods, methods},
-                       {Py_tp_getset, properties},
-                       {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.OffloadSession", sizeof(SessionObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-                    slots};
+PyType_Slot session_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(session_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(session_dealloc)},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
+    {0, nullptr}};
+PyType_Spec session_spec = {"actckpt._C.OffloadSession", sizeof(SessionObject), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, session_slots};
 
 PyObject* stays_of_tensor(PyObject*, PyObject* tensor) {
   return guarded([&]() -> PyObject* { return new_stays(tensor).release().ptr(); });
 }
 
-PyMethodDef functions[] = {{"stays", stays_of_tensor, METH_O, "stays(tensor): a handle that moves nothing."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef session_functions[] = {{"stays", stays_of_tensor, METH_O, "stays(tensor): a handle that moves nothing."},
+                                   {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 void add_session_type(py::module_& module) {
-  PyObject* type = PyType_FromSpec(&spec);
+  PyObject* type = PyType_FromSpec(&session_spec);
   if (type == nullptr) throw_pending();
   module.add_object("OffloadSession", type);
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  if (PyModule_AddFunctions(module.ptr(), session_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

@@ -80,7 +80,7 @@ void span_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyObject* get_start(PyObject* self, void*) { return PyLong_FromLongLong(span_of(self)->start); }
+PyObject* get_span_start(PyObject* self, void*) { return PyLong_FromLongLong(span_of(self)->start); }
 PyObject* get_nbytes(PyObject* self, void*) { return PyLong_FromLongLong(span_of(self)->nbytes); }
 
 PyObject* num_spans(PyObject*, PyObject*) { return PyLong_FromSize_t(registry().size()); }
@@ -107,22 +107,22 @@ PyObject* fetch_span(PyObject*, PyObject* span) {
   });
 }
 
-PyGetSetDef getset[] = {{"start", get_start, nullptr, "First byte in its storage.", nullptr},
-                        {"nbytes", get_nbytes, nullptr, "How many bytes.", nullptr},
-                        {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef span_getset[] = {{"start", get_span_start, nullptr, "First byte in its storage.", nullptr},
+                             {"nbytes", get_nbytes, nullptr, "How many bytes.", nullptr},
+                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(span_dealloc)},
-                       {Py_tp_getset, getset},
-                       {Py_tp_doc, const_cast<char*>("A stretch of a storage, moved to a store.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.Span", sizeof(SpanObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                    slots};
+PyType_Slot span_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(span_dealloc)},
+                            {Py_tp_getset, span_getset},
+                            {Py_tp_doc, const_cast<char*>("A stretch of a storage, moved to a store.")},
+                            {0, nullptr}};
+PyType_Spec span_spec = {"actckpt._C.Span", sizeof(SpanObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, span_slots};
 
-PyMethodDef functions[] = {{"num_spans", num_spans, METH_NOARGS, "num_spans(): storages that have spans now."},
-                           {"note_owned", note_owned_storage, METH_O, "note_owned(storage): never to be moved."},
-                           {"share", share_span, METH_O, "share(span): one more saved tensor needs it."},
-                           {"fetch", fetch_span, METH_O, "fetch(span) -> Bytes, for the backward under way."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef span_functions[] = {{"num_spans", num_spans, METH_NOARGS, "num_spans(): storages that have spans now."},
+                                {"note_owned", note_owned_storage, METH_O, "note_owned(storage): never to be moved."},
+                                {"share", share_span, METH_O, "share(span): one more saved tensor needs it."},
+                                {"fetch", fetch_span, METH_O, "fetch(span) -> Bytes, for the backward under way."},
+                                {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -135,7 +135,7 @@ void Record::forget(std::size_t place) noexcept {
   task = -1;
 }
 
-py::object find_span(const Extent& extent, std::vector<py::object>* overlapping) {
+py::object find_span(const TensorExtent& extent, std::vector<py::object>* overlapping) {
   const auto found = registry().find(extent.storage);
   if (found == registry().end()) return {};
   for (SpanObject* span : found->second) {
@@ -153,7 +153,7 @@ py::object find_span(const Extent& extent, std::vector<py::object>* overlapping)
   return {};
 }
 
-py::object new_span(const Extent& extent, PyObject* backend, const py::object& ticket, SourceWatchPointer watch,
+py::object new_span(const TensorExtent& extent, PyObject* backend, const py::object& ticket, SourceWatchPointer watch,
                     PyObject* device, bool may_share) {
   SpanObject* span = PyObject_New(SpanObject, span_type);
   if (span == nullptr) throw_pending();
@@ -204,10 +204,10 @@ bool is_known_owned(PyObject* storage) {
 }
 
 void add_span_type(py::module_& module) {
-  span_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  span_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&span_spec));
   if (span_type == nullptr) throw_pending();
   module.add_object("Span", reinterpret_cast<PyObject*>(span_type));
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  if (PyModule_AddFunctions(module.ptr(), span_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

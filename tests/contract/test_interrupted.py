@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from oracle import leaf
+from torch.utils import _python_dispatch
 
 import actckpt
+from actckpt import regions
 from actckpt._core import torch_private
+from actckpt._replay import opened, saved
 
 _POLICIES = pytest.mark.parametrize("policy", ["keep", "recompute", "offload", [torch.ops.aten.sin.default]], ids=str)
-_OPENS_AND_CLOSES = ("/actckpt/regions.py", "/replay/opened.py", "/replay/saved.py", "/utils/_python_dispatch.py")
+_OPENS_AND_CLOSES = tuple(str(module.__file__) for module in (regions, opened, saved, _python_dispatch))
 
 
 class InterruptError(Exception):

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_oracle import TIERS, assert_same_here, only, settle
+from layout_programs import PROGRAMS
 from oracle import assert_equal, mlp, ours
-from test_offload_fidelity import PROGRAMS
 from torch.autograd.graph import save_on_cpu
 
 import actckpt

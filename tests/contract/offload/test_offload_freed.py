@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sim
 import torch
 from offload_oracle import flush, live_tickets, using
 from oracle import leaf
@@ -27,15 +28,15 @@ ROWS = 3 << 20
 @contextmanager
 def _held_writes(folder: Path, num_workers: int) -> Iterator[Callable[[], None]]:
     """Yield what lets go of writes that have begun."""
-    io = native.FaultyFileIo()
-    faults = native.Faults()
+    io = sim.FaultyFileIo()
+    faults = sim.Faults()
     faults.hold_writes = True
     io.set(faults)
-    with using(native.CpuStore.on_disk(str(folder), faults=io, num_workers=num_workers)):
+    with using(sim.disk_store(str(folder), io, num_workers=num_workers)):
         try:
-            yield lambda: io.set(native.Faults())
+            yield lambda: io.set(sim.Faults())
         finally:
-            io.set(native.Faults())
+            io.set(sim.Faults())
 
 
 def _free(h: torch.Tensor) -> None:
@@ -97,11 +98,11 @@ def test_memory_freed_after_its_graph_is_gone_is_no_crash(tmp_path: Path) -> Non
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_memory_freed_that_could_not_be_moved_raises(tmp_path: Path, num_workers: int) -> None:
     x = leaf(1024)
-    io = native.FaultyFileIo()
-    faults = native.Faults()
+    io = sim.FaultyFileIo()
+    faults = sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    with using(native.CpuStore.on_disk(str(tmp_path), faults=io, num_workers=num_workers)):
+    with using(sim.disk_store(str(tmp_path), io, num_workers=num_workers)):
         h = x * 1.5
         with actckpt.offload(min_bytes=0):
             y = h.sin()

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offload_oracle import KINDS, flush, live_tickets, store_of_kind
 from oracle import assert_equal, ours, plain, theirs
-from test_property import _outcome, regions
+from random_programs import outcome, regions
 
 import actckpt
 
@@ -75,7 +75,7 @@ def test_random_programs_are_bit_equal_to_plain_autograd(
     is_offloaded: bool,
     is_flushed: bool,
 ) -> None:
-    expected = _outcome(plain, program, with_grad, used, retain, seed)
+    expected = outcome(plain, program, with_grad, used, retain, seed)
     depth = _Depth()
 
     def region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +97,6 @@ def test_random_programs_are_bit_equal_to_plain_autograd(
         with ExitStack() as stack:
             if is_offloaded:
                 stack.enter_context(actckpt.offload(min_bytes=0))
-            found = _outcome(region, program, with_grad, used, retain, seed)
+            found = outcome(region, program, with_grad, used, retain, seed)
         assert_equal(found, expected)
         assert live_tickets() == 0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from offload_oracle import store_of_kind
-from test_replay_memory import Block
 from torch import Tensor, nn
+from transformer_block import Block
 
 import actckpt
 from actckpt import config

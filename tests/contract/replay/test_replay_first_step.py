@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_replay_memory import Block
 from torch import Tensor, nn
+from transformer_block import Block
 
 import actckpt
 from actckpt._replay import audit

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - torch's own name
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformer_block import Block
 
 import actckpt
 from actckpt.memory import LiveStorages
@@ -28,23 +28,6 @@ def _no_audit() -> Iterator[None]:
     actckpt.configure(audit="off")
     yield
     actckpt.configure(audit=before)
-
-
-class Block(nn.Module):
-    """A transformer block."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, seq, dim = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, seq, 3, 4, dim // 4).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, seq, dim))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 def _measure(run: Any) -> tuple[int, int]:

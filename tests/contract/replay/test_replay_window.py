@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import CountOperators
-from test_replay_memory import Block
+from transformer_block import Block
 
 import actckpt
 from actckpt._replay import execute

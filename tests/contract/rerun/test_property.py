@@ -5,110 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import Checkpoint, assert_equal, ours, plain
-
-SIZE = 4
-Tensors = list[torch.Tensor]
-#: An operator takes the pool of tensors and two indices into it.
-Operator = Callable[[Tensors, int, int], torch.Tensor]
-
-
-def _in_place(change: Callable[[torch.Tensor], Any]) -> Operator:
-    """Change a clone that only this operator knows, so that no saved tensor becomes invalid."""
-
-    def operator(pool: Tensors, a: int, b: int) -> torch.Tensor:
-        result = pool[a] + 0.5 * pool[b]
-        change(result)
-        return result
-
-    return operator
-
-
-OPERATORS: dict[str, Operator] = {
-    "sin": lambda pool, a, _: pool[a].sin(),
-    "tanh of matmul": lambda pool, a, b: (pool[a] @ pool[b]).tanh(),
-    "multiply": lambda pool, a, b: pool[a].sigmoid() * pool[b],
-    "transpose": lambda pool, a, _: pool[a].t(),
-    "flip a view": lambda pool, a, _: pool[a][1:].flip(0).reshape(-1)[: SIZE * SIZE - SIZE].repeat(2)[:16].view(4, 4),
-    "strided view": lambda pool, a, _: pool[a].contiguous().as_strided((SIZE, SIZE), (1, 1)).tanh(),
-    "join halves": lambda pool, a, b: torch.cat([pool[a][:2], pool[b][2:]]),
-    "sort": lambda pool, a, _: pool[a].sort(dim=0).values,
-    "dropout": lambda pool, a, _: torch.nn.functional.dropout(pool[a], 0.4),
-    "noise": lambda pool, a, _: pool[a] * torch.rand(SIZE, SIZE),
-    "where": lambda pool, a, b: torch.where(pool[a] > 0, pool[a], pool[b].cos()),
-    "softmax": lambda pool, a, _: pool[a].softmax(dim=-1),
-    "normalise": lambda pool, a, _: torch.nn.functional.layer_norm(pool[a], (SIZE,)),
-    "detach": lambda pool, a, b: pool[a].detach() * pool[b],
-    "relu in place": _in_place(torch.relu_),
-    "multiply rows in place": _in_place(lambda x: x[::2].mul_(3)),
-    "copy a column in place": _in_place(lambda x: x[:, 0].copy_(x[:, 1].clone())),
-    "dropout in place": _in_place(lambda x: torch.nn.functional.dropout(x, 0.3, inplace=True)),
-    "fill in place": _in_place(lambda x: x.diagonal().fill_(0.5)),
-}
-
-indices = st.integers(0, 7)
-operators = st.tuples(st.sampled_from(sorted(OPERATORS)), indices, indices)
-PASSINGS = ("positional", "keyword", "list", "dict", "closure")
-bodies = st.recursive(
-    st.lists(operators, min_size=1, max_size=4),
-    lambda inner: st.lists(
-        operators | st.tuples(st.just("region"), st.sampled_from(PASSINGS), inner), min_size=1, max_size=4
-    ),
-    max_leaves=4,
-)
-regions = st.lists(st.tuples(st.just("region"), st.sampled_from(PASSINGS), bodies), min_size=1, max_size=2)
-
-
-def _run(body: list[Any], pool: Tensors, checkpoint: Checkpoint) -> Tensors:
-    """Run a body on a pool of tensors; returns what it made."""
-    made = []
-    for kind, first, second in body:
-        known = [*pool, *made]
-        if kind == "region":
-            made += _region(first, second, known[-3:], checkpoint)
-        else:
-            made.append(OPERATORS[kind](known, first % len(known), second % len(known)))
-    return made[-2:]
-
-
-def _region(passing: str, body: list[Any], pool: Tensors, checkpoint: Checkpoint) -> Tensors:
-    first, rest = pool[0], pool[1:]
-    if passing == "positional":
-        return checkpoint(lambda *tensors: _run(body, list(tensors), checkpoint), *pool)
-    if passing == "keyword":
-        return checkpoint(lambda a, *, rest: _run(body, [a, *rest], checkpoint), first, rest=tuple(rest))
-    if passing == "list":
-        return checkpoint(lambda tensors: _run(body, tensors, checkpoint), pool)
-    if passing == "dict":
-        return checkpoint(lambda d: _run(body, [d["a"], *d["rest"]], checkpoint), {"a": first, "rest": rest})
-    return checkpoint(lambda a: _run(body, [a, *rest], checkpoint), first)
-
-
-def _outcome(
-    checkpoint: Checkpoint, program: list[Any], with_grad: list[bool], used: list[bool], retain: bool, seed: int
-) -> Any:
-    torch.manual_seed(seed)
-    inputs = [torch.randn(SIZE, SIZE).requires_grad_(needed) for needed in with_grad]
-    pool = [inputs[0], *(x * 1.5 for x in inputs[1:])]
-    outputs = _run(program, pool, checkpoint)
-    values = [output.detach().clone() for output in outputs]
-    after_forward = torch.get_rng_state()
-    chosen = [o for o, is_used in zip(outputs, used, strict=False) if is_used and o.requires_grad] or [
-        o for o in outputs if o.requires_grad
-    ]
-    del outputs
-    grads: list[Any] = []
-    if chosen:
-        loss = sum(output.square().sum() for output in chosen)
-        wanted = [x for x in inputs if x.requires_grad]
-        if retain:
-            grads.append(torch.autograd.grad(loss, wanted[-1:], retain_graph=True, allow_unused=True))
-            grads.append(torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True))
-        grads.append(torch.autograd.grad(loss, wanted, allow_unused=True))
-    return values, grads, after_forward, torch.get_rng_state()
+from oracle import assert_equal, ours, plain
+from random_programs import outcome, regions
 
 
 @settings(
@@ -128,5 +28,5 @@ def test_random_programs_are_bit_equal_to_plain_autograd(
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return ours(function, *args, early_stop=early_stop, **kwargs)
 
-    expected = _outcome(plain, program, with_grad, used, retain, seed)
-    assert_equal(_outcome(checkpoint, program, with_grad, used, retain, seed), expected)
+    expected = outcome(plain, program, with_grad, used, retain, seed)
+    assert_equal(outcome(checkpoint, program, with_grad, used, retain, seed), expected)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sim
 import torch
 
 from actckpt import config
 from actckpt._offload import backends, limits, native
-from actckpt._offload.native import sim
 
 PAGE, MIB = 4096, 1 << 20
 

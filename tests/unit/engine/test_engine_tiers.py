@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import sim
 
 import actckpt
 from actckpt import config
 from actckpt._offload import backends, native
-from actckpt._offload.native import sim
 
 PAGE = 4096
 DEFAULT, OTHER = 0, 2
@@ -188,10 +188,10 @@ def test_prefer_keeps_where_copies_lag_by_a_window_and_not_where_the_host_runs_a
 
 
 def test_a_write_that_fails_keeps_the_bytes_in_their_buffer(folder: str) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at = 0
     io.set(faults)
-    rig = Rig(pageable=0, num_buffers=2, spill_file=native.SpillFile(folder, faults=io))
+    rig = Rig(pageable=0, num_buffers=2, spill_file=sim.spill_file(folder, io))
     ticket = rig.put(Tensor(2))
     rig.settle()
     figures = rig.engine.stats()
@@ -203,15 +203,15 @@ def test_a_write_that_fails_keeps_the_bytes_in_their_buffer(folder: str) -> None
     ticket.drop()
     rig.settle()
     assert rig.engine.stats().stuck_bytes == 0
-    io.set(native.Faults())
+    io.set(sim.Faults())
     assert rig.put(Tensor()).tier == "disk"
 
 
 def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothing(folder: str) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, 5
     io.set(faults)
-    rig = Rig(pageable=0, num_buffers=2, spill_file=native.SpillFile(folder, faults=io))
+    rig = Rig(pageable=0, num_buffers=2, spill_file=sim.spill_file(folder, io))
     tensor = Tensor(5)
     assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == native.Kept.FULL
     rig.settle()
@@ -222,8 +222,8 @@ def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothin
 
 
 def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
-    rig = Rig(pageable=0, spill_file=native.SpillFile(folder, faults=io))
+    io, faults = sim.FaultyFileIo(), sim.Faults()
+    rig = Rig(pageable=0, spill_file=sim.spill_file(folder, io))
     ticket = rig.put(Tensor(2))
     rig.settle()
     faults.alter_read_at = PAGE + 5
@@ -235,7 +235,7 @@ def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> 
         ticket.get(0, DEFAULT)
     rig.settle()
     assert alive() is None and rig.engine.stats().num_failed_reads == 1
-    io.set(native.Faults())
+    io.set(sim.Faults())
     again = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (again, True)
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sim
 import torch
 
 import actckpt
@@ -56,11 +57,11 @@ def step(backend: backends.CpuBackend, count: int = 4) -> None:
 def test_a_disk_that_takes_nothing_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, words: str
 ) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, code
     io.set(faults)
     for _ in range(2):  # another store of the same process says nothing new
-        backend = backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io))
+        backend = backends.CpuBackend(sim.disk_store(str(tmp_path), io))
         for _ in range(3):
             step(backend)
         assert backend.store.stats().num_failed_writes == 12
@@ -70,10 +71,10 @@ def test_a_disk_that_takes_nothing_warns_once(
 
 def test_a_full_limit_and_a_broken_disk_are_two_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step(backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path), limit_bytes=5 * 4096)))
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    step(backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io)))
+    step(backends.CpuBackend(sim.disk_store(str(tmp_path), io)))
     first, second = warnings(caplog)
     assert "is full" in first and "Raise disk_limit" in first
     assert "fails" in second and "errno 5" in second
