@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sim
 import torch
 from offload_oracle import flush, store_of_kind, two_tensor, using
 from oracle import leaf, ours
@@ -16,7 +17,6 @@ from references import STEPS, SavesBoth, assert_references_flat, chain, fails, s
 from te_fakes import Recipe, installed
 
 import actckpt
-from actckpt._offload import native
 
 
 def _overlapping(x: torch.Tensor) -> torch.Tensor:
@@ -45,10 +45,10 @@ OFFLOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @contextmanager
 def _failing_store(folder: Path) -> Iterator[None]:
-    io = native.FaultyFileIo()
-    faults = native.Faults()
+    io = sim.FaultyFileIo()
+    faults = sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.ENOSPC
-    with using(native.CpuStore.on_disk(str(folder), faults=io, num_workers=0)):
+    with using(sim.disk_store(str(folder), io, num_workers=0)):
         io.set(faults)
         yield
 
