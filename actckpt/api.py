@@ -13,7 +13,8 @@ from actckpt import _C
 from actckpt._compile.checkpoint import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
 from actckpt._core import messages, random_state, state, torch_private
 from actckpt._core.functions import check_runs_when_called, is_of_module
-from actckpt._offload.session import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
+from actckpt._offload.owned import keep_in_place
+from actckpt._offload.session import DEFAULT_MIN_BYTES, Offloading, Session
 from actckpt._replay.audit import caller_of, site_of
 from actckpt._replay.calls import run_in_region
 from actckpt._replay.matches import Matches

@@ -1,6 +1,7 @@
 """Imports point one way (see docs/how-it-works.md), and importing actckpt is cheap."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -71,6 +72,16 @@ def test_includes_point_downward(path: Path) -> None:
     for name in re.findall(r'#include "(\w+)/', path.read_text()):
         assert name == room or _CPP_RANKS[name] < _CPP_RANKS[room], f"{path.name} includes from {name}"
         assert name != "engine" or room in ("engine", "bind"), f"{path.name} includes from the engine"
+
+
+@pytest.mark.parametrize("room", ["_offload"])
+def test_modules_of_a_room_import_each_other_in_no_circle(room: str) -> None:
+    prefix = f"actckpt.{room}."
+    imports = {
+        path.stem: {name.split(".")[2] for name in _imported(path) if name.startswith(prefix)}
+        for path in (_PACKAGE / room).glob("*.py")
+    }
+    graphlib.TopologicalSorter(imports).prepare()  # raises where there is one
 
 
 def test_every_module_has_a_room() -> None:

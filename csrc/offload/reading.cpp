@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <new>
+#include <numeric>
 #include <unordered_set>
 #include <utility>
 
 #include "core/meter.h"
 #include "offload/bytes.h"
+#include "offload/orders.h"
 
 namespace actckpt {
 namespace {
@@ -29,9 +31,7 @@ std::weak_ptr<Record>& last_record() {
   return record;
 }
 
-void unload(SpanObject* span) { call_method_with(span->ticket, names().unload); }
-
-// Begins to bring `span` back if there is room; returns whether to go on.
+// Begins to bring `span` back if there is room; returns whether there was.
 bool read_ahead(SpanObject* span, long long task) {
   if (span->ahead_task != -1) return true;
   if (window.bytes + span->nbytes > window.limit) return false;
@@ -41,8 +41,7 @@ bool read_ahead(SpanObject* span, long long task) {
   span->ahead_task = task;
   span->ahead_bytes = span->nbytes;
   try {
-    const py::object began =
-        call_method_with(span->backend, names().prefetch, span->ticket, span->nbytes_object, span->device);
+    const py::object began = span->ticket->prefetch();
     // None: the source is still held, and stays until the span is unloaded. It needs no room.
     if (began.is_none()) {
       window.bytes -= std::exchange(span->ahead_bytes, 0);
@@ -56,8 +55,8 @@ bool read_ahead(SpanObject* span, long long task) {
   return true;
 }
 
-// Lets go of what `task` read ahead in vain.
-void let_go_of_unread(long long task) {
+// Releases what `task` read ahead in vain.
+void release_unread(long long task) {
   std::vector<py::object> unread;
   for (SpanObject* span : window.spans) {
     if (span->ahead_task == task) {
@@ -66,21 +65,13 @@ void let_go_of_unread(long long task) {
   }
   for (const py::object& span : unread) {
     leave_window(span_of(span.ptr()));
-    unload(span_of(span.ptr()));
+    span_of(span.ptr())->ticket->unload();
   }
-}
-
-py::tuple to_tuple(const std::vector<long long>& values) {
-  py::tuple result(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    PyTuple_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(i), number(values[i]).release().ptr());
-  }
-  return result;
 }
 
 // The backward `task` has ended, or failed.
 void end_task(Record* record, long long task) {
-  let_go_of_unread(task);
+  release_unread(task);
   if (record->task != task) return;
   record->task = -1;
   std::vector<py::object> kept;
@@ -89,14 +80,8 @@ void end_task(Record* record, long long task) {
       kept.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span)));
     }
   }
-  const bool saw_all = record->seen.size() == record->sizes.size() && !record->seen.empty();
-  py::object sizes, order;
-  if (saw_all) {
-    sizes = to_tuple(record->sizes);
-    order = to_tuple(std::vector<long long>(record->seen.begin(), record->seen.end()));
-  }
-  for (const py::object& span : kept) unload(span_of(span.ptr()));
-  if (saw_all) call_with(names().note_order, sizes.ptr(), order.ptr());
+  if (record->seen.size() == record->sizes.size() && !record->seen.empty()) note_order(record->sizes, record->seen);
+  for (const py::object& span : kept) span_of(span.ptr())->ticket->unload();
 }
 
 // Given to autograd, which calls it when the backward ends, and drops it uncalled when it fails.
@@ -145,21 +130,19 @@ void tell_end(const RecordPointer& record, long long task) {
 void prepare(Record* record, long long task) {
   if (record->task == task) return;
   const std::size_t count = record->sizes.size();
-  const py::object learnt = call_with(names().learnt_order, to_tuple(record->sizes).ptr());
   record->task = task;
   record->will_be_told = false;
   record->cursor = 0;
   record->seen.clear();
   record->is_seen.assign(count, false);
-  record->order.resize(count);
-  for (std::size_t i = 0; i < count; ++i) record->order[i] = count - 1 - i;
-  if (PyTuple_Check(learnt.ptr()) && PyTuple_GET_SIZE(learnt.ptr()) == static_cast<Py_ssize_t>(count)) {
-    for (std::size_t i = 0; i < count; ++i) {
-      record->order[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(learnt.ptr(), static_cast<Py_ssize_t>(i)));
-    }
+  if (const std::vector<std::size_t>* learnt = learnt_order(record->sizes)) {
+    record->order = *learnt;
+  } else {
+    record->order.resize(count);
+    std::iota(record->order.rbegin(), record->order.rend(), std::size_t{0});
   }
-  record->rank.assign(count, count);
-  for (std::size_t i = 0; i < count; ++i) record->rank.at(record->order[i]) = i;
+  record->rank.resize(count);
+  for (std::size_t i = 0; i < count; ++i) record->rank[record->order[i]] = i;
 }
 
 // Reads ahead in one record from its cursor on; returns whether there is room for more.
@@ -193,16 +176,10 @@ void note_seen(const RecordPointer& record, std::size_t place, long long task) {
 }
 
 py::object fetch_once(SpanObject* span) {
-  py::object found = call_method_with(span->backend, names().fetch, span->ticket, span->nbytes_object, span->device);
-  if (!is_bytes(found.ptr())) throw py::type_error("a store gave something else than Bytes");
+  py::object found = span->ticket->fetch();
   // What was read while its memory was replaced is worthless; the storage has the bytes.
   if (PyObject* storage = span->watch->replaced_storage()) return new_bytes(storage, span->start);
   return found;
-}
-
-bool is_whole(const SpanObject* span, const py::object& found) {
-  const long long needed = start_of(found.ptr()) + span->nbytes;
-  return integer_of_call(storage_behind(found.ptr()), names().nbytes) >= needed;
 }
 
 // A backward has come to `record`.
@@ -269,8 +246,8 @@ py::object fetch(SpanObject* span) {
   const auto held = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span));
   const long long task = current_task();
   py::object found = fetch_once(span);
-  if (!is_whole(span, found)) {  // the source, still held, or what was brought back: its memory was freed
-    unload(span);
+  if (!holds(found.ptr(), span->nbytes)) {  // the source, still held, or what was brought back: its memory was freed
+    span->ticket->unload();
     found = fetch_once(span);
   }
   sums().reloaded_bytes += span->nbytes;
@@ -282,7 +259,7 @@ py::object fetch(SpanObject* span) {
     note_seen(record, span->place, task);
     read_on(record, task);
   }
-  if (span->num_saved == 1 || task == -1) unload(span);
+  if (span->num_saved == 1 || task == -1) span->ticket->unload();
   return found;
 }
 

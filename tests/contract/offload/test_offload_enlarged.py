@@ -16,13 +16,13 @@ import pytest
 _PROGRAM = """
     import json, sys, time, warnings
     import torch, actckpt
-    from actckpt import config
-    from actckpt._offload import native
-    from actckpt._offload import backends as stores
+    from actckpt import _C, config
+    from actckpt._offload import stores
+    from actckpt._offload.cpu import CpuStore
 
     folder, num_workers, is_taken = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "taken"
     warnings.simplefilter("ignore")  # torch warns of outputs that grow
-    assert native.fix_mmap_threshold(1 << 20)  # memory that is freed is unmapped
+    assert _C.fix_mmap_threshold(1 << 20)  # memory that is freed is unmapped
     ROWS = 3 << 20  # more than a bounce buffer: the rest is read once the first write goes on
     LARGER = 2 * ROWS
     WAYS = {
@@ -34,11 +34,11 @@ _PROGRAM = """
     }
 
     def outcome_of(change):
-        io, faults = native.FaultyFileIo(), native.Faults()
+        io, faults = _C.FaultyFileIo(), _C.Faults()
         faults.hold_writes = True
         io.set(faults)
-        store = native.CpuStore.on_disk(folder, faults=io, num_workers=num_workers)
-        stores._backends["disk"] = config.generation, stores.CpuBackend(store)
+        store = CpuStore.on_disk(folder, faults=io, num_workers=num_workers)
+        stores._stores[False] = config.generation, store
         x, h = torch.randn(ROWS, requires_grad=True), torch.full((ROWS,), 2.0)
         with actckpt.offload(min_bytes=0):
             y = x * h
@@ -46,7 +46,7 @@ _PROGRAM = """
             time.sleep(0.001)
         change(h)
         others = [torch.full((ROWS,), 7.0) for _ in range(3)] if is_taken else []  # at the address that h had
-        io.set(native.Faults())
+        io.set(_C.Faults())
         store.flush()
         figures = store.stats()
         try:

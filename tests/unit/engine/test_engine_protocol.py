@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 
-from actckpt._offload.native import sim
+from actckpt._C import sim
 
 RULES = sim.rules()
 #: Leaving it out orders all accesses as before, and keeps the wrong bytes.
