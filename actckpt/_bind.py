@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from actckpt import _C
-from actckpt._core import messages, modes, random_state, state, stays, torch_private
+from actckpt._core import extensions, messages, modes, random_state, state, torch_private
 from actckpt._core.functions import global_names
 from actckpt._core.watched import has_same_bytes, own_copy
 from actckpt._offload import notices, owned, reading, session, sources, stores
@@ -42,7 +42,7 @@ NAMES: dict[str, Any] = {
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
     # Whether backward may clear what it is given of a saved tensor.
-    "alias_rules": stays.alias_rules,
+    "clears_saved": extensions.clears_saved,
     # Global state that a rerun must find as the forward found it.
     "state_getters": state.GETTERS,
     # Default generators: of the CPU alone, and of the devices of a tuple of arguments.
@@ -87,8 +87,7 @@ NAMES: dict[str, Any] = {
     "store_for": stores.store_for,
     "guard": sources.guard,
     "is_owned": owned.is_owned,
-    "stay_rules": stays.rules,
-    "must_stay": stays.must_stay,
+    "must_stay": extensions.must_stay,
     "pack_parts": session.pack_parts,
     "is_tracing": torch_private.is_tracing,
     "tell_of_writes": notices.tell_of_writes,

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from actckpt import _C
 from actckpt._compile.checkpoint import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
-from actckpt._core import messages, random_state, state, torch_private
+from actckpt._core import extensions, messages, random_state, torch_private
 from actckpt._core.functions import check_runs_when_called, is_of_module
 from actckpt._offload.owned import keep_in_place
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Offloading, Session
@@ -242,8 +242,8 @@ def checkpoint_call(
         _check_keywords(use_reentrant, policy, context_fn, offload_inputs, determinism_check, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if state.awaited:
-        state.register_awaited()
+    if extensions.awaited:
+        extensions.register_awaited()
     if policy is not None and policy != "recompute":
         choice, site = choice_of(policy), site_of(caller_of(function, args, kwargs))
         if not site.is_rerun:
@@ -259,7 +259,7 @@ def checkpoint_call(
     check_metadata = determinism_check == "default"
     # The common kind runs without Python code around the function; the extension says if it is one.
     is_uncommon = kwargs or debug or offload_inputs or rng_trackers or input_hooks or context_fn is not noop_context_fn
-    if not (is_uncommon or random_state.registered or state.registered) and is_of_module(function):
+    if not (is_uncommon or extensions.around_regions) and is_of_module(function):
         result = _C.run_common(function, args, early_stop, preserve_rng_state, check_metadata)
         if result is not NotImplemented:
             return result
@@ -379,7 +379,7 @@ def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Of
             "offload: to='host' moves tensors off a GPU, and there is none here (torch.cuda.is_available() is False). "
             "CPU tensors are in host memory already: pass 'disk' or 'auto'."
         )
-    state.register_awaited()
+    extensions.register_awaited()
     return Offloading(to, parse_bytes(min_bytes, what="min_bytes"))
 
 

@@ -30,14 +30,7 @@ class CpuStore(_C.CpuStore):
         return store
 
     @classmethod
-    def on_disk(
-        cls,
-        folder: str,
-        *,
-        limit_bytes: int = _UNLIMITED,
-        faults: _C.FaultyFileIo | None = None,
-        **engine: Any,
-    ) -> "CpuStore":
+    def on_disk(cls, folder: str, *, limit_bytes: int = _UNLIMITED, **engine: Any) -> "CpuStore":
         """Spill to an unlinked file in `folder`.
 
         Args:
@@ -46,7 +39,7 @@ class CpuStore(_C.CpuStore):
         Raises:
             SpillWriteError: no file can be made in `folder`.
         """
-        return cls.on_file(_C.SpillFile(folder, limit_bytes=limit_bytes, faults=faults), **engine)
+        return cls.on_file(_C.SpillFile(folder, limit_bytes=limit_bytes), **engine)
 
     @classmethod
     def on_file(cls, file: _C.SpillFile, *, window_bytes: int | None = 256 << 20, num_workers: int = 2) -> "CpuStore":

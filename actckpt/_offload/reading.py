@@ -5,13 +5,15 @@ NOTE [ Reading ahead ]
 Rule 1. The order is that of the last backward of a session that moved the same sizes, else the reverse order
         of moving. Where a session has nothing left, the session before it follows.
 Rule 2. What is read ahead and not yet asked for stays within a window of bytes, one for the process.
-Rule 3. What a backward read ahead in vain is released when it ends, also when it fails: autograd then drops
-        the callbacks that it was given without calling them.
+Rule 3. What a backward read ahead in vain is released when it ends, also when it fails (csrc/core/task_end.h), or when
+        room must be made (NOTE [ Pressure ]). Then it is read when it is asked for.
+Rule 4. An order is learnt when the last span is read: the spans may be gone before the backward has ended.
 
 All but the setting is in csrc/offload: reading.h, orders.h.
 """
 
-from actckpt import config
+from actckpt import _C, config
+from actckpt._core import pressure
 from actckpt._offload import stores
 
 __all__ = ["max_inflight"]
@@ -21,3 +23,7 @@ def max_inflight() -> int:
     """Return the window of Rule 2 in bytes."""
     window = config.settings().window_bytes
     return stores.window_bytes() if window is None else window
+
+
+pressure.register("read-ahead", _C.release_read_ahead)
+pressure.register("reloads", _C.release_reloads)

@@ -10,11 +10,13 @@ program waited for that ticket.
 """
 
 import threading
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
 from actckpt import _C, config
+from actckpt._core import pressure
 from actckpt._offload.cpu import CpuStore
 from actckpt._offload.device import DeviceStore
 
@@ -77,6 +79,17 @@ def device_store() -> DeviceStore | None:
     """Return the store of device tensors if there is one already, and it is ours."""
     found = _stores.get(True, (0, None))[1]
     return found if isinstance(found, DeviceStore) else None
+
+
+def _release_free_slabs(nbytes: int) -> int:
+    """Give free host memory back to the system, however much is asked for; returns how many bytes it was."""
+    made = device_store()
+    with suppress(_C.ForkedError):
+        return 0 if made is None else made.engine.trim()
+    return 0
+
+
+pressure.register("host pool", _release_free_slabs)
 
 
 def window_bytes() -> int:

@@ -220,7 +220,7 @@ class OpenRegion:
                 "close it there, `region.__exit__(None, None, None)` does it. It is still open."
             )
         is_innermost = self.tape is None or self.tape.depth == self._depth
-        if self._hooks is not None and torch_private.knows_outer_hooks():
+        if self._hooks is not None:
             is_innermost = is_innermost and torch_private.are_on_top(self._hooks)
         if not is_innermost:
             raise StillOpenError(

@@ -9,8 +9,6 @@ from actckpt._core import torch_private
 
 __all__ = ["Operator", "operator_of"]
 
-_aten = torch.ops.aten
-
 #: They allocate and write nothing (Rule 4).
 _UNINITIALISED = frozenset(
     {

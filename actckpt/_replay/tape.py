@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _C, config
-from actckpt._C import EngineError, Moved, add_entry, evict, look_at, uncache, unmoved, value_of
+from actckpt._C import EngineError, Moved, add_entry, look_at, unmoved, value_of
 from actckpt._core import torch_private
 from actckpt._core.counters import counters
 from actckpt._offload import stores
@@ -71,7 +71,7 @@ class Tape(TapeCore):
         self.opaque_bytes = 0
         #: Of the latter, those of compiled code.
         self.compiled_bytes = 0
-        self.began_at = -1 if torch_private.next_sequence_number is None else torch_private.next_sequence_number()
+        self.began_at = torch_private.next_sequence_number()
         self.lock = threading.RLock()
         #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
         self.swap = -1
@@ -94,8 +94,6 @@ class Tape(TapeCore):
         self.window_bytes = settings.replay_window if isinstance(settings.replay_window, int) else -1
         #: What `PREFER_OFFLOAD` moves.
         self._plan: RegionPlan | None = None
-        #: Values with cached bytes, by the backward that cached them.
-        self._cached: dict[int, list[weakref.ref[Value]]] = {}
 
     # What few regions need, made when it is: a region may be as short as two operators
 
@@ -289,41 +287,9 @@ class Tape(TapeCore):
         for begin in self.late_audits.pop(value, ()):
             begin()
 
-    def clear_after(self, task: int, value: Value) -> None:
-        """Let go of what is cached for `value` when the backward `task` ends, at the latest (Rule 12)."""
-        values = self._cached.get(task)
-        if values is None:
-            values = self._cached[task] = []
-            torch_private.when_backward_ends(lambda: self._clear(task))
-        values.append(weakref.ref(value))
-
     def has_room(self) -> bool:
         """Whether one more value may stay beside what is cached: it may pass the window, the next one may not."""
         return self.window_bytes < 0 or self.cached_bytes <= self.window_bytes
-
-    def evict_leftovers(self, task: int, clock: int) -> None:
-        """Let go of what is cached for saved tensors that the backward `task` has passed by.
-
-        It unpacks in the reverse order of saving: it has come to `clock`, and will not ask for what was saved later.
-        """
-        live = [(reference, reference()) for reference in self._cached.get(task, ())]
-        self._cached[task] = [reference for reference, value in live if value is not None and value.cached is not None]
-        for _, value in live:
-            if value is None or value.cached is None or (value.step is None and value.stored is None):
-                continue
-            if value.first_use > clock:
-                evict(value, task)
-
-    def _clear(self, task: int) -> None:
-        with self.lock:
-            for reference in self._cached.pop(task, ()):
-                value = reference()
-                if value is None or value.cached_task != task:
-                    continue
-                if value.cached is not None and value.step is None and value.stored is None:
-                    # A backward of a part of the graph.
-                    value.held, value.version = value.cached, value.cached_version
-                uncache(value)
 
     def decide(self, value: Value, tensor: Tensor) -> None:
         """Decide what becomes of a value that autograd saves for the first time."""

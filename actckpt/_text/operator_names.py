@@ -34,26 +34,24 @@ RUNS_AS = {
 def known() -> set[str]:
     """Return the names of all operators, with and without their overload: `aten.mul.Tensor`, `aten.mul`.
 
-    torch has no public list. Missing: none, and nothing is checked against it.
+    torch has no public list.
     """
-    list_names = getattr(torch._C, "_dispatch_get_all_op_names", list)
-    names = {name.replace("::", ".") for name in list_names()}
+    names = {name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
     full = {name if name.count(".") > 1 else f"{name}.default" for name in names}
     return full | {name.rpartition(".")[0] for name in full}
 
 
 def exists(pattern: str) -> bool:
-    """Whether an operator has a name, which may have wildcards; True where torch does not tell."""
+    """Whether an operator has a name, which may have wildcards."""
     names = known()
-    return not names or pattern in names or any(matches(pattern, name) for name in names)
+    return pattern in names or any(matches(pattern, name) for name in names)
 
 
 def is_composite(op: Any) -> bool:
-    """Whether torch makes an operator of others before a recorder sees it; False where torch does not tell."""
-    has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
-    if has_kernel is None or not isinstance(op, torch._ops.OpOverload):
+    """Whether torch makes an operator of others before a recorder sees it."""
+    if not isinstance(op, torch._ops.OpOverload):
         return False
-    return bool(has_kernel(op.name(), "CompositeImplicitAutograd"))
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 def nearest(name: str) -> str:

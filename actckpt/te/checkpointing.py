@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from actckpt._core import random_state, torch_private
+from actckpt._interface import GetTracker, disable_dynamo, is_capturing
 from actckpt.api import checkpoint_call
 from actckpt.te import registration
 from actckpt.te.split import SplitInput
@@ -23,7 +23,7 @@ class _Options:
     """The keywords that TransformerEngine's function does not pass on."""
 
     distribute_saved_activations: bool = False
-    get_rng_state_tracker: random_state.GetTracker | None = None
+    get_rng_state_tracker: GetTracker | None = None
     tp_group: Any = None
     use_reentrant: bool = False
     context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn
@@ -49,7 +49,7 @@ class _Options:
         return cls(**given), args
 
 
-@torch_private.disable_dynamo
+@disable_dynamo
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `function` without keeping what it saves for backward; backward runs it again.
 
@@ -80,7 +80,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         forward_context, _ = options.context_fn()
         with forward_context:
             return function(*args, **kwargs)
-    if random_state.is_capturing():  # random states cannot be read: the graph keeps what it saves
+    if is_capturing():  # random states cannot be read: the graph keeps what it saves
         return function(*args, **kwargs)
     registration.leave_fsdp_group(function)
     trackers = () if options.get_rng_state_tracker is None else (options.get_rng_state_tracker,)

@@ -13,16 +13,22 @@ Rule 2. With retain_graph, no node of TransformerEngine may be outside a region 
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from actckpt._core import random_state, torch_private
-from actckpt._offload.session import DEFAULT_MIN_BYTES, EVERYTHING_STAYS, Offloading, Session
+from actckpt._interface import (
+    DEFAULT_MIN_BYTES,
+    GetTracker,
+    disable_dynamo,
+    everything_stays,
+    is_capturing,
+    offloading_hooks,
+)
 from actckpt._text.selectors import matches
 from actckpt._text.sizes import parse_bytes
-from actckpt.api import checkpoint_call
+from actckpt.api import checkpoint_call, offload
 from actckpt.errors import BlocksError
 from actckpt.te import registration
 from actckpt.te.fresh import call_with_fresh_graphs
@@ -40,7 +46,7 @@ def wrap(
     policy: Policy = "recompute",
     *,
     retain_graph: bool = False,
-    get_rng_state_tracker: random_state.GetTracker | None = None,
+    get_rng_state_tracker: GetTracker | None = None,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
 ) -> torch.nn.Module:
     """Recompute, offload or keep what TransformerEngine's modules save for backward.
@@ -96,7 +102,7 @@ class _WrappedForward:
         self,
         module: torch.nn.Module,
         action: str,
-        trackers: tuple[random_state.GetTracker, ...],
+        trackers: tuple[GetTracker, ...],
         min_bytes: int,
         *,
         retain_graph: bool,
@@ -123,20 +129,16 @@ class _WrappedForward:
 
     def context(self) -> AbstractContextManager[Any]:
         """What a module that is not recomputed runs in."""
-        if self.action == "offload":
-            return Offloading("auto", self.min_bytes)
-        if torch_private.outer_hooks() is None:
-            return nullcontext()
-        return Offloading("auto", EVERYTHING_STAYS)  # inside one that is offloaded
+        return offload(min_bytes=self.min_bytes) if self.action == "offload" else everything_stays()
 
 
-@torch_private.disable_dynamo
+@disable_dynamo
 def _run(wrapped: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not torch.is_grad_enabled() or random_state.is_capturing():
+    if not torch.is_grad_enabled() or is_capturing():
         return wrapped.forward(*args, **kwargs)
     provider = registration.provider()
     if wrapped.retain_graph:
-        hooks = Session("auto", wrapped.min_bytes).hooks if wrapped.action == "offload" else None
+        hooks = offloading_hooks(wrapped.min_bytes) if wrapped.action == "offload" else None
         return call_with_fresh_graphs(
             wrapped.module,
             wrapped.forward,

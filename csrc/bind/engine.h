@@ -1,7 +1,7 @@
 // What the parts of the extension share.
 //
 // The engine as Python sees it. For CPU tensors: a HostEngine puts bytes into one of its tiers, which are ByteStores in
-// a Pool or a SpillFile; FaultyFileIo is a disk for tests. For device tensors: a DeviceEngine, with host memory and a
+// a Pool or a SpillFile. For device tensors: a DeviceEngine, with host memory and a
 // spill file below pinned memory. Streams are (device, handle), the handle being
 // `torch.cuda.current_stream().cuda_stream`:
 //

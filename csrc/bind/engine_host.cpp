@@ -85,7 +85,7 @@ EnginePtr make_engine(int num_workers, std::optional<std::uint64_t> window_bytes
   return engine;
 }
 
-void bind_stats(py::module_& module) {
+void bind_host_stats(py::module_& module) {
   py::class_<HostStats>(module, "HostStats")
       .def_readonly("num_puts", &HostStats::num_puts)
       .def_readonly("put_bytes", &HostStats::put_bytes)
@@ -115,7 +115,7 @@ void bind_stats(py::module_& module) {
 }  // namespace
 
 void bind_host(py::module_& module) {
-  bind_stats(module);
+  bind_host_stats(module);
   py::class_<ByteStore, std::shared_ptr<ByteStore>>(module, "ByteStore")
       .def_static("in_pool",
                   [](std::shared_ptr<Pool> pool) -> std::shared_ptr<ByteStore> {

@@ -12,6 +12,7 @@
 #include "core/numerics.h"
 #include "core/reads.h"
 #include "core/swap_lock.h"
+#include "core/task_end.h"
 #include "offload/bytes.h"
 #include "offload/handles.h"
 #include "offload/owned.h"
@@ -33,7 +34,6 @@
 #include "rerun/refill.h"
 #include "rerun/region.h"
 #include "rerun/structure.h"
-#include "rerun/task_end.h"
 
 namespace {
 
@@ -61,7 +61,7 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::python::bind_engine(module);
   actckpt::add_frame_types(module);
   actckpt::add_refill_type(module);
-  actckpt::add_task_end_type();
+  actckpt::add_task_end(module);
   actckpt::add_held_types(module);
   actckpt::add_generator_types(module);
   actckpt::add_meter_type(module);

@@ -19,7 +19,6 @@ namespace actckpt {
   X(buffers, "_buffers") \
   X(callee, "callee") \
   X(changed_unseen, "changed_unseen") \
-  X(clear_after, "clear_after") \
   X(code_name, "co_name") \
   X(conj, "conj") \
   X(copy, "copy_") \
@@ -80,7 +79,7 @@ namespace actckpt {
   X(tensor_type) \
   X(parameter_type) \
   X(module_type) \
-  X(fake_tensor_type) /* null where torch has none */ \
+  X(fake_tensor_type) \
   X(storage_type) \
   X(generator_type) \
   X(partial_type) \
@@ -90,10 +89,10 @@ namespace actckpt {
   X(left_alone) \
   X(global_names) \
   X(lock_type) \
-  X(alias_rules) /* list of callables: see actckpt/_core/stays.py */ \
+  X(clears_saved) /* list of callables: see actckpt/_core/extensions.py */ \
   X(state_getters) \
   X(cpu_generators) \
-  X(top_hooks) /* null where torch does not tell */ \
+  X(top_hooks) \
   X(push_hooks) \
   X(pop_hooks) \
   X(is_grad_enabled) \
@@ -107,8 +106,8 @@ namespace actckpt {
   X(unknown_modes) /* -> tuple of those that may change results */ \
   X(graph_task_id) \
   X(graph_exec_group) /* null where torch has none */ \
-  X(queue_callback)   /* null where torch has none */ \
-  X(is_capturing)     /* null where there is no CUDA */ \
+  X(queue_callback) \
+  X(is_capturing) /* null where there is no CUDA */ \
   X(generators_of) \
   X(refill) \
   X(note_buffers) \
@@ -125,8 +124,7 @@ namespace actckpt {
   X(store_for)      /* (whether of a device) -> store */ \
   X(guard)          /* sources.guard */ \
   X(is_owned)       /* of a module whose forward runs */ \
-  X(stay_rules)     /* stays.rules */ \
-  X(must_stay)      /* stays.must_stay */ \
+  X(must_stay)      /* list of callables: see actckpt/_core/extensions.py */ \
   X(pack_parts)     /* of a subclass that is made of others */ \
   X(is_tracing) \
   X(tell_of_writes) /* (HostStats): some have failed */ \
@@ -146,8 +144,8 @@ namespace actckpt {
   X(recompute)      /* Action.RECOMPUTE */ \
   X(keep)           /* Action.KEEP */ \
   X(why_inference)  /* what reports say of what is made from inference tensors */ \
-  X(below_autograd) /* null where torch has no such guard */ \
-  X(keeps_graph)    /* null where torch does not tell */ \
+  X(below_autograd) \
+  X(keeps_graph) \
   X(any_autocast_enabled) \
   X(num_function_modes) \
   X(recording)         /* set: tapes whose recorders are active, in any thread */ \

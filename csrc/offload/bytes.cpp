@@ -42,7 +42,7 @@ void bytes_dealloc(PyObject* self) {
 
 PyObject* get_storage(PyObject* self, void*) { return Py_NewRef(object_of(self)->storage); }
 
-PyObject* get_start(PyObject* self, void*) { return PyLong_FromLongLong(object_of(self)->start); }
+PyObject* get_bytes_start(PyObject* self, void*) { return PyLong_FromLongLong(object_of(self)->start); }
 
 // is_source(storage) -> bool
 PyObject* tell_source(PyObject*, PyObject* storage) { return PyBool_FromLong(is_source(storage)); }
@@ -61,19 +61,19 @@ PyObject* allocate(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   });
 }
 
-PyGetSetDef getset[] = {{"storage", get_storage, nullptr, "The storage, kept alive.", nullptr},
-                        {"start", get_start, nullptr, "First byte.", nullptr},
-                        {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef bytes_getset[] = {{"storage", get_storage, nullptr, "The storage, kept alive.", nullptr},
+                              {"start", get_bytes_start, nullptr, "First byte.", nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(bytes_new)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(bytes_dealloc)},
-                       {Py_tp_getset, getset},
-                       {Py_tp_doc, const_cast<char*>("Bytes(storage, start): a stretch of a storage "
-                                                     "that the engine reads from or writes to.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Slot bytes_slots[] = {{Py_tp_new, reinterpret_cast<void*>(bytes_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(bytes_dealloc)},
+                             {Py_tp_getset, bytes_getset},
+                             {Py_tp_doc, const_cast<char*>("Bytes(storage, start): a stretch of a storage "
+                                                           "that the engine reads from or writes to.")},
+                             {0, nullptr}};
+PyType_Spec bytes_spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS_DEFAULT, bytes_slots};
 
-PyMethodDef functions[] = {
+PyMethodDef bytes_functions[] = {
     {"is_source", tell_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
     {"settle_sources", settle, METH_O, "settle_sources(storage): all copies out of it have ended."},
     {"allocate_bytes", fast(allocate), METH_FASTCALL, "allocate_bytes(nbytes, device) -> Bytes to read into."},
@@ -120,10 +120,10 @@ py::object allocate_bytes(long long nbytes, PyObject* device) {
 long long address_of(PyObject* bytes) { return reads().data_ptr.number(storage_behind(bytes)) + start_of(bytes); }
 
 void add_bytes_type(py::module_& module) {
-  bytes_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  bytes_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&bytes_spec));
   if (bytes_type == nullptr) throw py::error_already_set();
   module.add_object("Bytes", reinterpret_cast<PyObject*>(bytes_type));
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(module.ptr(), bytes_functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt

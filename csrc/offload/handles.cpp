@@ -178,8 +178,9 @@ PyObject* unmoved(PyObject*, PyObject* tensor) {
   return guarded([&]() -> PyObject* { return new_unmoved(tensor).release().ptr(); });
 }
 
-PyMethodDef functions[] = {{"unmoved", unmoved, METH_O, "unmoved(tensor): a handle of a tensor that is not moved."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef handles_functions[] = {
+    {"unmoved", unmoved, METH_O, "unmoved(tensor): a handle of a tensor that is not moved."},
+    {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef unmoved_methods[] = {{"unpack", unmoved_unpack, METH_NOARGS, "The tensor; raises if it was changed."},
                                  {nullptr, nullptr, 0, nullptr}};
@@ -222,7 +223,7 @@ py::object new_unmoved(PyObject* tensor) {
   return handle;
 }
 
-py::object new_moved(PyObject* tensor, Placed placed, const Extent& extent) {
+py::object new_moved(PyObject* tensor, Placed placed, const TensorExtent& extent) {
   MovedObject* self = create<MovedObject>(moved_type);
   py::object handle = owned(self);
   self->placed = std::move(placed);
@@ -252,7 +253,7 @@ void add_handle_types(py::module_& module) {
   if (unmoved_type == nullptr || moved_type == nullptr) throw_pending();
   module.add_object("Unmoved", reinterpret_cast<PyObject*>(unmoved_type));
   module.add_object("Moved", reinterpret_cast<PyObject*>(moved_type));
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  if (PyModule_AddFunctions(module.ptr(), handles_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

@@ -11,7 +11,7 @@ namespace actckpt {
 py::object new_unmoved(PyObject* tensor);
 
 // A saved tensor that was moved.
-py::object new_moved(PyObject* tensor, Placed placed, const Extent& extent);
+py::object new_moved(PyObject* tensor, Placed placed, const TensorExtent& extent);
 
 // Any handle's tensor; those of Python have a method `unpack`.
 py::object unpack_handle(PyObject* handle);

@@ -17,7 +17,7 @@ long long item(PyObject* tuple, Py_ssize_t i) {
 }
 
 // Moves `extent`; null where the store has no room, or would make the caller wait who must not.
-py::object move(const Destination& destination, PyObject* tensor, const Extent& extent, bool may_share) {
+py::object move(const Destination& destination, PyObject* tensor, const TensorExtent& extent, bool may_share) {
   const py::object bytes = new_bytes(extent.storage, extent.start);
   SourceWatchPointer watch = mark_as_source(bytes.ptr());
   const py::object device = reads().device(tensor);
@@ -32,7 +32,7 @@ py::object move(const Destination& destination, PyObject* tensor, const Extent& 
 long long end_of(const SpanObject* span) { return span->start + span->nbytes; }
 
 // Moves what `overlapping` spans do not hold of `extent`, and shares them; nothing where bytes must stay.
-std::vector<py::object> join(const Destination& destination, PyObject* tensor, const Extent& extent,
+std::vector<py::object> join(const Destination& destination, PyObject* tensor, const TensorExtent& extent,
                              std::vector<py::object> overlapping) {
   std::stable_sort(overlapping.begin(), overlapping.end(), [](const py::object& one, const py::object& other) {
     return span_of(one.ptr())->start < span_of(other.ptr())->start;
@@ -41,7 +41,7 @@ std::vector<py::object> join(const Destination& destination, PyObject* tensor, c
   long long reached = extent.start;
   const auto move_until = [&](long long stop) {
     if (stop <= reached) return true;
-    Extent gap = extent;
+    TensorExtent gap = extent;
     gap.start = reached;
     gap.nbytes = stop - reached;
     joined.push_back(move(destination, tensor, gap, true));
@@ -61,8 +61,8 @@ std::vector<py::object> join(const Destination& destination, PyObject* tensor, c
 
 }  // namespace
 
-Extent extent_of(PyObject* tensor, PyObject* root, PyObject* storage) {
-  Extent extent{};
+TensorExtent extent_of(PyObject* tensor, PyObject* root, PyObject* storage) {
+  TensorExtent extent{};
   extent.storage = storage;
   extent.root = root;
   extent.version = version_of(tensor);
@@ -84,7 +84,7 @@ Extent extent_of(PyObject* tensor, PyObject* root, PyObject* storage) {
   return extent;
 }
 
-Placed place(const Destination& destination, PyObject* tensor, const Extent& extent, bool may_share) {
+Placed place(const Destination& destination, PyObject* tensor, const TensorExtent& extent, bool may_share) {
   std::vector<py::object> overlapping;
   if (may_share) {
     py::object found = find_span(extent, &overlapping);

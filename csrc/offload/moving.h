@@ -19,10 +19,10 @@ struct Destination {
 };
 
 // First byte and byte count of what `tensor` moves (Rule 2).
-Extent extent_of(PyObject* tensor, PyObject* root, PyObject* storage);
+TensorExtent extent_of(PyObject* tensor, PyObject* root, PyObject* storage);
 
 // Shares spans that hold all of `extent`, or moves it, or what no span holds of it. Without spans where the store has
 // no room.
-Placed place(const Destination& destination, PyObject* tensor, const Extent& extent, bool may_share);
+Placed place(const Destination& destination, PyObject* tensor, const TensorExtent& extent, bool may_share);
 
 }  // namespace actckpt

@@ -14,13 +14,13 @@ struct Owned {
   std::size_t sweep_at = 1024;
 };
 
-Owned& owned() {
+Owned& known() {
   static auto* all = new Owned();
   return *all;
 }
 
 // note_owned(tensor)
-PyObject* note(PyObject*, PyObject* tensor) {
+PyObject* note_tensor(PyObject*, PyObject* tensor) {
   return guarded([&]() -> PyObject* {
     note_owned(tensor);
     Py_RETURN_NONE;
@@ -35,8 +35,8 @@ PyObject* reachable(PyObject*, PyObject* tensor) {
   });
 }
 
-PyMethodDef functions[] = {
-    {"note_owned", note, METH_O, "note_owned(tensor): its storage is never to be moved."},
+PyMethodDef owned_functions[] = {
+    {"note_owned", note_tensor, METH_O, "note_owned(tensor): its storage is never to be moved."},
     {"reachable_storage", reachable, METH_O, "reachable_storage(tensor): None where its bytes cannot be reached."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -61,7 +61,7 @@ py::object reachable_storage(PyObject* tensor) {
 void note_owned(PyObject* tensor) {
   const py::object storage = storage_of(tensor);  // also where it has no bytes yet: FSDP fills it later
   if (!storage || is_known_owned(storage.ptr())) return;
-  Owned& all = owned();
+  Owned& all = known();
   all.references[storage.ptr()] = py::reinterpret_steal<py::object>(new_reference(storage.ptr()));
   if (all.references.size() < all.sweep_at) return;
   for (auto entry = all.references.begin(); entry != all.references.end();) {
@@ -72,8 +72,8 @@ void note_owned(PyObject* tensor) {
 }
 
 bool is_known_owned(PyObject* storage) {
-  const auto found = owned().references.find(storage);
-  return found != owned().references.end() && refers_to(storage, found->second.ptr());
+  const auto found = known().references.find(storage);
+  return found != known().references.end() && refers_to(storage, found->second.ptr());
 }
 
 bool refers_to(const PyObject* object, PyObject* reference) {
@@ -94,7 +94,7 @@ PyObject* new_reference(PyObject* object) {
 }
 
 void add_owned_functions(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  if (PyModule_AddFunctions(module.ptr(), owned_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

@@ -1,12 +1,14 @@
 #include "offload/reading.h"
 
 #include <algorithm>
-#include <new>
 #include <numeric>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include "core/meter.h"
+#include "core/released.h"
+#include "core/task_end.h"
 #include "offload/bytes.h"
 #include "offload/orders.h"
 
@@ -25,17 +27,25 @@ struct {
   long long limit = 0;  // the setting, as the last backward that began found it
 } window;
 
+// Brought back for one saved tensor, and needed by others, each with a weak reference to the storage; borrowed.
+std::unordered_map<SpanObject*, py::object> shared_reloads;
+
 // What this thread moved last.
 std::weak_ptr<Record>& last_record() {
   thread_local std::weak_ptr<Record> record;
   return record;
 }
 
+// Unloading a span may run Python code, which may free others: those that are to come are held.
+py::object held(SpanObject* span) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span)); }
+
+void unload(SpanObject* span) { span->ticket->unload(); }
+
 // Begins to bring `span` back if there is room; returns whether there was.
 bool read_ahead(SpanObject* span, long long task) {
   if (span->ahead_task != -1) return true;
   if (window.bytes + span->nbytes > window.limit) return false;
-  const auto held = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span));
+  const py::object owner = held(span);
   window.spans.insert(span);
   window.bytes += span->nbytes;
   span->ahead_task = task;
@@ -48,6 +58,7 @@ bool read_ahead(SpanObject* span, long long task) {
     } else if (span->record != nullptr) {
       note_alive(span->record->meter.ptr(), storage_behind(began.ptr()));
     }
+    if (span->ahead_task != task) unload(span);  // another thread released it meanwhile
   } catch (...) {
     leave_window(span);
     throw;
@@ -59,14 +70,50 @@ bool read_ahead(SpanObject* span, long long task) {
 void release_unread(long long task) {
   std::vector<py::object> unread;
   for (SpanObject* span : window.spans) {
-    if (span->ahead_task == task) {
-      unread.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span)));
-    }
+    if (span->ahead_task == task) unread.push_back(held(span));
   }
   for (const py::object& span : unread) {
     leave_window(span_of(span.ptr()));
-    span_of(span.ptr())->ticket->unload();
+    unload(span_of(span.ptr()));
   }
+}
+
+// release_read_ahead(nbytes) -> released bytes, those included that are free once their copies have ended
+PyObject* release_read_ahead(PyObject*, PyObject* wanted) {
+  return guarded([&]() -> PyObject* {
+    Released released(wanted);
+    std::vector<py::object> spans;
+    for (SpanObject* span : window.spans) spans.push_back(held(span));
+    for (const py::object& object : spans) {
+      if (released.is_enough()) break;
+      SpanObject* span = span_of(object.ptr());
+      if (span->ahead_task == -1) continue;
+      released.add(span->ahead_bytes);
+      leave_window(span);
+      unload(span);
+    }
+    return PyLong_FromLongLong(released.nbytes());
+  });
+}
+
+// release_reloads(nbytes) -> released bytes
+PyObject* release_reloads(PyObject*, PyObject* wanted) {
+  return guarded([&]() -> PyObject* {
+    Released released(wanted);
+    std::vector<py::object> spans;
+    for (const auto& [span, _] : shared_reloads) spans.push_back(held(span));
+    for (const py::object& object : spans) {
+      if (released.is_enough()) break;
+      SpanObject* span = span_of(object.ptr());
+      const auto found = shared_reloads.find(span);
+      if (found == shared_reloads.end()) continue;
+      const py::object storage = std::move(found->second);
+      shared_reloads.erase(found);
+      unload(span);
+      if (call(storage.ptr()).is_none()) released.add(span->nbytes);
+    }
+    return PyLong_FromLongLong(released.nbytes());
+  });
 }
 
 // The backward `task` has ended, or failed.
@@ -76,54 +123,17 @@ void end_task(Record* record, long long task) {
   record->task = -1;
   std::vector<py::object> kept;
   for (SpanObject* span : record->spans) {
-    if (span != nullptr && span->num_saved > 1) {
-      kept.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span)));
-    }
+    if (span != nullptr && span->num_saved > 1) kept.push_back(held(span));
   }
-  if (record->seen.size() == record->sizes.size() && !record->seen.empty()) note_order(record->sizes, record->seen);
-  for (const py::object& span : kept) span_of(span.ptr())->ticket->unload();
-}
-
-// Given to autograd, which calls it when the backward ends, and drops it uncalled when it fails.
-struct EndObject {
-  PyObject_HEAD RecordPointer record;
-  long long task;
-};
-
-PyTypeObject* end_type = nullptr;
-
-EndObject* end_of(PyObject* self) { return reinterpret_cast<EndObject*>(self); }
-
-PyObject* end_call(PyObject* self, PyObject*, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    const RecordPointer record = std::move(end_of(self)->record);
-    if (record != nullptr) end_task(record.get(), end_of(self)->task);
-    Py_RETURN_NONE;
-  });
-}
-
-void end_dealloc(PyObject* self) {
-  {
-    py::error_scope pending;  // this runs while the engine unwinds from a failed backward
-    PyObject* result = end_call(self, nullptr, nullptr);
-    if (result == nullptr) PyErr_WriteUnraisable(nullptr);
-    Py_XDECREF(result);
+  for (const py::object& span : kept) {
+    shared_reloads.erase(span_of(span.ptr()));
+    unload(span_of(span.ptr()));
   }
-  end_of(self)->record.~RecordPointer();
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_Free(self);
-  Py_DECREF(type);
 }
 
 void tell_end(const RecordPointer& record, long long task) {
+  at_task_end(task, [record, task](TaskResult) { end_task(record.get(), task); });
   record->will_be_told = true;
-  if (names().queue_callback == nullptr) return;
-  EndObject* end = PyObject_New(EndObject, end_type);
-  if (end == nullptr) throw_pending();
-  new (&end->record) RecordPointer(record);
-  end->task = task;
-  const auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(end));
-  call(names().queue_callback, owner.ptr());
 }
 
 // Gets ready for a backward that has not come to this record yet.
@@ -170,9 +180,13 @@ void read_on(RecordPointer record, long long task) {
 
 void note_seen(const RecordPointer& record, std::size_t place, long long task) {
   if (record->task != task || place >= record->is_seen.size()) return;  // moved since it was prepared
-  if (!record->is_seen[place]) record->seen.push_back(place);
+  if (record->is_seen[place]) return;
+  record->seen.push_back(place);
   record->is_seen[place] = true;
   record->cursor = std::max(record->cursor, record->rank[place] + 1);
+  if (record->seen.size() < record->sizes.size()) return;
+  // Now, since the spans may be gone before the backward has ended.
+  note_order(record->sizes, record->seen);
 }
 
 py::object fetch_once(SpanObject* span) {
@@ -201,14 +215,13 @@ PyObject* offload_sums(PyObject*, PyObject*) {
                        "deduplicated_bytes", s.deduplicated_bytes, "kept_small", s.kept_small);
 }
 
-PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(end_call)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(end_dealloc)},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.BackwardEnd", sizeof(EndObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-
-PyMethodDef functions[] = {{"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef reading_functions[] = {
+    {"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
+    {"release_read_ahead", release_read_ahead, METH_O,
+     "release_read_ahead(nbytes) -> released bytes of what was read ahead."},
+    {"release_reloads", release_reloads, METH_O,
+     "release_reloads(nbytes) -> released bytes of what waits for other saved tensors."},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -218,6 +231,7 @@ Sums& sums() {
 }
 
 void leave_window(SpanObject* span) noexcept {
+  shared_reloads.erase(span);
   if (span->ahead_task == -1) return;
   span->ahead_task = -1;
   window.spans.erase(span);
@@ -243,11 +257,11 @@ void note_moved(const RecordPointer& record, SpanObject* span) {
 }
 
 py::object fetch(SpanObject* span) {
-  const auto held = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span));
+  const py::object owner = held(span);
   const long long task = current_task();
   py::object found = fetch_once(span);
   if (!holds(found.ptr(), span->nbytes)) {  // the source, still held, or what was brought back: its memory was freed
-    span->ticket->unload();
+    unload(span);
     found = fetch_once(span);
   }
   sums().reloaded_bytes += span->nbytes;
@@ -259,7 +273,13 @@ py::object fetch(SpanObject* span) {
     note_seen(record, span->place, task);
     read_on(record, task);
   }
-  if (span->num_saved == 1 || task == -1) span->ticket->unload();
+  if (span->num_saved == 1 || task == -1) {
+    unload(span);
+  } else {
+    PyObject* storage = PyWeakref_NewRef(storage_behind(found.ptr()), nullptr);
+    if (storage == nullptr) throw_pending();
+    shared_reloads[span] = py::reinterpret_steal<py::object>(storage);
+  }
   return found;
 }
 
@@ -273,9 +293,7 @@ void read_ahead_of(const RecordPointer& record) {
 std::shared_ptr<Record> last_moved() { return last_record().lock(); }
 
 void add_reading_functions(py::module_& module) {
-  end_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  if (end_type == nullptr) throw_pending();
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  if (PyModule_AddFunctions(module.ptr(), reading_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "core/extensions.h"
 #include "core/meter.h"
 #include "core/open_reruns.h"
 #include "core/reads.h"
@@ -124,9 +125,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   SessionObject* session = session_of(self);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (is_in_rerun()) return new_unmoved(tensor);
-  if (PyList_GET_SIZE(names().stay_rules) > 0 && call(names().must_stay, tensor).ptr() == Py_True) {
-    return new_unmoved(tensor);
-  }
+  if (any_is_true(names().must_stay, tensor)) return new_unmoved(tensor);
   if (type == names().parameter_type) {
     note_owned(tensor);
     return new_unmoved(tensor);
@@ -138,7 +137,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   bool is_cuda = false;
   if (stays(session, tensor, &storage, &root, &is_cuda)) return new_unmoved(tensor);
   note_alive(session->record->meter.ptr(), storage.ptr());
-  const Extent extent = extent_of(tensor, root.ptr(), storage.ptr());
+  const TensorExtent extent = extent_of(tensor, root.ptr(), storage.ptr());
   Placed placed = place(destination_for(session, is_cuda), tensor, extent, may_share);
   if (placed.spans.empty()) return new_unmoved(tensor);
   session->has_moved = true;
@@ -240,19 +239,20 @@ PyGetSetDef properties[] = {
     {"has_moved", session_has_moved, nullptr, "Whether anything that was packed is in a store.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(session_new)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(session_dealloc)},
-                       {Py_tp_methods, methods},
-                       {Py_tp_getset, properties},
-                       {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.OffloadSession", sizeof(SessionObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-                    slots};
+PyType_Slot session_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(session_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(session_dealloc)},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
+    {0, nullptr}};
+PyType_Spec session_spec = {"actckpt._C.OffloadSession", sizeof(SessionObject), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, session_slots};
 
 }  // namespace
 
 void add_session_type(py::module_& module) {
-  PyObject* type = PyType_FromSpec(&spec);
+  PyObject* type = PyType_FromSpec(&session_spec);
   if (type == nullptr) throw_pending();
   module.add_object("OffloadSession", type);
   module.attr("EVERYTHING_STAYS") = kEverythingStays;

@@ -53,14 +53,14 @@ void span_dealloc(PyObject* self) {
 
 PyObject* num_spans(PyObject*, PyObject*) { return PyLong_FromSize_t(registry().size()); }
 
-PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(span_dealloc)},
-                       {Py_tp_doc, const_cast<char*>("A stretch of a storage, moved to a store.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.Span", sizeof(SpanObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                    slots};
+PyType_Slot span_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(span_dealloc)},
+                            {Py_tp_doc, const_cast<char*>("A stretch of a storage, moved to a store.")},
+                            {0, nullptr}};
+PyType_Spec span_spec = {"actckpt._C.Span", sizeof(SpanObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, span_slots};
 
-PyMethodDef functions[] = {{"num_spans", num_spans, METH_NOARGS, "num_spans(): storages that have spans now."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef span_functions[] = {{"num_spans", num_spans, METH_NOARGS, "num_spans(): storages that have spans now."},
+                                {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -73,7 +73,7 @@ void Record::forget(std::size_t place) noexcept {
   task = -1;
 }
 
-py::object find_span(const Extent& extent, std::vector<py::object>* overlapping) {
+py::object find_span(const TensorExtent& extent, std::vector<py::object>* overlapping) {
   const auto found = registry().find(extent.storage);
   if (found == registry().end()) return {};
   for (SpanObject* span : found->second) {
@@ -100,7 +100,7 @@ Placed Placed::in(py::object span) {
   return placed;
 }
 
-py::object new_span(const Extent& extent, PyObject* store, std::unique_ptr<StoreTicket> ticket,
+py::object new_span(const TensorExtent& extent, PyObject* store, std::unique_ptr<StoreTicket> ticket,
                     SourceWatchPointer watch, bool may_share) {
   SpanObject* span = PyObject_New(SpanObject, span_type);
   if (span == nullptr) throw_pending();
@@ -131,9 +131,9 @@ void share(SpanObject* span) {
 }
 
 void add_span_type(py::module_& module) {
-  span_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  span_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&span_spec));
   if (span_type == nullptr) throw_pending();
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  if (PyModule_AddFunctions(module.ptr(), span_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

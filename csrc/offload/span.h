@@ -68,7 +68,7 @@ struct SpanObject {
 };
 
 // What a tensor needs of its storage.
-struct Extent {
+struct TensorExtent {
   PyObject* storage;  // borrowed
   PyObject* root;     // borrowed
   long long start;
@@ -92,10 +92,10 @@ struct Placed {
 inline SpanObject* span_of(PyObject* object) { return reinterpret_cast<SpanObject*>(object); }
 
 // The span that holds `extent`, or null; then `overlapping` are those that hold a part of it.
-py::object find_span(const Extent& extent, std::vector<py::object>* overlapping);
+py::object find_span(const TensorExtent& extent, std::vector<py::object>* overlapping);
 
 // A new span; the last argument says whether others may share it.
-py::object new_span(const Extent& extent, PyObject* store, std::unique_ptr<StoreTicket> ticket,
+py::object new_span(const TensorExtent& extent, PyObject* store, std::unique_ptr<StoreTicket> ticket,
                     SourceWatchPointer watch, bool may_share);
 
 // Notes that one more saved tensor shares it.

@@ -334,7 +334,7 @@ py::object storage_of(PyObject* tensor, const Geometry& geometry) {
 
 bool is_tensor_type(PyObject* type) {
   const Names& p = names();
-  return type == p.tensor_type || type == p.parameter_type || (type == p.fake_tensor_type && type != nullptr);
+  return type == p.tensor_type || type == p.parameter_type || type == p.fake_tensor_type;
 }
 
 py::object root_of(PyObject* tensor) {

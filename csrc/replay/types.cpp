@@ -78,11 +78,11 @@ void value_dealloc(PyObject* self) {
     if (handle != nullptr) handle->listed_on = nullptr;
   }
   PyMem_Free(value->handles.many);
-  if (!is_none(value->cached)) value->cached_in->bytes -= value->nbytes;
+  if (!is_none(value->cached)) unlist_cached(value);
   release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::spare, &V::why_opaque, &V::entry, &V::step);
+                 &V::spare, &V::why_opaque, &V::entry, &V::parked, &V::step);
 }
 
 void step_dealloc(PyObject* self) {
@@ -275,18 +275,7 @@ PyObject* tape_cached_bytes(PyObject* self, void*) {
 }
 
 PyObject* window_on(PyObject* self, PyObject* value) {
-  return guarded([&] {
-    const auto* window = reinterpret_cast<WindowObject*>(self);
-    auto* copied = allocated<WindowObject>(window_type);
-    auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(copied));
-    copied->is_conj = window->is_conj;
-    copied->is_neg = window->is_neg;
-    assign(copied->value, value);
-    assign(copied->dtype, window->dtype);
-    set_dims(copied, window->num_dims, sizes_of(window), strides_of(window));
-    copied->offset = window->offset;
-    return owner.release().ptr();
-  });
+  return guarded([&] { return copy_of(reinterpret_cast<WindowObject*>(self), value).release().ptr(); });
 }
 
 PyObject* window_shape(PyObject* self, void*) {

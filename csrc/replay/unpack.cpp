@@ -133,10 +133,7 @@ py::object thawed(const StepObject* step) {
 
 // Executes the one step that makes `target`; null where that is not simple.
 py::object replayed(PyObject* tape, ValueObject* target, long long task) {
-  if (is_none(target->step) || names().below_autograd == nullptr ||
-      call(names().any_autocast_enabled).ptr() != Py_False) {
-    return py::object();
-  }
+  if (is_none(target->step) || call(names().any_autocast_enabled).ptr() != Py_False) return py::object();
   auto* step = reinterpret_cast<StepObject*>(target->step);
   const py::object keep = py::reinterpret_borrow<py::object>(target->step);
   if (!is_simple(step) || !are_numerics(step->numerics)) return py::object();

@@ -23,7 +23,7 @@ Program = Callable[[Callable[[], Any]], Any]
 @contextmanager
 def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: Any) -> Iterator[_C.DeviceEngine]:
     """Offload GPU tensors to one tier inside the block. `faults`: a disk that misbehaves on demand."""
-    file = _C.SpillFile(str(folder), faults=options.pop("faults", None)) if tier == "disk" else None
+    file = _C.SpillFile(str(folder), io=options.pop("io", None)) if tier == "disk" else None
     engine = _C.DeviceEngine.cuda(
         limit_bytes=4 << 30 if tier == "pinned" else 0,
         window_bytes=options.pop("window_bytes", 64 << 20),

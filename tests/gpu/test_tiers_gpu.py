@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sim
 import torch
 from gpu_oracle import only, settle
 
@@ -144,12 +145,12 @@ def test_little_or_no_pinned_memory_gives_the_right_gradients(
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("position", [0, MIB + 5, 6 * MIB])
 def test_a_disk_that_fails_gives_the_right_gradients(tmp_path: Path, position: int, code: int) -> None:
-    io, faults = _C.FaultyFileIo(), _C.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = position, code
     io.set(faults)
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
     expected = _gradient(x)
-    with only("disk", tmp_path, faults=io) as engine:
+    with only("disk", tmp_path, io=io.capsule) as engine:
         for _ in range(4):
             with actckpt.offload(min_bytes=0):
                 y = _deep(x)
@@ -159,10 +160,10 @@ def test_a_disk_that_fails_gives_the_right_gradients(tmp_path: Path, position: i
 
 
 def test_altered_bytes_raise_and_the_next_try_is_right(tmp_path: Path) -> None:
-    io, faults = _C.FaultyFileIo(), _C.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
     expected = _gradient(x)
-    with only("disk", tmp_path, faults=io) as engine:
+    with only("disk", tmp_path, io=io.capsule) as engine:
         with actckpt.offload(min_bytes=0):
             y = _deep(x)
         settle()
@@ -171,7 +172,7 @@ def test_altered_bytes_raise_and_the_next_try_is_right(tmp_path: Path) -> None:
         io.set(faults)
         with pytest.raises(_C.SpillReadError, match="checksum"):
             torch.autograd.grad(y, x, retain_graph=True)
-        io.set(_C.Faults())
+        io.set(sim.Faults())
         assert torch.equal(torch.autograd.grad(y, x)[0], expected)
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sim
 import torch
 from offload_oracle import PythonStore
 
 import actckpt
 from actckpt import _C, config
-from actckpt._C import sim
 from actckpt._offload import counts, notices, stores
 from actckpt._offload.cpu import CpuStore
 from actckpt._offload.device import DeviceStore
@@ -65,19 +65,19 @@ def test_a_limit_and_a_full_disk_are_full(tmp_path: Path) -> None:
     _use(CpuStore.on_disk(str(tmp_path), limit_bytes=2 * PAGE))
     _train()
     assert _kept() == {"kept_full": 1, "failed_writes": 1}
-    io, faults = _C.FaultyFileIo(), _C.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.ENOSPC
     io.set(faults)
-    _use(CpuStore.on_disk(str(tmp_path), faults=io))
+    _use(sim.disk_store(str(tmp_path), io))
     _train()
     assert _kept() == {"kept_full": 4, "failed_writes": 4}, "those of the store before it still count"
 
 
 def test_a_broken_disk_is_a_failure(tmp_path: Path) -> None:
-    io, faults = _C.FaultyFileIo(), _C.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    _use(CpuStore.on_disk(str(tmp_path), faults=io))
+    _use(sim.disk_store(str(tmp_path), io))
     _train()
     assert _kept() == {"kept_failed": 3, "failed_writes": 3}
 
@@ -93,16 +93,16 @@ def test_sums_outlive_their_store_and_reset_sets_them_to_zero(tmp_path: Path) ->
 
 
 def test_what_would_wait_for_the_window_and_must_not_is_busy(tmp_path: Path) -> None:
-    io, faults = _C.FaultyFileIo(), _C.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.hold_writes = True
     io.set(faults)
-    store = PythonStore(CpuStore.on_disk(str(tmp_path), window_bytes=PAGE, faults=io))
+    store = PythonStore(sim.disk_store(str(tmp_path), io, window_bytes=PAGE))
     _use(store)
     sources = [_C.Bytes(torch.randn(PAGE // 4).untyped_storage(), 0) for _ in range(3)]
     tickets = [store.put(source, PAGE, must=False) for source in sources]
     assert [ticket is None for ticket in tickets] == [False, True, True]
     assert _kept() == {"kept_busy": 2}
-    io.set(_C.Faults())
+    io.set(sim.Faults())
     store.inner.flush()
 
 

@@ -12,13 +12,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import sim
 
 _PROGRAM = """
     import json, sys, time, warnings
     import torch, actckpt
-    from actckpt import _C, config
+    sys.path.insert(0, sys.argv[4])
+    import sim
+    from actckpt import config
+    from actckpt import _C
     from actckpt._offload import stores
-    from actckpt._offload.cpu import CpuStore
 
     folder, num_workers, is_taken = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "taken"
     warnings.simplefilter("ignore")  # torch warns of outputs that grow
@@ -34,10 +37,10 @@ _PROGRAM = """
     }
 
     def outcome_of(change):
-        io, faults = _C.FaultyFileIo(), _C.Faults()
+        io, faults = sim.FaultyFileIo(), sim.Faults()
         faults.hold_writes = True
         io.set(faults)
-        store = CpuStore.on_disk(folder, faults=io, num_workers=num_workers)
+        store = sim.disk_store(folder, io, num_workers=num_workers)
         stores._stores[False] = config.generation, store
         x, h = torch.randn(ROWS, requires_grad=True), torch.full((ROWS,), 2.0)
         with actckpt.offload(min_bytes=0):
@@ -46,7 +49,7 @@ _PROGRAM = """
             time.sleep(0.001)
         change(h)
         others = [torch.full((ROWS,), 7.0) for _ in range(3)] if is_taken else []  # at the address that h had
-        io.set(_C.Faults())
+        io.set(sim.Faults())
         store.flush()
         figures = store.stats()
         try:
@@ -65,7 +68,8 @@ _PROGRAM = """
 def test_memory_that_cpp_frees_under_a_copy_is_no_crash_and_no_wrong_number(
     tmp_path: Path, memory: str, num_workers: int
 ) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), str(tmp_path), str(num_workers), memory]
+    arguments = [str(tmp_path), str(num_workers), memory, str(Path(sim.__file__).parents[1])]
+    command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "spill file" not in done.stderr, "nobody says that the disk fails"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sim
 import torch
 from offload_oracle import flush, live_tickets, store_of_kind, using
 from oracle import assert_equal, gradients, leaf, mlp
@@ -26,15 +27,15 @@ TENSOR_BYTES = SIZE * SIZE * 4
 
 
 @contextmanager
-def _faulty_store(folder: Path, **options: Any) -> Iterator[_C.FaultyFileIo]:
-    io = _C.FaultyFileIo()
-    with using(CpuStore.on_disk(str(folder), faults=io, **options)):
+def _faulty_store(folder: Path, **options: Any) -> Iterator[sim.FaultyFileIo]:
+    io = sim.FaultyFileIo()
+    with using(sim.disk_store(str(folder), io, **options)):
         actckpt.reset_stats()
         yield io
 
 
-def _faults(**values: int | bool) -> _C.Faults:
-    faults = _C.Faults()
+def _faults(**values: int | bool) -> sim.Faults:
+    faults = sim.Faults()
     for name, value in values.items():
         setattr(faults, name, value)
     return faults
@@ -92,7 +93,7 @@ def test_an_altered_byte_raises_and_the_next_try_is_right(tmp_path: Path, positi
         io.set(_faults(alter_read_at=position))
         with pytest.raises(_C.SpillReadError, match=rf"{tmp_path}.*offset.*checksum|{tmp_path}.*0x"):
             torch.autograd.grad(y, x, retain_graph=True)
-        io.set(_C.Faults())
+        io.set(sim.Faults())
         assert torch.equal(torch.autograd.grad(y, x)[0], _expected(x))
 
 
@@ -107,7 +108,7 @@ def test_a_read_that_fails_raises_and_the_next_try_is_right(tmp_path: Path, faul
         for _ in range(2):
             with pytest.raises(_C.SpillReadError, match="offset"):
                 torch.autograd.grad(y, x, retain_graph=True)
-        io.set(_C.Faults())
+        io.set(sim.Faults())
         assert torch.equal(torch.autograd.grad(y, x)[0], _expected(x))
         del y
         assert actckpt.stats().store_bytes == 0 and live_tickets() == 0
@@ -124,7 +125,7 @@ def test_a_read_ahead_that_fails_raises_once_it_is_needed(tmp_path: Path) -> Non
         with pytest.raises(_C.SpillReadError):
             y.backward(retain_graph=True)
         assert x.grad is None
-        io.set(_C.Faults())
+        io.set(sim.Faults())
         y.backward()
         assert torch.equal(x.grad, _expected(x))
 
@@ -163,7 +164,7 @@ def test_sources_that_are_still_being_written_are_used_as_they_are(tmp_path: Pat
         with actckpt.offload(min_bytes=0):
             y = _program(x)
         assert torch.equal(torch.autograd.grad(y, x)[0], _expected(x))
-        io.set(_C.Faults())
+        io.set(sim.Faults())
         del y
         flush()
         assert actckpt.stats().store_bytes == 0

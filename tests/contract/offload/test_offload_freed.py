@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sim
 import torch
 from offload_oracle import PythonStore, flush, live_tickets, using
 from oracle import leaf
 
 import actckpt
-from actckpt import _C
 from actckpt._offload.cpu import CpuStore
 from actckpt.errors import SavedTensorChangedError
 
@@ -27,15 +27,15 @@ ROWS = 3 << 20
 @contextmanager
 def _held_writes(folder: Path, num_workers: int) -> Iterator[Callable[[], None]]:
     """Yield what releases writes that have begun."""
-    io = _C.FaultyFileIo()
-    faults = _C.Faults()
+    io = sim.FaultyFileIo()
+    faults = sim.Faults()
     faults.hold_writes = True
     io.set(faults)
-    with using(CpuStore.on_disk(str(folder), faults=io, num_workers=num_workers)):
+    with using(sim.disk_store(str(folder), io, num_workers=num_workers)):
         try:
-            yield lambda: io.set(_C.Faults())
+            yield lambda: io.set(sim.Faults())
         finally:
-            io.set(_C.Faults())
+            io.set(sim.Faults())
 
 
 def _free(h: torch.Tensor) -> None:
@@ -97,11 +97,11 @@ def test_memory_freed_after_its_graph_is_gone_is_no_crash(tmp_path: Path) -> Non
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_memory_freed_that_could_not_be_moved_raises(tmp_path: Path, num_workers: int) -> None:
     x = leaf(1024)
-    io = _C.FaultyFileIo()
-    faults = _C.Faults()
+    io = sim.FaultyFileIo()
+    faults = sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    with using(CpuStore.on_disk(str(tmp_path), faults=io, num_workers=num_workers)):
+    with using(sim.disk_store(str(tmp_path), io, num_workers=num_workers)):
         h = x * 1.5
         with actckpt.offload(min_bytes=0):
             y = h.sin()
@@ -112,11 +112,11 @@ def test_memory_freed_that_could_not_be_moved_raises(tmp_path: Path, num_workers
 
 def test_a_tensor_in_two_spans_raises_where_the_memory_of_one_was_made_smaller(tmp_path: Path) -> None:
     """Neither could be moved; what is left of the first is large enough for the second tensor, but is not its bytes."""
-    io = _C.FaultyFileIo()
-    faults = _C.Faults()
+    io = sim.FaultyFileIo()
+    faults = sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    with using(CpuStore.on_disk(str(tmp_path), faults=io)):
+    with using(sim.disk_store(str(tmp_path), io)):
         h = leaf(1000) * 1.5
         with actckpt.offload(min_bytes=0):
             first, second = h[:300].sin(), h[200:400].sin()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sim
 import torch
 from offload_oracle import PythonStore, flush, using
 from oracle import assert_equal, leaf
@@ -161,9 +162,9 @@ def test_what_finds_no_room_at_once_stays_if_it_only_prefers_to_move(action: Act
 
 
 def test_forward_does_not_wait_for_a_disk_that_is_behind(tmp_path: Path) -> None:
-    io = _C.FaultyFileIo()
-    store = CpuStore.on_disk(str(tmp_path), faults=io, window_bytes=20 * _KIB, num_workers=1)
-    faults = _C.Faults()
+    io = sim.FaultyFileIo()
+    store = sim.disk_store(str(tmp_path), io, window_bytes=20 * _KIB, num_workers=1)
+    faults = sim.Faults()
     faults.hold_writes = True
     io.set(faults)
     with using(store):
@@ -171,7 +172,7 @@ def test_forward_does_not_wait_for_a_disk_that_is_behind(tmp_path: Path) -> None
         with actckpt.region(_per_op) as region:
             y = _program(x, w)  # would hang if it waited
         assert _moved(region.report()) == 16 * _KIB  # all that the window takes
-        io.set(_C.Faults())
+        io.set(sim.Faults())
         flush()
         assert_equal(torch.autograd.grad(y, (x, w)), _plain())
 

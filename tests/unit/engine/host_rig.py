@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import sim
 
 from actckpt import _C
 
@@ -17,13 +18,13 @@ class Rig:
     """An engine over a store whose disk misbehaves on demand."""
 
     def __init__(self, folder: str, *, num_workers: int = 2, window_bytes: int | None = 64 * MIB) -> None:
-        self.io = _C.FaultyFileIo()
-        self.file = _C.SpillFile(folder, faults=self.io)
+        self.io = sim.FaultyFileIo()
+        self.file = sim.spill_file(folder, self.io)
         self.store = _C.ByteStore.on_disk(self.file)
         self.engine = _C.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
 
     def faults(self, **values: int | bool) -> None:
-        faults = _C.Faults()
+        faults = sim.Faults()
         for name, value in values.items():
             setattr(faults, name, value)
         self.io.set(faults)

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import sim
 
 from actckpt import _C
-from actckpt._C import sim
 
 PAGE = 4096
 DEFAULT = 0  # the handle of queue 0, the mock's default stream
@@ -219,7 +219,7 @@ def test_an_error_names_call_and_code_and_nothing_is_recycled(rig: Rig) -> None:
 def test_no_driver_call_after_close() -> None:
     rig = Rig()
     ticket = rig.put(Tensor())
-    rig.cuda.close()
+    rig.engine.shutdown()
     calls = rig.cuda.num_calls
     ticket.drop()
     rig.engine.poll()
@@ -258,8 +258,8 @@ def test_an_exception_of_release_is_reported_and_loses_nothing(monkeypatch: pyte
 
 
 def test_a_missing_driver_or_symbol_is_named() -> None:
-    assert "no CUDA driver" in _C._missing_in_driver("libno-such-driver.so.1")
-    assert _C._missing_in_driver("libm.so.6").startswith("libm.so.6 lacks cuInit")
+    assert "no CUDA driver" in sim.missing_in_driver("libno-such-driver.so.1")
+    assert sim.missing_in_driver("libm.so.6").startswith("libm.so.6 lacks cuInit")
     if _C.why_no_cuda():
         with pytest.raises(_C.DeviceError, match="CUDA backend is unusable"):
             _C.DeviceEngine.cuda(limit_bytes=1, window_bytes=1, release=lambda keep, uses: None)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sim
 
 from actckpt import _C
 
@@ -83,24 +84,24 @@ def test_limit_holds_and_the_error_names_both_numbers(folder: str, make_bytes: M
 def test_a_failing_write_reports_and_gives_its_space_back(
     folder: str, make_bytes: Make, code: int, position: int
 ) -> None:
-    io = _C.FaultyFileIo()
-    file = _C.SpillFile(folder, faults=io)
-    faults = _C.Faults()
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
+    faults = sim.Faults()
     faults.fail_write_at, faults.write_errno = position, code
     io.set(faults)
     data = make_bytes(5 * MIB)
     with pytest.raises(_C.SpillWriteError, match=f"offset {position // 4096 * 4096} .*errno {code}"):
         write(file, data)
     assert file.stats().disk_bytes == 0 and file.stats().num_failed_writes == 1
-    io.set(_C.Faults())
+    io.set(sim.Faults())
     assert np.array_equal(read(file, write(file, data)), data)
 
 
 @pytest.mark.parametrize("step", [4096, 4097, 70_000])
 def test_short_writes_and_reads_are_continued(folder: str, make_bytes: Make, step: int) -> None:
-    io = _C.FaultyFileIo()
-    file = _C.SpillFile(folder, faults=io)
-    faults = _C.Faults()
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
+    faults = sim.Faults()
     faults.max_write_bytes = faults.max_read_bytes = step
     io.set(faults)
     data = make_bytes(MIB + 77)
@@ -108,9 +109,9 @@ def test_short_writes_and_reads_are_continued(folder: str, make_bytes: Make, ste
 
 
 def test_a_disk_that_accepts_nothing_is_an_error_and_no_hang(folder: str, make_bytes: Make) -> None:
-    io = _C.FaultyFileIo()
-    file = _C.SpillFile(folder, faults=io)
-    faults = _C.Faults()
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
+    faults = sim.Faults()
     faults.max_write_bytes = 100
     io.set(faults)
     with pytest.raises(_C.SpillWriteError, match="no byte is accepted"):
@@ -121,26 +122,26 @@ def test_a_disk_that_accepts_nothing_is_an_error_and_no_hang(folder: str, make_b
 def test_one_altered_bit_raises_with_folder_offset_and_both_checksums(
     folder: str, make_bytes: Make, position: int
 ) -> None:
-    io = _C.FaultyFileIo()
-    file = _C.SpillFile(folder, faults=io)
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
     data = make_bytes(MIB)
     block = write(file, data)
-    faults = _C.Faults()
+    faults = sim.Faults()
     faults.alter_read_at = position
     io.set(faults)
     with pytest.raises(_C.SpillReadError) as caught:
         read(file, block)
     assert folder in str(caught.value) and "offset 0" in str(caught.value)
     assert f"{block.checksum:#018x}" in str(caught.value)
-    io.set(_C.Faults())
+    io.set(sim.Faults())
     assert np.array_equal(read(file, block), data)
 
 
 def test_a_failing_read_raises_with_offset_and_reason(folder: str, make_bytes: Make) -> None:
-    io = _C.FaultyFileIo()
-    file = _C.SpillFile(folder, faults=io)
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
     block = write(file, make_bytes(9 * MIB))
-    faults = _C.Faults()
+    faults = sim.Faults()
     faults.fail_read_at = 5 * MIB
     io.set(faults)
     with pytest.raises(_C.SpillReadError, match=rf"offset {4 * MIB} .*errno {errno.EIO}"):
@@ -149,10 +150,10 @@ def test_a_failing_read_raises_with_offset_and_reason(folder: str, make_bytes: M
 
 
 def test_a_file_that_ends_early_raises(folder: str, make_bytes: Make) -> None:
-    io = _C.FaultyFileIo()
-    file = _C.SpillFile(folder, faults=io)
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
     block = write(file, make_bytes(MIB))
-    faults = _C.Faults()
+    faults = sim.Faults()
     faults.end_of_file_at = 10_000
     io.set(faults)
     with pytest.raises(_C.SpillReadError, match="end of the file"):

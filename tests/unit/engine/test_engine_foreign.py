@@ -84,7 +84,7 @@ _SANDBOX = """
         print("no sandbox here")
         sys.exit()
     from actckpt.doctor import examine
-    from actckpt._offload import native
+
     file = _C.SpillFile(sys.argv[1])
     data, out = np.arange(6 << 20, dtype=np.uint8), np.zeros(6 << 20, np.uint8)
     file.read(file.write(data.ctypes.data, data.nbytes), out.ctypes.data)

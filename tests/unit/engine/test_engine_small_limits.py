@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sim
 import torch
 
 from actckpt import _C, config
-from actckpt._C import sim
 from actckpt._offload import limits, notices, spill
 from actckpt._offload.device import DeviceStore
 
@@ -34,7 +34,7 @@ def test_large_limits_have_eight_buffers_of_four_mib_for_each_direction() -> Non
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[sim.MockCuda]:
-    """A mock of the driver under `DeviceStore.from_settings`."""
+    """A mock of the driver under `CudaBackend.from_settings`."""
     mock = sim.MockCuda()
 
     def engine(*, num_workers: int, release: Any, **options: Any) -> _C.DeviceEngine:

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import sim
 
 import actckpt
 from actckpt import _C, config
-from actckpt._C import sim
 from actckpt._offload import stores
 from actckpt._offload.device import DeviceStore
 
@@ -189,10 +189,10 @@ def test_prefer_keeps_where_copies_lag_by_a_window_and_not_where_the_host_runs_a
 
 
 def test_a_write_that_fails_keeps_the_bytes_in_their_buffer(folder: str) -> None:
-    io, faults = _C.FaultyFileIo(), _C.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at = 0
     io.set(faults)
-    rig = Rig(pageable=0, num_buffers=2, spill_file=_C.SpillFile(folder, faults=io))
+    rig = Rig(pageable=0, num_buffers=2, spill_file=sim.spill_file(folder, io))
     ticket = rig.put(Tensor(2))
     rig.settle()
     figures = rig.engine.stats()
@@ -204,15 +204,15 @@ def test_a_write_that_fails_keeps_the_bytes_in_their_buffer(folder: str) -> None
     ticket.drop()
     rig.settle()
     assert rig.engine.stats().stuck_bytes == 0
-    io.set(_C.Faults())
+    io.set(sim.Faults())
     assert rig.put(Tensor()).tier == "disk"
 
 
 def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothing(folder: str) -> None:
-    io, faults = _C.FaultyFileIo(), _C.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, 5
     io.set(faults)
-    rig = Rig(pageable=0, num_buffers=2, spill_file=_C.SpillFile(folder, faults=io))
+    rig = Rig(pageable=0, num_buffers=2, spill_file=sim.spill_file(folder, io))
     tensor = Tensor(5)
     assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == _C.Kept.FULL
     rig.settle()
@@ -223,8 +223,8 @@ def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothin
 
 
 def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> None:
-    io, faults = _C.FaultyFileIo(), _C.Faults()
-    rig = Rig(pageable=0, spill_file=_C.SpillFile(folder, faults=io))
+    io, faults = sim.FaultyFileIo(), sim.Faults()
+    rig = Rig(pageable=0, spill_file=sim.spill_file(folder, io))
     ticket = rig.put(Tensor(2))
     rig.settle()
     faults.alter_read_at = PAGE + 5
@@ -236,7 +236,7 @@ def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> 
         ticket.get(0, DEFAULT)
     rig.settle()
     assert alive() is None and rig.engine.stats().num_failed_reads == 1
-    io.set(_C.Faults())
+    io.set(sim.Faults())
     again = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (again, True)
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sim
 import torch
 from offload_oracle import using
 
@@ -56,11 +57,11 @@ def step(store: CpuStore, count: int = 4) -> None:
 def test_a_disk_that_takes_nothing_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, words: str
 ) -> None:
-    io, faults = _C.FaultyFileIo(), _C.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, code
     io.set(faults)
     for _ in range(2):  # another store of the same process says nothing new
-        store = CpuStore.on_disk(str(tmp_path), faults=io)
+        store = sim.disk_store(str(tmp_path), io)
         for _ in range(3):
             step(store)
         assert store.stats().num_failed_writes == 12
@@ -70,10 +71,10 @@ def test_a_disk_that_takes_nothing_warns_once(
 
 def test_a_full_limit_and_a_broken_disk_are_two_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step(CpuStore.on_disk(str(tmp_path), limit_bytes=5 * 4096))
-    io, faults = _C.FaultyFileIo(), _C.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    step(CpuStore.on_disk(str(tmp_path), faults=io))
+    step(sim.disk_store(str(tmp_path), io))
     first, second = warnings(caplog)
     assert "is full" in first and "Raise disk_limit" in first
     assert "fails" in second and "errno 5" in second

@@ -1,4 +1,4 @@
-#include "engine/sim/run.h"
+#include "sim/run.h"
 
 #include <memory>
 #include <stdexcept>
@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "engine/cuda/cuda_backend.h"
-#include "engine/sim/mock_driver.h"
-#include "engine/sim/sim_backend.h"
-#include "engine/sim/sim_tier.h"
+#include "sim/mock_driver.h"
+#include "sim/sim_backend.h"
+#include "sim/sim_tier.h"
 
 namespace actckpt::sim {
 namespace {

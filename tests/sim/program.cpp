@@ -1,4 +1,4 @@
-#include "engine/sim/program.h"
+#include "sim/program.h"
 
 #include <algorithm>
 #include <utility>

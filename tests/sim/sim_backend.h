@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "engine/protocol/backend.h"
-#include "engine/sim/world.h"
+#include "sim/world.h"
 
 namespace actckpt::sim {
 

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "engine/cuda/driver.h"
-#include "engine/sim/world.h"
+#include "sim/world.h"
 
 namespace actckpt::sim {
 

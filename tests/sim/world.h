@@ -18,8 +18,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/sim/checker.h"
-#include "engine/sim/clock.h"
+#include "sim/checker.h"
+#include "sim/clock.h"
 
 namespace actckpt::sim {
 

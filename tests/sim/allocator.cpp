@@ -1,4 +1,4 @@
-#include "engine/sim/allocator.h"
+#include "sim/allocator.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "engine/sim/world.h"
+#include "sim/world.h"
 
 #include <utility>
 

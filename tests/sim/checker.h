@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/sim/clock.h"
+#include "sim/clock.h"
 
 namespace actckpt::sim {
 

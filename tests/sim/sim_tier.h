@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "engine/protocol/tier.h"
-#include "engine/sim/world.h"
+#include "sim/world.h"
 
 namespace actckpt::sim {
 

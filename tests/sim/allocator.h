@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/sim/world.h"
+#include "sim/world.h"
 
 namespace actckpt::sim {
 

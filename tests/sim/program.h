@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "engine/protocol/device_engine.h"
-#include "engine/sim/allocator.h"
-#include "engine/sim/sim_tier.h"
-#include "engine/sim/world.h"
+#include "sim/allocator.h"
+#include "sim/sim_tier.h"
+#include "sim/world.h"
 
 namespace actckpt::sim {
 

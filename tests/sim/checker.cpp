@@ -1,4 +1,4 @@
-#include "engine/sim/checker.h"
+#include "sim/checker.h"
 
 namespace actckpt::sim {
 

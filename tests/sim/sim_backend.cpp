@@ -1,4 +1,4 @@
-#include "engine/sim/sim_backend.h"
+#include "sim/sim_backend.h"
 
 #include <memory>
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <string>
 
-#include "engine/sim/program.h"
+#include "sim/program.h"
 
 namespace actckpt::sim {
 

@@ -1,4 +1,4 @@
-#include "engine/sim/mock_driver.h"
+#include "sim/mock_driver.h"
 
 #include <utility>
 

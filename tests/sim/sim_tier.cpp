@@ -1,4 +1,4 @@
-#include "engine/sim/sim_tier.h"
+#include "sim/sim_tier.h"
 
 #include <utility>
 
