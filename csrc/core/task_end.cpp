@@ -62,11 +62,11 @@ void task_end_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(task_end_call)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(task_end_dealloc)},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.TaskEnd", sizeof(TaskEndObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyType_Slot task_end_slots[] = {{Py_tp_call, reinterpret_cast<void*>(task_end_call)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(task_end_dealloc)},
+                                {0, nullptr}};
+PyType_Spec task_end_spec = {"actckpt._C.TaskEnd", sizeof(TaskEndObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, task_end_slots};
 
 // The one of `task`, queued when it is first asked for.
 TaskEndObject* task_end_of(long long task) {
@@ -102,7 +102,7 @@ PyMethodDef functions[] = {
 void at_task_end(long long task, AtTaskEnd function) { task_end_of(task)->functions.push_back(std::move(function)); }
 
 void add_task_end(py::module_& module) {
-  task_end_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  task_end_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&task_end_spec));
   if (task_end_type == nullptr) throw_pending();
   if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
 }
