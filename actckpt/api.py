@@ -14,7 +14,8 @@ from actckpt import _C
 from actckpt._compile.checkpoint import BY_OPERATOR, compiled_checkpoint, goes_by_operator
 from actckpt._core import extensions, messages, random_state, torch_private
 from actckpt._core.functions import check_runs_when_called, is_of_module
-from actckpt._offload.session import DEFAULT_MIN_BYTES, Destination, Offloading, Session, keep_in_place
+from actckpt._offload.owned import keep_in_place
+from actckpt._offload.session import DEFAULT_MIN_BYTES, Destination, Offloading, Session
 from actckpt._options import (
     NEWER_KEYWORDS,
     CheckpointKeywords,

@@ -1,6 +1,7 @@
 """Imports point one way (see docs/how-it-works.md), and importing actckpt is cheap."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -104,6 +105,16 @@ def test_cpp_names_mean_one_thing() -> None:
             key = (name, "" if path.suffix == ".h" else path.relative_to(_SOURCES).parts[0])
             assert key not in seen, f"{name} stands in {seen[key]} and in {path}"
             seen[key] = path
+
+
+@pytest.mark.parametrize("room", ["_offload"])
+def test_modules_of_a_room_import_each_other_in_no_circle(room: str) -> None:
+    prefix = f"actckpt.{room}."
+    imports = {
+        path.stem: {name.split(".")[2] for name in _imported(path) if name.startswith(prefix)}
+        for path in (_PACKAGE / room).glob("*.py")
+    }
+    graphlib.TopologicalSorter(imports).prepare()  # raises where there is one
 
 
 def test_every_module_has_a_room() -> None:

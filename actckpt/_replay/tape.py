@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from actckpt import _C, config
-from actckpt._C import Moved, add_entry, look_at, stays, value_of
+from actckpt._C import EngineError, Moved, add_entry, look_at, unmoved, value_of
 from actckpt._core import torch_private
 from actckpt._core.counters import counters
-from actckpt._offload import backends
+from actckpt._offload import stores
 from actckpt._offload.demotion import RegionPlan
-from actckpt._offload.native import EngineError
 from actckpt._offload.session import Session
 from actckpt._replay import aliases
 from actckpt._replay.audit import Site
@@ -252,7 +251,7 @@ class Tape(TapeCore):
         if not plan.wants(place):
             if self.outer is None:
                 with Paused():
-                    self._let_go(value, functools.partial(_read_kept, plan, session, stays(whole(tensor))))
+                    self._let_go(value, functools.partial(_read_kept, plan, session, unmoved(whole(tensor))))
             return "an earlier step waited for it"
         with Paused():
             packed = session.pack(whole(tensor))
@@ -281,7 +280,7 @@ class Tape(TapeCore):
 
         None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
         """
-        if not backends.is_ready("host" if tensor.is_cuda else "disk"):
+        if not stores.is_ready(on_device=tensor.is_cuda):
             return None
         try:
             packed = self._session(must=False).pack(compact(tensor.detach()).clone())

@@ -15,10 +15,12 @@
 #include "core/task_end.h"
 #include "offload/bytes.h"
 #include "offload/handles.h"
+#include "offload/owned.h"
 #include "offload/reading.h"
 #include "offload/session.h"
 #include "offload/span.h"
 #include "replay/calls.h"
+#include "offload/store.h"
 #include "replay/geometry.h"
 #include "replay/needs.h"
 #include "replay/objects.h"
@@ -56,6 +58,7 @@ void connect(const pybind11::dict& given) {
 PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   module.doc() = "Checkpointed regions, the tensors that they save, and the offload engine.";
   actckpt::intern_names();
+  actckpt::add_store_type(module);  // that stores of the engine derive from
   actckpt::python::bind_engine(module);
   actckpt::add_frame_types(module);
   actckpt::add_refill_type(module);
@@ -79,6 +82,7 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::replay::add_unpack_functions(module);
   actckpt::replay::add_needs_functions(module);
   actckpt::add_bytes_type(module);
+  actckpt::add_owned_functions(module);
   actckpt::add_span_type(module);
   actckpt::add_reading_functions(module);
   actckpt::add_handle_types(module);
