@@ -329,7 +329,8 @@ const OperatorFacts& facts_of(PyObject* op) {
   OperatorFacts facts;
   facts.op = py::reinterpret_borrow<py::object>(op);
   facts.id = id_of(text_of(attribute(op, names().name).ptr()));
-  facts.num_returned = static_cast<long>(integer(op, names().num_returned));
+  facts.num_returned = PyLong_AsLong(attribute(op, names().num_returned).ptr());
+  if (facts.num_returned == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
   return found->emplace(op, std::move(facts)).first->second;
 }
 
