@@ -15,7 +15,8 @@ _SOURCES = _ROOT / "csrc"
 
 #: Lower rooms first: a module may import from rooms of the lines before its own, and from its own room.
 _ROOMS = [
-    ["_version", "_error_base", "action", "_text"],
+    ["_version", "_error_base", "_text"],
+    ["action"],
     ["_C"],
     ["errors", "config"],
     ["_core", "planner"],
