@@ -33,10 +33,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h')
 
+# The package itself, then what its users' type checkers make of it; pyright is pinned, since releases report differently.
 types: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest actckpt._C --mypy-config-file pyproject.toml \
 		--allowlist .ci/stub_allowlist --ignore-unused-allowlist
+	$(BIN)/python -m pytest -rA tests/typing $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks $(ARGS)

@@ -34,6 +34,7 @@ from actckpt import (
 )
 from actckpt._blocks.model_report import ModelReport
 from actckpt._replay.schedule import ReplayGraph
+from actckpt._text.places import Place
 from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
@@ -81,6 +82,7 @@ __all__ = [
     "HostPoolFullError",
     "InputChangedError",
     "ModelReport",
+    "Place",
     "PlanInfeasibleError",
     "ReplayGraph",
     "RerunMismatchError",

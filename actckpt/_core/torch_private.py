@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._device
@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable, forward_ad
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
@@ -154,8 +155,10 @@ apply_code: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: 
 #: are recorded like any others, and the audit finds what its kernels do in between.
 COMPILED_PREFIX = "torch._inductor"
 
-#: Keeps torch.compile out of a function, without importing the compiler.
-disable_dynamo: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+
+def disable_dynamo(function: _Function) -> _Function:
+    """Keep torch.compile out of a function, without importing the compiler."""
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
 
 
 def graph_break(why: str) -> None:

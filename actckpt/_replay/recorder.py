@@ -123,7 +123,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         increment_version([tensor for tensor in written if not tensor.is_inference()])
     if generators is not None and not _has_moved(generators):
         step.random = None
-    action = choice.after_call(func, args, kwargs, result) if choice.asks_calls else choice.of(func)
+    action = choice.after_call(func, args, kwargs, result) if choice.asks_calls else choice.of(operator.name)
     why_unfilled = filled.written(written[0]) if filled is not None else ""
     for tensor, value in zip(written, old, strict=True):
         _end_write(tape, step, tensor, value, action, why_opaque or why_unfilled)

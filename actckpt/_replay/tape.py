@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from actckpt import _C, config
-from actckpt._C import Moved, add_entry, look_at, stays, value_of
+from actckpt._C import EngineError, Moved, add_entry, look_at, unmoved, value_of
 from actckpt._core import torch_private
 from actckpt._core.counters import counters
-from actckpt._offload import backends
+from actckpt._offload import stores
 from actckpt._offload.demotion import RegionPlan
-from actckpt._offload.native import EngineError
 from actckpt._offload.session import Session
 from actckpt._replay import aliases
 from actckpt._replay.aliases import Seen
@@ -26,7 +25,7 @@ from actckpt._replay.coverage import Filling
 from actckpt._replay.lineage import KnownStorage, TapeCore, Value, mark_needed, new_leaf_bytes
 from actckpt._replay.paused import Paused, whole
 from actckpt._replay.reach import Needed, Obtainable
-from actckpt._text import selectors
+from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 
 __all__ = ["COMPILED", "Tape"]
@@ -61,6 +60,9 @@ class Tape(TapeCore):
         self.filling: dict[Value, Filling] | None = None
         #: See `aliases`.
         self.roots: aliases.Roots | None = None
+        #: Calls of modules, None: nobody asks for places. And how many other tapes are open around it.
+        self.calls = None
+        self.nesting = 0
         #: How many regions are open that record for this one.
         self.depth = 0
         #: By id(), see `wrappers`.
@@ -164,9 +166,12 @@ class Tape(TapeCore):
         if site.opaque and key in site.opaque:
             return "it came back wrong before"
         if self.opaque_names and value.operator is not None:
-            operator = value.operator.name
-            names = [operator, operator.rpartition(".")[0], site.modules.get(key) or ""]
-            if any(selectors.matches(pattern, name) for name in names for pattern in self.opaque_names):
+            modules = dict.fromkeys((value.module, site.modules.get(key)))  # also one whose forward is called directly
+            if any(
+                Selector.parse(name).covers(module, value.operator.name)
+                for name in self.opaque_names
+                for module in modules
+            ):
                 return "configure(opaque=...) names it"
         return ""
 
@@ -231,7 +236,7 @@ class Tape(TapeCore):
         if not plan.wants(place):
             if self.outer is None:
                 with Paused():
-                    self._store(value, functools.partial(_read_kept, plan, session, stays(whole(tensor))))
+                    self._store(value, functools.partial(_read_kept, plan, session, unmoved(whole(tensor))))
             return "an earlier step waited for it"
         with Paused():
             packed = session.pack(whole(tensor))
@@ -260,7 +265,7 @@ class Tape(TapeCore):
 
         None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
         """
-        if not backends.is_ready("host" if tensor.is_cuda else "disk"):
+        if not stores.is_ready(on_device=tensor.is_cuda):
             return None
         try:
             packed = self._session(must=False).pack(compact(tensor.detach()).clone())
@@ -334,8 +339,15 @@ class Tape(TapeCore):
             is_input=value.is_input,
             is_parameter=value.is_parameter,
             replayable=self.can_replay(value),
-            module=self.site.modules.get(value.key),
+            module=value.module or self.site.modules.get(value.key),
+            place=self.place_of(value),
         )
+
+    def place_of(self, value: Value) -> Place | None:
+        """Return the place of a value, None where nobody asked for places, or nothing recorded made it."""
+        if value.module is None or value.operator is None:
+            return None
+        return Place(value.module, value.operator.name, value.occurrence, value.result, value.call)
 
     def can_replay(self, value: Value) -> bool:
         """Whether a value can be made again, as things stand."""

@@ -4,13 +4,31 @@ by name, since they cannot be pickled.
 
 import difflib
 import functools
-from typing import Any
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
 
 import torch
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload, OpOverloadPacket
 
 from actckpt._text.selectors import matches
 
-__all__ = ["RUNS_AS", "exists", "is_composite", "known", "named", "nearest", "portable"]
+__all__ = ["RUNS_AS", "Operator", "Operators", "exists", "is_composite", "known", "named", "nearest", "portable"]
+
+#: An overload (`torch.ops.aten.mul.Tensor`), a higher-order operator, all overloads of an operator
+#: (`torch.ops.aten.mul`), or a name of any.
+Operator = OperatorBase | OpOverloadPacket[..., Any] | str
+
+
+class _OperatorSequence(Protocol):
+    """A list or tuple of operators. A text is none to type checkers, since `in` takes only texts there."""
+
+    def __contains__(self, value: object, /) -> bool: ...
+    def __iter__(self) -> Iterator[Operator]: ...
+    def __getitem__(self, index: int, /) -> Operator: ...
+
+
+Operators = _OperatorSequence | AbstractSet[Operator]
 
 #: What torch runs instead of operators that programs call, on the CPU; devices have attention kernels of their own.
 RUNS_AS = {
@@ -49,7 +67,7 @@ def exists(pattern: str) -> bool:
 
 def is_composite(op: Any) -> bool:
     """Whether torch makes an operator of others before a recorder sees it."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
@@ -73,7 +91,7 @@ def named(name: str) -> Any:
         raise ValueError(f"There is no operator {name!r}. Nearest: {near}.")
     if not overload:
         return packet
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     if overload not in overloads:
         raise ValueError(f"{namespace}.{base} has no overload {overload!r}; it has {', '.join(overloads) or 'none'}.")
     return getattr(packet, overload)
@@ -91,9 +109,9 @@ class _ByName:
 
 def portable(value: Any) -> Any:
     """Return `value` with operators in it, and in containers and `partial` functions, in a form that can be pickled."""
-    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(value, (OpOverload, OpOverloadPacket)):
         return _ByName(str(value))
-    if isinstance(value, torch._ops.HigherOrderOperator):
+    if isinstance(value, HigherOrderOperator):
         return _ByName(f"higher_order.{value.name()}")
     if type(value) in (list, tuple, set, frozenset):
         return type(value)([portable(part) for part in value])

@@ -15,9 +15,12 @@
 #include "core/task_end.h"
 #include "offload/bytes.h"
 #include "offload/handles.h"
+#include "offload/owned.h"
 #include "offload/reading.h"
 #include "offload/session.h"
 #include "offload/span.h"
+#include "offload/store.h"
+#include "replay/calls.h"
 #include "replay/execute.h"
 #include "replay/geometry.h"
 #include "replay/needs.h"
@@ -58,6 +61,7 @@ void connect(const pybind11::dict& given) {
 PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   module.doc() = "Checkpointed regions, the tensors that they save, and the offload engine.";
   actckpt::intern_names();
+  actckpt::add_store_type(module);  // that stores of the engine derive from
   actckpt::python::bind_engine(module);
   actckpt::add_frame_types(module);
   actckpt::add_refill_type(module);
@@ -76,6 +80,7 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::add_region_functions(module);
   actckpt::replay::add_graph_types(module);
   actckpt::replay::add_region_types(module);
+  actckpt::replay::add_calls_type(module);
   actckpt::replay::add_paused(module);
   actckpt::replay::add_record_functions(module);
   actckpt::replay::add_window_functions(module);
@@ -84,6 +89,7 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::replay::add_unpack_functions(module);
   actckpt::replay::add_needs_functions(module);
   actckpt::add_bytes_type(module);
+  actckpt::add_owned_functions(module);
   actckpt::add_span_type(module);
   actckpt::add_reading_functions(module);
   actckpt::add_handle_types(module);

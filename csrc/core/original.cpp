@@ -12,7 +12,6 @@ constexpr Py_ssize_t kOwnReferences = 2;
 
 py::object attributes_of(PyObject* tensor) { return attribute(tensor, names().dict); }
 
-
 bool is_equal(const py::object& one, const py::object& other) {
   const int result = PyObject_RichCompareBool(one.ptr(), other.ptr(), Py_EQ);
   if (result < 0) throw py::error_already_set();

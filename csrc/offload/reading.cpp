@@ -1,6 +1,7 @@
 #include "offload/reading.h"
 
 #include <algorithm>
+#include <numeric>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -9,6 +10,7 @@
 #include "core/released.h"
 #include "core/task_end.h"
 #include "offload/bytes.h"
+#include "offload/orders.h"
 
 namespace actckpt {
 namespace {
@@ -37,9 +39,9 @@ std::weak_ptr<Record>& last_record() {
 // Unloading a span may run Python code, which may free others: those that are to come are held.
 py::object held(SpanObject* span) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span)); }
 
-void unload(SpanObject* span) { call_method_with(span->ticket, names().unload); }
+void unload(SpanObject* span) { span->ticket->unload(); }
 
-// Begins to bring `span` back if there is room; returns whether to go on.
+// Begins to bring `span` back if there is room; returns whether there was.
 bool read_ahead(SpanObject* span, long long task) {
   if (span->ahead_task != -1) return true;
   if (window.bytes + span->nbytes > window.limit) return false;
@@ -49,8 +51,7 @@ bool read_ahead(SpanObject* span, long long task) {
   span->ahead_task = task;
   span->ahead_bytes = span->nbytes;
   try {
-    const py::object began =
-        call_method_with(span->backend, names().prefetch, span->ticket, span->nbytes_object, span->device);
+    const py::object began = span->ticket->prefetch();
     // None: the source is still held, and stays until the span is unloaded. It needs no room.
     if (began.is_none()) {
       window.bytes -= std::exchange(span->ahead_bytes, 0);
@@ -65,8 +66,8 @@ bool read_ahead(SpanObject* span, long long task) {
   return true;
 }
 
-// Lets go of what `task` read ahead in vain.
-void let_go_of_unread(long long task) {
+// Releases what `task` read ahead in vain.
+void release_unread(long long task) {
   std::vector<py::object> unread;
   for (SpanObject* span : window.spans) {
     if (span->ahead_task == task) unread.push_back(held(span));
@@ -115,17 +116,9 @@ PyObject* release_reloads(PyObject*, PyObject* wanted) {
   });
 }
 
-py::tuple to_tuple(const std::vector<long long>& values) {
-  py::tuple result(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    PyTuple_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(i), number(values[i]).release().ptr());
-  }
-  return result;
-}
-
 // The backward `task` has ended, or failed.
 void end_task(Record* record, long long task) {
-  let_go_of_unread(task);
+  release_unread(task);
   if (record->task != task) return;
   record->task = -1;
   std::vector<py::object> kept;
@@ -147,21 +140,19 @@ void tell_end(const RecordPointer& record, long long task) {
 void prepare(Record* record, long long task) {
   if (record->task == task) return;
   const std::size_t count = record->sizes.size();
-  const py::object learnt = call_with(names().learnt_order, to_tuple(record->sizes).ptr());
   record->task = task;
   record->will_be_told = false;
   record->cursor = 0;
   record->seen.clear();
   record->is_seen.assign(count, false);
-  record->order.resize(count);
-  for (std::size_t i = 0; i < count; ++i) record->order[i] = count - 1 - i;
-  if (PyTuple_Check(learnt.ptr()) && PyTuple_GET_SIZE(learnt.ptr()) == static_cast<Py_ssize_t>(count)) {
-    for (std::size_t i = 0; i < count; ++i) {
-      record->order[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(learnt.ptr(), static_cast<Py_ssize_t>(i)));
-    }
+  if (const std::vector<std::size_t>* learnt = learnt_order(record->sizes)) {
+    record->order = *learnt;
+  } else {
+    record->order.resize(count);
+    std::iota(record->order.rbegin(), record->order.rend(), std::size_t{0});
   }
-  record->rank.assign(count, count);
-  for (std::size_t i = 0; i < count; ++i) record->rank.at(record->order[i]) = i;
+  record->rank.resize(count);
+  for (std::size_t i = 0; i < count; ++i) record->rank[record->order[i]] = i;
 }
 
 // Reads ahead in one record from its cursor on; returns whether there is room for more.
@@ -195,21 +186,14 @@ void note_seen(const RecordPointer& record, std::size_t place, long long task) {
   record->cursor = std::max(record->cursor, record->rank[place] + 1);
   if (record->seen.size() < record->sizes.size()) return;
   // Now, since the spans may be gone before the backward has ended.
-  const py::tuple order = to_tuple(std::vector<long long>(record->seen.begin(), record->seen.end()));
-  call_with(names().note_order, to_tuple(record->sizes).ptr(), order.ptr());
+  note_order(record->sizes, record->seen);
 }
 
 py::object fetch_once(SpanObject* span) {
-  py::object found = call_method_with(span->backend, names().fetch, span->ticket, span->nbytes_object, span->device);
-  if (!is_bytes(found.ptr())) throw py::type_error("a store gave something else than Bytes");
+  py::object found = span->ticket->fetch();
   // What was read while its memory was replaced is worthless; the storage has the bytes.
   if (PyObject* storage = span->watch->replaced_storage()) return new_bytes(storage, span->start);
   return found;
-}
-
-bool is_whole(const SpanObject* span, const py::object& found) {
-  const long long needed = start_of(found.ptr()) + span->nbytes;
-  return integer_of_call(storage_behind(found.ptr()), names().nbytes) >= needed;
 }
 
 // A backward has come to `record`.
@@ -231,12 +215,13 @@ PyObject* offload_sums(PyObject*, PyObject*) {
                        "deduplicated_bytes", s.deduplicated_bytes, "kept_small", s.kept_small);
 }
 
-PyMethodDef reading_functions[] = {{"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
-                           {"release_read_ahead", release_read_ahead, METH_O,
-                            "release_read_ahead(nbytes) -> released bytes of what was read ahead."},
-                           {"release_reloads", release_reloads, METH_O,
-                            "release_reloads(nbytes) -> released bytes of what waits for other saved tensors."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef reading_functions[] = {
+    {"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
+    {"release_read_ahead", release_read_ahead, METH_O,
+     "release_read_ahead(nbytes) -> released bytes of what was read ahead."},
+    {"release_reloads", release_reloads, METH_O,
+     "release_reloads(nbytes) -> released bytes of what waits for other saved tensors."},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -275,7 +260,7 @@ py::object fetch(SpanObject* span) {
   const py::object owner = held(span);
   const long long task = current_task();
   py::object found = fetch_once(span);
-  if (!is_whole(span, found)) {  // the source, still held, or what was brought back: its memory was freed
+  if (!holds(found.ptr(), span->nbytes)) {  // the source, still held, or what was brought back: its memory was freed
     unload(span);
     found = fetch_once(span);
   }

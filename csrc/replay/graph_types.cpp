@@ -32,7 +32,7 @@ void value_dealloc(PyObject* self) {
   release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::spare, &V::why_opaque, &V::entry, &V::parked, &V::step);
+                 &V::spare, &V::why_opaque, &V::entry, &V::module, &V::parked, &V::step);
 }
 
 void step_dealloc(PyObject* self) {
@@ -195,9 +195,13 @@ PyMemberDef value_members[] = {
     OBJECT(ValueObject, "why_opaque", why_opaque),
     OBJECT(ValueObject, "asked", asked),
     OBJECT(ValueObject, "entry", entry),
+    SEEN(ValueObject, "module", module),
     NUMBER(ValueObject, "nbytes", nbytes),
     NUMBER(ValueObject, "ordinal", ordinal),
     NUMBER(ValueObject, "index", index),
+    NUMBER(ValueObject, "call", call),
+    NUMBER(ValueObject, "occurrence", occurrence),
+    NUMBER(ValueObject, "result", result),
     NUMBER(ValueObject, "version", version),
     NUMBER(ValueObject, "cached_task", cached_task),
     NUMBER(ValueObject, "key", key),

@@ -95,8 +95,16 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   PyObject* unnamed = value->is_input != 0 ? n.made_by_nothing : n.made_unseen;
   entry->operator_ =
       is_none(value->operator_) ? Py_NewRef(unnamed) : attribute(value->operator_, n.name).release().ptr();
-  const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(value->key));
-  assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
+  if (value->module != nullptr) {
+    assign(entry->module, value->module);
+    entry->call = value->call;
+    entry->occurrence = value->occurrence;
+    entry->result = value->result;
+  } else {
+    const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(value->key));
+    assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
+    entry->occurrence = -1;
+  }
   assign(entry->action, n.keep);
   assign(entry->why, n.no_reason);
   const py::object storage = reads().untyped_storage(tensor);

@@ -56,6 +56,10 @@ struct ValueObject {
   PyObject* spare;
   PyObject* why_opaque;
   PyObject* entry;
+  PyObject* module;  // with the next three its place (calls.h); null: nobody asks, or no recorded operator made it
+  long long call;
+  long long occurrence;
+  long long result;
   Handles handles;
   long long nbytes;
   long long ordinal;
@@ -137,6 +141,9 @@ struct EntryObject {
   PyObject* storage;  // a weak reference
   long long nbytes;
   long long num_replays;
+  long long call;
+  long long occurrence;  // -1: it has no place
+  long long result;
 };
 
 // The part of a tape that the recorder touches at every operator; actckpt/_replay/tape.py derives from it.
@@ -155,6 +162,7 @@ struct TapeObject {
   PyObject* outer;  // the hooks outside, or None
   PyObject* meter;  // counts what of its values is alive, or None
   PyObject* candidates;
+  PyObject* calls;             // see calls.h; None: nobody asks for places
   HandleObject* first_handle;  // of those that are alive; borrowed, they hold the tape
   HandleObject* last_handle;
   CachedBytes* cached;     // null: nothing was ever cached

@@ -65,7 +65,7 @@ void tape_dealloc(PyObject* self) {
   using T = TapeObject;
   free_object<T>(self, &T::storages, &T::holding, &T::saved, &T::choice, &T::lock, &T::replay_order, &T::modules,
                  &T::opaque_places, &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates,
-                 &T::why_untold, &T::why_opaque, &T::meter);
+                 &T::calls, &T::why_untold, &T::why_opaque, &T::meter);
 }
 
 int tape_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -109,10 +109,17 @@ PyMemberDef handle_members[] = {
     NUMBER(HandleObject, "clock", clock),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
-PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),      OBJECT(EntryObject, "module", module),
-                               OBJECT(EntryObject, "action", action),           OBJECT(EntryObject, "why", why),
-                               OBJECT(EntryObject, "storage", storage),         NUMBER(EntryObject, "nbytes", nbytes),
-                               NUMBER(EntryObject, "num_replays", num_replays), END};
+PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),
+                               OBJECT(EntryObject, "module", module),
+                               OBJECT(EntryObject, "action", action),
+                               OBJECT(EntryObject, "why", why),
+                               OBJECT(EntryObject, "storage", storage),
+                               NUMBER(EntryObject, "nbytes", nbytes),
+                               NUMBER(EntryObject, "num_replays", num_replays),
+                               NUMBER(EntryObject, "call", call),
+                               NUMBER(EntryObject, "occurrence", occurrence),
+                               NUMBER(EntryObject, "result", result),
+                               END};
 PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               OBJECT(TapeObject, "holding", holding),
                               OBJECT(TapeObject, "saved", saved),
@@ -127,6 +134,7 @@ PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               OBJECT(TapeObject, "meter", meter),
                               OBJECT(TapeObject, "outer", outer),
                               OBJECT(TapeObject, "candidates", candidates),
+                              OBJECT(TapeObject, "calls", calls),
                               NUMBER(TapeObject, "num_lost", num_lost),
                               NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
                               NUMBER(TapeObject, "opaque_bytes", opaque_bytes),

@@ -7,6 +7,7 @@
 #include "core/python.h"
 #include "core/reads.h"
 #include "core/swap_lock.h"
+#include "replay/calls.h"
 #include "replay/execute.h"
 #include "replay/needs.h"
 #include "replay/paused.h"
@@ -110,7 +111,10 @@ PyObject* unpack(PyObject*, PyObject* packed) {
   return guarded([&]() -> PyObject* {
     if (Py_TYPE(packed) != handle_type) return call_method(packed, names().unpack).release().ptr();
     const auto held = py::reinterpret_borrow<py::object>(packed);
-    return unpacked(reinterpret_cast<HandleObject*>(packed)).release().ptr();
+    auto* handle = reinterpret_cast<HandleObject*>(packed);
+    PyObject* calls = reinterpret_cast<TapeObject*>(handle->tape)->calls;
+    if (!is_none(calls)) end_step(calls);
+    return unpacked(handle).release().ptr();
   });
 }
 

@@ -6,7 +6,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from torch import Tensor
 import actckpt
 from actckpt import _C, _bind
 from actckpt._core import pressure, torch_private
-from actckpt._offload import backends, native
-from actckpt._offload.native import sim
 from actckpt.memory import LiveStorages
 
 _ALL = 1 << 60
@@ -165,25 +162,6 @@ def test_every_holder_is_registered_once() -> None:
 
 def test_nothing_is_given_where_nothing_is_held() -> None:
     assert set(pressure.release(_ALL).values()) == {0}
-
-
-def test_the_pool_gives_free_slabs_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    mock = sim.MockCuda()
-    engine = mock.engine(limit_bytes=64 << 20, window_bytes=64 << 20, release=lambda keep, uses: None)
-    monkeypatch.setitem(backends._backends, "host", (0, backends.CudaBackend(engine)))
-    source = SimpleNamespace(
-        start=0, nbytes=1 << 20, storage=SimpleNamespace(data_ptr=lambda: 1 << 60, device=SimpleNamespace(index=0))
-    )
-    ticket: Any = engine.put(1 << 60, source.nbytes, 0, 0, source)
-    assert not isinstance(ticket, native.Kept)
-    pinned = mock.num_pinned_bytes
-    assert pressure.release(_ALL)["host pool"] == 0
-    ticket.drop()
-    for _ in range(8):
-        mock.drain()
-        engine.poll()
-    assert pressure.release(_ALL)["host pool"] == pinned > 0
-    assert mock.num_pinned_bytes == 0
 
 
 @_METHODS

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actckpt._offload.native import CpuStore, DeviceEngine, SpillFile
+from actckpt._C import DeviceEngine, SpillFile
+from actckpt._offload.cpu import CpuStore
 
 _ROOT = Path(__file__).parents[2]
 

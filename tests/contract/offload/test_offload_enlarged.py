@@ -20,12 +20,12 @@ _PROGRAM = """
     sys.path.insert(0, sys.argv[4])
     import sim
     from actckpt import config
-    from actckpt._offload import native
-    from actckpt._offload import backends as stores
+    from actckpt import _C
+    from actckpt._offload import stores
 
     folder, num_workers, is_taken = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "taken"
     warnings.simplefilter("ignore")  # torch warns of outputs that grow
-    assert native.fix_mmap_threshold(1 << 20)  # memory that is freed is unmapped
+    assert _C.fix_mmap_threshold(1 << 20)  # memory that is freed is unmapped
     ROWS = 3 << 20  # more than a bounce buffer: the rest is read once the first write goes on
     LARGER = 2 * ROWS
     WAYS = {
@@ -41,7 +41,7 @@ _PROGRAM = """
         faults.hold_writes = True
         io.set(faults)
         store = sim.disk_store(folder, io, num_workers=num_workers)
-        stores._backends["disk"] = config.generation, stores.CpuBackend(store)
+        stores._stores[False] = config.generation, store
         x, h = torch.randn(ROWS, requires_grad=True), torch.full((ROWS,), 2.0)
         with actckpt.offload(min_bytes=0):
             y = x * h
