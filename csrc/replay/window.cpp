@@ -1,5 +1,7 @@
 #include "replay/window.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <new>
 #include <vector>
