@@ -38,6 +38,7 @@ from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
 from actckpt.blocks import apply, remove, report
+from actckpt.comparison import ComparedPolicy, Comparison, compare
 from actckpt.config import Settings, configure
 from actckpt.errors import (
     ActckptError,
@@ -63,6 +64,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointFunction",
     "CheckpointPolicy",
+    "ComparedPolicy",
+    "Comparison",
     "CostTableError",
     "DefaultDeviceType",
     "InputChangedError",
@@ -82,6 +85,7 @@ __all__ = [
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
+    "compare",
     "configure",
     "create_selective_checkpoint_contexts",
     "detach_variable",

@@ -26,6 +26,7 @@ _ROOMS = [
     ["blocks", "statistics"],
     ["te"],
     ["memory", "_show", "doctor"],
+    ["comparison"],
     ["demo"],
     ["cli"],
     ["__main__"],
