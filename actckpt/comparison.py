@@ -14,6 +14,7 @@ import torch
 
 from actckpt._core.training_state import TrainingState
 from actckpt._text.sizes import format_bytes
+from actckpt._text.tables import aligned
 from actckpt.blocks import Blocks, applied_forwards, apply, remove
 from actckpt.memory import LiveStorages
 
@@ -85,12 +86,9 @@ class Comparison:
             lines.append(
                 (row.name, step, ratio, format_bytes(row.held_bytes), format_bytes(row.peak_bytes), share, bits)
             )
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        aligned = [
-            "  ".join(cell.ljust(width) if at == 0 else cell.rjust(width) for at, (cell, width) in enumerate(pairs))
-            for pairs in (zip(line, widths, strict=True) for line in lines)
-        ]
-        return "\n".join((*aligned, f"Medians of {self.rounds} rounds; bytes beyond what was there before the step."))
+        return (
+            f"{aligned(lines, left=1)}\nMedians of {self.rounds} rounds; bytes beyond what was there before the step."
+        )
 
     def __str__(self) -> str:
         return self.table()

@@ -14,7 +14,7 @@ _SOURCES = _ROOT / "csrc"
 
 #: Lower rooms first: a module may import from rooms of the lines before its own, and from its own room.
 _ROOMS = [
-    ["_version", "_error_base", "action", "_text"],
+    ["_version", "_error_base", "action", "_text", "_show"],
     ["errors", "config", "_C"],
     ["_core", "planner"],
     ["_rerun", "_offload"],
@@ -25,7 +25,7 @@ _ROOMS = [
     ["_blocks"],
     ["blocks", "statistics"],
     ["te"],
-    ["memory", "_show", "doctor"],
+    ["memory", "doctor"],
     ["comparison"],
     ["demo"],
     ["cli"],

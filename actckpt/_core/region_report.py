@@ -9,6 +9,7 @@ from torch import Tensor
 
 from actckpt._C import Entry, Meter, OffloadSession
 from actckpt._text.sizes import format_bytes
+from actckpt._text.tables import aligned
 from actckpt.action import Action
 
 __all__ = ["Entry", "Figures", "Report", "Row", "explained"]
@@ -101,8 +102,7 @@ class Report:
         lines.append(
             ("all", "", "", *map(format_bytes, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
         )
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        table = [aligned(lines, left=len(header))]
         if self.operators_not_run:
             table.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
         table.append(f"peak so far: {format_bytes(self.peak_bytes)}")
