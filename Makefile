@@ -33,8 +33,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h')
 
+# The package itself, then what its users' type checkers make of it; pyright is pinned, since releases report differently.
 types: $(STAMP)
 	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest actckpt._C --mypy-config-file pyproject.toml \
+		--allowlist .ci/stub_allowlist --ignore-unused-allowlist
+	$(BIN)/python -m pytest -rA tests/typing $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks $(ARGS)
@@ -47,19 +51,23 @@ sanitize:
 te: $(STAMP)
 	PYTHON="$(PYTHON)" TE_VENV="$(TE_VENV)" TE_VERSION="$(TE_VERSION)" scripts/te_on_cpu $(ARGS)
 
-# torch first and pinned: a range would pull another build of it.
+# torch first and pinned: a range would pull another build of it. pip's -v shows each source that is compiled.
 $(STAMP): $(SOURCES)
+	@echo "== 1/3: a virtual environment in $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint,plot]'
-	touch $(STAMP)
+	@echo "== 2/3: torch, as constraints.txt pins it: the download is large where nothing is cached"
+	$(BIN)/python -m pip install -c constraints.txt torch
+	@echo "== 3/3: the other packages and actckpt, whose C++ is compiled: one to two minutes on two cores"
+	$(BIN)/python -m pip install -v -c constraints.txt -e '.[test,lint,plot]'
+	@touch $(STAMP)
 
 # PyPI's torchvision, which timm asks for, goes with another build of torch and does not import beside this one.
 $(INTEGRATIONS)/.installed: tests/integrations/requirements.txt constraints.txt
+	@echo "== $(INTEGRATIONS): torch and the packages of $<"
 	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt -r $<
-	$(INTEGRATIONS)/bin/python -m pip uninstall --quiet --yes torchvision
+	$(INTEGRATIONS)/bin/python -m pip install -c constraints.txt torch
+	$(INTEGRATIONS)/bin/python -m pip install -c constraints.txt -r $<
+	$(INTEGRATIONS)/bin/python -m pip uninstall --yes torchvision
 	touch $@
 
 clean:

@@ -34,6 +34,7 @@ from actckpt import (
 )
 from actckpt._blocks.model_report import ModelReport
 from actckpt._replay.schedule import ReplayGraph
+from actckpt._text.places import Place
 from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
@@ -44,11 +45,20 @@ from actckpt.errors import (
     ActckptError,
     AuditError,
     BlocksError,
+    ClosedError,
     CostTableError,
+    DeviceError,
+    EngineError,
+    ForkedError,
+    HostPoolFullError,
     InputChangedError,
     PlanInfeasibleError,
     RerunMismatchError,
     SavedTensorChangedError,
+    SourceGoneError,
+    SpillFullError,
+    SpillReadError,
+    SpillWriteError,
     StillOpenError,
     TransformerEngineError,
 )
@@ -64,12 +74,18 @@ __all__ = [
     "CheckpointError",
     "CheckpointFunction",
     "CheckpointPolicy",
+    "ClosedError",
     "ComparedPolicy",
     "Comparison",
     "CostTableError",
     "DefaultDeviceType",
+    "DeviceError",
+    "EngineError",
+    "ForkedError",
+    "HostPoolFullError",
     "InputChangedError",
     "ModelReport",
+    "Place",
     "PlanInfeasibleError",
     "ReplayGraph",
     "RerunMismatchError",
@@ -77,6 +93,10 @@ __all__ = [
     "SavedTensorInfo",
     "SelectiveCheckpointContext",
     "Settings",
+    "SourceGoneError",
+    "SpillFullError",
+    "SpillReadError",
+    "SpillWriteError",
     "Stats",
     "StillOpenError",
     "TransformerEngineError",

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from actckpt import _C
-from actckpt._core import messages, modes, random_state, state, stays, torch_private
+from actckpt._core import extensions, messages, modes, random_state, sites, state, torch_private
 from actckpt._core.functions import global_names
 from actckpt._core.watched import has_same_bytes, own_copy
-from actckpt._offload import backends, reading, session, sources, spans
+from actckpt._offload import notices, owned, reading, session, sources, stores
 from actckpt._replay import aliases, opened, recorder, saved, unseen, wrappers
 from actckpt._replay.operators import operator_of
 from actckpt._rerun import region
@@ -42,7 +42,7 @@ NAMES: dict[str, Any] = {
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
     # Whether backward may clear what it is given of a saved tensor.
-    "alias_rules": stays.alias_rules,
+    "clears_saved": extensions.clears_saved,
     # Global state that a rerun must find as the forward found it.
     "state_getters": state.GETTERS,
     # Default generators: of the CPU alone, and of the devices of a tuple of arguments.
@@ -84,15 +84,13 @@ NAMES: dict[str, Any] = {
     "swap_timeout_error": random_state.swap_timeout_error,
     "script_failure": torch_private.SCRIPT_FAILURE,
     # The hooks of offloading.
-    "backend": backends.backend,
+    "store_for": stores.store_for,
     "guard": sources.guard,
-    "is_owned": session.is_owned,
-    "stay_rules": stays.rules,
-    "must_stay": stays.must_stay,
-    "pack_otherwise": session.pack_otherwise,
-    "join": spans.join,
-    "learnt_order": reading.learnt_order,
-    "note_order": reading.note_order,
+    "is_owned": owned.is_owned,
+    "must_stay": extensions.must_stay,
+    "pack_parts": session.pack_parts,
+    "is_tracing": torch_private.is_tracing,
+    "tell_of_writes": notices.tell_of_writes,
     "max_inflight": reading.max_inflight,
     "changed_in_place_error": messages.changed_in_place,
     "freed_error": session.freed_error,
@@ -120,6 +118,9 @@ NAMES: dict[str, Any] = {
     "function_type": torch_private.function_node_type,
     "apply_code": torch_private.apply_code,
     "compiled_prefix": torch_private.COMPILED_PREFIX,
+    # Names of the modules whose calls run operators.
+    "module_call_code": torch.nn.Module.__call__.__code__,
+    "qualified_name": sites.qualified_name,
 }
 
 _C.connect(NAMES)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from actckpt._text.places import Place
+
 __all__ = ["Action", "SavedTensorInfo"]
 
 
@@ -49,6 +51,7 @@ class SavedTensorInfo:
         replayable: whether replaying operators can bring it back. What cannot be replayed is kept where a policy says
             RECOMPUTE.
         module: qualified name of the module whose forward made it, or None.
+        place: what names it in every step and process; None for what no operator made.
     """
 
     op: Any
@@ -61,3 +64,4 @@ class SavedTensorInfo:
     is_parameter: bool
     replayable: bool
     module: str | None
+    place: Place | None = None

@@ -1,28 +1,64 @@
 """The public functions: `checkpoint`, `checkpoint_sequential` and `offload`."""
 
-import difflib
+from __future__ import annotations
+
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, get_args, overload
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
+from typing_extensions import Unpack
 
 from actckpt import _C
-from actckpt._compile.checkpoint import BY_OPERATOR, TORCH_PARAMETERS, ContextFn, compiled_checkpoint, goes_by_operator
-from actckpt._core import messages, random_state, state, torch_private
+from actckpt._compile.checkpoint import BY_OPERATOR, compiled_checkpoint, goes_by_operator
+from actckpt._core import extensions, messages, random_state, torch_private
 from actckpt._core.functions import check_runs_when_called, is_of_module
-from actckpt._offload.session import DEFAULT_MIN_BYTES, Offloading, Session, keep_in_place
+from actckpt._offload.owned import keep_in_place
+from actckpt._offload.session import DEFAULT_MIN_BYTES, Destination, Offloading, Session
+from actckpt._options import (
+    NEWER_KEYWORDS,
+    CheckpointKeywords,
+    CheckpointOptions,
+    ContextFn,
+    SequentialKeywords,
+    check_call,
+    check_no_call,
+)
 from actckpt._replay.audit import caller_of, site_of
 from actckpt._replay.calls import run_in_region
 from actckpt._replay.matches import Matches
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
 from actckpt._text.sizes import parse_bytes
-from actckpt.policies import choice_of, selective_choice
+from actckpt.policies import Policy, choice_of, selective_choice
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
+
+
+@overload
+def checkpoint(
+    function: Callable[..., _Result],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    policy: Policy | None = None,
+    offload_inputs: bool = False,
+    rng_trackers: Sequence[random_state.GetTracker] = (),
+    **kwargs: Any,
+) -> _Result: ...
+
+
+@overload
+def checkpoint(function: None = None, **options: Unpack[CheckpointKeywords]) -> Callable[[_Function], _Function]: ...
 
 
 def checkpoint(
@@ -35,7 +71,7 @@ def checkpoint(
     preserve_rng_state: bool = True,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
-    policy: Any = None,
+    policy: Policy | None = None,
     offload_inputs: bool = False,
     rng_trackers: Sequence[random_state.GetTracker] = (),
     **kwargs: Any,
@@ -82,99 +118,38 @@ def checkpoint(
         >>> y = actckpt.checkpoint(layer, torch.randn(2, 4))
         >>> y.sum().backward()
     """
+    options = CheckpointOptions(
+        use_reentrant,
+        context_fn,
+        determinism_check,
+        debug,
+        preserve_rng_state,
+        early_stop,
+        respect_saved_tensors_hooks,
+        policy,
+        offload_inputs,
+        rng_trackers,
+    )
     if function is None:
-        given = locals()
-        return _decorator(args, kwargs, {name: given[name] for name in _KEYWORDS})
+        check_no_call(args, kwargs)
+        return _decorator(options)
     if (kwargs or not callable(function)) and not torch.compiler.is_compiling():
-        _check_call(function, args, kwargs)
-    return checkpoint_call(
-        function,
-        args,
-        kwargs,
-        use_reentrant=use_reentrant,
-        context_fn=context_fn,
-        determinism_check=determinism_check,
-        debug=debug,
-        preserve_rng_state=preserve_rng_state,
-        early_stop=early_stop,
-        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
-        policy=policy,
-        offload_inputs=offload_inputs,
-        rng_trackers=rng_trackers,
-    )
+        check_call(function, args, kwargs)
+    return checkpoint_call(function, args, kwargs, options)
 
 
-_PARAMETERS = inspect.signature(checkpoint).parameters
-_KEYWORDS = [name for name, parameter in _PARAMETERS.items() if parameter.kind is parameter.KEYWORD_ONLY]
-#: Keywords of the installed torch's checkpoint that came after this file was written, with their defaults.
-_UNKNOWN_TORCH_KEYWORDS = {
-    name: parameter.default
-    for name, parameter in TORCH_PARAMETERS.items()
-    if parameter.default is not parameter.empty and name not in _PARAMETERS
-}
-
-
-def _check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where what is to be called cannot be, or cannot take a keyword that was meant for `checkpoint`."""
-    if not callable(function):
-        kind = f"a tensor of shape {tuple(function.shape)}" if isinstance(function, torch.Tensor) else repr(function)
-        order = "The function comes first" if any(map(callable, args)) else "Pass it uncalled, its arguments after it"
-        raise TypeError(
-            f"checkpoint: {kind} is not a function. {order}: checkpoint(layer, x), not checkpoint(layer(x))."
-        )
-    for name in kwargs:
-        hint = _meant_for_us(name)
-        if hint and not _takes_keyword(function, name):
-            raise TypeError(
-                f"checkpoint: neither checkpoint nor {messages.name_of(function)} has a keyword {name!r}. {hint}"
-            )
-
-
-@functools.lru_cache(maxsize=4096)
-def _meant_for_us(name: str) -> str:
-    if name == "min_bytes":
-        return "To offload from a size on: with actckpt.offload(min_bytes=...): y = layer(x)."
-    near = difflib.get_close_matches(name, _KEYWORDS, n=1, cutoff=0.8)
-    return f"Did you mean {near[0]}?" if near else ""
-
-
-def _takes_keyword(function: Callable[..., Any], name: str) -> bool:
-    try:
-        parameters = inspect.signature(
-            function.forward if isinstance(function, torch.nn.Module) else function
-        ).parameters
-    except ValueError:  # a builtin that has none
-        return True
-    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _decorator(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _decorator(options: CheckpointOptions) -> Callable[[_Function], _Function]:
     """Return what `checkpoint` without a function returns."""
-    if args or kwargs:
-        unexpected = [f"{len(args)} arguments"] * bool(args) + [f"keyword {name!r}" for name in kwargs]
-        near = [match for name in kwargs for match in difflib.get_close_matches(name, _KEYWORDS, n=1)]
-        hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise ValueError(
-            f"checkpoint: no function was given, but {', '.join(unexpected)}. Arguments go to the decorated function: "
-            f"checkpoint(use_reentrant=False)(fn)(*args).{hint}"
-        )
-    _check_keywords(
-        options["use_reentrant"],
-        options["policy"],
-        options["context_fn"],
-        options["offload_inputs"],
-        options["determinism_check"],
-        {},
-    )
+    options.check({})
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: _Function) -> _Function:
         check_runs_when_called(function, "checkpoint")
 
         @functools.wraps(function)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            return checkpoint_call(function, args, kwargs, **options)
+            return checkpoint_call(function, args, kwargs, options)
 
-        return checkpointed
+        return checkpointed  # type: ignore[return-value]
 
     return decorate
 
@@ -183,17 +158,8 @@ def checkpoint_call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    options: CheckpointOptions,
     *,
-    use_reentrant: bool | None = False,
-    context_fn: ContextFn = noop_context_fn,
-    determinism_check: str = "default",
-    debug: bool = False,
-    preserve_rng_state: bool = True,
-    early_stop: bool = True,
-    respect_saved_tensors_hooks: bool | None = None,
-    policy: Any = None,
-    offload_inputs: bool = False,
-    rng_trackers: Sequence[random_state.GetTracker] = (),
     input_hooks: torch_private.Hooks | None = None,
     matches: Matches | None = None,
 ) -> Any:
@@ -204,91 +170,88 @@ def checkpoint_call(
         matches: gets the operators that run, of those that the policy names.
     """
     if torch.compiler.is_compiling():
-        if not goes_by_operator(policy):
-            torch_private.graph_break(BY_OPERATOR)
-            return _checkpoint_eagerly(
-                function,
-                args,
-                kwargs,
-                use_reentrant=use_reentrant,
-                context_fn=context_fn,
-                determinism_check=determinism_check,
-                debug=debug,
-                preserve_rng_state=preserve_rng_state,
-                early_stop=early_stop,
-                respect_saved_tensors_hooks=respect_saved_tensors_hooks,
-                policy=policy,
-                offload_inputs=offload_inputs,
-                rng_trackers=rng_trackers,
-                input_hooks=input_hooks,
-            )
-        return compiled_checkpoint(
-            function,
-            args,
-            kwargs,
-            use_reentrant,
-            context_fn,
-            determinism_check,
-            debug,
-            preserve_rng_state,
-            early_stop,
-            respect_saved_tensors_hooks,
-            policy,
-            offload_inputs,
-            rng_trackers,
-        )
-    if use_reentrant or policy is not None or determinism_check != "default" or _UNKNOWN_TORCH_KEYWORDS:
-        _check_keywords(use_reentrant, policy, context_fn, offload_inputs, determinism_check, kwargs)
+        if goes_by_operator(options.policy):
+            return compiled_checkpoint(function, args, kwargs, options)
+        torch_private.graph_break(BY_OPERATOR)
+        return _checkpoint_eagerly(function, args, kwargs, options, input_hooks=input_hooks)
+    policy = options.policy
+    if options.use_reentrant or policy is not None or options.determinism_check != "default" or NEWER_KEYWORDS:
+        options.check(kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if state.awaited:
-        state.register_awaited()
+    if extensions.awaited:
+        extensions.register_awaited()
     if policy is not None and policy != "recompute":
-        choice, site = choice_of(policy), site_of(caller_of(function, args, kwargs))
+        site = site_of(caller_of(function, args, kwargs))
         if not site.is_rerun:
-            respects_hooks = respect_saved_tensors_hooks is not False
-            return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches)
-        preserve_rng_state = True  # as replay does
+            respects_hooks = options.respect_saved_tensors_hooks is not False
+            return run_in_region(choice_of(policy), site, function, args, kwargs, respects_hooks, matches)
+        options = options._replace(preserve_rng_state=True)  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
-    if forced_early_stop is not None:
-        early_stop = forced_early_stop
-    if forced_debug is not None:
-        debug = forced_debug
-    check_metadata = determinism_check == "default"
+    if forced_early_stop is not None or forced_debug is not None:
+        options = _forced(options, forced_early_stop, forced_debug)
     # The common kind runs without Python code around the function; the extension says if it is one.
-    is_uncommon = kwargs or debug or offload_inputs or rng_trackers or input_hooks or context_fn is not noop_context_fn
-    if not (is_uncommon or random_state.registered or state.registered) and is_of_module(function):
-        result = _C.run_common(function, args, early_stop, preserve_rng_state, check_metadata)
+    is_uncommon = (
+        kwargs
+        or input_hooks
+        or options.debug
+        or options.offload_inputs
+        or options.rng_trackers
+        or options.context_fn is not noop_context_fn
+    )
+    if not (is_uncommon or extensions.around_regions) and is_of_module(function):
+        check_metadata = options.determinism_check == "default"
+        result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
         if result is not NotImplemented:
             return result
-
-    contexts = None
-    if context_fn is not noop_context_fn and not debug:
-        contexts = context_fn()
-        selective = selective_choice(contexts[0])
-        if selective is not None:
-            _check_replays(offload_inputs, "context_fn")
-            site = site_of(caller_of(function, args, kwargs))
-            if not site.is_rerun:
-                return run_in_region(selective, site, function, args, kwargs, respect_saved_tensors_hooks is not False)
-            contexts, preserve_rng_state = None, True
-    if offload_inputs:
-        keep_in_place(function)
-        input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
-    inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(rng_trackers))
-    region = Region(inputs)
-    if preserve_rng_state and not random_state.is_capturing():
-        region.random = random_state.RandomState(inputs.devices, inputs.generators, rng_trackers)
-    if debug:
-        _trace(region, context_fn)
-    elif contexts is not None:
-        region.forward_context, region.rerun_context = contexts
-    return region.run(function, args, kwargs, early_stop=early_stop, check_metadata=check_metadata)
+    return _run(function, args, kwargs, options, input_hooks)
 
 
 #: The same where the compiler would trace it and must not: it runs in between two compiled graphs.
 _checkpoint_eagerly = torch_private.disable_dynamo(checkpoint_call)
+
+
+def _forced(options: CheckpointOptions, early_stop: bool | None, debug: bool | None) -> CheckpointOptions:
+    """Return the options with what contexts of torch say instead."""
+    return options._replace(
+        early_stop=options.early_stop if early_stop is None else early_stop,
+        debug=options.debug if debug is None else debug,
+    )
+
+
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    input_hooks: torch_private.Hooks | None,
+) -> Any:
+    """Run the function in a region of any kind, but for those of a policy."""
+    preserve_rng_state, contexts = options.preserve_rng_state, None
+    if options.context_fn is not noop_context_fn and not options.debug:
+        contexts = options.context_fn()
+        selective = selective_choice(contexts[0])
+        if selective is not None:
+            options.check_replays("context_fn")
+            site = site_of(caller_of(function, args, kwargs))
+            if not site.is_rerun:
+                respects_hooks = options.respect_saved_tensors_hooks is not False
+                return run_in_region(selective, site, function, args, kwargs, respects_hooks)
+            contexts, preserve_rng_state = None, True
+    if options.offload_inputs:
+        keep_in_place(function)
+        input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
+    inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(options.rng_trackers))
+    region = Region(inputs)
+    if preserve_rng_state and not random_state.is_capturing():
+        region.random = random_state.RandomState(inputs.devices, inputs.generators, options.rng_trackers)
+    if options.debug:
+        _trace(region, options.context_fn)
+    elif contexts is not None:
+        region.forward_context, region.rerun_context = contexts
+    check_metadata = options.determinism_check == "default"
+    return region.run(function, args, kwargs, early_stop=options.early_stop, check_metadata=check_metadata)
 
 
 def checkpoint_sequential(
@@ -296,7 +259,7 @@ def checkpoint_sequential(
     segments: int,
     input: Any,  # noqa: A002 - torch's name
     use_reentrant: bool | None = False,
-    **kwargs: Any,
+    **kwargs: Unpack[SequentialKeywords],
 ) -> Any:
     """Run a sequence of functions in `segments` pieces, each but the last one checkpointed.
 
@@ -319,7 +282,7 @@ def checkpoint_sequential(
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
         >>> actckpt.checkpoint_sequential(model, 3, torch.randn(2, 4)).sum().backward()
     """
-    unknown = sorted(set(kwargs) - set(inspect.signature(checkpoint).parameters))
+    unknown = sorted(set(kwargs) - set(CheckpointOptions._fields))
     if unknown:
         raise ValueError(
             f"checkpoint_sequential: unexpected keyword arguments {', '.join(unknown)}. "
@@ -338,7 +301,7 @@ def checkpoint_sequential(
     return _run_in_turn(steps[size * (segments - 1) :], input)
 
 
-def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Offloading:
+def offload(to: Destination = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Offloading:
     """Move what operators save inside the block to a store, and bring it back in time for backward.
 
     Works around any code, compiled functions included. Inside a compiled function it breaks the graph, and the
@@ -371,14 +334,14 @@ def offload(to: str = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Of
             f"offload: to is a {kind}, not a store. To run it under offload: with actckpt.offload(): y = model(x). "
             "Each block of a model: actckpt.apply(model, policy='offload')."
         )
-    if to not in ("auto", "host", "disk"):
+    if to not in get_args(Destination):
         raise ValueError(f"offload: to={to!r} is not a store. Pass 'auto', 'host' or 'disk'.")
     if to == "host" and not torch.cuda.is_available():
         raise ValueError(
             "offload: to='host' moves tensors off a GPU, and there is none here (torch.cuda.is_available() is False). "
             "CPU tensors are in host memory already: pass 'disk' or 'auto'."
         )
-    state.register_awaited()
+    extensions.register_awaited()
     return Offloading(to, parse_bytes(min_bytes, what="min_bytes"))
 
 
@@ -386,48 +349,6 @@ def _run_in_turn(functions: Sequence[Callable[..., Any]], value: Any) -> Any:
     for function in functions:
         value = function(value)
     return value
-
-
-def _check_keywords(
-    use_reentrant: bool | None,
-    policy: Any,
-    context_fn: ContextFn,
-    offload_inputs: bool,
-    determinism_check: str,
-    kwargs: dict[str, Any],
-) -> None:
-    if use_reentrant:
-        raise ValueError(
-            "checkpoint: use_reentrant=True is not supported; actckpt has the non-reentrant variant only, which "
-            "does all that the reentrant one does. Drop the keyword or pass use_reentrant=False, or keep "
-            "torch.utils.checkpoint.checkpoint for this call."
-        )
-    if policy is not None and context_fn is not noop_context_fn:
-        raise ValueError(
-            "checkpoint: policy= and context_fn= both say what to recompute. Pass one of the two; a policy function of "
-            "torch's create_selective_checkpoint_contexts can be passed as policy= unchanged."
-        )
-    if policy is not None and policy != "recompute":
-        _check_replays(offload_inputs, f"policy={policy!r}")
-    if determinism_check not in ("default", "none"):
-        raise ValueError(
-            f"checkpoint: determinism_check should be one of ['default', 'none'], but got {determinism_check!r}."
-        )
-    for name in _UNKNOWN_TORCH_KEYWORDS.keys() & kwargs.keys():
-        if kwargs.pop(name) != _UNKNOWN_TORCH_KEYWORDS[name]:
-            raise ValueError(
-                f"checkpoint: the keyword {name!r} of torch {torch.__version__} is newer than this version of "
-                f"actckpt, which honours its default {_UNKNOWN_TORCH_KEYWORDS[name]!r} only. Leave it out."
-            )
-
-
-def _check_replays(offload_inputs: bool, what: str) -> None:
-    if offload_inputs:
-        raise ValueError(
-            "checkpoint: offload_inputs=True goes with policy=None, whose reruns hold the inputs of the region. With "
-            f"this {what} operators are replayed: use a policy= function that returns Action.OFFLOAD where its "
-            "SavedTensorInfo.is_input is True."
-        )
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

@@ -4,32 +4,60 @@ The forward of each block is replaced by an attribute of the instance, so the bl
 its `state_dict` keys and its hooks; hooks of the block itself run outside of the region, once.
 """
 
+from __future__ import annotations
+
 import difflib
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, overload
 
 import torch
+from typing_extensions import Unpack
 
 from actckpt._blocks.finding import has_forward, repeated_blocks
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.model_report import AppliedBlocks, ModelReport
-from actckpt._text.operator_names import portable
+from actckpt._offload.session import Destination
+from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt._text.selectors import is_pattern, matches
 from actckpt.action import Action
-from actckpt.api import checkpoint, checkpoint_call, offload
+from actckpt.api import checkpoint_call, offload
 from actckpt.errors import BlocksError
-from actckpt.policies import choice_of
+from actckpt.policies import Policy, choice_of
 
 __all__ = ["apply", "remove", "report"]
 
 Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
 
 
+class OffloadKeywords(TypedDict, total=False):
+    """What `apply` passes on to `offload`."""
+
+    to: Destination
+    min_bytes: int | str
+
+
+@overload
 def apply(
-    model: torch.nn.Module, policy: Any = "recompute", blocks: Blocks | None = None, **options: Any
+    model: torch.nn.Module,
+    policy: Literal["offload", Action.OFFLOAD],
+    blocks: Blocks | None = None,
+    **options: Unpack[OffloadKeywords],
+) -> tuple[str, ...]: ...
+
+
+@overload
+def apply(
+    model: torch.nn.Module,
+    policy: Policy | None = "recompute",
+    blocks: Blocks | None = None,
+    **options: Unpack[ApplyKeywords],
+) -> tuple[str, ...]: ...
+
+
+def apply(
+    model: torch.nn.Module, policy: Policy | None = "recompute", blocks: Blocks | None = None, **options: Any
 ) -> tuple[str, ...]:
     """Checkpoint the blocks of `model`: each call of such a block becomes a region.
 
@@ -38,11 +66,11 @@ def apply(
         policy: `"recompute"` or None: as in `checkpoint`. `"offload"`: each call runs under `offload`. Any other policy
             of `region`: each call is such a region.
         blocks: which of its modules: a type or several, qualified names (`"layers.0"`), also with wildcards, which
-            stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp, see `actckpt.selectors.matches`), or a
-            predicate on modules. Of matches inside each other the outermost are taken; a name without wildcards is
-            always taken. None: the repeated blocks. These are modules of a kind that repeats, in rows (ModuleList,
-            Sequential, ModuleDict, numbered attributes), neither stages of many blocks nor small parts of blocks, such
-            that the least is held at the peak; NOTE [ Blocks of a model ] in actckpt/_blocks/finding.py says how.
+            stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp), or a predicate on modules. Of matches inside
+            each other the outermost are taken; a name without wildcards is always taken. None: the repeated blocks.
+            These are modules of a kind that repeats, in rows (ModuleList, Sequential, ModuleDict, numbered attributes),
+            neither stages of many blocks nor small parts of blocks, such that the least is held at the peak; NOTE [
+            Blocks of a model ] in actckpt/_blocks/finding.py says how.
         **options: keywords of `checkpoint`, or of `offload`, for every block.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
@@ -67,15 +95,7 @@ def apply(
         policy = "offload"
     if policy is not None:
         choice_of(policy)  # raises if it is none
-    known = inspect.signature(offload if policy == "offload" else checkpoint).parameters
-    unknown = sorted(name for name in options if name in ("function", "args", "kwargs") or name not in known)
-    if unknown:
-        raise ValueError(
-            f"apply: unknown option {', '.join(unknown)} for policy={policy!r}. Known: "
-            f"{', '.join(sorted(set(known) - {'function', 'args', 'kwargs', 'policy'}))}."
-        )
-    if policy == "offload":
-        offload(**options)  # raises if it cannot be called so
+    _check_options(policy, options)
     chosen = _find(model, blocks)
     if not chosen:
         raise BlocksError(_nothing_found(model, blocks))
@@ -89,6 +109,17 @@ def apply(
     for name, block in chosen.items():
         block.forward = together.forwards[name] = _CheckpointedForward(block, policy, options, together)
     return tuple(chosen)
+
+
+def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
+    known = set(OffloadKeywords.__annotations__ if policy == "offload" else CheckpointOptions._fields) - {"policy"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(
+            f"apply: unknown option {', '.join(unknown)} for policy={policy!r}. Known: {', '.join(sorted(known))}."
+        )
+    if policy == "offload":
+        offload(**options)  # raises if it cannot be called so
 
 
 def remove(model: torch.nn.Module) -> tuple[str, ...]:
@@ -110,18 +141,19 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
 class _CheckpointedForward:
     """The forward of one block, checkpointed. An object, so that deepcopy and pickle follow the block."""
 
-    def __init__(self, block: torch.nn.Module, policy: Any, options: dict[str, Any], together: AppliedBlocks) -> None:
+    def __init__(
+        self, block: torch.nn.Module, policy: Policy | None, options: dict[str, Any], together: AppliedBlocks
+    ) -> None:
         self.block = block
         self.together = together
         self.has_run = False
-        self.policy = policy
-        self.options = options
+        offloads = policy == "offload"
+        #: The keywords of `offload`, None: the block is checkpointed.
+        self.offloading = options if offloads else None
+        self.options = CheckpointOptions() if offloads else CheckpointOptions(policy=policy, **options)
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
         self.__wrapped__ = block.forward  # the signature, for `inspect`
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"policy": portable(self.policy), "options": portable(self.options)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.has_run = True
@@ -130,20 +162,20 @@ class _CheckpointedForward:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.policy == "offload":
+        if self.offloading is not None:
             # Looked up inside: torch.compile breaks the graph here, and would make `self.block.forward` of a bound
             # method that it must carry over, which is this very object.
-            with offload(**self.options):
+            with offload(**self.offloading):
                 return self._original()(*args, **kwargs)
         original = self._original()
-        reruns = self.policy in (None, "recompute", Action.RECOMPUTE)
+        reruns = self.options.policy in (None, "recompute", Action.RECOMPUTE)
         if reruns and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             arguments = without_cache(self.block, original, args, kwargs)
             if arguments is None:
                 return original(*args, **kwargs)
             args, kwargs = arguments
         matches = None if torch.compiler.is_compiling() else self.together.matches
-        return checkpoint_call(original, args, kwargs, policy=self.policy, matches=matches, **self.options)
+        return checkpoint_call(original, args, kwargs, self.options, matches=matches)
 
     def _original(self) -> Callable[..., Any]:
         if self.replaced is not None:

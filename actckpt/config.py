@@ -3,10 +3,14 @@
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal, TypedDict, get_args
+
+from typing_extensions import Unpack
 
 from actckpt._text import operator_names
+from actckpt._text.operator_names import Operators
+from actckpt._text.places import Selector
 from actckpt._text.sizes import parse_bytes
 
 __all__ = ["Settings", "configure", "parse_bytes"]
@@ -16,6 +20,9 @@ _PROBE_BYTES = 4096
 _AUTOMATIC = ("max_inflight", "replay_window")
 #: A name in `opaque` that begins like this is an operator's; other namespaces may also be names of modules.
 _NAMESPACES = ("aten", "prims")
+
+
+Audit = Literal["first", "always", "off"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +50,9 @@ class Settings:
 
     #: When the checksum of a dropped tensor is compared with what replay makes: `"first"`: until its place in the
     #: program came back right once; `"always"`; `"off"`.
-    audit: str = "first"
-    #: Operators (`"aten.mul.Tensor"`, or `"aten.mul"` for all overloads) and modules (`"blocks.3.attention"`), also
-    #: with wildcards, whose values are never replayed.
+    audit: Audit = "first"
+    #: Operators (`"aten.mul.Tensor"`, or `"aten.mul"` for all overloads), modules (`"blocks.3.attention"`) and both
+    #: (`"blocks.3.attention::aten.mul"`), also with wildcards, whose values are never replayed.
     opaque: tuple[str, ...] = ()
     #: Types of dispatch modes of the program that change no results: what runs below them is replayed as usual.
     observers: tuple[type, ...] = ()
@@ -66,9 +73,26 @@ class Settings:
         return self.spill_dir if self.spill_dir is not None else tempfile.gettempdir()
 
 
+class SettingsKeywords(TypedDict, total=False):
+    """What `configure` takes for each of the `Settings`."""
+
+    host_limit: int | str | None
+    pageable_limit: int | str | None
+    disk_limit: int | str | None
+    spill_dir: str | bytes | os.PathLike[str] | None
+    max_inflight: int | str
+    num_workers: int
+    fix_malloc: bool
+    audit: Audit
+    opaque: Operators
+    observers: Collection[type]
+    replay_order: Callable[[Any], Iterable[int]] | None
+    replay_window: int | str | None
+
+
 _settings = Settings()
 #: Counts calls of `configure`, so that stores notice a change.
-generation = 0
+generation: int = 0
 
 
 def settings() -> Settings:
@@ -76,7 +100,7 @@ def settings() -> Settings:
     return _settings
 
 
-def configure(**changes: Any) -> Settings:
+def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
     """Change settings; those not named stay. Stores made afterwards follow them.
 
     Args:
@@ -111,6 +135,7 @@ def configure(**changes: Any) -> Settings:
         268435456
     """
     global _settings, generation
+    changes: dict[str, Any] = dict(settings)
     known = {field.name for field in dataclasses.fields(Settings)}
     unknown = sorted(set(changes) - known)
     if unknown:
@@ -141,7 +166,7 @@ def _checked_size(name: str, size: object) -> int | str | None:
 
 def _check_replay(changes: dict[str, Any]) -> None:
     audit = changes.get("audit", "first")
-    if audit not in ("first", "always", "off"):
+    if audit not in get_args(Audit):
         raise ValueError(f"configure: audit={audit!r}. Pass 'first', 'always' or 'off'.")
     order = changes.get("replay_order")
     if order is not None and not callable(order):
@@ -164,10 +189,13 @@ def _checked_names(opaque: Any) -> tuple[str, ...]:
     given = list(opaque) if isinstance(opaque, Iterable) and not isinstance(opaque, str) else [None]
     if not all(isinstance(name, str) or hasattr(name, "_schema") or hasattr(name, "overloads") for name in given):
         raise ValueError(f"configure: opaque={opaque!r}. Pass a list of operators and of names of modules.")
-    names = [str(name).replace("::", ".") for name in given]
+    names = [str(name) for name in given]
+    names = [name.replace("::", ".") if name.partition("::")[0] in _NAMESPACES else name for name in names]
     for name in names:
-        if name.split(".")[0] in _NAMESPACES and not operator_names.exists(name):
-            near = operator_names.nearest(name)
+        selector = Selector.parse(name)
+        operator = selector.operator or selector.name or ""
+        if operator.split(".")[0] in _NAMESPACES and not operator_names.exists(operator):
+            near = operator_names.nearest(operator)
             raise ValueError(f"configure: opaque={name!r} names an operator that does not exist. Nearest: {near}.")
     return tuple(names)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from actckpt import config
-from actckpt._offload import limits, native
+from actckpt import _C, config
+from actckpt._offload import limits
 from actckpt._version import __version__
 from actckpt.te.registration import describe
 
@@ -35,7 +35,7 @@ def examine(*, measure: bool = True) -> Iterator[Finding]:
 
 
 def _device(measure: bool) -> Iterator[Finding]:
-    reason = native.why_no_cuda()
+    reason = _C.why_no_cuda()
     if not torch.cuda.is_available():
         yield "offload of GPU tensors", f"off: torch finds no GPU; driver: {reason or 'present'}"
         return
@@ -63,13 +63,13 @@ def _device(measure: bool) -> Iterator[Finding]:
 def _disk(measure: bool) -> Iterator[Finding]:
     folder = config.settings().spill_folder
     try:
-        file = native.SpillFile(folder)
-    except native.SpillWriteError as error:
+        file = _C.SpillFile(folder)
+    except _C.SpillWriteError as error:
         yield "offload of CPU tensors", f"off: {' '.join(str(error).split())}"
         return
-    plain = native.why_foreign_reads_are_plain()
+    plain = _C.why_foreign_reads_are_plain()
     yield "memory freed by C++", f"may crash a copy under way: {plain}" if plain else "is noticed by the copy under way"
-    in_memory = native.is_memory_folder(folder)
+    in_memory = _C.is_memory_folder(folder)
     yield "offload of CPU tensors", f"on: unlinked spill file, {'direct' if file.direct else 'buffered'} I/O"
     warning = "; in memory (tmpfs), frees nothing: set spill_dir" if in_memory else ""
     limit = config.settings().disk_limit
@@ -82,12 +82,12 @@ def _disk(measure: bool) -> Iterator[Finding]:
         yield "disk", f"write {_rate(write_seconds)}, read {_rate(read_seconds)} (one thread)"
 
 
-def _time_disk(file: native.SpillFile) -> tuple[float, float]:
+def _time_disk(file: _C.SpillFile) -> tuple[float, float]:
     block = torch.frombuffer(bytearray(os.urandom(_BLOCK_BYTES)), dtype=torch.uint8)
     count = _MEASURED_BYTES // _BLOCK_BYTES
     for stored in [file.write(block.data_ptr(), _BLOCK_BYTES) for _ in range(count)]:
         stored.free()  # the second pass overwrites, as training does from its second step on
-    written: list[native.SpillBlock] = []
+    written: list[_C.SpillBlock] = []
     write_seconds = _seconds(lambda: written.extend(file.write(block.data_ptr(), _BLOCK_BYTES) for _ in range(count)))
     read_seconds = _seconds(lambda: _read_all(file, written, block.data_ptr()))
     for stored in written:
@@ -95,7 +95,7 @@ def _time_disk(file: native.SpillFile) -> tuple[float, float]:
     return write_seconds, read_seconds
 
 
-def _read_all(file: native.SpillFile, blocks: list[native.SpillBlock], address: int) -> None:
+def _read_all(file: _C.SpillFile, blocks: list[_C.SpillBlock], address: int) -> None:
     for block in blocks:
         file.read(block, address)
 

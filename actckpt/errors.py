@@ -9,7 +9,16 @@
     |-- CostTableError          also ValueError
     |-- PlanInfeasibleError     also ValueError
     |-- StillOpenError          also RuntimeError
-    `-- TransformerEngineError
+    |-- TransformerEngineError
+    `-- EngineError             also RuntimeError; of the engine that copies to host memory and disk
+        |-- SpillWriteError
+        |   `-- SpillFullError
+        |-- SpillReadError
+        |-- HostPoolFullError
+        |-- SourceGoneError
+        |-- DeviceError
+        |-- ForkedError
+        `-- ClosedError
 
 Mismatch errors derive from torch's CheckpointError (a RuntimeError), so that handlers written for
 torch's function keep working. Every message says what and where, both numbers, and the next step.
@@ -17,6 +26,17 @@ torch's function keep working. Every message says what and where, both numbers, 
 
 from torch.utils.checkpoint import CheckpointError
 
+from actckpt._C import (
+    ClosedError,
+    DeviceError,
+    EngineError,
+    ForkedError,
+    HostPoolFullError,
+    SourceGoneError,
+    SpillFullError,
+    SpillReadError,
+    SpillWriteError,
+)
 from actckpt._error_base import ActckptError, CostTableError, PlanInfeasibleError
 
 __all__ = [
@@ -24,11 +44,20 @@ __all__ = [
     "AuditError",
     "BlocksError",
     "CheckpointError",
+    "ClosedError",
     "CostTableError",
+    "DeviceError",
+    "EngineError",
+    "ForkedError",
+    "HostPoolFullError",
     "InputChangedError",
     "PlanInfeasibleError",
     "RerunMismatchError",
     "SavedTensorChangedError",
+    "SourceGoneError",
+    "SpillFullError",
+    "SpillReadError",
+    "SpillWriteError",
     "StillOpenError",
     "TransformerEngineError",
 ]

@@ -8,18 +8,23 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from actckpt._core import torch_private
-from actckpt._replay.choice import Choice
+from actckpt._replay.choice import Choice, Table, is_place
+from actckpt._replay.operators import operator_of
 from actckpt._text import operator_names
+from actckpt._text.operator_names import Operators
+from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 
-__all__ = ["PerOp", "choice_of", "is_torch_policy", "selective_choice"]
+__all__ = ["PerOp", "Policy", "PolicyName", "TorchPolicy", "choice_of", "is_torch_policy", "selective_choice"]
 
+#: Names that begin like these are operators'; other namespaces may also be names of modules.
+_TORCH_NAMESPACES = ("aten.", "prims.")
 _NAMES = tuple(action.value for action in Action)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 
@@ -36,6 +41,10 @@ _ACTION_OF_TORCH = {
     True: Action.KEEP,
     False: Action.RECOMPUTE,
 }
+
+
+#: The actions by name.
+PolicyName = Literal["keep", "recompute", "offload", "prefer_offload"]
 
 
 class PerOp:
@@ -56,20 +65,26 @@ class PerOp:
         <Action.RECOMPUTE: 'recompute'>
     """
 
-    def __init__(self, actions: Mapping[Any, Action | str], default: Action | str = Action.RECOMPUTE) -> None:
+    def __init__(
+        self,
+        actions: Mapping[Any, Action | PolicyName],
+        default: Action | PolicyName = Action.RECOMPUTE,
+    ) -> None:
         if not isinstance(actions, Mapping):
             raise ValueError(
                 f"PerOp: {actions!r} is a {type(actions).__name__}. Pass a dict {{operator: action}}; to keep what "
                 "some operators make, pass the list of them itself as policy."
             )
-        self.actions = {
+        self.actions: dict[Any, Action] = {
             overload: _action(action, f"the action of {op}")
             for op, action in actions.items()
             for overload in _overloads(op)
         }
-        self.default = _action(default, "default")
+        #: The same by name.
+        self.names: dict[str, Action] = {operator_of(op).name: action for op, action in self.actions.items()}
+        self.default: Action = _action(default, "default")
         #: Whether anything is to be moved.
-        self.moves = not {self.default, *self.actions.values()} <= {Action.KEEP, Action.RECOMPUTE}
+        self.moves: bool = not {self.default, *self.actions.values()} <= {Action.KEEP, Action.RECOMPUTE}
 
     def __getstate__(self) -> dict[str, Any]:
         return operator_names.portable(self.__dict__)  # type: ignore[no-any-return]
@@ -77,6 +92,18 @@ class PerOp:
     def __repr__(self) -> str:
         actions = ", ".join(f"{op}: {action.value}" for op, action in self.actions.items())
         return f"PerOp({{{actions}}}, default={self.default.value})"
+
+
+class TorchPolicy(Protocol):
+    """A policy function of `torch.utils.checkpoint.create_selective_checkpoint_contexts`."""
+
+    def __call__(
+        self, ctx: SelectiveCheckpointContext, op: Any, /, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy | bool: ...
+
+
+#: Every form of a policy; the docstring of `region` says what each means.
+Policy = PolicyName | Action | Operators | PerOp | Callable[[SavedTensorInfo], Action | PolicyName] | TorchPolicy
 
 
 def choice_of(policy: Any) -> Choice:
@@ -88,9 +115,13 @@ def choice_of(policy: Any) -> Choice:
     if isinstance(policy, (str, Action, CheckpointPolicy)):
         return Choice(default=_action(policy, "policy"))
     if isinstance(policy, PerOp):
-        return Choice(policy.actions, policy.default, is_per_operator=True)
+        return Choice(policy.names, policy.default, operators=tuple(policy.actions), is_per_operator=True)
     if isinstance(policy, Mapping):
-        raise ValueError("policy is a dict. Pass actckpt.policies.PerOp(...), which says what happens to the rest.")
+        entries = tuple(policy.items())
+        try:
+            return _tabulated(entries)
+        except TypeError:  # cannot be hashed: raises what is wrong with it
+            return _tabulated.__wrapped__(entries)
     if isinstance(policy, (list, tuple)):
         return _keeping(tuple(policy))
     mistaken = _mistaken_for_a_policy(policy)
@@ -104,7 +135,7 @@ def choice_of(policy: Any) -> Choice:
         return Choice(for_value=lambda info: _ask_value(policy, info))
     raise ValueError(
         f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', an "
-        "Action, a list of operators to keep, actckpt.policies.PerOp, or a function."
+        "Action, a list of operators to keep, a dict {place: action}, actckpt.policies.PerOp, or a function."
     )
 
 
@@ -131,7 +162,41 @@ def _mistaken_for_a_policy(policy: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _keeping(ops: tuple[Any, ...]) -> Choice:
-    return Choice({overload: Action.KEEP for op in ops for overload in _overloads(op)}, Action.RECOMPUTE)
+    operators = tuple(dict.fromkeys(overload for op in ops for overload in _overloads(op)))
+    kept = {operator_of(overload).name: Action.KEEP for overload in operators}
+    return Choice(kept, Action.RECOMPUTE, operators=operators)
+
+
+@functools.lru_cache(maxsize=256)
+def _tabulated(entries: tuple[tuple[Any, Any], ...]) -> Choice:
+    actions: dict[str, Action] = {}
+    for key, action in entries:
+        text = _entry(key)
+        actions.pop(text, None)  # the last entry counts, in its place
+        actions[text] = _action(action, f"the action of {text}")
+    return Choice(operators=tuple(actions), table=Table(actions, Action.RECOMPUTE))
+
+
+def _entry(key: Any) -> str:
+    """Return the text of a key of a table; raises if it is none, or names an operator that does not exist."""
+    if isinstance(key, torch._ops.HigherOrderOperator):
+        return f"higher_order.{key}"
+    if isinstance(key, (Place, *_OPERATORS)):
+        return str(key)
+    if not isinstance(key, str):
+        raise ValueError(
+            f"policy: the key {key!r} of the dict is a {type(key).__name__}. Pass an actckpt.Place, its text, or a "
+            "selector such as 'layers.*.mlp::aten.mm'."
+        )
+    if is_place(key):
+        operator: str | None = Place.parse(key).operator
+    else:
+        selector = Selector.parse(key)
+        operator = selector.operator or selector.name
+    if operator is not None and operator.startswith(_TORCH_NAMESPACES) and not operator_names.exists(operator):
+        near = operator_names.nearest(operator)
+        raise ValueError(f"policy: {key!r} names an operator that does not exist, {operator}. Nearest: {near}.")
+    return key
 
 
 def selective_choice(context: object) -> Choice | None:

@@ -1,11 +1,13 @@
 """`region`: a block of code whose saved tensors a policy keeps, recomputes or offloads."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
@@ -16,7 +18,7 @@ from actckpt._replay.audit import caller_of
 from actckpt._replay.matches import Matches
 from actckpt._replay.opened import OpenRegion
 from actckpt.errors import StillOpenError
-from actckpt.policies import choice_of
+from actckpt.policies import Policy, choice_of
 
 __all__ = ["region"]
 
@@ -33,8 +35,9 @@ class region:  # noqa: N801 - used as a function
 
     Args:
         policy: `"keep"`, `"recompute"`, `"offload"`, `"prefer_offload"` or an `Action`, for all values; a list of
-            operators to keep, the rest is recomputed; `policies.PerOp`; a function that takes a `SavedTensorInfo`
-            and returns an `Action`; or a policy function of
+            operators to keep, the rest is recomputed; a dict of actions by `Place`, its text or a selector
+            (`"layers.*.mlp::aten.mm"`), the rest is recomputed; `policies.PerOp`; a function that takes a
+            `SavedTensorInfo` and returns an `Action`; or a policy function of
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
     Raises:
         ValueError: it is not a policy, or names an operator that does not exist.
@@ -50,7 +53,7 @@ class region:  # noqa: N801 - used as a function
         >>> y.sum().backward()
     """
 
-    def __init__(self, policy: Any = "recompute") -> None:
+    def __init__(self, policy: Policy = "recompute") -> None:
         self._policy = policy
         self._choice = choice_of(policy)
         self._open: OpenRegion | None = None
@@ -83,7 +86,7 @@ class region:  # noqa: N801 - used as a function
 
         return run  # type: ignore[return-value]
 
-    def _enter(self) -> "region":
+    def _enter(self) -> region:
         if self._open is not None:
             raise StillOpenError("This region is open already. Make another one with actckpt.region(...).")
         if torch.is_grad_enabled():
@@ -104,8 +107,8 @@ class region:  # noqa: N801 - used as a function
             self._open.unwind(error)
             self._open = None
 
-    __enter__ = all_or_nothing(_enter, _unwind)
-    __exit__ = all_or_nothing(_exit, _unwind)
+    __enter__: ClassVar[Callable[[Any], region]] = all_or_nothing(_enter, _unwind)
+    __exit__: ClassVar[Callable[..., None]] = all_or_nothing(_exit, _unwind)
 
     @overload
     def report(self) -> Report: ...

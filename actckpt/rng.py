@@ -6,6 +6,7 @@ The default generators of the CPU and of every device among a region's inputs, a
 global state are restored once they are registered here, or passed as `rng_trackers=`.
 """
 
-from actckpt._core.random_state import Tracker, numpy_random, python_random, register_tracker, unregister_tracker
+from actckpt._core.extensions import Tracker
+from actckpt._core.random_state import numpy_random, python_random, register_tracker, unregister_tracker
 
 __all__ = ["Tracker", "numpy_random", "python_random", "register_tracker", "unregister_tracker"]

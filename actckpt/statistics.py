@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from actckpt import _C
 from actckpt._core.counters import counters
-from actckpt._offload import backends, figures, native
+from actckpt._offload import counts, stores
 from actckpt._text.sizes import format_bytes, format_seconds
 
 __all__ = ["Stats", "reset_stats", "stats"]
@@ -104,18 +104,18 @@ def _totals() -> dict[str, float]:
     for name in ("idle_offloads", "replayed_operators", "kept_opaque", "copied_on_write_bytes"):
         totals[name] = counters.value(name)
     totals["replayed_operators"] += _C.num_replayed()
-    of_stores = figures.sums()
+    of_stores = counts.sums()
     for name in _OF_STORES:
         totals[name] = of_stores[name]
     return totals
 
 
-def _engines() -> Iterator[native.HostStats | native.DeviceStats]:
-    cpu, cuda = backends.existing("disk"), backends.existing("host")
-    if isinstance(cpu, backends.CpuBackend):
-        yield cpu.store.stats()
-    if isinstance(cuda, backends.CudaBackend):
-        yield cuda.engine.stats()
+def _engines() -> Iterator[_C.HostStats | _C.DeviceStats]:
+    cpu, device = stores.cpu_store(), stores.device_store()
+    if cpu is not None:
+        yield cpu.stats()
+    if device is not None:
+        yield device.engine.stats()
 
 
 def stats() -> Stats:
@@ -134,7 +134,7 @@ def stats() -> Stats:
     for found in _engines():
         held["inflight"] += found.inflight_bytes
         held["peak_inflight"] += found.peak_inflight_bytes
-        if isinstance(found, native.DeviceStats):
+        if isinstance(found, _C.DeviceStats):
             held["disk"] += found.disk_bytes
             held["pageable"] += found.pageable_bytes
             held["host"] += found.bounce_bytes
@@ -144,9 +144,9 @@ def stats() -> Stats:
             held["disk"] += found.stored_bytes
             held["store"] += found.stored_bytes
             held["peak_store"] += found.peak_stored_bytes
-    cuda = backends.existing("host")
-    if isinstance(cuda, backends.CudaBackend):
-        pool = cuda.engine.pool_stats()
+    device = stores.device_store()
+    if device is not None:
+        pool = device.engine.pool_stats()
         held["host"] += pool.pool_bytes
         held["store"] += pool.stored_bytes
         held["peak_store"] += pool.peak_stored_bytes

@@ -31,8 +31,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's name
 from torch.autograd.graph import save_on_cpu
 
 import actckpt
-from actckpt import config
-from actckpt._offload import backends, native
+from actckpt import _C, config
+from actckpt._offload import stores
+from actckpt._offload.device import DeviceStore, record_streams
 
 _MIB = 1 << 20
 _SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -101,25 +102,25 @@ def _loop_bandwidths(nbytes: int, repeats: int) -> dict[str, float]:
 
 
 @contextmanager
-def _only(tier: str, folder: str) -> Iterator[native.DeviceEngine]:
+def _only(tier: str, folder: str) -> Iterator[_C.DeviceEngine]:
     """Offload GPU tensors to one tier inside the block."""
-    engine = native.DeviceEngine.cuda(
+    engine = _C.DeviceEngine.cuda(
         limit_bytes=_LIMIT_BYTES if tier == "pinned" else 0,
         window_bytes=config.settings().window_bytes,
-        release=backends._record_streams,
+        release=record_streams,
         pageable_limit=_LIMIT_BYTES if tier == "pageable" else 0,
-        spill_file=native.SpillFile(folder) if tier == "disk" else None,
+        spill_file=_C.SpillFile(folder) if tier == "disk" else None,
         bounce_bytes=256 * _MIB,
         num_workers=8,
     )
-    before = dict(backends._backends)
-    backends._backends["host"] = config.generation, backends.CudaBackend(engine)
+    before = dict(stores._stores)
+    stores._stores[True] = config.generation, DeviceStore(engine)
     try:
         yield engine
     finally:
         torch.cuda.synchronize()
-        backends._backends.clear()
-        backends._backends.update(before)
+        stores._stores.clear()
+        stores._stores.update(before)
 
 
 class _Batch:
@@ -138,7 +139,7 @@ class _Batch:
             yield self.outputs.pop().grad_fn.saved_tensors[0]  # type: ignore[union-attr]
 
 
-def _our_bandwidths(engine: native.DeviceEngine, nbytes: int, repeats: int) -> dict[str, float]:
+def _our_bandwidths(engine: _C.DeviceEngine, nbytes: int, repeats: int) -> dict[str, float]:
     """Bytes per second of the hooks: many tensors saved, then all read, then both at once."""
     samples: dict[str, list[float]] = {"out": [], "back": [], "both": []}
 

@@ -18,7 +18,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
 from actckpt import config
-from actckpt._offload import backends, native
+from actckpt._offload import stores
+from actckpt._offload.cpu import CpuStore
 
 _TENSORS = 64  # per step
 _SAMPLES = 400  # of one step each, about a millisecond: on a busy machine most of them are not interrupted
@@ -50,25 +51,25 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _store_in_memory(num_workers: int) -> Iterator[None]:
-    before = dict(backends._backends)
-    store = native.CpuStore.in_memory(num_workers=num_workers)
-    backends._backends["disk"] = config.generation, backends.CpuBackend(store)
+    before = dict(stores._stores)
+    store = CpuStore.in_memory(num_workers=num_workers)
+    stores._stores[False] = config.generation, store
     try:
         yield
     finally:
-        backends._backends.clear()
-        backends._backends.update(before)
+        stores._stores.clear()
+        stores._stores.update(before)
 
 
 def _step_function(context: Context) -> Callable[[], None]:
     inputs = [torch.randn(1024, requires_grad=True) * 1 for _ in range(_TENSORS)]
-    backend = backends.existing("disk")
+    store = stores.cpu_store()
+    assert store is not None
 
     def step() -> None:
         with context():
             outputs = [tensor.sin() for tensor in inputs]  # each saves its input
-        if isinstance(backend, backends.CpuBackend):
-            backend.store.flush()  # so that every byte must come back
+        store.flush()  # so that every byte must come back
         for output in outputs:
             output.grad_fn._saved_self  # noqa: B018 - the unpack
         outputs.clear()

@@ -1,6 +1,7 @@
 """Imports point one way (see docs/how-it-works.md), and importing actckpt is cheap."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -14,13 +15,16 @@ _SOURCES = _ROOT / "csrc"
 
 #: Lower rooms first: a module may import from rooms of the lines before its own, and from its own room.
 _ROOMS = [
-    ["_version", "_error_base", "action", "_text", "_show"],
-    ["errors", "config", "_C"],
+    ["_version", "_error_base", "_text", "_show"],
+    ["action"],
+    ["_C"],
+    ["errors", "config"],
     ["_core", "planner"],
     ["_rerun", "_offload"],
     ["_replay"],
-    ["_bind", "policies"],
-    ["_compile", "rng"],
+    ["_bind", "_interface", "policies"],
+    ["_options", "rng"],
+    ["_compile"],
     ["regions", "api"],
     ["_blocks"],
     ["blocks", "statistics"],
@@ -66,12 +70,53 @@ def test_imports_point_downward(path: Path) -> None:
             assert _RANKS[room] > _RANKS["blocks"], f"{path.name} imports the public name {name}"
 
 
+@pytest.mark.parametrize("path", sorted(_PACKAGE.glob("te/*.py")), ids=lambda path: path.name)
+def test_te_imports_private_rooms_through_its_interface_only(path: Path) -> None:
+    private = ("_core", "_rerun", "_offload", "_replay", "_bind", "_C")
+    for name in _imported(path):
+        is_allowed = name == "actckpt._core.extensions" or name.startswith("actckpt._core.extensions.")
+        assert is_allowed or not name.startswith(tuple(f"actckpt.{room}" for room in private)), name
+
+
 @pytest.mark.parametrize("path", sorted(_SOURCES.rglob("*.*")), ids=lambda path: str(path.relative_to(_SOURCES)))
 def test_includes_point_downward(path: Path) -> None:
     room = path.relative_to(_SOURCES).parts[0]
     for name in re.findall(r'#include "(\w+)/', path.read_text()):
         assert name == room or _CPP_RANKS[name] < _CPP_RANKS[room], f"{path.name} includes from {name}"
         assert name != "engine" or room in ("engine", "bind"), f"{path.name} includes from the engine"
+
+
+def _defined(path: Path) -> set[str]:
+    """Names of types, functions and tables that a C++ file defines for itself, and of types for all."""
+    found, is_own = set(), path.suffix == ".h"
+    for line in path.read_text().splitlines():
+        if line == "namespace {" or line == "}  // namespace":
+            is_own = line == "namespace {"
+        type_name = re.match(r"(?:class|struct|enum class) (\w+)(?: : .*)? \{", line)
+        table = re.match(r"(?:static )?Py\w+ (\w+)(?:\[\])? = ", line)
+        if type_name or (is_own and table):
+            found.add((type_name or table)[1])  # type: ignore[index]
+    return found
+
+
+def test_cpp_names_mean_one_thing() -> None:
+    """A folder is compiled as one file (setup.py), and equal names of types in two would be one type to the linker."""
+    seen: dict[tuple[str, str], Path] = {}
+    for path in sorted(_SOURCES.rglob("*.*")):
+        for name in _defined(path):
+            key = (name, "" if path.suffix == ".h" else path.relative_to(_SOURCES).parts[0])
+            assert key not in seen, f"{name} stands in {seen[key]} and in {path}"
+            seen[key] = path
+
+
+@pytest.mark.parametrize("room", ["_offload"])
+def test_modules_of_a_room_import_each_other_in_no_circle(room: str) -> None:
+    prefix = f"actckpt.{room}."
+    imports = {
+        path.stem: {name.split(".")[2] for name in _imported(path) if name.startswith(prefix)}
+        for path in (_PACKAGE / room).glob("*.py")
+    }
+    graphlib.TopologicalSorter(imports).prepare()  # raises where there is one
 
 
 def test_every_module_has_a_room() -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,13 +10,12 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
-from actckpt._core import random_state, torch_private
+from actckpt._core import torch_private
+from actckpt._options import TORCH_PARAMETERS, CheckpointOptions, ContextFn
 from actckpt.action import Action
 from actckpt.policies import PerOp, choice_of, is_torch_policy
 
-__all__ = ["BY_OPERATOR", "TORCH_PARAMETERS", "ContextFn", "compiled_checkpoint", "goes_by_operator"]
-
-ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+__all__ = ["BY_OPERATOR", "compiled_checkpoint", "goes_by_operator"]
 
 _MOVES_NOTHING = (
     f"torch.compile of torch {torch.__version__} moves nothing: keep or recompute it, or keep this call out of the "
@@ -30,31 +29,17 @@ BY_OPERATOR = (
 )
 _NEVER = object()
 
-#: Of the installed torch's checkpoint.
-TORCH_PARAMETERS = inspect.signature(torch_checkpoint.checkpoint).parameters
-
 
 def compiled_checkpoint(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    use_reentrant: bool | None,
-    context_fn: ContextFn,
-    determinism_check: str,
-    debug: bool,
-    preserve_rng_state: bool,
-    early_stop: bool,
-    respect_saved_tensors_hooks: bool | None,
-    policy: Any,
-    offload_inputs: bool,
-    rng_trackers: Sequence[random_state.GetTracker],
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CheckpointOptions
 ) -> Any:
     """Under torch.compile: torch's own checkpoint, which the compiler knows as one operator.
 
     The compiler ignores determinism_check, preserve_rng_state (always on) and early_stop (always off):
     none of them changes a result there. What would change it raises.
     """
-    if use_reentrant:
+    policy, context_fn = options.policy, options.context_fn
+    if options.use_reentrant:
         raise ValueError("checkpoint: use_reentrant=True is not supported. Drop the keyword.")
     if policy == "keep" or policy is Action.KEEP:
         return function(*args, **kwargs)
@@ -62,38 +47,44 @@ def compiled_checkpoint(
         context_fn = functools.partial(create_selective_checkpoint_contexts, functools.partial(_answer, policy))
     elif context_fn is not noop_context_fn:
         context_fn = functools.partial(_watched_contexts, context_fn)
-    if offload_inputs:
+    if options.offload_inputs:
         raise ValueError(
             "checkpoint: offload_inputs cannot be honoured under torch.compile. Leave it out, or keep this call out of "
             "the compiled function."
         )
-    if rng_trackers:
+    if options.rng_trackers:
         raise ValueError(
             "checkpoint: rng_trackers cannot be honoured under torch.compile, where torch's own checkpoint "
             "restores random state. Leave them out, or keep this call out of the compiled function."
         )
-    options: dict[str, Any] = {}
-    if respect_saved_tensors_hooks is not None:
-        if "respect_saved_tensors_hooks" not in TORCH_PARAMETERS:
-            raise ValueError(
-                f"checkpoint: respect_saved_tensors_hooks={respect_saved_tensors_hooks} cannot be honoured under "
-                f"torch.compile with torch {torch.__version__}, whose checkpoint does not have it. Leave it out."
-            )
-        options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
-    if context_fn is not noop_context_fn:
-        options["context_fn"] = context_fn
-    if debug:
-        options["debug"] = debug
     return torch_checkpoint.checkpoint(
         function,
         *args,
         use_reentrant=False,
-        determinism_check=determinism_check,
-        preserve_rng_state=preserve_rng_state,
-        early_stop=early_stop,
-        **options,
+        determinism_check=options.determinism_check,
+        preserve_rng_state=options.preserve_rng_state,
+        early_stop=options.early_stop,
+        **_only_where_given(options, context_fn),
         **kwargs,
     )
+
+
+def _only_where_given(options: CheckpointOptions, context_fn: ContextFn) -> dict[str, Any]:
+    """Return those keywords for torch's checkpoint that the compiler, or an older torch, does not take."""
+    given: dict[str, Any] = {}
+    respects_hooks = options.respect_saved_tensors_hooks
+    if respects_hooks is not None:
+        if "respect_saved_tensors_hooks" not in TORCH_PARAMETERS:
+            raise ValueError(
+                f"checkpoint: respect_saved_tensors_hooks={respects_hooks} cannot be honoured under "
+                f"torch.compile with torch {torch.__version__}, whose checkpoint does not have it. Leave it out."
+            )
+        given["respect_saved_tensors_hooks"] = respects_hooks
+    if context_fn is not noop_context_fn:
+        given["context_fn"] = context_fn
+    if options.debug:
+        given["debug"] = True
+    return given
 
 
 def goes_by_operator(policy: Any) -> bool:
@@ -104,6 +95,8 @@ def goes_by_operator(policy: Any) -> bool:
         return policy in ("recompute", "keep", Action.RECOMPUTE, Action.KEEP)
     if isinstance(policy, PerOp):
         return not policy.moves
+    if isinstance(policy, Mapping):  # a table of places
+        return False
     code = getattr(policy, "__code__", None)
     if code is None:  # a partial function, or an object
         return callable(policy)
@@ -113,7 +106,7 @@ def goes_by_operator(policy: Any) -> bool:
 def _answer(policy: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer what the compiler asks about an operator, for any policy that goes by operator."""
     if isinstance(policy, PerOp) or not callable(policy):
-        keeps = choice_of(policy).of(op) is Action.KEEP
+        keeps = choice_of(policy).of(str(op)) is Action.KEEP
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
     if not is_torch_policy(policy):
         raise ValueError(BY_OPERATOR)

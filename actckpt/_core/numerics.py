@@ -104,8 +104,8 @@ def _settings(flags: tuple[Flag, ...]) -> list[Setting]:
 
 def _precision_settings(backend: str) -> list[Setting]:
     get = torch_private.get_precision
-    pairs = [pair for pair in _PRECISIONS if pair[0] == backend] if get is not None else []
-    return [Setting(".".join(pair), get, pair, partial(_set_precision, pair)) for pair in pairs]  # type: ignore[arg-type]
+    pairs = [pair for pair in _PRECISIONS if pair[0] == backend]
+    return [Setting(".".join(pair), get, pair, partial(_set_precision, pair)) for pair in pairs]
 
 
 @contextmanager
@@ -129,7 +129,6 @@ def restored(noted: tuple[Any, ...]) -> Iterator[None]:
 @contextmanager
 def _precisions_in_force(noted: Precisions) -> Iterator[None]:
     get = torch_private.get_precision
-    assert get is not None
     outside = {pair: get(*pair) for pair in _PRECISIONS}
     older = {flag: value for flag in torch_private.older_precisions if (value := _told(flag)) is not None}
     inside = {**outside, **noted}
@@ -142,7 +141,6 @@ def _precisions_in_force(noted: Precisions) -> Iterator[None]:
 
 def _put_precisions(precisions: Precisions, older: Mapping[Flag, Any]) -> None:
     get = torch_private.get_precision
-    assert get is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that they are deprecated
         for flag, value in older.items():
@@ -166,7 +164,6 @@ def _told(flag: Flag) -> Any:
 def _set_precision(pair: tuple[str, str], value: str) -> None:
     """Set the precision that an operator finds: its own, or, where it has none, that of its backend or of all."""
     get = torch_private.get_precision
-    assert get is not None
     torch_private.set_precision(*pair, "none")  # as it is unless somebody says otherwise
     if get(*pair) != value:
         torch_private.set_precision(*pair, "ieee" if value == "none" else value)

@@ -5,7 +5,7 @@ NOTE [ Random state ]
 Rule 1. States are captured by value and written back into the same generator objects. A handle that
         is merely set back restores nothing, and a cloned generator is unknown to CUDA graphs.
 Rule 2. Captured are the CPU's default generator, the default generator of every device among the
-        inputs (once each), every `torch.Generator` among the inputs, and the trackers.
+        inputs (once each), every `torch.Generator` among the inputs, and the trackers of extensions and callers.
 Rule 3. A tracker is any object with `get_states() -> dict` and `set_states(dict)`, whose values are
         byte tensors, `torch.Generator`s, or immutable values; recognised by value, not by class.
         It always gets a new dict, because trackers keep and change the one they are given.
@@ -24,40 +24,32 @@ Whether the function drew any numbers is deliberately not asked. A function that
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from actckpt import _C
+from actckpt._core import extensions
+from actckpt._core.extensions import Tracker
 from actckpt.errors import ActckptError
 
-__all__ = [
-    "RandomState",
-    "Tracker",
-    "numpy_random",
-    "python_random",
-    "register_tracker",
-    "unregister_tracker",
-]
+__all__ = ["RandomState", "numpy_random", "python_random", "register_tracker", "unregister_tracker"]
 
 _CUDA_IS_BUILT = torch.backends.cuda.is_built()
 
-
-class Tracker(Protocol):
-    """What holds named random states: TransformerEngine's, Megatron's and DeepSpeed's trackers do."""
-
-    def get_states(self) -> dict[Any, Any]:
-        """Return the states by name: byte tensors, `torch.Generator`s or immutable values."""
-
-    def set_states(self, states: dict[Any, Any], /) -> None:
-        """Take over these states."""
-
-
 GetTracker = Callable[[], Tracker]
 
-#: What `register_tracker` was given.
-registered: list[GetTracker] = []
+
+@dataclass(frozen=True)
+class _Registered(extensions.Extension):
+    """Stands for a registered callable."""
+
+    get_tracker: GetTracker
+
+    def tracker(self) -> Tracker:
+        return self.get_tracker()
 
 
 def register_tracker(get_tracker: GetTracker) -> None:
@@ -74,8 +66,7 @@ def register_tracker(get_tracker: GetTracker) -> None:
             f"register_tracker: expected a callable that returns a tracker, got {type(get_tracker).__name__}. "
             "Pass the function that returns it, for example get_cuda_rng_tracker, not its result."
         )
-    if get_tracker not in registered:
-        registered.append(get_tracker)
+    extensions.register(_Registered(get_tracker))
 
 
 def unregister_tracker(get_tracker: GetTracker) -> None:
@@ -84,14 +75,19 @@ def unregister_tracker(get_tracker: GetTracker) -> None:
     Raises:
         ValueError: `get_tracker` is not registered.
     """
-    if get_tracker not in registered:
-        raise ValueError(f"unregister_tracker: {get_tracker!r} is not among the {len(registered)} registered.")
-    registered.remove(get_tracker)
+    try:
+        extensions.unregister(_Registered(get_tracker))
+    except ValueError:
+        raise ValueError(
+            f"unregister_tracker: {get_tracker!r} is not registered. Pass what was given to register_tracker."
+        ) from None
 
 
-def known_trackers(trackers: Sequence[GetTracker]) -> list[Tracker]:
-    """Return the trackers that are registered, and those that these callables return."""
-    return [get() for get in dict.fromkeys([*registered, *trackers])]
+def known_trackers(get_trackers: Sequence[GetTracker]) -> list[Tracker]:
+    """Return the trackers of extensions, and those that these callables return, each once."""
+    found = [extension.tracker() for extension in extensions.around_regions]
+    found += [get_tracker() for get_tracker in get_trackers]
+    return list({id(tracker): tracker for tracker in found if tracker is not None}.values())
 
 
 class RandomState:

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from actckpt._C import Entry, Meter, OffloadSession
+from actckpt._text.places import Place
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.action import Action
 
-__all__ = ["Entry", "Figures", "Report", "Row", "explained"]
+__all__ = ["Entry", "Figures", "Report", "Row", "SavedValue", "explained"]
 
 _NOTHING = "Nothing was saved here that could be moved."
 
@@ -34,6 +35,24 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class SavedValue:
+    """One value that autograd saved."""
+
+    #: What names it in every step and process, and as a key of a policy; None for inputs, for what no recorded operator
+    #: made, and where the first report that anybody asked for is of a later step than the first.
+    place: Place | None
+    action: Action
+    nbytes: int
+    #: Why it got its action, where the policy alone does not say; else an empty text.
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data, the place as its text."""
+        place = None if self.place is None else str(self.place)
+        return {"place": place, "action": self.action.value, "nbytes": self.nbytes, "why": self.why}
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What became of the saved tensors of a region. `print` it for a table."""
 
@@ -45,6 +64,8 @@ class Report:
     #: Bytes of the values made in the region, saved, kept, replayed or brought back, that were alive at once, at most
     #: so far. Not counted: inputs and parameters, gradients, what autograd did not save and the region did not hold.
     peak_bytes: int = 0
+    #: Each value by itself, in the order of saving.
+    values: tuple[SavedValue, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -75,12 +96,14 @@ class Report:
         for entry in entries:
             groups.setdefault((entry.operator, entry.module), []).append(entry)
         rows = tuple(_row(*key, members) for key, members in groups.items())
-        return cls(rows, "" if groups else note, operators_not_run, peak_bytes)
+        values = tuple(SavedValue(_place(entry), entry.action, entry.nbytes, entry.why) for entry in entries)
+        return cls(rows, "" if groups else note, operators_not_run, peak_bytes, values)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the rows and the sums as plain data."""
+        """Return the rows, the values and the sums as plain data."""
         return {
             "rows": [dataclasses.asdict(row) for row in self.rows],
+            "values": [value.as_dict() for value in self.values],
             "note": self.note,
             "operators_not_run": self.operators_not_run,
             "kept_bytes": self.kept_bytes,
@@ -93,10 +116,16 @@ class Report:
         """Return `as_dict` as JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
-    def table(self) -> str:
-        """Return a table for people, or one line that says why there is none."""
+    def table(self, *, places: bool = False) -> str:
+        """Return a table for people, or one line that says why there is none.
+
+        Args:
+            places: one line per value, with its place, in the place of one per operator and module.
+        """
         if self.note:
             return self.note
+        if places:
+            return aligned([("place", "bytes", "action", "why"), *map(_value_cells, self.values)], left=4)
         header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "why kept")
         lines = [header, *(_cells(row) for row in self.rows)]
         lines.append(
@@ -115,12 +144,14 @@ class Report:
 class Figures:
     """What the report of one region is made of."""
 
-    __slots__ = ("entries", "meter", "session")
+    __slots__ = ("entries", "meter", "session", "site")
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.meter = Meter()
         self.session: OffloadSession | None = None
+        #: Where the region was opened; it gets to know that somebody asks.
+        self.site: Any = None
 
     def watch(self, session: OffloadSession) -> None:
         """Report on a block that moves everything, operators unseen."""
@@ -129,6 +160,8 @@ class Figures:
 
     def report(self, note: str = "", operators_not_run: tuple[str, ...] = ()) -> Report:
         """Return the report as things stand."""
+        if self.site is not None:
+            self.site.is_reported = True
         if self.session is None:
             return Report.of(self.entries, note, operators_not_run, peak_bytes=self.meter.peak_bytes)
         num_moved, moved_bytes, num_small, small_bytes = self.session.moved_and_small()
@@ -177,6 +210,17 @@ def _row(operator: str, module: str | None, entries: list[Entry]) -> Row:
         num_replays=sum(entry.num_replays for entry in entries),
         not_replayed=dict(Counter(entry.why for entry in entries if entry.why)),
     )
+
+
+def _place(entry: Entry) -> Place | None:
+    if entry.module is None or entry.occurrence < 0:
+        return None
+    return Place(entry.module, entry.operator, entry.occurrence, entry.result, entry.call)
+
+
+def _value_cells(value: SavedValue) -> tuple[str, ...]:
+    place = "(no place)" if value.place is None else str(value.place)
+    return place, format_bytes(value.nbytes), value.action.value, value.why
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -7,10 +7,11 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import FrameType
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["is_code_running", "module_name", "modules_on_stack", "user_line"]
+__all__ = ["is_code_running", "module_name", "modules_on_stack", "qualified_name", "user_line"]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -46,19 +47,32 @@ def is_code_running(package: str) -> bool:
     return any(isinstance(name, str) and name.partition(".")[0] == package for name in names)
 
 
-_names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+#: What torch puts between a module and the ones that it wraps: these parts of names stand for nothing.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_REPLICATED = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+_Names: TypeAlias = "weakref.WeakKeyDictionary[torch.nn.Module, str]"
+_names: "weakref.WeakKeyDictionary[torch.nn.Module, _Names]" = weakref.WeakKeyDictionary()
 
 
 def module_name() -> str | None:
-    """Return the qualified name of the module whose forward is running, as the outermost one knows it, or None."""
+    """Return the qualified name of the module whose method is running, as the outermost one knows it, or None."""
     modules = list(modules_on_stack())
-    if not modules:
-        return None
-    innermost, outermost = modules[0], modules[-1]
-    names = _names.get(outermost)
-    if names is None or id(innermost) not in names:
-        names = _names[outermost] = {id(module): name for name, module in outermost.named_modules()}
-    return names.get(id(innermost)) or type(innermost).__name__
+    return qualified_name(modules[-1], modules[0]) if modules else None
+
+
+def qualified_name(root: torch.nn.Module, module: torch.nn.Module) -> str:
+    """Return the name of a module in the outermost one, without what torch wraps it in; its type if it is that one."""
+    names = _names.get(root)
+    if names is None or module not in names:
+        found = {inner: _unwrapped(root, name) or type(inner).__name__ for name, inner in root.named_modules()}
+        names = _names[root] = weakref.WeakKeyDictionary(found)
+    return names.get(module) or type(module).__name__
+
+
+def _unwrapped(root: torch.nn.Module, name: str) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[:1] == ["module"] and isinstance(root, _REPLICATED) else parts)
 
 
 def _frames_outward() -> Iterator[FrameType]:

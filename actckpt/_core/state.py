@@ -2,30 +2,21 @@
 
 Covered here: autocast of the CPU and the accelerator with dtype and cache flag, function modes (the default device is
 one), dispatch modes that may change results (NOTE [ Modes ]), the current device, inference mode. Settings that change
-which numbers operators compute are in `numerics`, random state is in `rng`. State that this file does not know comes
-from providers registered with it.
+which numbers operators compute are in `numerics`, random state is in `random_state`. State that is not known here is
+carried by extensions (NOTE [ Extensions ]).
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from actckpt import _C
 from actckpt._core import modes, numerics, torch_private
 
-__all__ = [
-    "GlobalState",
-    "StateProvider",
-    "await_package",
-    "capture",
-    "register_awaited",
-    "register_state_provider",
-    "unregister_state_provider",
-]
+__all__ = ["GlobalState", "capture", "restored"]
 
 GlobalState = tuple[Any, ...]
 
@@ -42,89 +33,6 @@ GETTERS: tuple[Callable[[], Any], ...] = (
     _current_device if torch.backends.cuda.is_built() else _C.none,
     _C.numerics,
 )
-
-
-class StateProvider(Protocol):
-    """Carries state that the runtime does not know from a region's forward into its reruns."""
-
-    def capture(self) -> Any:
-        """Called before the forward. None: nothing to carry for this region."""
-
-    def forward(self, state: Any, /) -> AbstractContextManager[Any]:
-        """Entered around the forward."""
-
-    def rerun(self, state: Any, /) -> AbstractContextManager[Any]:
-        """Entered around each rerun, whose thread may be another one."""
-
-    def allows_early_stop(self, state: Any, /) -> bool:
-        """Whether a rerun may end before the function does."""
-
-
-#: What `register_state_provider` was given.
-registered: list[StateProvider] = []
-
-
-def register_state_provider(provider: StateProvider) -> None:
-    """Ask `provider` at every region from now on."""
-    if provider not in registered:
-        registered.append(provider)
-
-
-def unregister_state_provider(provider: StateProvider) -> None:
-    """Undo `register_state_provider`.
-
-    Raises:
-        ValueError: `provider` is not registered.
-    """
-    registered.remove(provider)
-
-
-#: Packages that are not loaded yet, by name: what to call once they are.
-awaited: dict[str, Callable[[], None]] = {}
-
-
-def await_package(name: str, register: Callable[[], None]) -> None:
-    """Call `register` at the first region after the package `name` has been loaded by somebody else."""
-    awaited[name] = register
-
-
-def register_awaited() -> None:
-    """Call what waits for packages that have been loaded since; what raises stays, to raise again."""
-    for name in tuple(awaited):
-        module = sys.modules.get(name)
-        if module is not None and not getattr(module.__spec__, "_initializing", False):
-            awaited[name]()
-            awaited.pop(name, None)
-
-
-class ProvidedState:
-    """What the registered providers captured for one region."""
-
-    __slots__ = ("_captured",)
-
-    def __init__(self) -> None:
-        captured = [(provider, provider.capture()) for provider in registered]
-        self._captured = [(provider, state) for provider, state in captured if state is not None]
-
-    def __bool__(self) -> bool:
-        return bool(self._captured)
-
-    def allows_early_stop(self) -> bool:
-        return all(provider.allows_early_stop(state) for provider, state in self._captured)
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for provider, state in self._captured:
-                stack.enter_context(provider.forward(state))
-            yield
-
-    @contextmanager
-    def rerun(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for provider, state in self._captured:
-                stack.enter_context(provider.rerun(state))
-            yield
 
 
 def capture() -> GlobalState:

@@ -1,4 +1,4 @@
-"""Private names of torch that the runtime uses, each with what happens where it is missing.
+"""Private names of torch that the runtime uses. Every torch from 2.9 on has them, but for those that say "Missing:".
 
 `tests/unit/core/test_torch_private.py` fails when torch drops one of them, and says which entry
 here can go when torch makes it public.
@@ -7,15 +7,17 @@ here can go when torch makes it public.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
 
 import torch
-import torch._subclasses.fake_tensor
 import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable, forward_ad
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
@@ -23,25 +25,21 @@ def _optional(owner: object, name: str) -> Any:
     return getattr(owner, name, None)
 
 
-#: Id of the backward under way in this thread, -1 outside of one. torch's own checkpoint tells
-#: backwards apart with it and there is no public equivalent: required.
+#: Id of the backward under way in this thread, -1 outside of one. torch's own checkpoint tells backwards apart with it.
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-#: The active `torch.utils.checkpoint.GraphExecGroup`. Missing: torch has no such groups.
+#: The active `torch.utils.checkpoint.GraphExecGroup`. Missing before torch 2.10: there are no such groups.
 current_graph_exec_group: Callable[[], Any] | None = _optional(torch._C, "_get_graph_exec_group")
 
-#: Runs a callable at the end of the backward under way. Missing: values that a partial backward
-#: did not use stay until the graph is freed, as in torch's own checkpoint.
-queue_callback: Callable[[Callable[[], None]], None] | None = _optional(
-    _optional(Variable, "_execution_engine"), "queue_callback"
-)
+#: Hands the engine a callable for the end of the backward under way. What backward caches is released then
+#: (csrc/core/task_end.h).
+queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 
-#: The hooks that a saved tensor would go through now. Missing: inputs of regions always go through
-#: an autograd.Function, which is slower.
-top_hooks: Callable[[bool], Hooks | None] | None = _optional(torch._C._autograd, "_top_saved_tensors_default_hooks")
+#: The hooks that a saved tensor would go through now.
+top_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
 
 #: What `torch.autograd.graph.saved_tensors_hooks` calls on entry and exit, without its Python frames;
-#: and the setter behind `torch.set_grad_enabled`. Required.
+#: and the setter behind `torch.set_grad_enabled`.
 push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -50,20 +48,18 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 #: example a rerun's early stop. Worded otherwise: such a rerun raises, as torch's own checkpoint does.
 SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter."
 
-#: Whether autocast is on for any device. Missing: assume that it is and look closer.
-any_autocast_enabled: Callable[[], bool] = _optional(torch._C, "_is_any_autocast_enabled") or (lambda: True)
+#: Whether autocast is on for any device.
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
-#: Skips autograd in this thread, whatever the grad mode. Missing: replay turns grad mode off for operators in
-#: place, as `no_grad` does.
-below_autograd: Callable[[], Any] | None = _optional(torch._C, "_AutoDispatchBelowAutograd")
+#: Skips autograd in this thread, whatever the grad mode.
+below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
 
-#: A capsule with C functions that describe a tensor in plain numbers (DLPack's C exchange API). Documented, but newer
-#: than the oldest torch that we take. Missing: they are read one by one, which is slower.
+#: A capsule with C functions that describe a tensor in plain numbers (DLPack's C exchange API). Missing before torch
+#: 2.10: they are read one by one, which is slower.
 exchange_api: Any = _optional(torch.Tensor, "__dlpack_c_exchange_api__")
 
-#: Whether the backward under way was asked to retain the graph. Missing: assume that it was, and hold what values
-#: were replayed from until their graph is gone.
-keeps_graph: Callable[[], bool] | None = _optional(torch._C._autograd, "_get_current_graph_task_keep_graph")
+#: Whether the backward under way was asked to retain the graph.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 #: A setting: its name, what tells it, and what sets it to what was told.
 Flag = tuple[str, Callable[[], Any], Callable[[Any], None]]
@@ -120,53 +116,49 @@ flags_of_cpus = _flags(*NUMERIC_OF_CPUS)
 flags_of_cuda = _flags(*NUMERIC_OF_CUDA)
 flags_of_hip = _flags(*NUMERIC_OF_HIP)
 
-#: Whether algorithms must be deterministic, whether those that are not only warn, and what sets both. Required; the
-#: public setter writes into settings of the compiler too, and imports it.
+#: Whether algorithms must be deterministic, whether those that are not only warn, and what sets both. The public setter
+#: writes into settings of the compiler too, and imports it.
 must_be_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 nondeterminism_warns: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
 set_deterministic: Callable[..., None] = torch._C._set_deterministic_algorithms
 
-#: The precision of float32 operators, per backend and operator. Missing: it is left alone.
-get_precision: Callable[[str, str], str] | None = _optional(torch._C, "_get_fp32_precision_getter")
-set_precision: Callable[[str, str, str], None] = _optional(torch._C, "_set_fp32_precision_setter")
+#: The precision of float32 operators, per backend and operator.
+get_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
 
 #: Older settings that stand for several precisions, as (name, getter, setter). Where they and the newer ones were used
 #: side by side, their getters raise.
 older_precisions = _flags("float32_matmul_precision", "cudnn_allow_tf32")
 
 #: Flags of torch's Python code that choose among operators: the names of its module, and that of the flag. The second
-#: module stands behind one that gives its names properties. A missing one is left alone.
-_einsum_module: Any = torch.backends.opt_einsum
-python_flags: tuple[tuple[dict[str, Any], str], ...] = tuple(
-    (module.__dict__, flag)
-    for module, flag in (
-        (torch.backends.mha, "_is_fastpath_enabled"),
-        (getattr(_einsum_module, "m", _einsum_module), "enabled"),
-        (getattr(_einsum_module, "m", _einsum_module), "strategy"),
-    )
-    if flag in module.__dict__
+#: module stands behind one that gives its names properties.
+_einsum_names: dict[str, Any] = torch.backends.opt_einsum.m.__dict__  # type: ignore[attr-defined]
+python_flags: tuple[tuple[dict[str, Any], str], ...] = (
+    (torch.backends.mha.__dict__, "_is_fastpath_enabled"),
+    (_einsum_names, "enabled"),
+    (_einsum_names, "strategy"),
 )
 
-#: Tensors that have shapes and no bytes. Missing: regions under FakeTensorMode raise.
-fake_tensor_type: type | None = _optional(torch._subclasses.fake_tensor, "FakeTensor")
+#: Tensors that have shapes and no bytes.
+fake_tensor_type: type = FakeTensor
 
-#: The number that autograd gives to the next node of this thread. Missing: tensors that an autograd.Function makes
-#: inside of a region count as inputs of the region, which stay.
-next_sequence_number: Callable[[], int] | None = _optional(torch._C._autograd, "_get_sequence_nr")
+#: The number that autograd gives to the next node of this thread.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-#: What every node of a Python autograd.Function is an instance of. Required.
+#: What every node of a Python autograd.Function is an instance of.
 function_node_type: type = torch._C._FunctionBase
 
 #: The code of `torch.autograd.Function.apply`, which is the innermost Python frame while autograd saves for a Function.
-#: Missing: what compiled code saves counts as an input.
-apply_code: Any = _optional(_optional(torch.autograd.Function.apply, "__func__"), "__code__")
+apply_code: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 #: What the names of the modules of compiled code begin with. Where torch calls it otherwise, operators of compiled code
 #: are recorded like any others, and the audit finds what its kernels do in between.
 COMPILED_PREFIX = "torch._inductor"
 
-#: Keeps torch.compile out of a function, without importing the compiler. Missing: it looks inside.
-disable_dynamo: Callable[[Any], Any] = _optional(torch, "_disable_dynamo") or (lambda function: function)
+
+def disable_dynamo(function: _Function) -> _Function:
+    """Keep torch.compile out of a function, without importing the compiler."""
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
 
 
 def graph_break(why: str) -> None:
@@ -174,34 +166,28 @@ def graph_break(why: str) -> None:
     torch._dynamo.graph_break(why.strip())  # the error shows results of calls, and global variables it does not
 
 
-#: The stack of function modes of this thread. Missing: function modes are not restored.
-num_function_modes: Callable[[], int] = _optional(torch._C, "_len_torch_function_stack") or (lambda: 0)
-_function_mode_at: Callable[[int], Any] = _optional(torch._C, "_get_function_stack_at")
-_push_function_mode: Callable[[Any], None] = _optional(torch._C, "_push_on_torch_function_stack")
-_pop_function_mode: Callable[[], Any] = _optional(torch._C, "_pop_torch_function_stack")
+#: The stack of function modes of this thread.
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+_push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+_pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
-#: The stack of dispatch modes of this thread. Required: what a mode of the program may have changed is not replayed.
+#: The stack of dispatch modes of this thread.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_dispatch_mode: Callable[[], Any] = partial(torch._C._pop_torch_dispatch_stack, None)
 
-#: Modes of torch's infrastructure, and the key of the one that traces. Missing: offloading and audits are traced, and
-#: raise.
-_infra_mode: Callable[[Any], Any] = _optional(torch._C, "_get_dispatch_mode") or (lambda key: None)
-_TRACER: Any = _optional(_optional(torch._C, "_TorchDispatchModeKey"), "PROXY")
+#: Whether operators compute tangents in this thread.
+set_tangents_enabled: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
 
-#: Whether operators compute tangents in this thread. Missing: what has no formula for them raises under `jvp`.
-set_tangents_enabled: Callable[[bool], None] = _optional(torch._C, "_set_fwd_grad_enabled") or (lambda enabled: None)
-_tangents_enabled: Callable[[], bool] = _optional(torch._C, "_is_fwd_grad_enabled") or (lambda: False)
+#: The transforms of `torch.func` that are active.
+innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_pop_transform: Callable[[], Any] = torch._C._functorch.pop_dynamic_layer_stack
+_push_transform: Callable[[Any], object] = torch._C._functorch.push_dynamic_layer_stack
 
-#: The transforms of `torch.func` that are active. Missing: regions that hold or move tensors inside of them raise.
-innermost_transform: Callable[[], Any] = _optional(torch._C._functorch, "peek_interpreter_stack") or (lambda: None)
-_pop_transform: Callable[[], Any] = _optional(torch._C._functorch, "pop_dynamic_layer_stack")
-_push_transform: Callable[[Any], None] = _optional(torch._C._functorch, "push_dynamic_layer_stack")
-
-#: Whether a tensor is the tangent zero, of which no bytes exist. Missing: audits of such tensors raise under `jvp`.
-is_zero_tangent: Callable[[torch.Tensor], bool] = _optional(torch.Tensor, "_is_zerotensor") or (lambda tensor: False)
+#: Whether a tensor is the tangent zero, of which no bytes exist.
+is_zero_tangent: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 
 #: Dispatch modes of torch that change no results. One that is missing is not known: what runs below it is kept.
 OBSERVING_MODES = frozenset(
@@ -223,52 +209,24 @@ OBSERVING_MODES = frozenset(
     }
 )
 
-#: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; the others, by
-#: which `share_memory_` and multiprocessing replace it, may be missing: what they free is not waited for.
-FREEING_METHODS = tuple(
-    name for name in ("resize_", "_share_fd_cpu_", "_share_filename_cpu_") if hasattr(torch.UntypedStorage, name)
-)
+#: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; by the others
+#: `share_memory_` and multiprocessing replace it.
+FREEING_METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
 def implementation_of(tensor: torch.Tensor) -> int:
-    """Return the address of what a Python tensor stands for: `torch.utils.swap_tensors` gives it another one.
-
-    There is no public equivalent: required.
-    """
+    """Return the address of what a Python tensor stands for: `torch.utils.swap_tensors` gives it another one."""
     address: int = tensor._cdata
     return address
 
 
-class _AtEnd:
-    """Autograd calls it when a backward ends, and drops it uncalled when it fails."""
-
-    #: None also where a signal handler raised before there was one.
-    _function: Callable[[], None] | None = None
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def __call__(self) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()
-
-    __del__ = __call__
-
-
-def when_backward_ends(function: Callable[[], None]) -> None:
-    """Call `function` when the backward under way ends, also if it fails; see `queue_callback`."""
-    if queue_callback is not None:
-        queue_callback(_AtEnd(function))
-
-
 def outer_hooks() -> Hooks | None:
     """Return the (pack, unpack) that a tensor saved now would go through, or None."""
-    return None if top_hooks is None else top_hooks(False)
+    return top_hooks(False)
 
 
 def are_on_top(hooks: Hooks | None) -> bool:
-    """Whether these hooks were pushed last, of those not popped. Where `top_hooks` is missing, none are."""
+    """Whether these hooks were pushed last, of those not popped."""
     found = outer_hooks()
     return hooks is not None and found is not None and found[0] is hooks[0]
 
@@ -276,7 +234,7 @@ def are_on_top(hooks: Hooks | None) -> bool:
 def remove_dispatch_mode(mode: Any) -> None:
     """Take a dispatch mode off the stack of this thread, if it is there, after its enter or exit was cut short.
 
-    Also puts right the flags that torch keeps beside the stack. Required in that case only.
+    Also puts right the flags that torch keeps beside the stack.
     """
     names: Any = torch.utils._python_dispatch
     stack = [dispatch_mode_at(i) for i in range(num_dispatch_modes())]
@@ -289,39 +247,25 @@ def remove_dispatch_mode(mode: Any) -> None:
         stack = [other for other in stack if other is not mode]
     names._is_in_torch_dispatch_mode = bool(stack)
     names._is_in_non_infra_torch_dispatch_mode = any(not other.is_infra_mode() for other in stack)
-    if hasattr(names, "set_is_in_mode_without_ignore_compile_internals"):
+    if hasattr(names, "set_is_in_mode_without_ignore_compile_internals"):  # from torch 2.10 on
         traced = any(not other.ignore_compile_internals() for other in stack)
         names._is_in_any_mode_without_ignore_compile_internals = traced
         names.set_is_in_mode_without_ignore_compile_internals(traced)
 
 
-def knows_outer_hooks() -> bool:
-    """Whether `outer_hooks` can tell; if not, inputs are saved through an autograd.Function."""
-    return top_hooks is not None
-
-
 def forced_by_context() -> tuple[bool | None, bool | None]:
     """Return what torch's `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` ask for.
 
-    None outside of such a context. torch has no public getters; missing: the contexts do nothing here.
+    None outside of such a context.
     """
     module: Any = torch.utils.checkpoint
-    return (
-        getattr(module, "_enable_checkpoint_early_stop", None),
-        getattr(module, "_checkpoint_debug_enabled", None),
-    )
+    return module._enable_checkpoint_early_stop, module._checkpoint_debug_enabled
 
 
 def selective_policy(context: object) -> Callable[..., Any] | None:
-    """Return the policy function of torch's selective checkpointing, if `context` is its mode of the forward.
-
-    Missing: `context_fn` runs as torch runs it, with torch's limits.
-    """
-    kind = _optional(torch.utils.checkpoint, "_CachingTorchDispatchMode")
-    if kind is None or type(context) is not kind:
-        return None
-    policy: Callable[..., Any] | None = _optional(context, "policy_fn")
-    return policy
+    """Return the policy function of torch's selective checkpointing, if `context` is its mode of the forward."""
+    names: Any = torch.utils.checkpoint
+    return context.policy_fn if type(context) is names._CachingTorchDispatchMode else None  # type: ignore[attr-defined]
 
 
 def set_selective_policy(context: Any, policy: Callable[..., Any]) -> None:
@@ -330,15 +274,13 @@ def set_selective_policy(context: Any, policy: Callable[..., Any]) -> None:
 
 
 def callee_of(overload: Any) -> Callable[..., Any]:
-    """Return what an overload of an operator calls. Missing: the overload itself, which is slower."""
-    if type(overload) is not torch._ops.OpOverload:
-        return overload  # type: ignore[no-any-return]
-    callee: Callable[..., Any] = getattr(overload, "_op", overload)
+    """Return what an overload of an operator calls; of another operator, the operator."""
+    callee: Callable[..., Any] = overload._op if type(overload) is torch._ops.OpOverload else overload
     return callee
 
 
 def is_compiled_function(function: object) -> bool:
-    """Whether an autograd.Function runs code that torch.compile made. Missing: none is taken for one."""
+    """Whether an autograd.Function runs code that torch.compile made."""
     return hasattr(function, "_aot_id")
 
 
@@ -355,7 +297,7 @@ def replaced_function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
     """
     outside = _swap_function_modes(modes)
     device_module: Any = torch.utils._device
-    device = _optional(device_module, "CURRENT_DEVICE")
+    device = device_module.CURRENT_DEVICE
     device_module.CURRENT_DEVICE = next((m.device for m in modes if _is_device_context(m)), None)
     try:
         yield
@@ -380,7 +322,7 @@ def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Run the body as if none of these tensors had hooks (`Tensor.register_hook`).
 
     A gradient that is computed on behalf of another backward must not meet them twice. torch keeps them in a dict
-    of the tensor, which its hook in C++ reads at each call. Required: without the dict they would run twice.
+    of the tensor, which its hook in C++ reads at each call.
     """
     dicts = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
     held = [dict(hooks) for hooks in dicts]
@@ -396,8 +338,7 @@ def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 def wait_for_collective(tensor: Any) -> None:
     """Wait until the collective that `tensor` stands for has written its bytes.
 
-    torch's functional collectives return such tensors, which wait when an operator takes them. Missing: other ones
-    wait for nothing.
+    torch's functional collectives return such tensors, which wait when an operator takes them.
     """
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         tensor.trigger_wait()
@@ -406,23 +347,23 @@ def wait_for_collective(tensor: Any) -> None:
 def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
     """Return name and unsharded tensor of a parameter that FSDP2 manages, if `owner` is what it does so with.
 
-    The module has the sharded parameter in its place most of the time. Missing: errors do not name the parameter.
+    The module has the sharded parameter in its place most of the time.
     """
     if type(owner).__name__ != "FSDPParam":
         return None
-    tensor = _optional(owner, "_unsharded_param")
-    name = _optional(owner, "_param_fqn") or _optional(_optional(owner, "_module_info"), "param_name")
-    return None if tensor is None or name is None else (str(name), tensor)
+    parameter: Any = owner
+    tensor = _optional(parameter, "_unsharded_param")  # set by the first gathering
+    return None if tensor is None else (parameter._param_fqn or parameter._module_info.param_name, tensor)
 
 
 def is_tracing() -> bool:
     """Whether operators are being written into a graph (`make_fx`), to run with other bytes later."""
-    return _infra_mode(_TRACER) is not None
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def tangents_enabled() -> bool:
     """Whether tensors may have tangents now (`torch.autograd.forward_ad`, `torch.func.jvp`)."""
-    return getattr(forward_ad, "_current_level", 0) >= 0 and _tangents_enabled()
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 @contextmanager

@@ -15,63 +15,54 @@ Rule 4. Every unpack gives a fresh alias: users (TransformerEngine) clear what t
         canary's version counter, so a backward that changes what it saved is noticed by the next unpack. But what needs
         no grad, stayed, and is held by the program still, comes back as the very object, as in plain autograd, unless
         TransformerEngine saved it. An alias has the attributes of the object (csrc/core/original.h).
-Rule 5. Bytes that were brought back are let go of after their unpack, since with `retain_graph` the handle
+Rule 5. Bytes that were brought back are released after their unpack, since with `retain_graph` the handle
         lives on; those saved several times, when backward ends. See also NOTE [ Reading ahead ].
 Rule 6. Nothing is moved during a rerun: what it saves is needed at once.
 
-What is here runs for tensor subclasses, for leaves that may be buffers, and for errors; all else is in csrc/hooks:
-one call of C++ per pack and one per unpack.
+What is here opens blocks; it runs for tensor subclasses and for errors too. All else is in csrc/offload/session.h: one
+call of C++ per pack and one per unpack.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, suppress
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from actckpt import _C
+from actckpt._C import EVERYTHING_STAYS
+from actckpt._C import OffloadSession as Session
 from actckpt._core import torch_private
 from actckpt._core.counters import counters
-from actckpt._core.functions import check_runs_when_called, contents_of
+from actckpt._core.functions import check_runs_when_called
 from actckpt._core.region_report import Figures, Report
-from actckpt._core.sites import modules_on_stack
 from actckpt._core.subclasses import TakenApart
 from actckpt.errors import SavedTensorChangedError, StillOpenError
 
-__all__ = ["DEFAULT_MIN_BYTES", "EVERYTHING_STAYS", "Offloading", "Session", "keep_in_place"]
+__all__ = ["DEFAULT_MIN_BYTES", "Destination", "Offloading", "Session"]
 
 #: Below it the bookkeeping costs more than the memory is worth.
 DEFAULT_MIN_BYTES = 1 << 20
-#: No tensor is as large: under such a session everything stays.
-EVERYTHING_STAYS = 1 << 62
+#: Where saved tensors are moved.
+Destination = Literal["auto", "host", "disk"]
 
-
-class Session(_C.OffloadSession):
-    """One `offload` block: `Session(to, min_bytes)`.
-
-    `session.pack(tensor, may_share=True)` returns a handle, `Session.unpack(handle)` the tensor.
-    """
-
-    @property
-    def hooks(self) -> torch_private.Hooks:
-        """The pack and unpack hooks."""
-        return self.pack, self.unpack
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Offloading(ContextDecorator):
     """A context that offloads to `to` what is saved inside, with a session of its own each time."""
 
-    def __init__(self, to: str, min_bytes: int) -> None:
+    def __init__(self, to: Destination, min_bytes: int) -> None:
         self._to = to
         self._min_bytes = min_bytes
         self._entered = threading.local()
         self._figures = Figures()
 
-    def __call__(self, func: Any) -> Any:
+    def __call__(self, func: _Function) -> _Function:
         """Return a function that runs in such a block each time."""
         check_runs_when_called(func, "offload")
         return super().__call__(func)
@@ -120,66 +111,10 @@ class Offloading(ContextDecorator):
         return self._figures.report()
 
 
-def pack_otherwise(session: "_C.OffloadSession", tensor: Tensor) -> "_C.OffloadHandle":
-    """Pack a tensor that is neither a plain tensor nor a parameter."""
-    if not _comes_apart(tensor):
-        return _C.stays(tensor)
+def pack_parts(session: Session, tensor: Tensor) -> TakenApart:
+    """Pack a subclass that is made of other tensors."""
     # Shared with nobody: the versions of the parts do not tell what was done to the outer tensor.
     return TakenApart(tensor, partial(session.pack, may_share=False), session.unpack)
-
-
-def _comes_apart(tensor: Tensor) -> bool:
-    if not hasattr(type(tensor), "__tensor_flatten__"):
-        return False
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
-        return False
-    base = tensor._base if tensor._is_view() else None
-    root = tensor if base is None else base
-    return not (root.is_leaf and root.requires_grad) and not isinstance(root, torch.nn.Parameter)
-
-
-def is_owned(tensor: Tensor) -> bool:
-    """Whether a leaf is a buffer or parameter of a module whose forward runs, or a view of one (Rule 1)."""
-    address = tensor.untyped_storage().data_ptr()
-    return any(_address(found) == address for module in modules_on_stack() for found in _own_storages(module))
-
-
-def _address(storage: torch.UntypedStorage) -> int:
-    """Return where a storage's bytes are, 0 where they cannot be reached."""
-    try:
-        return storage.data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return 0
-
-
-def keep_in_place(function: Callable[..., Any]) -> None:
-    """Never move the parameters and buffers of what a region calls (Rule 1).
-
-    Args:
-        function: a module or a method of one, all of which is meant; of another function those modules that
-            its closure holds, without the modules in them: that may be a whole model, at every call.
-    """
-    if isinstance(function, partial):
-        return keep_in_place(function.func)
-    owner = getattr(function, "__self__", function)
-    modules = list(owner.modules()) if isinstance(owner, torch.nn.Module) else []
-    for cell in getattr(function, "__closure__", None) or ():
-        held = contents_of(cell)
-        if isinstance(held, torch.nn.Module):
-            modules.append(held)
-    for module in modules:
-        for storage in _own_storages(module):
-            _C.note_owned(storage)
-    return None
-
-
-def _own_storages(module: torch.nn.Module) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of what a module itself owns."""
-    for owned in (*module._parameters.values(), *module._buffers.values()):
-        if owned is not None and owned.layout is torch.strided:
-            # Bytes of torch.func's wrappers cannot be reached.
-            with suppress(NotImplementedError, RuntimeError):
-                yield owned.untyped_storage()
 
 
 def freed_error(shape: torch.Size, dtype: torch.dtype, nbytes: int, expected: int) -> SavedTensorChangedError:

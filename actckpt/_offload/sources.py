@@ -8,9 +8,9 @@ out that is under way would read unmapped memory, or memory that holds something
 nor the address tells afterwards, since the same address may be given out again.
 
 Rule 1. What the engine may read is watched (csrc/offload/sources.h) from before its copy is queued until the
-        engine lets go of it.
+        engine releases it.
 Rule 2. From the first copy on, the methods of UntypedStorage that free memory wait for the copies out of a
-        storage that is watched. Others go on as before; there is no cost where nothing is freed.
+        storage that is watched. There is no cost where nothing is freed.
 Rule 3. C++ that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Workers
         therefore read memory of CPU tensors such that none being there is an error, not the end of the process
         (csrc/engine/memory/foreign.h): then the tensor stays.
@@ -29,21 +29,21 @@ import torch
 
 from actckpt import _C
 from actckpt._core import torch_private
-from actckpt._offload import backends
+from actckpt._offload.cpu import CpuStore
 
 __all__ = ["guard"]
 
 _lock = threading.Lock()
-#: Backends that copies were given to. One that died has ended its copies.
+#: Stores that copies were given to. One that died has ended its copies.
 _used: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _is_installed = False
 
 
-def guard(backend: backends.Backend) -> None:
-    """See to it that no memory is freed while `backend` copies it out. Called before its first copy."""
+def guard(store: Any) -> None:
+    """See to it that no memory is freed while `store` copies it out. Called before its first copy."""
     global _is_installed
     with _lock:
-        _used.add(backend)
+        _used.add(store)
         if not _is_installed:
             for name in torch_private.FREEING_METHODS:
                 setattr(torch.UntypedStorage, name, _waiting(getattr(torch.UntypedStorage, name)))
@@ -66,8 +66,8 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
 def _finish_copies(device: torch.device) -> None:
     with _lock:
         used = tuple(_used)
-    for backend in used:
-        if isinstance(backend, backends.CpuBackend):
-            backend.store.flush()
+    for store in used:
+        if isinstance(store, CpuStore):
+            store.flush()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

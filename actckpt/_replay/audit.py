@@ -16,6 +16,8 @@ would hold more bytes, leaves its checksum then, or before it is overwritten, if
 """
 
 import functools
+import hashlib
+import os
 import threading
 import types
 import warnings
@@ -48,10 +50,15 @@ class Site:
 
     __slots__ = (
         *("audited", "has_other_hooks", "has_warned", "is_rerun", "matches", "modules", "num_calls", "opaque", "steps"),
-        "structures",
+        *("_first", "is_reported", "structures", "where"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        #: What stands for a module in places where none runs: file and line.
+        self.where = where
+        #: Whether somebody asked for a report, and the first tape.
+        self.is_reported = False
+        self._first: weakref.ref[Any] | None = None
         #: Places that came back right.
         self.audited: set[int] = set()
         #: Structures whose last result must not be replayed.
@@ -79,6 +86,12 @@ class Site:
             return False
         return mode == "always" or len(self.structures) <= _MAX_STRUCTURES or self.num_calls % _SAMPLE == 0
 
+    def asks_places(self, tape: Any) -> bool:
+        """Whether reports are to have places: of the first step, and of all once one was asked for."""
+        if self._first is None:
+            self._first = weakref.ref(tape)
+        return self.is_reported or self._first() is not None
+
     def end(self, structure: int) -> None:
         """Note the structure of a call that is over."""
         if len(self.structures) <= _MAX_STRUCTURES:
@@ -97,41 +110,66 @@ class Site:
 
 _lock = threading.Lock()
 _by_code: OrderedDict[Any, Site] = OrderedDict()
-#: The same by the identity of the code: to hash one takes as long as a small operator.
-_by_identity: dict[tuple[int, int], tuple[Any, Site]] = {}
+#: Keys of code, by where it begins, of the last code that began there: to digest one takes as long as an operator.
+_by_line: dict[tuple[str, int, str], tuple[types.CodeType, tuple[Any, ...]]] = {}
 _by_object: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
 
 
 def site_of(caller: Any) -> Site:
     """Return the site of a (code, line) or longer, or of what `caller_of` returned."""
-    is_place = isinstance(caller, tuple) and len(caller) == 2 and type(caller[1]) is int
-    if is_place:
-        code, line = caller
-        known = _by_identity.get((id(code), line))
-        if known is not None and known[0] is code:
-            return known[1]
-    with _lock:
-        if isinstance(caller, torch.nn.Module):
-            return _by_object.setdefault(caller, Site())
-        site = _by_code.get(caller)
-        if site is None:
-            site = _by_code[caller] = Site()
-            if len(_by_code) > _MAX_SITES:
-                _by_code.popitem(last=False)
-        if is_place:
-            if len(_by_identity) >= _MAX_SITES:
-                _by_identity.clear()
-            _by_identity[id(code), line] = code, site
+    if isinstance(caller, torch.nn.Module):
+        with _lock:
+            return _by_object.setdefault(caller, Site(type(caller).__name__))
+    key = tuple([_code_key(part) if isinstance(part, types.CodeType) else part for part in caller])
+    site = _by_code.get(key)
+    if site is not None:
         return site
+    with _lock:
+        site = _by_code.setdefault(key, Site(_where(caller)))
+        if len(_by_code) > _MAX_SITES:
+            _by_code.popitem(last=False)
+        return site
+
+
+def _code_key(code: types.CodeType) -> tuple[Any, ...]:
+    """Return what stands for code, the same in every process: where it begins, and a digest of what it does."""
+    begin = code.co_filename, code.co_firstlineno, code.co_name
+    known = _by_line.get(begin)
+    if known is not None and known[0] is code:
+        return known[1]
+    if len(_by_line) >= _MAX_SITES:
+        _by_line.clear()
+    key = *begin, hashlib.blake2b(_contents(code).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    _by_line[begin] = code, key
+    return key
+
+
+def _contents(value: Any) -> str:
+    """Return a text of a constant of code, without addresses and in no order that a hash gives."""
+    if isinstance(value, types.CodeType):
+        names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+        return f"{value.co_name}{value.co_firstlineno}{value.co_code!r}{names}{_contents(value.co_consts)}"
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(_contents, value)))}}}"
+    return f"({', '.join(map(_contents, value))})" if isinstance(value, tuple) else repr(value)
+
+
+def _where(caller: tuple[Any, ...]) -> str:
+    """Return file and line of the code of a caller, or what else tells where it is."""
+    for part, after in zip(caller, (*caller[1:], None), strict=True):
+        if isinstance(part, types.CodeType):
+            return f"{os.path.basename(part.co_filename)}:{after if type(after) is int else part.co_firstlineno}"
+    return str(caller[0].kind if isinstance(caller[0], _Itself) else caller[0].__name__) if caller else "region"
 
 
 class _Itself:
     """An object in the name of a caller: equal to itself only, and not kept alive."""
 
-    __slots__ = ("_id", "_reference")
+    __slots__ = ("_id", "_reference", "kind")
 
     def __init__(self, item: Any) -> None:
         self._id = id(item)
+        self.kind = type(item).__name__
         self._reference = weakref.ref(item)
 
     def __hash__(self) -> int:

@@ -41,7 +41,7 @@ def _is_cast(step: Step) -> bool:
 
 def replay_from_parameters(tape: "Tape") -> None:
     """Let go of inputs of a closed region that are casts of parameters, and have them replayed."""
-    if not _known or tape.choice.of(torch.ops.aten._to_copy.default) is not Action.RECOMPUTE:
+    if not _known or not tape.choice.recomputes("aten._to_copy.default"):
         return
     for value in tape.holding:
         if value.is_input and not value.is_parameter and value.held is not None and version_of(value.held) == 0:

@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -175,7 +175,7 @@ class _Run:
                 found = self._made.get(value)
                 bases[value] = found if found is not None else bytes_of(self._tape, value)
         # Natively, since what a signal handler cuts short here would go on for the rest of the thread (Rule 9).
-        with Paused(), (torch_private.below_autograd or nullcontext)(), _settings_of(step):
+        with Paused(), torch_private.below_autograd(), _settings_of(step):
             for value in step.written:
                 bases[value] = self._private(value, bases.get(value))
             args = [_thawed(arg, bases) for arg in step.args]
@@ -229,7 +229,7 @@ def _flat(result: Any) -> list[Any]:
 
 def _called(step: Step, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Call the operator of a step in the grad mode of its forward; no argument requires grad."""
-    if not step.grad_enabled or (step.written and torch_private.below_autograd is None):
+    if not step.grad_enabled:
         return _called_with_random_state(step, args, kwargs)
     torch_private.set_grad_enabled(True)
     try:

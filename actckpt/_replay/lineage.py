@@ -23,6 +23,9 @@ the order of saving) and counts for each value how many others that must be repl
 are kept right: a value that comes to hand, or that nobody asks for any more, reads nothing; one that is let go of too
 soon, for want of room, reads again. A saved tensor that dies was asked for no longer.
 
+When the backward ends, or fails, all that it had replayed is released at once. A value whose step is gone by then
+(csrc/replay/parked.h) is held instead.
+
 The counts decide how long bytes stay and never what they are: another backward of the same region at the same time
 counts anew, and whoever misses something replays it.
 
@@ -31,7 +34,19 @@ The classes are in C++ (csrc/replay/objects.h), since some are made at every ope
 
 from typing import Any
 
-from actckpt._C import Block, Handle, Step, TapeCore, Value, Window, mark_needed, new_leaf_bytes, window_of
+from actckpt._C import (
+    Block,
+    Handle,
+    Step,
+    TapeCore,
+    Value,
+    Window,
+    mark_needed,
+    new_leaf_bytes,
+    release_replay_caches,
+    window_of,
+)
+from actckpt._core import pressure
 
 __all__ = [
     "Block",
@@ -69,3 +84,6 @@ def redirect(step: Step, old: Value, new: Value) -> None:
 
     step.args = [replaced(arg) for arg in step.args]
     step.kwargs = {name: replaced(arg) for name, arg in (step.kwargs or {}).items()}
+
+
+pressure.register("replay caches", release_replay_caches)

@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from actckpt import _C
-from actckpt._replay.choice import Choice
+from actckpt._replay.choice import Choice, Table
 from actckpt._replay.operators import operator_of
 from actckpt._text import operator_names
 
@@ -25,13 +25,14 @@ _COMPILED = None
 class Matches:
     """The operators that the policy of one place in the program names, and those of them that ran there."""
 
-    __slots__ = ("_first", "_is_over", "operators", "ran")
+    __slots__ = ("_first", "_is_over", "_table", "operators", "ran")
 
     def __init__(self) -> None:
         self.operators: tuple[Any, ...] = ()
         self.ran: set[Any] = set()
         self._first: weakref.ref[Any] | None = None
         self._is_over = False
+        self._table: Table | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Matches, ()  # a copy begins anew
@@ -40,6 +41,7 @@ class Matches:
         """Whether a region that opens is to be watched. Warns after the first step if nothing matched."""
         if choice.operators != self.operators:
             self.operators, self.ran, self._first, self._is_over = choice.operators, set(), None, False
+            self._table = choice.table
         if self._is_over or not self.operators:
             return False
         if self._first is not None and self._first() is None:
@@ -55,6 +57,8 @@ class Matches:
         """Take notice of a tape that was watched, and of whether compiled code ran meanwhile."""
         if self._first is None:
             self._first = weakref.ref(tape)
+        if self._table is not None:
+            self.ran |= self._table.matched
         if has_compiled:
             self.ran.add(_COMPILED)
 
@@ -63,9 +67,12 @@ class Matches:
         if self._is_over:
             return
         self._is_over = True
+        if self._table is not None:
+            self.ran |= self._table.matched  # in other places of the program, since
         if self.operators and not self.ran:
             warnings.warn(
-                f"{who} ran none of the operators that its policy names in its first step, so they decide nothing: "
+                f"{who} ran none of the {'places' if self._table else 'operators'} that its policy names in its first "
+                "step, so they decide nothing: "
                 f"{'; '.join(self.idle())}. r.report() of actckpt.region names the operators that run. Told once.",
                 stacklevel=5,
             )
@@ -74,6 +81,10 @@ class Matches:
         """Return the operators that did not run, each with what runs in its place where that is known."""
         if _COMPILED in self.ran:
             return ()
+        if self._table is not None:
+            table = self._table
+            idle = [text for text in self.operators if text not in table.matched]
+            return tuple(f"{text} (nearest of those that ran: {table.nearest(text)})" for text in idle)
         packets: dict[Any, list[Any]] = {}
         for op in self.operators:
             packets.setdefault(getattr(op, "overloadpacket", op), []).append(op)

@@ -10,9 +10,10 @@ A region is closed in the thread that opened it, after all that was opened in it
 
 import functools
 import threading
+import weakref
 from typing import Any
 
-from actckpt._C import all_or_nothing, pack_recorded, unknown_modes, unpack_recorded
+from actckpt._C import Calls, all_or_nothing, pack_recorded, unknown_modes, unpack_recorded
 from actckpt._core import modes, torch_private
 from actckpt._core.region_report import Figures
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
@@ -36,11 +37,24 @@ class _Local(threading.local):
     tape: Tape | None = None
 
     def __init__(self) -> None:
+        #: Calls of modules in this step (NOTE [ Places ]), by how many tapes are open around.
+        self.calls: dict[int, weakref.ref[Calls]] = {}
         #: Modes that no region uses now; making one takes as long as recording several operators.
         self.idle: list[Recorder] = []
 
 
 _local = _Local()
+
+
+def _calls_of(nesting: int, where: str) -> Calls:
+    """Return the calls of the step that is under way, or of a new one, for a region that opens."""
+    reference = _local.calls.get(nesting)
+    known = None if reference is None else reference()
+    if known is None or known.is_over:
+        known = Calls()
+        _local.calls[nesting] = weakref.ref(known)
+    known.begin(where)
+    return known
 
 
 class OpenRegion:
@@ -113,6 +127,8 @@ class OpenRegion:
             self._depth = current.depth + 1
             self.tape = current  # Rule 11
             current.choice, current.depth = self._choice, self._depth
+            if current.calls is None and self._choice.asks_places:
+                current.calls = _calls_of(current.nesting, current.site.where)
             return self
         if self._choice.always is Action.KEEP:
             return self
@@ -132,8 +148,12 @@ class OpenRegion:
             )
         if self._figures is not None:
             tape.entries, tape.meter = self._figures.entries, self._figures.meter
+            self._figures.site = site
         tape.hands_kept_out = self._respects_hooks
         tape.pack_hook = functools.partial(pack_recorded, tape)
+        tape.nesting = 0 if current is None else current.nesting + 1
+        if self._choice.asks_places or tape.opaque_names or (self._figures is not None and site.asks_places(tape)):
+            tape.calls = _calls_of(tape.nesting, site.where)
         self._outer_tape = current
         self._hooks = tape.pack_hook, unpack_recorded
         self._recorder = self._watching(site) or (_local.idle.pop() if _local.idle else Recorder())
@@ -207,6 +227,9 @@ class OpenRegion:
         assert self.tape is not None
         if has_failed:
             self.tape.outer = None  # what is left of the graph, if anything, belongs to who catches the error
+        if self.tape.calls is not None:
+            self.tape.calls.end()
+            self.tape.calls.is_over |= has_failed
         self.tape.pack_hook = None  # refers to the tape
         saved.settle(self.tape)
 
@@ -220,7 +243,7 @@ class OpenRegion:
                 "close it there, `region.__exit__(None, None, None)` does it. It is still open."
             )
         is_innermost = self.tape is None or self.tape.depth == self._depth
-        if self._hooks is not None and torch_private.knows_outer_hooks():
+        if self._hooks is not None:
             is_innermost = is_innermost and torch_private.are_on_top(self._hooks)
         if not is_innermost:
             raise StillOpenError(

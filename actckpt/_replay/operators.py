@@ -9,8 +9,6 @@ from actckpt._core import torch_private
 
 __all__ = ["Operator", "operator_of"]
 
-_aten = torch.ops.aten
-
 #: They allocate and write nothing (Rule 4).
 _UNINITIALISED = frozenset(
     {
@@ -109,10 +107,13 @@ class HigherOrder:
     """An operator whose arguments may be functions: not recorded (Rule 10 of NOTE [ Replay ])."""
 
     is_recorded = False
+    makes_one = False
+    num_returned = 0
 
     def __init__(self, func: Any) -> None:
         self.func = self.callee = func
-        self.name = str(func)
+        #: As in `torch.ops.<name>`.
+        self.name = f"higher_order.{func}"
 
 
 class Operator:
@@ -135,9 +136,11 @@ class Operator:
         "is_random",
         "is_uninitialised",
         "is_view",
+        "makes_one",
         "name",
         "nondeterministic_flag",
         "nondeterministic_threads",
+        "num_returned",
         "overwrites",
         "reads_outside",
         "reshapes_storage",
@@ -166,6 +169,9 @@ class Operator:
         returns_alias = any(result.alias_info is not None for result in schema.returns)
         #: It makes no new bytes: what it returns are windows on its arguments.
         self.is_view = returns_alias and not writes and namespace == "aten"
+        #: How many results it returns that are no aliases of arguments, a list as one; and whether that is one tensor.
+        self.num_returned = sum(result.alias_info is None for result in schema.returns)
+        self.makes_one = self.num_returned == 1 == len(schema.returns) and str(schema.returns[0].type) == "Tensor"
         self.is_uninitialised = namespace == "aten" and base in _UNINITIALISED
         self.reads_outside = namespace == "aten" and base in _READ_OUTSIDE
         self.overwrites = bool(writes) and namespace == "aten" and (base in _OVERWRITE or _is_out_variant(schema))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from actckpt._C import when_backward_ends
 from actckpt._core import torch_private
 from actckpt._replay import audit
 from actckpt._replay.execute import on
@@ -171,7 +172,7 @@ class HeldOutside:
         self._task = task
         self._found, self._base = {}, None
         if task != -1:
-            torch_private.when_backward_ends(partial(_let_go, weakref.ref(self), task))
+            when_backward_ends(partial(_let_go, weakref.ref(self), task))
 
     def _take(self, i: int) -> Tensor:
         if i in self._found:

@@ -125,7 +125,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         increment_version([tensor for tensor in written if not tensor.is_inference()])
     if generators is not None and not _has_moved(generators):
         step.random = None
-    action = choice.of(func)
+    action = choice.of(operator.name)
     if choice.asks_calls:
         action = choice.after_call(func, args, kwargs, result)
     why_unfilled = filled.written(written[0]) if filled is not None else ""

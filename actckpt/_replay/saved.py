@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._C import stays
+from actckpt._C import EngineError, unmoved
 from actckpt._core import torch_private
 from actckpt._core.subclasses import TakenApart
 from actckpt._core.watched import version_of
-from actckpt._offload.native import EngineError
 from actckpt._replay import audit, casts, execute, wrappers
 from actckpt._replay.lineage import Block, Handle, Value, Window, mark_needed, new_leaf_bytes, window_of
 from actckpt._replay.outside import HeldOutside, Reads, hand_out, reads_of
@@ -51,7 +50,7 @@ def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> "_C.OffloadHandle"
         if not is_plain and hasattr(type(tensor), "__tensor_flatten__"):
             wrappers.note(tape, tensor)
             return TakenApart(tensor, functools.partial(pack, tape), unpack)
-        return stays(tensor)
+        return unmoved(tensor)
 
 
 def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
@@ -198,7 +197,7 @@ def _failure(first: Handle) -> AuditError:
 def _described(handle: Handle) -> str:
     value = handle.window.value
     made_by = value.operator.name if value.operator is not None else "an unknown operator"
-    module = handle.tape.site.modules.get(value.key)
+    module = value.module or handle.tape.site.modules.get(value.key)
     where = f" in {module}" if module else ""
     return f"result {value.index} of {made_by}{where}, shape {tuple(handle.window.shape)}, {handle.window.dtype}"
 

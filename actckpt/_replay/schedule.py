@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actckpt._C import is_asked, is_pending
+from actckpt._C import evict_leftovers, is_asked, is_pending
 from actckpt._replay import windows
 from actckpt._replay.lineage import Step, Value
 
@@ -146,7 +146,7 @@ def _room(tape: Any, graph: ReplayGraph, order: list[int], asked_bytes: int, tas
             return None
         tape.window_bytes = max(found, windows.SMALL_BYTES)
     if asked_bytes + tape.cached_bytes > tape.window_bytes:
-        tape.evict_leftovers(task, clock)
+        evict_leftovers(tape, task, clock)
     room: int = max(tape.window_bytes - tape.cached_bytes, 0)
     if tape.window_follows and asked_bytes > room:
         found = windows.smallest_window(graph, order)

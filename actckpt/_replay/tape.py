@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from actckpt import _C, config
-from actckpt._C import Moved, add_entry, evict, look_at, stays, uncache, value_of
+from actckpt._C import EngineError, Moved, add_entry, look_at, unmoved, value_of
 from actckpt._core import torch_private
 from actckpt._core.counters import counters
-from actckpt._offload import backends
+from actckpt._offload import stores
 from actckpt._offload.demotion import RegionPlan
-from actckpt._offload.native import EngineError
 from actckpt._offload.session import Session
 from actckpt._replay import aliases
 from actckpt._replay.audit import Site
@@ -26,7 +25,7 @@ from actckpt._replay.lineage import Block, TapeCore, Value, mark_needed, new_lea
 from actckpt._replay.paused import Paused, whole
 from actckpt._replay.reach import Needed, Obtainable
 from actckpt._replay.wrappers import Seen
-from actckpt._text import selectors
+from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 
 __all__ = ["COMPILED", "Tape"]
@@ -63,6 +62,9 @@ class Tape(TapeCore):
         self.filling: dict[Value, Filling] | None = None
         #: See `aliases`.
         self.roots: aliases.Roots | None = None
+        #: Calls of modules, None: nobody asks for places. And how many other tapes are open around it.
+        self.calls = None
+        self.nesting = 0
         #: How many regions are open that record for this one.
         self.depth = 0
         #: By id(), see `wrappers`.
@@ -72,7 +74,7 @@ class Tape(TapeCore):
         self.opaque_bytes = 0
         #: Of the latter, those of compiled code.
         self.compiled_bytes = 0
-        self.began_at = -1 if torch_private.next_sequence_number is None else torch_private.next_sequence_number()
+        self.began_at = torch_private.next_sequence_number()
         self.lock = threading.RLock()
         #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
         self.swap = -1
@@ -95,8 +97,6 @@ class Tape(TapeCore):
         self.window_bytes = settings.replay_window if isinstance(settings.replay_window, int) else -1
         #: What `PREFER_OFFLOAD` moves.
         self._plan: RegionPlan | None = None
-        #: Values with cached bytes, by the backward that cached them.
-        self._cached: dict[int, list[weakref.ref[Value]]] = {}
 
     # What few regions need, made when it is: a region may be as short as two operators
 
@@ -181,9 +181,12 @@ class Tape(TapeCore):
         if site.opaque and key in site.opaque:
             return "it came back wrong before"
         if self.opaque_names and value.operator is not None:
-            operator = value.operator.name
-            names = [operator, operator.rpartition(".")[0], site.modules.get(key) or ""]
-            if any(selectors.matches(pattern, name) for name in names for pattern in self.opaque_names):
+            modules = dict.fromkeys((value.module, site.modules.get(key)))  # also one whose forward is called directly
+            if any(
+                Selector.parse(name).covers(module, value.operator.name)
+                for name in self.opaque_names
+                for module in modules
+            ):
                 return "configure(opaque=...) names it"
         return ""
 
@@ -248,7 +251,7 @@ class Tape(TapeCore):
         if not plan.wants(place):
             if self.outer is None:
                 with Paused():
-                    self._let_go(value, functools.partial(_read_kept, plan, session, stays(whole(tensor))))
+                    self._let_go(value, functools.partial(_read_kept, plan, session, unmoved(whole(tensor))))
             return "an earlier step waited for it"
         with Paused():
             packed = session.pack(whole(tensor))
@@ -277,7 +280,7 @@ class Tape(TapeCore):
 
         None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
         """
-        if not backends.is_ready("host" if tensor.is_cuda else "disk"):
+        if not stores.is_ready(on_device=tensor.is_cuda):
             return None
         try:
             packed = self._session(must=False).pack(compact(tensor.detach()).clone())
@@ -290,41 +293,9 @@ class Tape(TapeCore):
         for begin in self.late_audits.pop(value, ()):
             begin()
 
-    def clear_after(self, task: int, value: Value) -> None:
-        """Let go of what is cached for `value` when the backward `task` ends, at the latest (Rule 12)."""
-        values = self._cached.get(task)
-        if values is None:
-            values = self._cached[task] = []
-            torch_private.when_backward_ends(lambda: self._clear(task))
-        values.append(weakref.ref(value))
-
     def has_room(self) -> bool:
         """Whether one more value may stay beside what is cached: it may pass the window, the next one may not."""
         return self.window_bytes < 0 or self.cached_bytes <= self.window_bytes
-
-    def evict_leftovers(self, task: int, clock: int) -> None:
-        """Let go of what is cached for saved tensors that the backward `task` has passed by.
-
-        It unpacks in the reverse order of saving: it has come to `clock`, and will not ask for what was saved later.
-        """
-        live = [(reference, reference()) for reference in self._cached.get(task, ())]
-        self._cached[task] = [reference for reference, value in live if value is not None and value.cached is not None]
-        for _, value in live:
-            if value is None or value.cached is None or (value.step is None and value.stored is None):
-                continue
-            if value.first_use > clock:
-                evict(value, task)
-
-    def _clear(self, task: int) -> None:
-        with self.lock:
-            for reference in self._cached.pop(task, ()):
-                value = reference()
-                if value is None or value.cached_task != task:
-                    continue
-                if value.cached is not None and value.step is None and value.stored is None:
-                    # A backward of a part of the graph.
-                    value.held, value.version = value.cached, value.cached_version
-                uncache(value)
 
     def decide(self, value: Value, tensor: Tensor) -> None:
         """Decide what becomes of a value that autograd saves for the first time."""
@@ -387,8 +358,15 @@ class Tape(TapeCore):
             is_input=value.is_input,
             is_parameter=value.is_parameter,
             replayable=self.can_replay(value),
-            module=self.site.modules.get(value.key),
+            module=value.module or self.site.modules.get(value.key),
+            place=self.place_of(value),
         )
+
+    def place_of(self, value: Value) -> Place | None:
+        """Return the place of a value, None where nobody asked for places, or nothing recorded made it."""
+        if value.module is None or value.operator is None:
+            return None
+        return Place(value.module, value.operator.name, value.occurrence, value.result, value.call)
 
     def can_replay(self, value: Value) -> bool:
         """Whether a value can be made again, as things stand."""

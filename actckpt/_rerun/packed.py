@@ -77,8 +77,6 @@ class Packed:
         self._rebound: list[_HeldCell] = []
         #: id() of the containers and functions that are built again.
         self.rebuilt_ids = holding.rebuilt_ids
-        if isinstance(hooks, SavedThroughFunction):
-            hooks.save()
         # What is not packed (globals, what objects hold) is watched as without hooks.
         survey.tensors = [entry for entry in survey.tensors if id(entry[1]) not in holding.packed_ids]
         self._watched = Originals((_nothing, (), {}), survey, watch_cells=False)
@@ -254,43 +252,6 @@ class _Thawing:
         return function
 
 
-class SavedThroughFunction:
-    """Hooks for a torch that does not tell which hooks are active: autograd itself applies them."""
-
-    def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-        #: Its node has the tensors. Before torch 2.11 the node alone does not keep them.
-        self._saved: Any = None
-
-    def __iter__(self) -> Any:
-        return iter((self._pack, self._unpack))
-
-    def save(self) -> None:
-        if self._tensors:
-            anchor = torch.empty(0, requires_grad=True)
-            self._saved = _SaveForBackward.apply(anchor, *self._tensors)  # type: ignore[no-untyped-call]
-            self._tensors.clear()
-
-    def _pack(self, tensor: Tensor) -> int:
-        self._tensors.append(tensor)
-        return len(self._tensors) - 1
-
-    def _unpack(self, index: int) -> Tensor:
-        tensor: Tensor = self._saved.grad_fn.saved_tensors[index]
-        return tensor
-
-
-class _SaveForBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("a node that only saves tensors has no backward")
-
-
 def _dict(kind: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:
     return kind(zip(keys, values, strict=True))
 
@@ -328,8 +289,6 @@ def held_inputs(
     """
     survey = Survey(function, args, kwargs)
     outer = torch_private.outer_hooks() or hooks
-    if not torch_private.knows_outer_hooks():
-        outer = SavedThroughFunction()
     call = (function, args, kwargs)
     held = Originals(call, survey) if outer is None else Packed(call, survey, outer)
     rebuilt_ids = held.rebuilt_ids if isinstance(held, Packed) else set()

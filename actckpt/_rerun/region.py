@@ -10,7 +10,10 @@ Rule 1. A rerun ends as soon as the last saved tensor that autograd still holds 
 Rule 2. A value leaves the frame with its first unpack. If something reads it a second time in the
         same backward (`ctx.saved_tensors` read twice), one more rerun brings the values back and
         they stay until the end of that backward.
-Rule 3. Values that a backward did not use are dropped when it ends (csrc/core/task_end.h).
+Rule 3. Values that a backward did not use are dropped when it ends, also when it fails
+        (csrc/core/task_end.h). Those that room had to be made of (NOTE [ Pressure ]) come back
+        through one more rerun, which leaves out what was unpacked before. Under a GraphExecGroup,
+        values stay for its later backwards, unless one fails.
 Rule 4. One rerun of a region at a time. Who waited finds the values there.
 Rule 5. Each saved tensor must come back with the shape, dtype, device and, for parameters, the
         version it had. Hooks switch autograd's own version check off; ours stands in for it.
@@ -27,7 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._core import messages, random_state, state
+from actckpt._core import extensions, messages, pressure, random_state, state
 from actckpt._rerun.found import modules_as_found, reads_checked
 from actckpt._rerun.inputs import Inputs
 from actckpt.errors import ActckptError
@@ -39,9 +42,9 @@ class Region:
     """What a rerun needs of a region that is not of the common kind (csrc/rerun/region.h)."""
 
     __slots__ = (
+        "carried",
         "forward_context",
         "inputs",
-        "provided",
         "random",
         "rerun_context",
         "state",
@@ -54,8 +57,8 @@ class Region:
         self.state = state.capture()
         #: None: reruns leave random state alone.
         self.random: random_state.RandomState | None = None
-        #: What state providers captured.
-        self.provided: state.ProvidedState | None = state.ProvidedState() if state.registered else None
+        #: What extensions carry from the forward into reruns.
+        self.carried = extensions.capture()
         #: The contexts of context_fn.
         self.forward_context: AbstractContextManager[Any] | None = None
         self.rerun_context: AbstractContextManager[Any] | None = None
@@ -74,7 +77,7 @@ class Region:
         check_metadata: bool,
     ) -> Any:
         """Run the forward: saved tensors become slots, nothing else is kept of them."""
-        if self.forward_context is not None or self.provided is not None:
+        if self.forward_context is not None or self.carried is not None:
             function = partial(self._run_in_contexts, function)
         function = self.inputs.watching(function)
         if self.random is not None:
@@ -87,7 +90,7 @@ class Region:
 
     def _run_in_contexts(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with (
-            self.provided.forward() if self.provided is not None else nullcontext(),
+            self.carried.forward() if self.carried is not None else nullcontext(),
             self.forward_context or nullcontext(),
         ):
             return function(*args, **kwargs)
@@ -99,7 +102,7 @@ class Region:
 
     def rerun(self, refill: "_C.Refill") -> None:
         """Call the function under the state of its forward, until everything needed is back."""
-        if self.provided is not None and not self.provided.allows_early_stop():
+        if self.carried is not None and not self.carried.allows_early_stop():
             refill.run_to_the_end()
         is_checked = refill.frame.metadata_is_checked
         if is_checked:
@@ -112,7 +115,7 @@ class Region:
             with (
                 self.random.swapped_in() if self.random is not None else nullcontext(),
                 state.restored(self.state, state.capture()),
-                self.provided.rerun() if self.provided is not None else nullcontext(),
+                self.carried.rerun() if self.carried is not None else nullcontext(),
                 self.rerun_context or nullcontext(),
                 _filled(thawed.cells),
                 self.inputs.as_found(checks=is_checked),
@@ -186,3 +189,6 @@ def failure(what: "_C.Refill | _C.Frame") -> BaseException:
     region = what.frame.region
     error = what.error if what.error is not None else messages.fewer_saved(what)
     return messages.traced(error, region.trace) if region is not None and region.trace is not None else error
+
+
+pressure.register("rerun values", _C.release_rerun_values)

@@ -4,13 +4,31 @@ by name, since they cannot be pickled.
 
 import difflib
 import functools
-from typing import Any
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
 
 import torch
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload, OpOverloadPacket
 
 from actckpt._text.selectors import matches
 
-__all__ = ["RUNS_AS", "exists", "is_composite", "known", "named", "nearest", "portable"]
+__all__ = ["RUNS_AS", "Operator", "Operators", "exists", "is_composite", "known", "named", "nearest", "portable"]
+
+#: An overload (`torch.ops.aten.mul.Tensor`), a higher-order operator, all overloads of an operator
+#: (`torch.ops.aten.mul`), or a name of any.
+Operator = OperatorBase | OpOverloadPacket[..., Any] | str
+
+
+class _OperatorSequence(Protocol):
+    """A list or tuple of operators. A text is none to type checkers, since `in` takes only texts there."""
+
+    def __contains__(self, value: object, /) -> bool: ...
+    def __iter__(self) -> Iterator[Operator]: ...
+    def __getitem__(self, index: int, /) -> Operator: ...
+
+
+Operators = _OperatorSequence | AbstractSet[Operator]
 
 #: What torch runs instead of operators that programs call, on the CPU; devices have attention kernels of their own.
 RUNS_AS = {
@@ -34,26 +52,24 @@ RUNS_AS = {
 def known() -> set[str]:
     """Return the names of all operators, with and without their overload: `aten.mul.Tensor`, `aten.mul`.
 
-    torch has no public list. Missing: none, and nothing is checked against it.
+    torch has no public list.
     """
-    list_names = getattr(torch._C, "_dispatch_get_all_op_names", list)
-    names = {name.replace("::", ".") for name in list_names()}
+    names = {name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
     full = {name if name.count(".") > 1 else f"{name}.default" for name in names}
     return full | {name.rpartition(".")[0] for name in full}
 
 
 def exists(pattern: str) -> bool:
-    """Whether an operator has a name, which may have wildcards; True where torch does not tell."""
+    """Whether an operator has a name, which may have wildcards."""
     names = known()
-    return not names or pattern in names or any(matches(pattern, name) for name in names)
+    return pattern in names or any(matches(pattern, name) for name in names)
 
 
 def is_composite(op: Any) -> bool:
-    """Whether torch makes an operator of others before a recorder sees it; False where torch does not tell."""
-    has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
-    if has_kernel is None or not isinstance(op, torch._ops.OpOverload):
+    """Whether torch makes an operator of others before a recorder sees it."""
+    if not isinstance(op, OpOverload):
         return False
-    return bool(has_kernel(op.name(), "CompositeImplicitAutograd"))
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 def nearest(name: str) -> str:
@@ -75,7 +91,7 @@ def named(name: str) -> Any:
         raise ValueError(f"There is no operator {name!r}. Nearest: {near}.")
     if not overload:
         return packet
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     if overload not in overloads:
         raise ValueError(f"{namespace}.{base} has no overload {overload!r}; it has {', '.join(overloads) or 'none'}.")
     return getattr(packet, overload)
@@ -93,9 +109,9 @@ class _ByName:
 
 def portable(value: Any) -> Any:
     """Return `value` with operators in it, and in containers and `partial` functions, in a form that can be pickled."""
-    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(value, (OpOverload, OpOverloadPacket)):
         return _ByName(str(value))
-    if isinstance(value, torch._ops.HigherOrderOperator):
+    if isinstance(value, HigherOrderOperator):
         return _ByName(f"higher_order.{value.name()}")
     if type(value) in (list, tuple, set, frozenset):
         return type(value)([portable(part) for part in value])

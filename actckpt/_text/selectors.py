@@ -1,4 +1,8 @@
-"""Patterns for names that dots divide: those of modules (`layers.0.mlp`) and of operators (`aten.mul.Tensor`)."""
+"""Patterns for names that dots divide: those of modules (`layers.0.mlp`) and of operators (`aten.mul.Tensor`).
+
+The one matcher of names: `apply(blocks=)`, `te.wrap`, `configure(opaque=)` and tables of places go by it; selectors
+of values, which have both kinds of names, are in `places`.
+"""
 
 import functools
 import re
@@ -32,7 +36,7 @@ def matches(pattern: str, name: str) -> bool:
 
     Example::
 
-        >>> from actckpt.selectors import matches
+        >>> from actckpt._text.selectors import matches
         >>> [matches(pattern, "layers.0.mlp") for pattern in ("layers.*", "layers.*.mlp", "layers.**", "**.mlp")]
         [False, True, True, True]
     """

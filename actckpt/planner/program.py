@@ -26,8 +26,6 @@ class Solution:
     shares: list[list[tuple[float, ...]]] | None
     #: No plan has less of what was minimised; infinite where there is no plan.
     bound: float
-    #: Whether there is nothing better than this.
-    proved: bool
 
     def actions(self) -> tuple[Actions, ...] | None:
         """Return the actions of the largest shares."""
@@ -246,10 +244,10 @@ class Program:
             options=options,
         )
         if result.status == 2:
-            return Solution(None, numpy.inf, True)
+            return Solution(None, numpy.inf)
         bound = result.mip_dual_bound if whole else result.fun
         bound = max((bound if bound is not None else 0.0) - plain, 0.0) / self._unit
-        return Solution(None if result.x is None else self._shares(result.x), bound, result.status == 0)
+        return Solution(None if result.x is None else self._shares(result.x), bound)
 
     def _shares(self, found: Any) -> list[list[tuple[float, ...]]]:
         dropped = (0.0, 0.0, 1.0)

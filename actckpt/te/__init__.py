@@ -5,13 +5,10 @@ Importing this imports nothing of TransformerEngine. Once somebody loads it, `ac
 `wrap` chooses per module and makes backward through its modules repeatable.
 """
 
-from actckpt._core.stays import add_alias_rule
 from actckpt.te.checkpointing import checkpoint
 from actckpt.te.registration import await_te, ignore
-from actckpt.te.staying import saves_now
 from actckpt.te.wrapping import unwrap, wrap
 
 __all__ = ["checkpoint", "ignore", "unwrap", "wrap"]
 
 await_te()
-add_alias_rule(saves_now)

@@ -1,56 +1,40 @@
 """`actckpt.te.checkpoint`: a drop-in for `transformer_engine.pytorch.checkpoint`."""
 
-import dataclasses
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from actckpt._core import random_state, torch_private
+from actckpt._interface import GetTracker, disable_dynamo, is_capturing
+from actckpt._options import CheckpointOptions, ContextFn
 from actckpt.api import checkpoint_call
 from actckpt.te import registration
 from actckpt.te.split import SplitInput
 
 __all__ = ["checkpoint"]
 
+_Result = TypeVar("_Result")
+
 _has_warned_of_reentrant = False
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The keywords that TransformerEngine's function does not pass on."""
-
-    distribute_saved_activations: bool = False
-    get_rng_state_tracker: random_state.GetTracker | None = None
-    tp_group: Any = None
-    use_reentrant: bool = False
-    context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn
-    determinism_check: str = "default"
-    debug: bool = False
-
-    @classmethod
-    def taken_from(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[_Options, tuple[Any, ...]]":
-        """Return the options, which are taken out of `kwargs`, and the function's positional arguments."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        given = {name: kwargs.pop(name) for name in tuple(kwargs) if name in names}
-        if _is_legacy(args):
-            warnings.warn(
-                "te.checkpoint: distribute_saved_activations, get_rng_state_tracker and tp_group as positional "
-                "arguments are deprecated by TransformerEngine. Pass them by name.",
-                DeprecationWarning,
-                stacklevel=5,
-            )
-            given |= dict(
-                zip(("distribute_saved_activations", "get_rng_state_tracker", "tp_group"), args, strict=False)
-            )
-            args = args[3:]
-        return cls(**given), args
-
-
-@torch_private.disable_dynamo
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@disable_dynamo
+def checkpoint(
+    function: Callable[..., _Result],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: GetTracker | None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = False,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    **kwargs: Any,
+) -> _Result:
     """Run `function` without keeping what it saves for backward; backward runs it again.
 
     Drop-in for `transformer_engine.pytorch.checkpoint`. What differs is in docs/te.md. Where TransformerEngine is not
@@ -73,28 +57,29 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         TransformerEngineError: TransformerEngine is not as actckpt knows it.
     Cost: one more forward of `function` in backward; one gather per rerun where the input was split.
     """
-    options, args = _Options.taken_from(args, kwargs)
-    if options.use_reentrant:
+    if _is_legacy(args):
+        _warn_of_legacy()
+        (distribute_saved_activations, get_rng_state_tracker, tp_group), args = args[:3], args[3:]
+    if use_reentrant:
         _warn_of_reentrant()
     if not torch.is_grad_enabled():
-        forward_context, _ = options.context_fn()
+        forward_context, _ = context_fn()
         with forward_context:
             return function(*args, **kwargs)
-    if random_state.is_capturing():  # random states cannot be read: the graph keeps what it saves
+    if is_capturing():  # random states cannot be read: the graph keeps what it saves
         return function(*args, **kwargs)
     registration.leave_fsdp_group(function)
-    trackers = () if options.get_rng_state_tracker is None else (options.get_rng_state_tracker,)
-    split = SplitInput(args, options.tp_group) if options.distribute_saved_activations else None
-    return checkpoint_call(
-        function,
-        args,
-        kwargs,
-        context_fn=options.context_fn,
-        determinism_check=options.determinism_check,
-        debug=options.debug,
-        rng_trackers=trackers,
-        input_hooks=None if split is None else split.hooks,
+    options = CheckpointOptions(
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        rng_trackers=() if get_rng_state_tracker is None else (get_rng_state_tracker,),
     )
+    split = SplitInput(args, tp_group) if distribute_saved_activations else None
+    result: _Result = checkpoint_call(
+        function, args, kwargs, options, input_hooks=None if split is None else split.hooks
+    )
+    return result
 
 
 def _is_legacy(args: tuple[Any, ...]) -> bool:
@@ -102,6 +87,15 @@ def _is_legacy(args: tuple[Any, ...]) -> bool:
     if len(args) <= 3 or not isinstance(args[0], bool) or not callable(args[1]):
         return False
     return args[2] is None or isinstance(args[2], torch.distributed.ProcessGroup)
+
+
+def _warn_of_legacy() -> None:
+    warnings.warn(
+        "te.checkpoint: distribute_saved_activations, get_rng_state_tracker and tp_group as positional arguments are "
+        "deprecated by TransformerEngine. Pass them by name.",
+        DeprecationWarning,
+        stacklevel=4,
+    )
 
 
 def _warn_of_reentrant() -> None:

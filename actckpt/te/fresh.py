@@ -23,10 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
-from actckpt import _C
-from actckpt._core import random_state, state, torch_private
-from actckpt._rerun.inputs import Call, Survey
-from actckpt._rerun.packed import held_inputs
+from actckpt._interface import GetTracker, HeldCall, Hooks, tensors_of, without_tensor_hooks
 from actckpt.errors import InputChangedError, RerunMismatchError, TransformerEngineError
 from actckpt.te.regions import Provider
 
@@ -40,8 +37,8 @@ def call_with_fresh_graphs(
     kwargs: dict[str, Any],
     *,
     provider: Provider | None,
-    rng_trackers: Sequence[random_state.GetTracker] = (),
-    input_hooks: torch_private.Hooks | None = None,
+    rng_trackers: Sequence[GetTracker] = (),
+    input_hooks: Hooks | None = None,
 ) -> Any:
     """Call `forward`, the forward of `module`, as one node whose backward may run any number of times.
 
@@ -59,7 +56,7 @@ def call_with_fresh_graphs(
         return forward(*args, **kwargs)
     _check_no_others(forward, args, kwargs, inputs, parameters)
     call = (forward, args, kwargs)
-    region = _FreshRegion(module, call, parameters, provider, rng_trackers, input_hooks)
+    region = _FreshRegion(call, HeldCall(module, call, rng_trackers, input_hooks), parameters, provider)
     with saved_tensors_hooks(lambda _: region, _unpack_region):
         flat: tuple[Any, ...] = _Node.apply(region, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return region.result(flat)
@@ -73,7 +70,7 @@ def _check_no_others(
     forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor], parameters: list[Any]
 ) -> None:
     known = {id(tensor) for tensor in (*inputs, *parameters)}
-    for place, tensor, _ in Survey(forward, args, kwargs).tensors:
+    for place, tensor in tensors_of(forward, args, kwargs):
         if tensor.requires_grad and id(tensor) not in known:
             raise _lost_gradient(f"{place}, a tensor of shape {tuple(tensor.shape)}")
 
@@ -81,21 +78,9 @@ def _check_no_others(
 class _FreshRegion:
     """What one call needs to be run again."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        call: Call,
-        parameters: list[Any],
-        provider: Provider | None,
-        rng_trackers: Sequence[random_state.GetTracker],
-        input_hooks: torch_private.Hooks | None,
-    ) -> None:
-        self._call: Any = call
-        self._held = held_inputs(*call, input_hooks)
-        #: Of the module, also where its forward is another library's function.
-        self._checked = _C.Parameters(module)
-        self._random = random_state.RandomState(self._held.devices, self._held.generators, rng_trackers)
-        self._state = state.capture()
+    def __init__(self, call: Any, held: HeldCall, parameters: list[Any], provider: Provider | None) -> None:
+        self._call = call
+        self._held = held
         #: TransformerEngine's state, where it is loaded.
         self._te = (provider, provider.capture()) if provider is not None else None
         self._is_update_due = False
@@ -119,7 +104,6 @@ class _FreshRegion:
         if self._te is not None:
             self._is_update_due = provider.is_update_due(te_state)
         self._held.forward_done()
-        self._checked.forward_done()
         if versions != [leaf._version for leaf in leaves]:
             raise InputChangedError(
                 f"{self._held.name}, wrapped with retain_graph=True, changes an argument in place. Its graph cannot be "
@@ -148,14 +132,13 @@ class _FreshRegion:
 
     def backward(self, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Iterator[Tensor | None]:
         """Run the forward again and differentiate it; yield a gradient per input and parameter."""
-        self._checked.check()
         leaves, outputs = self._rerun()
         targets = [t for t, is_needed in zip((*leaves, *self.parameters), needed, strict=True) if is_needed]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         found: Iterator[Tensor | None] = iter(())
         if pairs and targets:
             with ExitStack() as stack:
-                stack.enter_context(torch_private.without_tensor_hooks(self.parameters))
+                stack.enter_context(without_tensor_hooks(self.parameters))
                 if self._te is not None:
                     provider, te_state = self._te
                     stack.enter_context(provider.backward(te_state, is_update_due=self._is_update_due))
@@ -166,13 +149,10 @@ class _FreshRegion:
             yield next(found, None) if is_needed else None
 
     def _rerun(self) -> tuple[list[Tensor], list[Tensor]]:
-        thawed = self._held.thaw()
-        function, args, kwargs = thawed.call
+        function, args, kwargs = self._held.thaw()
         leaves, args, kwargs = _with_leaves(args, kwargs, None)
         with ExitStack() as stack:
-            stack.enter_context(_C.Swap(self._random.outer_swap))
-            stack.enter_context(self._random.swapped_in())
-            stack.enter_context(state.restored(self._state, state.capture()))
+            stack.enter_context(self._held.as_in_forward())
             if self._te is not None:
                 provider, te_state = self._te
                 stack.enter_context(provider.rerun(te_state, keeps_graph=True))

@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 
+from actckpt._core.extensions import Extension, Tracker
 from actckpt.errors import TransformerEngineError
 from actckpt.te.modules import ModulesInRerun
 from actckpt.te.state import Internals
+from actckpt.te.staying import Staying
 
-__all__ = ["ActiveGenerators", "Provider", "RegionState"]
+__all__ = ["Provider", "RegionState"]
 
 #: What a module put aside: [amax history, scale].
 _Entry = Any
@@ -60,11 +62,13 @@ class _Queue(deque):  # type: ignore[type-arg]
         return super().popleft()
 
 
-class Provider:
-    """The state provider; see `actckpt._core.state`."""
+class Provider(Extension):
+    """The extension for a loaded TransformerEngine."""
 
     def __init__(self, te: Internals) -> None:
-        self._te = te
+        self.te = te
+        self._generators = _ActiveGenerators(te)
+        self._staying = Staying(te)
         #: Per open forward: entries that belong to a te.checkpoint inside (Rule 3), by id.
         self._open: list[dict[int, _Entry]] = []
         self._reruns: list[ModulesInRerun] = []
@@ -73,7 +77,7 @@ class Provider:
 
     def capture(self) -> RegionState:
         """Called before the forward."""
-        return RegionState(self._te.autocast)
+        return RegionState(self.te.autocast)
 
     @contextmanager
     def forward(self, state: RegionState, /, *, keeps_graph: bool = True) -> Iterator[None]:
@@ -82,7 +86,7 @@ class Provider:
         Args:
             keeps_graph: whether what the forward builds for backward is used.
         """
-        te = self._te
+        te = self.te
         outer = te.flags
         before = [tuple(queue) for queue in te.queues]
         firsts = list(te.first_module_flags)
@@ -115,7 +119,7 @@ class Provider:
         Args:
             keeps_graph: whether backward goes through what the rerun builds.
         """
-        te = self._te
+        te = self.te
         flags, autocast, depth, queues = te.flags, te.autocast, te.autocast_depth, te.queues
         state.first_module_flags = list(te.first_module_flags)
         places = max(len(queues), *(place + 1 for place in state.entries), 0)
@@ -148,6 +152,14 @@ class Provider:
         """Whether a rerun may end before the function does (Rule 4)."""
         return not state.entries
 
+    def tracker(self) -> Tracker:
+        """The generators in use."""
+        return self._generators
+
+    def must_stay(self, tensor: torch.Tensor, /) -> bool:
+        """Whether a tensor must not be moved (NOTE [ What stays ])."""
+        return self._staying.must_stay(tensor)
+
     @contextmanager
     def backward(self, state: RegionState, /, *, is_update_due: bool) -> Iterator[None]:
         """Entered around the backward of a graph that a rerun built, whose FP8 modules all think they are the first.
@@ -156,16 +168,16 @@ class Provider:
             is_update_due: whether one of them was the first in the forward.
         """
         try:
-            with self._te.no_backward_updates():
+            with self.te.no_backward_updates():
                 yield
         finally:  # a te.checkpoint inside of which nothing was needed has left its flag
-            self._te.first_module_flags[:] = state.first_module_flags
+            self.te.first_module_flags[:] = state.first_module_flags
         if is_update_due:
-            self._te.update_backward_scales()
+            self.te.update_backward_scales()
 
     def is_update_due(self, state: RegionState, /) -> bool:
         """Whether an FP8 module of the forward that just ran was the first of its autocast."""
-        return self._te.is_first_module(state.autocast) and not self._te.is_first_module(self._te.autocast)
+        return self.te.is_first_module(state.autocast) and not self.te.is_first_module(self.te.autocast)
 
     @staticmethod
     def _check_all_taken(queues: list[Any]) -> None:
@@ -195,7 +207,7 @@ class Provider:
         """Called before a te.checkpoint's forward or recompute; see `Watcher`."""
         if not self._open and not self._reruns:
             return None
-        te = self._te
+        te = self.te
         outer = te.flags
         before = [tuple(queue) for queue in te.queues]
 
@@ -216,22 +228,22 @@ class Provider:
         """Called before fused te.ops, which put no copies of their scales aside."""
         if self._reruns:
             self._reruns[-1].ops_begin(fuser, ops)
-        if (self._open or self._reruns) and any(self._te.has_delayed_scales(op) for op in ops):
+        if (self._open or self._reruns) and any(self.te.has_delayed_scales(op) for op in ops):
             names = ", ".join(type(op).__name__ for op in ops)
             raise TransformerEngineError(
                 f"te.ops with delayed scaling (or a custom recipe) inside a region ({names}): "
-                f"TransformerEngine {self._te.version} keeps no copy of their scales, so a rerun would use later "
+                f"TransformerEngine {self.te.version} keeps no copy of their scales, so a rerun would use later "
                 "ones and compute other gradients.\nTake them out of the region, use modules instead of te.ops, or "
                 "use Float8CurrentScaling."
             )
 
     def close(self) -> None:
         """Undo what was done to TransformerEngine."""
-        self._te.unwatch()
+        self.te.unwatch()
 
 
-class ActiveGenerators:
-    """The generators of TransformerEngine's tracker in use, as a tracker of `actckpt.rng` (Rule 6)."""
+class _ActiveGenerators:
+    """The generators of TransformerEngine's tracker in use, as a tracker (Rule 6)."""
 
     def __init__(self, te: Internals) -> None:
         self._te = te

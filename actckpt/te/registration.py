@@ -1,41 +1,28 @@
 """Registers what carries TransformerEngine's state, once somebody loads TransformerEngine."""
 
 import importlib
-from collections.abc import Callable
-from typing import NamedTuple
 
-from actckpt._core import random_state, state, stays
+from actckpt._core import extensions
 from actckpt.errors import TransformerEngineError
-from actckpt.te.regions import ActiveGenerators, Provider
+from actckpt.te.regions import Provider
 from actckpt.te.state import PACKAGE, READ_VERSIONS, Internals, installed_version, read_already
-from actckpt.te.staying import Stays
+from actckpt.te.staying import SavedByModules
 
 __all__ = ["await_te", "describe", "ignore", "leave_fsdp_group", "provider"]
 
-
-class _Registered(NamedTuple):
-    te: Internals
-    provider: Provider
-    get_generators: Callable[[], ActiveGenerators]
-    stays: Stays
-
-
-_registered: list[_Registered] = []
+#: The extension of the loaded TransformerEngine, if it is registered.
+_registered: list[Provider] = []
 
 
 def await_te() -> None:
     """Register at the first region after TransformerEngine has been loaded."""
-    state.await_package(PACKAGE, _register)
+    extensions.register(SavedByModules())
+    extensions.await_package(PACKAGE, _make)
 
 
-def _register() -> None:
-    te = Internals()
-    generators = ActiveGenerators(te)
-    registered = _Registered(te, Provider(te), lambda: generators, Stays(te))
-    state.register_state_provider(registered.provider)
-    random_state.register_tracker(registered.get_generators)
-    stays.add_rule(registered.stays)
-    _registered.append(registered)
+def _make() -> Provider:
+    _registered.append(Provider(Internals()))
+    return _registered[-1]
 
 
 def ignore() -> None:
@@ -43,13 +30,11 @@ def ignore() -> None:
 
     Regions over its modules then compute wrong gradients under delayed scaling.
     """
-    state.awaited.pop(PACKAGE, None)
+    extensions.forget_package(PACKAGE)
     while _registered:
         registered = _registered.pop()
-        state.unregister_state_provider(registered.provider)
-        random_state.unregister_tracker(registered.get_generators)
-        stays.remove_rule(registered.stays)
-        registered.provider.close()
+        extensions.unregister(registered)
+        registered.close()
 
 
 def provider() -> Provider | None:
@@ -58,14 +43,15 @@ def provider() -> Provider | None:
     Raises:
         TransformerEngineError: its insides are not as in the versions that were read.
     """
-    state.register_awaited()
-    return _registered[0].provider if _registered else None
+    extensions.register_awaited()
+    return _registered[0] if _registered else None
 
 
 def leave_fsdp_group(function: object) -> None:
     """Have a module of TransformerEngine no longer spread what it saves over its FSDP group."""
-    if provider() is not None:
-        _registered[0].te.leave_fsdp_group(function)
+    registered = provider()
+    if registered is not None:
+        registered.te.leave_fsdp_group(function)
 
 
 def describe() -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from actckpt._core import torch_private
+from actckpt._interface import Hooks
 
 __all__ = ["SplitInput"]
 
@@ -59,7 +59,7 @@ class SplitInput:
         self._group = group
 
     @property
-    def hooks(self) -> torch_private.Hooks:
+    def hooks(self) -> Hooks:
         """The pack and unpack hooks."""
         first, group = self._first, self._group
         rank, num_ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)

@@ -112,7 +112,7 @@ class Internals:
     """
 
     def __init__(self) -> None:
-        self.version = installed_version() or "of unknown version"
+        self.version: str = installed_version() or "of unknown version"
         self._missing: list[str] = []
         self._distributed = self._module("distributed")
         self._offload = self._module("cpu_offload")
@@ -189,7 +189,7 @@ class Internals:
         self._fp8.fp8_tensors_recompute_buffer = queues
 
     #: What a module that has to take an entry, or put its scales back, and never put one aside, does not find.
-    queue_keys = (_QUEUE_PLACE, _UPDATED[0])
+    queue_keys: tuple[str, str] = (_QUEUE_PLACE, _UPDATED[0])
 
     @property
     def first_module_flags(self) -> list[Any]:

@@ -19,23 +19,24 @@ import warnings
 import torch
 from torch import Tensor
 
-from actckpt._core.sites import is_code_running, modules_on_stack
+from actckpt._core.extensions import Extension
+from actckpt._interface import is_code_running, modules_on_stack
 from actckpt.te.state import PACKAGE, Internals, is_te_module
 
-__all__ = ["Stays", "saves_now"]
+__all__ = ["SavedByModules", "Staying"]
 
 _ROOT = PACKAGE.partition(".")[0]
 
 
-class Stays:
-    """The rule for `actckpt._core.stays`."""
+class Staying:
+    """Says which tensors must stay (Rules 1 to 4)."""
 
     def __init__(self, te: Internals) -> None:
         self._te = te
         self._has_warned = False
 
-    def __call__(self, tensor: Tensor) -> bool:
-        """Whether the tensor must stay where it is."""
+    def must_stay(self, tensor: Tensor) -> bool:
+        """Whether the tensor must stay where it is; waits for its event."""
         if self._te.is_offloading:
             self._warn()
             return True
@@ -69,11 +70,14 @@ class Stays:
         )
 
 
-def saves_now() -> bool:
-    """Whether code of TransformerEngine is running (Rule 5)."""
-    if _ROOT not in sys.modules:
-        return False
-    return is_code_running(_ROOT) or any(is_te_module(module) for module in modules_on_stack())
+class SavedByModules(Extension):
+    """What TransformerEngine saves is given back as an alias (Rule 5)."""
+
+    def clears_saved(self) -> bool:
+        """Whether code of TransformerEngine is running."""
+        if _ROOT not in sys.modules:
+            return False
+        return is_code_running(_ROOT) or any(is_te_module(module) for module in modules_on_stack())
 
 
 def _is_cast(shape: torch.Size, weight: torch.Size) -> bool:

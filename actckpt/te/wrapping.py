@@ -11,18 +11,27 @@ Rule 2. With retain_graph, no node of TransformerEngine may be outside a region 
         entry matches is wrapped as well, module by module, outermost first.
 """
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
 
 import torch
 
-from actckpt._core import random_state, torch_private
-from actckpt._offload.session import DEFAULT_MIN_BYTES, EVERYTHING_STAYS, Offloading, Session
+from actckpt._interface import (
+    DEFAULT_MIN_BYTES,
+    GetTracker,
+    disable_dynamo,
+    everything_stays,
+    is_capturing,
+    offloading_hooks,
+)
+from actckpt._options import CheckpointOptions
 from actckpt._text.selectors import matches
 from actckpt._text.sizes import parse_bytes
-from actckpt.api import checkpoint_call
+from actckpt.api import checkpoint_call, offload
 from actckpt.errors import BlocksError
 from actckpt.te import registration
 from actckpt.te.fresh import call_with_fresh_graphs
@@ -30,17 +39,17 @@ from actckpt.te.state import is_te_module
 
 __all__ = ["unwrap", "wrap"]
 
-_ACTIONS = ("keep", "recompute", "offload")
-
-Policy = str | Mapping[str | type[torch.nn.Module], str]
+ModuleAction = Literal["keep", "recompute", "offload"]
+_ACTIONS = get_args(ModuleAction)
+ModulePolicy = ModuleAction | Mapping[str | type[torch.nn.Module], ModuleAction]
 
 
 def wrap(
     module: torch.nn.Module,
-    policy: Policy = "recompute",
+    policy: ModulePolicy = "recompute",
     *,
     retain_graph: bool = False,
-    get_rng_state_tracker: random_state.GetTracker | None = None,
+    get_rng_state_tracker: GetTracker | None = None,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
 ) -> torch.nn.Module:
     """Recompute, offload or keep what TransformerEngine's modules save for backward.
@@ -49,8 +58,8 @@ def wrap(
         module: a module of TransformerEngine, a container of such modules, or a model that has some. Changed in place.
         policy: `"recompute"`: run the module again in backward. `"offload"`: move what it saves off the GPU. `"keep"`:
             leave it. One for all outermost modules of TransformerEngine, or a dict of several: its keys are qualified
-            names of submodules or their ends (`"self_attention"`), also with wildcards (`"layers.*"`, see
-            `actckpt.selectors.matches`), types, or names of types.
+            names of submodules or their ends (`"self_attention"`), also with wildcards (`"layers.*"`; `*`
+            stops at dots, `**` crosses them), types, or names of types.
         retain_graph: let backward run any number of times, which TransformerEngine's modules cannot: each wrapped
             module is run again in each backward. `"offload"` then moves the inputs that this needs; `"keep"` raises.
         get_rng_state_tracker: as in `te.checkpoint`.
@@ -66,10 +75,10 @@ def wrap(
     wrapped = [name for name, part in module.named_modules() if _is_wrapped(part)]
     if wrapped:
         raise BlocksError(f"te.wrap: {wrapped[0]!r} is wrapped already. Call actckpt.te.unwrap(module) first.")
-    trackers = () if get_rng_state_tracker is None else (get_rng_state_tracker,)
+    options = CheckpointOptions(rng_trackers=() if get_rng_state_tracker is None else (get_rng_state_tracker,))
     smallest = parse_bytes(min_bytes, what="min_bytes")
     for part, action in chosen.items():
-        part.forward = _WrappedForward(part, action, trackers, smallest, retain_graph=retain_graph)
+        part.forward = _WrappedForward(part, action, options, smallest, retain_graph=retain_graph)
     return module
 
 
@@ -95,15 +104,15 @@ class _WrappedForward:
     def __init__(
         self,
         module: torch.nn.Module,
-        action: str,
-        trackers: tuple[random_state.GetTracker, ...],
+        action: ModuleAction,
+        options: CheckpointOptions,
         min_bytes: int,
         *,
         retain_graph: bool,
     ) -> None:
         self.module = module
         self.action = action
-        self.trackers = trackers
+        self.options = options
         self.min_bytes = min_bytes
         self.retain_graph = retain_graph
         #: A forward that the instance had of its own.
@@ -123,31 +132,27 @@ class _WrappedForward:
 
     def context(self) -> AbstractContextManager[Any]:
         """What a module that is not recomputed runs in."""
-        if self.action == "offload":
-            return Offloading("auto", self.min_bytes)
-        if torch_private.outer_hooks() is None:
-            return nullcontext()
-        return Offloading("auto", EVERYTHING_STAYS)  # inside one that is offloaded
+        return offload(min_bytes=self.min_bytes) if self.action == "offload" else everything_stays()
 
 
-@torch_private.disable_dynamo
+@disable_dynamo
 def _run(wrapped: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not torch.is_grad_enabled() or random_state.is_capturing():
+    if not torch.is_grad_enabled() or is_capturing():
         return wrapped.forward(*args, **kwargs)
     provider = registration.provider()
     if wrapped.retain_graph:
-        hooks = Session("auto", wrapped.min_bytes).hooks if wrapped.action == "offload" else None
+        hooks = offloading_hooks(wrapped.min_bytes) if wrapped.action == "offload" else None
         return call_with_fresh_graphs(
             wrapped.module,
             wrapped.forward,
             args,
             kwargs,
             provider=provider,
-            rng_trackers=wrapped.trackers,
+            rng_trackers=wrapped.options.rng_trackers,
             input_hooks=hooks,
         )
     if wrapped.action == "recompute":
-        return checkpoint_call(wrapped.forward, args, kwargs, rng_trackers=wrapped.trackers)
+        return checkpoint_call(wrapped.forward, args, kwargs, wrapped.options)
     with wrapped.context():
         return wrapped.forward(*args, **kwargs)
 
@@ -156,7 +161,9 @@ def _is_wrapped(module: torch.nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), _WrappedForward)
 
 
-def _chosen(module: torch.nn.Module, policy: Policy, *, retain_graph: bool) -> dict[torch.nn.Module, str]:
+def _chosen(
+    module: torch.nn.Module, policy: ModulePolicy, *, retain_graph: bool
+) -> dict[torch.nn.Module, ModuleAction]:
     """Return the modules to wrap, each with its action."""
     _check_policy(policy, retain_graph=retain_graph)
     outermost = dict(_outermost(module, ""))
@@ -168,7 +175,7 @@ def _chosen(module: torch.nn.Module, policy: Policy, *, retain_graph: bool) -> d
         )
     if isinstance(policy, str):
         return dict.fromkeys(outermost.values(), policy)
-    found: dict[str, str] = {}
+    found: dict[str, ModuleAction] = {}
     for key, action in policy.items():
         found |= dict.fromkeys(_matching(module, key), action)
     _check_nesting(found)
@@ -179,7 +186,7 @@ def _chosen(module: torch.nn.Module, policy: Policy, *, retain_graph: bool) -> d
     return chosen
 
 
-def _check_policy(policy: Policy, *, retain_graph: bool) -> None:
+def _check_policy(policy: ModulePolicy, *, retain_graph: bool) -> None:
     actions = [policy] if isinstance(policy, str) else list(policy.values())
     for action in actions:
         if action not in _ACTIONS:
@@ -234,11 +241,10 @@ def _matching(module: torch.nn.Module, key: str | type[torch.nn.Module]) -> list
 
 
 def _matches(name: str, module: torch.nn.Module, key: str) -> bool:
-    ends = name == key or name.endswith(f".{key}")
-    return ends or type(module).__name__ == key or (bool(name) and matches(f"**.{key}", name))
+    return key in (name, type(module).__name__) or (bool(name) and matches(f"**.{key}", name))
 
 
-def _check_nesting(found: dict[str, str]) -> None:
+def _check_nesting(found: Mapping[str, str]) -> None:
     for name in found:
         around = [
             other

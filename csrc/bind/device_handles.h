@@ -23,7 +23,6 @@
 namespace actckpt::python {
 
 void bind_device(py::module_& module);
-void bind_sim(py::module_& module);
 
 struct HandleSettings {
   PoolConfig pool;

@@ -8,18 +8,31 @@
 #include "engine/process_memory.h"
 
 namespace actckpt::python {
+namespace {
+
+// The Python class of an exception, under the name by which users import it.
+template <typename Error>
+py::handle bind_error(py::module_& module, const char* name, py::handle base) {
+  const auto& type = py::register_exception<Error>(module, name, base);
+  type.attr("__module__") = "actckpt.errors";
+  return type;
+}
+
+}  // namespace
 
 void bind_errors(py::module_& module) {
-  const auto& base = py::register_exception<EngineError>(module, "EngineError", PyExc_RuntimeError);
+  const py::object root = py::module_::import("actckpt._error_base").attr("ActckptError");
+  const py::tuple bases = py::make_tuple(root, py::handle(PyExc_RuntimeError));
   // Later registrations are tried first, so each class reaches Python as itself.
-  py::register_exception<HostPoolFullError>(module, "HostPoolFullError", base);
-  const auto& write = py::register_exception<SpillWriteError>(module, "SpillWriteError", base);
-  py::register_exception<SpillFullError>(module, "SpillFullError", write);
-  py::register_exception<SourceGoneError>(module, "SourceGoneError", base);
-  py::register_exception<SpillReadError>(module, "SpillReadError", base);
-  py::register_exception<ForkedError>(module, "ForkedError", base);
-  py::register_exception<ClosedError>(module, "ClosedError", base);
-  py::register_exception<DeviceError>(module, "DeviceError", base);
+  const py::handle base = bind_error<EngineError>(module, "EngineError", bases);
+  bind_error<HostPoolFullError>(module, "HostPoolFullError", base);
+  const py::handle write = bind_error<SpillWriteError>(module, "SpillWriteError", base);
+  bind_error<SpillFullError>(module, "SpillFullError", write);
+  bind_error<SourceGoneError>(module, "SourceGoneError", base);
+  bind_error<SpillReadError>(module, "SpillReadError", base);
+  bind_error<ForkedError>(module, "ForkedError", base);
+  bind_error<ClosedError>(module, "ClosedError", base);
+  bind_error<DeviceError>(module, "DeviceError", base);
 }
 
 void bind_engine(py::module_& module) {
@@ -27,7 +40,6 @@ void bind_engine(py::module_& module) {
   bind_memory(module);
   bind_host(module);
   bind_device(module);
-  bind_sim(module);
   // Keeps the GIL: one system call.
   module.def("fix_mmap_threshold", &fix_mmap_threshold, py::arg("nbytes"));
   // Keeps the GIL: a few system calls, once.

@@ -1,4 +1,4 @@
-// Device engine, its tickets, and the simulated machines that test it.
+// Device engine and its tickets.
 // Each function says what it does with the GIL.
 
 #include <pybind11/stl.h>
@@ -11,6 +11,7 @@
 
 #include "bind/device_handles.h"
 #include "bind/engine.h"
+#include "bind/given.h"
 #include "engine/cuda/cuda_backend.h"
 #include "engine/errors.h"
 #include "engine/memory/extents.h"
@@ -46,15 +47,37 @@ const cuda::OpenedDriver& opened_driver() {
   return opened;
 }
 
-std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional<std::uint64_t> window_bytes,
-                                        const py::object& release, std::uint64_t pageable_limit,
-                                        std::shared_ptr<SpillFile> file, std::uint64_t bounce_bytes,
-                                        std::uint64_t buffer_bytes, int num_workers) {
+std::shared_ptr<cuda::CudaBackend> system_backend() {
   const cuda::OpenedDriver& opened = opened_driver();
   if (opened.driver == nullptr) {
     throw DeviceError("the CUDA backend is unusable: " + opened.why + ".");
   }
-  if (num_workers < 1) {
+  return std::make_shared<cuda::CudaBackend>(opened.driver);
+}
+
+// Where the engine waits, the given device runs first, and then the workers' jobs, in this thread.
+std::shared_ptr<DeviceHandle> make_over(const GivenDriver& driver, const HandleSettings& settings,
+                                        const py::object& release) {
+  const std::shared_ptr<cuda::CudaBackend> backend(new cuda::CudaBackend(driver.table),
+                                                   [driver](cuda::CudaBackend* ended) { delete ended; });
+  const auto weak = std::make_shared<std::weak_ptr<DeviceHandle>>();
+  auto handle = std::make_shared<DeviceHandle>(backend, settings, release,
+                                               [weak, advance = driver.advance](DeviceEngine::Lock& lock) {
+                                                 advance();
+                                                 const auto waiting = weak->lock();
+                                                 lock.unlock();
+                                                 waiting->work();
+                                                 lock.lock();
+                                               });
+  *weak = handle;
+  return handle;
+}
+
+std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional<std::uint64_t> window_bytes,
+                                        const py::object& release, std::uint64_t pageable_limit,
+                                        std::shared_ptr<SpillFile> file, std::uint64_t bounce_bytes,
+                                        std::uint64_t buffer_bytes, int num_workers, const py::object& driver) {
+  if (num_workers < 1 && driver.is_none()) {
     throw py::value_error("num_workers must be at least 1, got " + std::to_string(num_workers));
   }
   if (buffer_bytes == 0 || buffer_bytes % kGranule != 0) {
@@ -69,7 +92,8 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional
   settings.bounce_bytes = bounce_bytes;
   settings.buffer_bytes = buffer_bytes;
   settings.num_workers = num_workers;
-  auto handle = std::make_shared<DeviceHandle>(std::make_shared<cuda::CudaBackend>(opened.driver), settings, release);
+  auto handle = driver.is_none() ? std::make_shared<DeviceHandle>(system_backend(), settings, release)
+                                 : make_over(given<GivenDriver>(driver, kDriverCapsule), settings, release);
   handles().push_back(handle);
   return handle;
 }
@@ -81,7 +105,7 @@ void bind_timing(py::module_& module) {
       .def_property_readonly("is_settled", &Timing::is_settled);
 }
 
-void bind_stats(py::module_& module) {
+void bind_device_stats(py::module_& module) {
   py::enum_<PutOutcome>(module, "Kept")
       .value("CAPTURING", PutOutcome::kKeptCapturing)
       .value("FULL", PutOutcome::kKeptFull)
@@ -130,7 +154,7 @@ void bind_stats(py::module_& module) {
 
 void bind_device(py::module_& module) {
   bind_timing(module);
-  bind_stats(module);
+  bind_device_stats(module);
   py::class_<DeviceTicketHandle>(module, "DeviceTicket")
       .def("use", &DeviceTicketHandle::use, py::arg("device"), py::arg("stream"))
       .def("get", &DeviceTicketHandle::get, py::arg("device"), py::arg("stream"))
@@ -147,19 +171,19 @@ void bind_device(py::module_& module) {
       .def_static("cuda", &open_cuda, py::kw_only(), py::arg("limit_bytes"), py::arg("window_bytes"),
                   py::arg("release"), py::arg("pageable_limit") = 0, py::arg("spill_file") = nullptr,
                   py::arg("bounce_bytes") = 0, py::arg("buffer_bytes") = SpillSettings().buffer_bytes,
-                  py::arg("num_workers") = 2)
+                  py::arg("num_workers") = 2, py::arg("driver") = py::none())
       .def("put", &DeviceHandle::put, py::arg("ptr"), py::arg("nbytes"), py::arg("device"), py::arg("stream"),
            py::arg("keep"), py::kw_only(), py::arg("must") = true, py::arg("may_use_disk") = true)
       .def("poll", &DeviceHandle::poll)
       .def("_work", &DeviceHandle::work, NoGil())
       // Release the GIL: may wait for another thread's call, or unmap.
+      .def("shutdown", &DeviceHandle::close, NoGil())
       .def("trim", &DeviceHandle::trim, NoGil())
       .def("stats", &DeviceHandle::stats, NoGil())
       .def("pool_stats", &DeviceHandle::pool_stats, NoGil());
 
   // Keeps the GIL. Empty if the driver is usable, else why not.
   module.def("why_no_cuda", [] { return opened_driver().why; });
-  module.def("_missing_in_driver", [](const std::string& library) { return cuda::open_driver(library.c_str()).why; });
   py::module_::import("atexit").attr("register")(py::cpp_function(&close_all));
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/cpu_store.h"
 #include "bind/engine.h"
 #include "engine/errors.h"
 #include "engine/host/host_engine.h"
@@ -18,7 +19,6 @@ namespace actckpt::python {
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
-using EnginePtr = std::shared_ptr<HostEngine>;
 
 // Engines to shut down at exit. Guarded by the GIL; leaked, since modules may outlive statics.
 std::vector<std::weak_ptr<HostEngine>>& engines() {
@@ -26,111 +26,12 @@ std::vector<std::weak_ptr<HostEngine>>& engines() {
   return *all;
 }
 
-// Lives in a Python object; its end is the ticket's drop.
-class TicketHandle {
- public:
-  TicketHandle(EnginePtr engine, TicketPtr ticket) : engine_(std::move(engine)), ticket_(std::move(ticket)) {}
-  TicketHandle(const TicketHandle&) = delete;
-  TicketHandle& operator=(const TicketHandle&) = delete;
-  ~TicketHandle() { drop(); }
-
-  std::size_t nbytes() const { return ticket_->bytes; }
-  TimingPtr timing() const { return ticket_->timing; }
-
-  // Keeps the GIL: a leaf lock. So nobody can drop the reference before it is counted here.
-  py::object look(bool* busy) {
-    Released released;
-    const Lookup lookup = engine_->look(ticket_, &released);
-    *busy = lookup.found == Found::kBusy;
-    py::object kept = py::none();
-    if (lookup.keep != nullptr) {
-      kept = py::reinterpret_borrow<py::object>(static_cast<PyObject*>(lookup.keep));
-    }
-    drop_references(released);
-    return kept;
-  }
-
-  // Keeps the GIL where the answer is at hand, else releases it and waits.
-  py::object get() {
-    for (;;) {
-      bool busy = false;
-      py::object kept = look(&busy);
-      if (!busy) {
-        return kept;
-      }
-      const py::gil_scoped_release no_gil;
-      engine_->wait(ticket_);
-    }
-  }
-
-  // Keeps the GIL: queues.
-  bool prefetch(std::uintptr_t ptr, const py::object& keep) {
-    Reference reference(keep);
-    Released released;
-    const bool taken = engine_->start_load(ticket_, to_pointer(ptr), reference.get(), &released);
-    if (taken) {
-      reference.commit();
-    }
-    drop_references(released);
-    return taken;
-  }
-
-  // Releases the GIL: reads.
-  py::object load(std::uintptr_t ptr, const py::object& keep) {
-    Reference reference(keep);
-    Released released;
-    bool taken = false;
-    {
-      const py::gil_scoped_release no_gil;
-      taken = engine_->load_here(ticket_, to_pointer(ptr), reference.get(), &released);
-    }
-    if (taken) {
-      reference.commit();
-    }
-    drop_references(released);
-    return get();
-  }
-
-  void unload() {
-    Released released;
-    engine_->unload(ticket_, &released);
-    drop_references(released);
-  }
-
-  // Keeps the GIL: a leaf lock.
-  void drop() {
-    Released released;
-    engine_->drop(ticket_, &released);
-    drop_references(released);
-  }
-
- private:
-  const EnginePtr engine_;
-  const TicketPtr ticket_;
-};
-
-py::object put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes, const std::shared_ptr<ByteStore>& store,
+// A ticket, or why the tensor stays.
+py::object put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes, const std::shared_ptr<ByteStore>& tier,
                const py::object& keep, bool must) {
-  Reference reference(keep);
-  double waited = 0.0;
-  for (;;) {
-    Released released;
-    TicketPtr ticket = engine->try_put(to_pointer(ptr), nbytes, store, reference.get(), &released);
-    if (ticket != nullptr) {
-      reference.commit();
-      ticket->timing->add_stall(waited);
-      auto handle = std::make_unique<TicketHandle>(engine, std::move(ticket));
-      drop_references(released);
-      return py::cast(std::move(handle));
-    }
-    drop_references(released);
-    if (!must) {
-      engine->count_kept_busy();
-      return py::cast(PutOutcome::kKeptBusy);
-    }
-    const py::gil_scoped_release no_gil;
-    waited += engine->make_room(nbytes);
-  }
+  TicketPtr ticket = put_bytes(*engine, to_pointer(ptr), nbytes, tier, keep, must);
+  return ticket == nullptr ? py::cast(PutOutcome::kKeptBusy)
+                           : py::cast(std::make_unique<TicketHandle>(engine, std::move(ticket)));
 }
 
 std::vector<EnginePtr> live_engines() {
@@ -184,7 +85,7 @@ EnginePtr make_engine(int num_workers, std::optional<std::uint64_t> window_bytes
   return engine;
 }
 
-void bind_stats(py::module_& module) {
+void bind_host_stats(py::module_& module) {
   py::class_<HostStats>(module, "HostStats")
       .def_readonly("num_puts", &HostStats::num_puts)
       .def_readonly("put_bytes", &HostStats::put_bytes)
@@ -214,7 +115,7 @@ void bind_stats(py::module_& module) {
 }  // namespace
 
 void bind_host(py::module_& module) {
-  bind_stats(module);
+  bind_host_stats(module);
   py::class_<ByteStore, std::shared_ptr<ByteStore>>(module, "ByteStore")
       .def_static("in_pool",
                   [](std::shared_ptr<Pool> pool) -> std::shared_ptr<ByteStore> {
@@ -237,7 +138,7 @@ void bind_host(py::module_& module) {
       .def(py::init(&make_engine), py::kw_only(), py::arg("num_workers") = HostConfig().num_workers,
            py::arg("window_bytes") = HostConfig().window_bytes)
       // Keeps the GIL; releases it while the window is full.
-      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("store"), py::arg("keep"), py::kw_only(),
+      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("tier"), py::arg("keep"), py::kw_only(),
            py::arg("must") = true)
       // Keeps the GIL: a leaf lock.
       .def("poll", &collect)
@@ -247,6 +148,11 @@ void bind_host(py::module_& module) {
       .def("flush", &HostEngine::flush, NoGil())
       .def("shutdown", &HostEngine::shutdown, NoGil())
       .def("stats", &HostEngine::stats, NoGil());
+
+  py::class_<CpuStore, Store, std::shared_ptr<CpuStore>>(module, "CpuStore")
+      .def(py::init<EnginePtr, std::shared_ptr<ByteStore>>(), py::arg("engine"), py::arg("tier"))
+      .def_property_readonly("engine", &CpuStore::engine)
+      .def_property_readonly("tier", &CpuStore::tier);
 
   py::module_::import("atexit").attr("register")(py::cpp_function(&shut_down_all));
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind/engine.h"
+#include "bind/given.h"
 #include "engine/disk/spill_file.h"
 #include "engine/errors.h"
 #include "engine/memory/pool.h"
@@ -71,27 +72,6 @@ void bind_pool(py::module_& module) {
       .def("stats", &Pool::stats, NoGil());
 }
 
-void bind_faults(py::module_& module) {
-  py::class_<Faults>(module, "Faults")
-      .def(py::init<>())
-      .def_readwrite("fail_write_at", &Faults::fail_write_at)
-      .def_readwrite("write_errno", &Faults::write_errno)
-      .def_readwrite("max_write_bytes", &Faults::max_write_bytes)
-      .def_readwrite("fail_read_at", &Faults::fail_read_at)
-      .def_readwrite("read_errno", &Faults::read_errno)
-      .def_readwrite("max_read_bytes", &Faults::max_read_bytes)
-      .def_readwrite("alter_read_at", &Faults::alter_read_at)
-      .def_readwrite("end_of_file_at", &Faults::end_of_file_at)
-      .def_readwrite("hold_writes", &Faults::hold_writes)
-      .def_readwrite("hold_reads", &Faults::hold_reads);
-
-  // Keeps the GIL: a leaf lock.
-  py::class_<FaultyFileIo, std::shared_ptr<FaultyFileIo>>(module, "FaultyFileIo")
-      .def(py::init<>())
-      .def("set", &FaultyFileIo::set, py::arg("faults"))
-      .def_property_readonly("num_held", &FaultyFileIo::num_held);
-}
-
 void bind_spill(py::module_& module) {
   py::class_<SpillStats>(module, "SpillStats")
       .def_readonly("limit_bytes", &SpillStats::limit_bytes)
@@ -119,16 +99,16 @@ void bind_spill(py::module_& module) {
       .def("free", [](DiskBlock& self) { self.block = SpillBlock(); });
 
   py::class_<SpillFile, std::shared_ptr<SpillFile>>(module, "SpillFile")
-      .def(py::init(
-               [](const std::string& folder, std::uint64_t limit, bool direct, std::shared_ptr<FaultyFileIo> faults) {
-                 SpillConfig config;
-                 config.folder = folder;
-                 config.limit_bytes = limit;
-                 config.direct = direct;
-                 return std::make_shared<SpillFile>(config, std::move(faults));
-               }),
+      .def(py::init([](const std::string& folder, std::uint64_t limit, bool direct, const py::object& io) {
+             SpillConfig config;
+             config.folder = folder;
+             config.limit_bytes = limit;
+             config.direct = direct;
+             return std::make_shared<SpillFile>(config,
+                                                io.is_none() ? nullptr : given<GivenFileIo>(io, kFileIoCapsule));
+           }),
            py::arg("folder"), py::kw_only(), py::arg("limit_bytes") = UINT64_MAX, py::arg("direct") = true,
-           py::arg("faults") = nullptr)
+           py::arg("io") = py::none())
       // Release the GIL: block on the disk.
       .def(
           "write",
@@ -156,7 +136,6 @@ void bind_spill(py::module_& module) {
 
 void bind_memory(py::module_& module) {
   bind_pool(module);
-  bind_faults(module);
   bind_spill(module);
 }
 

@@ -12,11 +12,15 @@
 #include "core/numerics.h"
 #include "core/reads.h"
 #include "core/swap_lock.h"
+#include "core/task_end.h"
 #include "offload/bytes.h"
 #include "offload/handles.h"
+#include "offload/owned.h"
 #include "offload/reading.h"
 #include "offload/session.h"
 #include "offload/span.h"
+#include "replay/calls.h"
+#include "offload/store.h"
 #include "replay/geometry.h"
 #include "replay/needs.h"
 #include "replay/objects.h"
@@ -31,7 +35,6 @@
 #include "rerun/refill.h"
 #include "rerun/region.h"
 #include "rerun/structure.h"
-#include "rerun/task_end.h"
 
 namespace {
 
@@ -55,10 +58,11 @@ void connect(const pybind11::dict& given) {
 PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   module.doc() = "Checkpointed regions, the tensors that they save, and the offload engine.";
   actckpt::intern_names();
+  actckpt::add_store_type(module);  // that stores of the engine derive from
   actckpt::python::bind_engine(module);
   actckpt::add_frame_types(module);
   actckpt::add_refill_type(module);
-  actckpt::add_task_end_type();
+  actckpt::add_task_end(module);
   actckpt::add_held_types(module);
   actckpt::add_generator_types(module);
   actckpt::add_meter_type(module);
@@ -71,12 +75,14 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::add_all_or_nothing(module);
   actckpt::add_region_functions(module);
   actckpt::replay::add_replay_types(module);
+  actckpt::replay::add_calls_type(module);
   actckpt::replay::add_paused(module);
   actckpt::replay::add_record_functions(module);
   actckpt::replay::add_pack_functions(module);
   actckpt::replay::add_unpack_functions(module);
   actckpt::replay::add_needs_functions(module);
   actckpt::add_bytes_type(module);
+  actckpt::add_owned_functions(module);
   actckpt::add_span_type(module);
   actckpt::add_reading_functions(module);
   actckpt::add_handle_types(module);

@@ -49,12 +49,12 @@ PyMethodDef methods[] = {{"restore", states_restore, METH_NOARGS, "Write the sta
                          {"now", states_now, METH_NOARGS, "The states of the same generators as they are now."},
                          {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(states_dealloc)},
-                       {Py_tp_methods, methods},
-                       {Py_tp_doc, const_cast<char*>("States of torch.Generators, by value.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.GeneratorStates", sizeof(StatesObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyType_Slot generators_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(states_dealloc)},
+                                  {Py_tp_methods, methods},
+                                  {Py_tp_doc, const_cast<char*>("States of torch.Generators, by value.")},
+                                  {0, nullptr}};
+PyType_Spec generators_spec = {"actckpt._C.GeneratorStates", sizeof(StatesObject), 0,
+                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, generators_slots};
 
 }  // namespace
 
@@ -86,7 +86,7 @@ void restore_generators(const py::object& states) {
 }
 
 void add_generator_types(py::module_& module) {
-  states_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  states_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&generators_spec));
   if (states_type == nullptr) throw py::error_already_set();
   module.add_object("GeneratorStates", reinterpret_cast<PyObject*>(states_type));
   static PyMethodDef functions[] = {

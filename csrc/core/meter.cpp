@@ -5,24 +5,32 @@
 #include <algorithm>
 #include <cstddef>
 #include <new>
-#include <unordered_set>
+#include <unordered_map>
+#include <utility>
 
 #include "core/reads.h"
 
 namespace actckpt {
 namespace {
 
+// Tells that a storage died: a weak reference, and the StorageDeath that it calls.
+struct Watch {
+  py::object reference;
+  py::object death;
+};
+
+using Storages = std::unordered_map<PyObject*, Watch>;
+
 struct MeterObject {
-  PyObject_HEAD std::unordered_set<PyObject*> alive;  // borrowed: they go as their storages do
+  PyObject_HEAD Storages alive;  // by storage, borrowed: they go as their storages do
   long long live_bytes;
   long long peak_bytes;
 };
 
-// Called when a storage dies. It holds the weak reference that calls it, which lets go of it then.
+// Called when a storage dies. The meter owns it, not the storage, which may outlive the meters of thousands of steps.
 struct DeathObject {
-  PyObject_HEAD MeterObject* meter;
-  PyObject* storage;  // borrowed
-  PyObject* reference;
+  PyObject_HEAD MeterObject* meter;  // borrowed; null once it is gone
+  PyObject* storage;                 // borrowed
   long long nbytes;
 };
 
@@ -31,13 +39,14 @@ PyTypeObject* death_type = nullptr;
 
 PyObject* meter_new(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
-  if (self != nullptr) new (&reinterpret_cast<MeterObject*>(self)->alive) std::unordered_set<PyObject*>();
+  if (self != nullptr) new (&reinterpret_cast<MeterObject*>(self)->alive) Storages();
   return self;
 }
 
 void meter_dealloc(PyObject* self) {
-  using Storages = std::unordered_set<PyObject*>;
-  reinterpret_cast<MeterObject*>(self)->alive.~Storages();
+  Storages& alive = reinterpret_cast<MeterObject*>(self)->alive;
+  for (const auto& [storage, watch] : alive) reinterpret_cast<DeathObject*>(watch.death.ptr())->meter = nullptr;
+  alive.~Storages();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -45,15 +54,14 @@ void meter_dealloc(PyObject* self) {
 
 PyObject* death_call(PyObject* self, PyObject*, PyObject*) {
   auto* death = reinterpret_cast<DeathObject*>(self);
-  death->meter->alive.erase(death->storage);
-  death->meter->live_bytes -= death->nbytes;
+  if (death->meter != nullptr) {
+    death->meter->live_bytes -= death->nbytes;
+    death->meter->alive.erase(death->storage);
+  }
   Py_RETURN_NONE;
 }
 
 void death_dealloc(PyObject* self) {
-  auto* death = reinterpret_cast<DeathObject*>(self);
-  Py_XDECREF(death->reference);
-  Py_XDECREF(reinterpret_cast<PyObject*>(death->meter));
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -90,18 +98,18 @@ PyType_Spec death_spec = {"actckpt._C.StorageDeath", sizeof(DeathObject), 0,
 void note_alive(PyObject* object, PyObject* storage) {
   if (object == nullptr || object == Py_None) return;
   auto* meter = reinterpret_cast<MeterObject*>(object);
-  if (!meter->alive.insert(storage).second) return;
+  if (meter->alive.count(storage) != 0) return;
   PyObject* made = death_type->tp_alloc(death_type, 0);
   if (made == nullptr) throw py::error_already_set();
-  const auto owner = py::reinterpret_steal<py::object>(made);
+  auto owner = py::reinterpret_steal<py::object>(made);
   auto* death = reinterpret_cast<DeathObject*>(made);
-  Py_INCREF(object);
   death->meter = meter;
   death->storage = storage;
   death->nbytes = reads().nbytes.number(storage);
-  death->reference = PyWeakref_NewRef(storage, made);
-  if (death->reference == nullptr) throw py::error_already_set();
-  PyObject_GC_UnTrack(death->reference);
+  auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(storage, made));
+  if (!reference) throw py::error_already_set();
+  PyObject_GC_UnTrack(reference.ptr());
+  meter->alive.emplace(storage, Watch{std::move(reference), std::move(owner)});
   meter->live_bytes += death->nbytes;
   meter->peak_bytes = std::max(meter->peak_bytes, meter->live_bytes);
 }

@@ -1,7 +1,7 @@
 // How many bytes of a region's values are alive at once.
 //
 // A storage counts from when it is noted until it dies, whoever holds it, once however often it is noted.
-// Thread rule: GIL held. Ownership: nothing noted is kept alive; a meter lives as long as what it counts.
+// Thread rule: GIL held. Ownership: nothing noted is kept alive, nor does it keep a meter alive.
 #pragma once
 
 #include "core/python.h"

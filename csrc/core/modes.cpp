@@ -7,7 +7,7 @@ PyObject* unknown(PyObject*, PyObject*) {
   return guarded([] { return unknown_modes().release().ptr(); });
 }
 
-PyMethodDef functions[] = {
+PyMethodDef modes_functions[] = {
     {"unknown_modes", unknown, METH_NOARGS, "Dispatch modes of this thread that may change what operators return."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -19,7 +19,7 @@ py::object unknown_modes() {
 }
 
 void add_mode_functions(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(module.ptr(), modes_functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt

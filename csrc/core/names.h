@@ -9,22 +9,20 @@ namespace actckpt {
 // Interned text: X(field, text).
 #define ACTCKPT_INTERNED(X) \
   X(acquire, "acquire") \
-  X(actions_by_id, "actions_by_id") \
+  X(actions, "actions") \
   X(after_call, "after_call") \
   X(another_root, "another_root") \
   X(are_as_found, "are_as_found") \
   X(args, "args") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
-  X(base, "_base") \
   X(buffers, "_buffers") \
   X(callee, "callee") \
   X(changed_unseen, "changed_unseen") \
-  X(clear_after, "clear_after") \
   X(code_name, "co_name") \
   X(conj, "conj") \
+  X(copy, "copy_") \
   X(data, "data") \
-  X(data_ptr, "data_ptr") \
   X(decide, "decide") \
   X(default_action, "default") \
   X(detach, "detach") \
@@ -33,57 +31,47 @@ namespace actckpt {
   X(dispatch_name, "__torch_dispatch__") /* of the handler of a dispatch mode */ \
   X(dtype, "dtype") \
   X(dunder_name, "__name__") \
-  X(element_size, "element_size") \
   X(enter, "__enter__") \
   X(exit, "__exit__") \
   X(fetch, "fetch") \
+  X(find, "find") \
+  X(flatten, "__tensor_flatten__") \
   X(for_value, "for_value") \
   X(forward_done, "forward_done") \
+  X(found, "found") \
   X(func, "func") \
   X(get_state, "get_state") \
   X(globals, "f_globals") \
   X(is_complex, "is_complex") \
-  X(is_conj, "is_conj") \
-  X(is_cpu, "is_cpu") \
-  X(is_cuda, "is_cuda") \
   X(is_elementwise, "is_elementwise") \
-  X(is_inference, "is_inference") \
-  X(is_leaf, "is_leaf") \
-  X(is_neg, "is_neg") \
-  X(is_nested, "is_nested") \
   X(is_plain, "is_plain") \
-  X(is_quantized, "is_quantized") \
   X(is_recorded, "is_recorded") \
   X(is_view, "is_view") \
   X(keywords, "keywords") \
-  X(layout, "layout") \
+  X(locals, "f_locals") \
+  X(makes_one, "makes_one") \
   X(made_by_nothing, "(input)")    /* what reports call the operator of inputs */ \
   X(made_unseen, "(not recorded)") /* and of what no recorded operator made inside of the region */ \
   X(module, "__module__") \
   X(modules, "_modules") \
   X(name, "name") \
-  X(nbytes, "nbytes") \
   X(no_reason, "") \
+  X(num_returned, "num_returned") \
   X(parameters, "_parameters") \
   X(prefetch, "prefetch") \
   X(put, "put") \
   X(release, "release") \
-  X(requires_grad, "requires_grad") \
   X(requires_grad_, "requires_grad_") \
   X(saved_again, "saved_again") \
+  X(self_name, "self") \
   X(set, "set_") \
   X(set_state, "set_state") \
-  X(shape, "shape") \
   X(slots, "__slots__") \
-  X(start, "start") \
-  X(storage_offset, "storage_offset") \
-  X(stride, "stride") \
   X(tape, "tape") \
   X(timing, "timing") \
   X(torch_prefix, "torch.") /* of the names of torch's modules */ \
   X(unload, "unload") \
   X(unpack, "unpack") \
-  X(untyped_storage, "untyped_storage") \
   X(watching, "watching") \
   X(why_higher_order, "made by a higher-order operator") /* and of what higher-order operators make */ \
   X(why_input, "an input of the region")                 /* what reports say of inputs */ \
@@ -97,7 +85,7 @@ namespace actckpt {
   X(tensor_type) \
   X(parameter_type) \
   X(module_type) \
-  X(fake_tensor_type) /* null where torch has none */ \
+  X(fake_tensor_type) \
   X(storage_type) \
   X(generator_type) \
   X(partial_type) \
@@ -107,10 +95,10 @@ namespace actckpt {
   X(left_alone) \
   X(global_names) \
   X(lock_type) \
-  X(alias_rules) /* list of callables: see actckpt/_core/stays.py */ \
+  X(clears_saved) /* list of callables: see actckpt/_core/extensions.py */ \
   X(state_getters) \
   X(cpu_generators) \
-  X(top_hooks) /* null where torch does not tell */ \
+  X(top_hooks) \
   X(push_hooks) \
   X(pop_hooks) \
   X(is_grad_enabled) \
@@ -124,8 +112,8 @@ namespace actckpt {
   X(unknown_modes) /* -> tuple of those that may change results */ \
   X(graph_task_id) \
   X(graph_exec_group) /* null where torch has none */ \
-  X(queue_callback)   /* null where torch has none */ \
-  X(is_capturing)     /* null where there is no CUDA */ \
+  X(queue_callback) \
+  X(is_capturing) /* null where there is no CUDA */ \
   X(generators_of) \
   X(refill) \
   X(note_buffers) \
@@ -139,15 +127,13 @@ namespace actckpt {
   X(failure) \
   X(parameter_error) \
   X(script_failure) /* how TorchScript words that a hook has raised */ \
-  X(backend)        /* backends.backend */ \
+  X(store_for)      /* (whether of a device) -> store */ \
   X(guard)          /* sources.guard */ \
   X(is_owned)       /* of a module whose forward runs */ \
-  X(stay_rules)     /* stays.rules */ \
-  X(must_stay)      /* stays.must_stay */ \
-  X(pack_otherwise) /* subclasses */ \
-  X(join)           /* partly overlapping spans */ \
-  X(learnt_order) \
-  X(note_order) \
+  X(must_stay)      /* list of callables: see actckpt/_core/extensions.py */ \
+  X(pack_parts)     /* of a subclass that is made of others */ \
+  X(is_tracing) \
+  X(tell_of_writes) /* (HostStats): some have failed */ \
   X(max_inflight) \
   X(changed_in_place_error) \
   X(freed_error) \
@@ -164,8 +150,8 @@ namespace actckpt {
   X(recompute)      /* Action.RECOMPUTE */ \
   X(keep)           /* Action.KEEP */ \
   X(why_inference)  /* what reports say of what is made from inference tensors */ \
-  X(below_autograd) /* null where torch has no such guard */ \
-  X(keeps_graph)    /* null where torch does not tell */ \
+  X(below_autograd) \
+  X(keeps_graph) \
   X(any_autocast_enabled) \
   X(num_function_modes) \
   X(recording)         /* set: tapes whose recorders are active, in any thread */ \
@@ -173,7 +159,9 @@ namespace actckpt {
   X(saved_by_function) /* (tape, value, tensor) */ \
   X(function_type)     /* of the nodes of autograd.Functions */ \
   X(apply_code)        /* of `autograd.Function.apply` */ \
-  X(compiled_prefix)   /* of the names of modules of compiled code */
+  X(compiled_prefix)   /* of the names of modules of compiled code */ \
+  X(module_call_code)  /* of `Module.__call__` */ \
+  X(qualified_name)    /* (outermost module, module) -> its name there */
 
 struct Names {
 #define ACTCKPT_TEXT_FIELD(name, text) PyObject* name = nullptr;

@@ -102,7 +102,7 @@ PyObject* are_numerics_function(PyObject*, PyObject* noted) {
 
 PyObject* flushes_denormals_function(PyObject*, PyObject*) { return PyBool_FromLong(flushes_denormals() ? 1 : 0); }
 
-PyMethodDef functions[] = {
+PyMethodDef numerics_functions[] = {
     {"numerics", numerics, METH_NOARGS, "All settings that change numbers; equal ones are one tuple."},
     {"are_numerics", are_numerics_function, METH_O, "are_numerics(noted): whether they are still those of a tuple."},
     {"flushes_denormals", flushes_denormals_function, METH_NOARGS, "What torch.set_flush_denormal was told."},
@@ -132,7 +132,7 @@ void add_numerics_functions(py::module_& module) {
   module.def(
       "connect_numerics", connect_getters, py::arg("getters"), py::arg("num_of_elements"),
       "Tell how settings are read, as (function or dict, arguments); those for elementwise operators stand first.");
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(module.ptr(), numerics_functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt

@@ -1,5 +1,6 @@
 #include "core/original.h"
 
+#include "core/extensions.h"
 #include "core/python.h"
 #include "core/reads.h"
 
@@ -13,14 +14,6 @@ py::object attributes_of(PyObject* tensor) { return attribute(tensor, names().di
 
 // Whether it has a storage that can be read, by strides. Sparse tensors have none.
 bool has_strides(PyObject* tensor) { return !reads().is_nested.is_true(tensor) && storage_of(tensor); }
-
-bool must_be_alias() {
-  PyObject* rules = names().alias_rules;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(rules); ++i) {
-    if (call(PyList_GET_ITEM(rules, i)).ptr() == Py_True) return true;
-  }
-  return false;
-}
 
 bool is_equal(const py::object& one, const py::object& other) {
   const int result = PyObject_RichCompareBool(one.ptr(), other.ptr(), Py_EQ);
@@ -43,7 +36,7 @@ Original::Original(PyObject* tensor) : version_(version_of(tensor)), must_be_ali
   if (PyDict_GET_SIZE(attributes.ptr()) > 0) {
     attributes_ = py::reinterpret_steal<py::object>(PyDict_Copy(attributes.ptr()));
   }
-  must_be_alias_ = must_be_alias();
+  must_be_alias_ = any_is_true(names().clears_saved);
 }
 
 bool Original::is_same(PyObject* original, PyObject* alias) const {

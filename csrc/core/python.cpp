@@ -10,12 +10,6 @@ py::object owned(PyObject* result) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-long long to_integer(const py::object& value) {
-  const long long result = PyLong_AsLongLong(value.ptr());
-  if (result == -1 && PyErr_Occurred() != nullptr) throw_pending();
-  return result;
-}
-
 }  // namespace
 
 py::object attribute(PyObject* object, PyObject* name) { return owned(PyObject_GetAttr(object, name)); }
@@ -68,9 +62,5 @@ bool read_version(PyObject* tensor, long long* version) {
   if (*version == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
   return true;
 }
-
-long long integer(PyObject* object, PyObject* attribute_name) { return to_integer(attribute(object, attribute_name)); }
-
-long long integer_of_call(PyObject* object, PyObject* method) { return to_integer(call_method(object, method)); }
 
 }  // namespace actckpt

@@ -64,9 +64,6 @@ inline PyCFunction fast(FastFunction function) {
 // Throws what it cannot be: a Python error that is pending.
 [[noreturn]] inline void throw_pending() { throw py::error_already_set(); }
 
-long long integer(PyObject* object, PyObject* attribute_name);
-long long integer_of_call(PyObject* object, PyObject* method);
-
 // object.method(*arguments), without a tuple.
 template <typename... Arguments>
 py::object call_method_with(PyObject* object, PyObject* method, Arguments... arguments) {

@@ -57,13 +57,14 @@ py::object storage_of(PyObject* tensor) {
 void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* storage_type) {
   Reads& r = reads();
   for (Read* read :
-       {&r.shape,          &r.dtype,          &r.device,         &r.version,      &r.requires_grad, &r.is_leaf,
-        &r.is_cpu,         &r.is_nested,      &r.is_meta,        &r.is_quantized, &r.layout,        &r.base,
-        &r.implementation, &r.grad_fn,        &r.detach,         &r.is_inference, &r.is_conj,       &r.is_neg,
-        &r.stride,         &r.storage_offset, &r.untyped_storage}) {
+       {&r.shape,          &r.dtype,          &r.device,          &r.version,      &r.requires_grad, &r.is_leaf,
+        &r.is_cpu,         &r.is_nested,      &r.is_meta,         &r.is_quantized, &r.layout,        &r.base,
+        &r.implementation, &r.grad_fn,        &r.detach,          &r.is_inference, &r.is_conj,       &r.is_neg,
+        &r.stride,         &r.storage_offset, &r.untyped_storage, &r.element_size, &r.tensor_nbytes, &r.is_cuda}) {
     read->connect(tensor_type, parameter_type);
   }
   r.nbytes.connect(storage_type, nullptr);
+  r.data_ptr.connect(storage_type, nullptr);
 }
 
 }  // namespace actckpt

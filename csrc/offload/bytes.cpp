@@ -2,6 +2,8 @@
 
 #include <new>
 
+#include "core/reads.h"
+
 namespace actckpt {
 namespace {
 
@@ -13,7 +15,7 @@ struct BytesObject {
 
 PyTypeObject* bytes_type = nullptr;
 
-BytesObject* bytes_of(PyObject* self) { return reinterpret_cast<BytesObject*>(self); }
+BytesObject* object_of(PyObject* self) { return reinterpret_cast<BytesObject*>(self); }
 
 PyObject* bytes_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"storage", "start", nullptr};
@@ -26,7 +28,7 @@ PyObject* bytes_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
 }
 
 void bytes_dealloc(PyObject* self) {
-  BytesObject* bytes = bytes_of(self);
+  BytesObject* bytes = object_of(self);
   if (bytes->watch != nullptr) {
     const bool is_asked_for = bytes->watch.use_count() > 1;  // its span lives
     if (!is_asked_for || bytes->watch->replaced_storage() == nullptr) bytes->watch->end();
@@ -38,9 +40,9 @@ void bytes_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyObject* get_storage(PyObject* self, void*) { return Py_NewRef(bytes_of(self)->storage); }
+PyObject* get_storage(PyObject* self, void*) { return Py_NewRef(object_of(self)->storage); }
 
-PyObject* get_start(PyObject* self, void*) { return PyLong_FromLongLong(bytes_of(self)->start); }
+PyObject* get_bytes_start(PyObject* self, void*) { return PyLong_FromLongLong(object_of(self)->start); }
 
 // is_source(storage) -> bool
 PyObject* tell_source(PyObject*, PyObject* storage) { return PyBool_FromLong(is_source(storage)); }
@@ -51,21 +53,30 @@ PyObject* settle(PyObject*, PyObject* storage) {
   Py_RETURN_NONE;
 }
 
-PyGetSetDef getset[] = {{"storage", get_storage, nullptr, "The storage, kept alive.", nullptr},
-                        {"start", get_start, nullptr, "First byte.", nullptr},
-                        {nullptr, nullptr, nullptr, nullptr, nullptr}};
+// allocate_bytes(nbytes, device) -> Bytes
+PyObject* allocate(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  return guarded([&]() -> PyObject* {
+    if (nargs != 2) throw py::type_error("takes allocate_bytes(nbytes, device)");
+    return allocate_bytes(py::handle(args[0]).cast<long long>(), args[1]).release().ptr();
+  });
+}
 
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(bytes_new)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(bytes_dealloc)},
-                       {Py_tp_getset, getset},
-                       {Py_tp_doc, const_cast<char*>("Bytes(storage, start): a stretch of a storage "
-                                                     "that the engine reads from or writes to.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS_DEFAULT, slots};
+PyGetSetDef bytes_getset[] = {{"storage", get_storage, nullptr, "The storage, kept alive.", nullptr},
+                              {"start", get_bytes_start, nullptr, "First byte.", nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyMethodDef functions[] = {
+PyType_Slot bytes_slots[] = {{Py_tp_new, reinterpret_cast<void*>(bytes_new)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(bytes_dealloc)},
+                             {Py_tp_getset, bytes_getset},
+                             {Py_tp_doc, const_cast<char*>("Bytes(storage, start): a stretch of a storage "
+                                                           "that the engine reads from or writes to.")},
+                             {0, nullptr}};
+PyType_Spec bytes_spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS_DEFAULT, bytes_slots};
+
+PyMethodDef bytes_functions[] = {
     {"is_source", tell_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
     {"settle_sources", settle, METH_O, "settle_sources(storage): all copies out of it have ended."},
+    {"allocate_bytes", fast(allocate), METH_FASTCALL, "allocate_bytes(nbytes, device) -> Bytes to read into."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -80,21 +91,39 @@ py::object new_bytes(PyObject* storage, long long start) {
 }
 
 SourceWatchPointer mark_as_source(PyObject* bytes) {
-  bytes_of(bytes)->watch = std::make_shared<SourceWatch>(bytes_of(bytes)->storage);
-  return bytes_of(bytes)->watch;
+  object_of(bytes)->watch = std::make_shared<SourceWatch>(object_of(bytes)->storage);
+  return object_of(bytes)->watch;
 }
 
 bool is_bytes(PyObject* object) { return Py_TYPE(object) == bytes_type; }
 
-PyObject* storage_behind(PyObject* bytes) { return bytes_of(bytes)->storage; }
+PyObject* storage_behind(PyObject* bytes) { return object_of(bytes)->storage; }
 
-long long start_of(PyObject* bytes) { return bytes_of(bytes)->start; }
+long long start_of(PyObject* bytes) { return object_of(bytes)->start; }
+
+bool holds(PyObject* bytes, long long nbytes) {
+  return reads().nbytes.number(storage_behind(bytes)) >= start_of(bytes) + nbytes;
+}
+
+py::object new_tensor(PyObject* size, PyObject* dtype, PyObject* device) {
+  PyObject* arguments[] = {size, dtype, device};
+  PyObject* made = PyObject_Vectorcall(names().empty, arguments, 1, names().keywords_dtype_device);
+  if (made == nullptr) throw_pending();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+py::object allocate_bytes(long long nbytes, PyObject* device) {
+  const py::object tensor = new_tensor(number(nbytes).ptr(), names().uint8, device);
+  return new_bytes(reads().untyped_storage(tensor.ptr()).ptr(), 0);
+}
+
+long long address_of(PyObject* bytes) { return reads().data_ptr.number(storage_behind(bytes)) + start_of(bytes); }
 
 void add_bytes_type(py::module_& module) {
-  bytes_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  bytes_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&bytes_spec));
   if (bytes_type == nullptr) throw py::error_already_set();
   module.add_object("Bytes", reinterpret_cast<PyObject*>(bytes_type));
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(module.ptr(), bytes_functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt

@@ -22,6 +22,16 @@ bool is_bytes(PyObject* object);
 PyObject* storage_behind(PyObject* bytes);
 long long start_of(PyObject* bytes);
 
+// Whether the storage still has `nbytes` from where they start: its memory may have been freed.
+bool holds(PyObject* bytes, long long nbytes);
+
+// `torch.empty` of a size, without a call of Python code.
+py::object new_tensor(PyObject* size, PyObject* dtype, PyObject* device);
+
+// Memory of its own, to be read into.
+py::object allocate_bytes(long long nbytes, PyObject* device);
+long long address_of(PyObject* bytes);
+
 void add_bytes_type(py::module_& module);
 
 }  // namespace actckpt

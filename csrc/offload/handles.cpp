@@ -1,5 +1,6 @@
 #include "offload/handles.h"
 
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <utility>
@@ -8,12 +9,13 @@
 #include "core/reads.h"
 #include "core/witness.h"
 #include "offload/bytes.h"
+#include "offload/owned.h"
 #include "offload/reading.h"
 
 namespace actckpt {
 namespace {
 
-struct StaysObject {
+struct UnmovedObject {
   PyObject_HEAD py::object tensor;
   py::object refusal;  // a weak reference to what is held itself: `swap_tensors` takes nothing that has one
   Witness witness;
@@ -22,20 +24,19 @@ struct StaysObject {
 };
 
 struct MovedObject {
-  PyObject_HEAD py::object span;
+  PyObject_HEAD Placed placed;
   py::object device, dtype, shape, stride;
   py::object canary;  // shares the version counter, not the storage (Rule 3)
-  long long span_start, span_bytes;
   long long offset_bytes, element_size;
   long long version;
   bool is_conj;
   std::unique_ptr<Original> original;
 };
 
-PyTypeObject* stays_type = nullptr;
+PyTypeObject* unmoved_type = nullptr;
 PyTypeObject* moved_type = nullptr;
 
-StaysObject* stays_of(PyObject* self) { return reinterpret_cast<StaysObject*>(self); }
+UnmovedObject* unmoved_of(PyObject* self) { return reinterpret_cast<UnmovedObject*>(self); }
 MovedObject* moved_of(PyObject* self) { return reinterpret_cast<MovedObject*>(self); }
 
 template <typename Object>
@@ -67,45 +68,60 @@ py::object owned(Object* self) {
   raise(call_with(names().changed_in_place_error, shape, dtype, number(found).ptr(), number(expected).ptr()));
 }
 
-// A parameter, or a leaf like one.
-bool is_parameter_itself(PyObject* tensor) {
-  if (!reads().is_leaf.is_true(tensor)) return false;
-  if (reads().requires_grad.is_true(tensor)) return true;
-  return is_instance(tensor, names().parameter_type);
-}
-
-py::object unpack_stays(StaysObject* self) {
+py::object unpack_unmoved(UnmovedObject* self) {
   PyObject* tensor = self->tensor.ptr();
   long long found = 0, expected = 0;
   if (self->witness.is_changed(tensor, &found, &expected)) {
-    raise_changed(attribute(tensor, names().shape).ptr(), attribute(tensor, names().dtype).ptr(), found, expected);
+    raise_changed(reads().shape(tensor).ptr(), reads().dtype(tensor).ptr(), found, expected);
   }
   if (self->is_held_itself) return self->tensor;
   py::object alias = reads().detach(tensor);
   return self->original != nullptr ? self->original->resolved(std::move(alias)) : alias;
 }
 
-// The bytes of the span; throws where the memory behind them is gone.
-py::object fetch_bytes(MovedObject* self) {
-  PyObject* span = self->span.ptr();
-  py::object found = Py_TYPE(span) == span_type ? fetch(span_of(span)) : call_method(span, names().fetch);
-  if (!is_bytes(found.ptr())) throw py::type_error("fetch gave something else than Bytes");
-  // A storage that is too small would be enlarged by `set_`, with whatever bytes are there.
-  const long long needed = start_of(found.ptr()) + self->span_bytes;
-  const long long size = integer_of_call(storage_behind(found.ptr()), names().nbytes);
-  if (size < needed) {
-    raise(
-        call_with(names().freed_error, self->shape.ptr(), self->dtype.ptr(), number(size).ptr(), number(needed).ptr()));
-  }
-  return found;
+// `bytes` must have all that is read of them: `set_` would enlarge a storage that is too small, with whatever is there.
+void check_holds(const MovedObject* self, PyObject* bytes, long long nbytes) {
+  if (holds(bytes, nbytes)) return;
+  const py::object found = reads().nbytes(storage_behind(bytes));
+  raise(call_with(names().freed_error, self->shape.ptr(), self->dtype.ptr(), found.ptr(),
+                  number(start_of(bytes) + nbytes).ptr()));
 }
 
 py::object empty_tensor(PyObject* dtype, PyObject* device) {
   static PyObject* const zero = PyLong_FromLong(0);
-  PyObject* arguments[] = {zero, dtype, device};
-  PyObject* made = PyObject_Vectorcall(names().empty, arguments, 1, names().keywords_dtype_device);
-  if (made == nullptr) throw_pending();
-  return py::reinterpret_steal<py::object>(made);
+  return new_tensor(zero, dtype, device);
+}
+
+// `nbytes` from `start` of a storage, as a tensor.
+py::object bytes_at(PyObject* storage, long long start, long long nbytes, PyObject* device) {
+  static PyObject* const dense = py::make_tuple(1).release().ptr();
+  py::object tensor = empty_tensor(names().uint8, device);
+  call_method_with(tensor.ptr(), names().set, storage, number(start).ptr(), py::make_tuple(nbytes).ptr(), dense);
+  return tensor;
+}
+
+// What lies in several spans, put together (Rule 4 of NOTE [ Spans ]).
+py::object fetch_joined(const MovedObject* self) {
+  const long long start = self->placed.start, end = start + self->placed.nbytes;
+  PyObject* const device = self->device.ptr();
+  py::object whole = allocate_bytes(self->placed.nbytes, device);
+  for (const py::object& object : self->placed.spans) {
+    SpanObject* const span = span_of(object.ptr());
+    const py::object found = fetch(span);
+    check_holds(self, found.ptr(), span->nbytes);
+    const long long first = std::max(span->start, start), last = std::min(span->start + span->nbytes, end);
+    const py::object into = bytes_at(storage_behind(whole.ptr()), first - start, last - first, device);
+    const long long from = start_of(found.ptr()) + first - span->start;
+    call_method(into.ptr(), names().copy, bytes_at(storage_behind(found.ptr()), from, last - first, device).ptr());
+  }
+  return whole;
+}
+
+py::object fetch_bytes(const MovedObject* self) {
+  if (self->placed.is_joined) return fetch_joined(self);
+  py::object found = fetch(span_of(self->placed.spans.front().ptr()));
+  check_holds(self, found.ptr(), self->placed.nbytes);
+  return found;
 }
 
 void set_data(const py::object& tensor, PyObject* data) {
@@ -118,19 +134,19 @@ py::object unpack_moved(MovedObject* self) {
     raise_changed(self->shape.ptr(), self->dtype.ptr(), version, self->version);
   }
   const py::object found = fetch_bytes(self);
-  const long long offset_bytes = self->offset_bytes - self->span_start + start_of(found.ptr());
+  const long long offset_bytes = self->offset_bytes - self->placed.start + start_of(found.ptr());
   py::object tensor = empty_tensor(self->dtype.ptr(), self->device.ptr());
   call_method_with(tensor.ptr(), names().set, storage_behind(found.ptr()),
                    number(offset_bytes / self->element_size).ptr(), self->shape.ptr(), self->stride.ptr());
   if (self->is_conj) tensor = call_method(tensor.ptr(), names().conj);
   // A fresh alias each time, with the canary's version counter (Rule 4).
-  py::object alias = call_method(self->canary.ptr(), names().detach);
+  py::object alias = reads().detach(self->canary.ptr());
   set_data(alias, tensor.ptr());
   return self->original != nullptr ? self->original->with_attributes(std::move(alias)) : alias;
 }
 
-PyObject* stays_unpack(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* { return unpack_stays(stays_of(self)).release().ptr(); });
+PyObject* unmoved_unpack(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* { return unpack_unmoved(unmoved_of(self)).release().ptr(); });
 }
 
 PyObject* moved_unpack(PyObject* self, PyObject*) {
@@ -140,9 +156,9 @@ PyObject* moved_unpack(PyObject* self, PyObject*) {
 // None where the bytes lie in several spans: they were moved by others before.
 PyObject* moved_timing(PyObject* self, void*) {
   return guarded([&]() -> PyObject* {
-    PyObject* span = moved_of(self)->span.ptr();
-    if (Py_TYPE(span) != span_type) Py_RETURN_NONE;
-    return attribute(span_of(span)->ticket, names().timing).release().ptr();
+    const Placed& placed = moved_of(self)->placed;
+    if (placed.is_joined) Py_RETURN_NONE;
+    return span_of(placed.spans.front().ptr())->ticket->timing().release().ptr();
   });
 }
 
@@ -157,8 +173,17 @@ PyObject* no_bytes(PyObject* device) {
   return PyDict_GetItem(known, device);
 }
 
-PyMethodDef stays_methods[] = {{"unpack", stays_unpack, METH_NOARGS, "The tensor; raises if it was changed."},
-                               {nullptr, nullptr, 0, nullptr}};
+// unmoved(tensor)
+PyObject* unmoved(PyObject*, PyObject* tensor) {
+  return guarded([&]() -> PyObject* { return new_unmoved(tensor).release().ptr(); });
+}
+
+PyMethodDef handles_functions[] = {
+    {"unmoved", unmoved, METH_O, "unmoved(tensor): a handle of a tensor that is not moved."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef unmoved_methods[] = {{"unpack", unmoved_unpack, METH_NOARGS, "The tensor; raises if it was changed."},
+                                 {nullptr, nullptr, 0, nullptr}};
 PyMethodDef moved_methods[] = {{"unpack", moved_unpack, METH_NOARGS, "The tensor; raises if it was changed."},
                                {nullptr, nullptr, 0, nullptr}};
 
@@ -166,33 +191,31 @@ PyGetSetDef moved_properties[] = {
     {"timing", moved_timing, nullptr, "How long the program waited for the bytes, or None.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot stays_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc<StaysObject>)},
-                             {Py_tp_methods, stays_methods},
-                             {Py_tp_doc, const_cast<char*>("A saved tensor that was not moved.")},
-                             {0, nullptr}};
+PyType_Slot unmoved_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc<UnmovedObject>)},
+                               {Py_tp_methods, unmoved_methods},
+                               {Py_tp_doc, const_cast<char*>("A saved tensor that was not moved.")},
+                               {0, nullptr}};
 PyType_Slot moved_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc<MovedObject>)},
                              {Py_tp_methods, moved_methods},
                              {Py_tp_getset, moved_properties},
                              {Py_tp_doc, const_cast<char*>("A saved tensor whose bytes are in a store.")},
                              {0, nullptr}};
-PyType_Spec stays_spec = {"actckpt._C.Stays", sizeof(StaysObject), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, stays_slots};
+PyType_Spec unmoved_spec = {"actckpt._C.Unmoved", sizeof(UnmovedObject), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, unmoved_slots};
 PyType_Spec moved_spec = {"actckpt._C.Moved", sizeof(MovedObject), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, moved_slots};
 
 }  // namespace
 
-py::object new_stays(PyObject* tensor) {
-  StaysObject* self = create<StaysObject>(stays_type);
+py::object new_unmoved(PyObject* tensor) {
+  UnmovedObject* self = create<UnmovedObject>(unmoved_type);
   py::object handle = owned(self);
   // Who has it keeps it anyway. An output held as such would keep its own graph alive, and what its attributes refer to
   // may lead there too.
-  self->is_held_itself = is_parameter_itself(tensor);
+  self->is_held_itself = reads().is_leaf.is_true(tensor) && is_parameter(tensor);
   self->tensor = self->is_held_itself ? py::reinterpret_borrow<py::object>(tensor) : reads().detach(tensor);
   if (self->is_held_itself) {
-    PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
-    if (reference == nullptr) throw_pending();
-    self->refusal = py::reinterpret_steal<py::object>(reference);
+    self->refusal = py::reinterpret_steal<py::object>(new_reference(tensor));
   } else {
     self->original = Original::of(tensor);
   }
@@ -200,21 +223,19 @@ py::object new_stays(PyObject* tensor) {
   return handle;
 }
 
-py::object new_moved(PyObject* tensor, const py::object& span, const Extent& extent) {
+py::object new_moved(PyObject* tensor, Placed placed, const TensorExtent& extent) {
   MovedObject* self = create<MovedObject>(moved_type);
   py::object handle = owned(self);
-  self->span = span;
-  self->span_start = integer(span.ptr(), names().start);
-  self->span_bytes = integer(span.ptr(), names().nbytes);
-  self->device = attribute(tensor, names().device);
-  self->dtype = attribute(tensor, names().dtype);
-  self->shape = attribute(tensor, names().shape);
-  self->stride = call_method(tensor, names().stride);
+  self->placed = std::move(placed);
+  self->device = reads().device(tensor);
+  self->dtype = reads().dtype(tensor);
+  self->shape = reads().shape(tensor);
+  self->stride = reads().stride(tensor);
   self->element_size = extent.element_size;
   self->offset_bytes = extent.offset_bytes;
-  self->is_conj = call_method(tensor, names().is_conj).ptr() == Py_True;
+  self->is_conj = reads().is_conj.is_true(tensor);
   self->version = extent.version;
-  self->canary = call_method(tensor, names().detach);
+  self->canary = reads().detach(tensor);
   set_data(self->canary, no_bytes(self->device.ptr()));
   self->original = Original::of(tensor);
   return handle;
@@ -222,16 +243,17 @@ py::object new_moved(PyObject* tensor, const py::object& span, const Extent& ext
 
 py::object unpack_handle(PyObject* handle) {
   if (Py_TYPE(handle) == moved_type) return unpack_moved(moved_of(handle));
-  if (Py_TYPE(handle) == stays_type) return unpack_stays(stays_of(handle));
+  if (Py_TYPE(handle) == unmoved_type) return unpack_unmoved(unmoved_of(handle));
   return call_method(handle, names().unpack);
 }
 
 void add_handle_types(py::module_& module) {
-  stays_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&stays_spec));
+  unmoved_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&unmoved_spec));
   moved_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&moved_spec));
-  if (stays_type == nullptr || moved_type == nullptr) throw_pending();
-  module.add_object("Stays", reinterpret_cast<PyObject*>(stays_type));
+  if (unmoved_type == nullptr || moved_type == nullptr) throw_pending();
+  module.add_object("Unmoved", reinterpret_cast<PyObject*>(unmoved_type));
   module.add_object("Moved", reinterpret_cast<PyObject*>(moved_type));
+  if (PyModule_AddFunctions(module.ptr(), handles_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

@@ -8,10 +8,10 @@
 namespace actckpt {
 
 // A saved tensor that is not moved.
-py::object new_stays(PyObject* tensor);
+py::object new_unmoved(PyObject* tensor);
 
-// A saved tensor whose bytes are in `span`: a Span, or Python's Joined.
-py::object new_moved(PyObject* tensor, const py::object& span, const Extent& extent);
+// A saved tensor that was moved.
+py::object new_moved(PyObject* tensor, Placed placed, const TensorExtent& extent);
 
 // Any handle's tensor; those of Python have a method `unpack`.
 py::object unpack_handle(PyObject* handle);

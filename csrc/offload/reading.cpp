@@ -1,12 +1,16 @@
 #include "offload/reading.h"
 
 #include <algorithm>
-#include <new>
+#include <numeric>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include "core/meter.h"
+#include "core/released.h"
+#include "core/task_end.h"
 #include "offload/bytes.h"
+#include "offload/orders.h"
 
 namespace actckpt {
 namespace {
@@ -23,32 +27,38 @@ struct {
   long long limit = 0;  // the setting, as the last backward that began found it
 } window;
 
+// Brought back for one saved tensor, and needed by others, each with a weak reference to the storage; borrowed.
+std::unordered_map<SpanObject*, py::object> shared_reloads;
+
 // What this thread moved last.
 std::weak_ptr<Record>& last_record() {
   thread_local std::weak_ptr<Record> record;
   return record;
 }
 
-void unload(SpanObject* span) { call_method_with(span->ticket, names().unload); }
+// Unloading a span may run Python code, which may free others: those that are to come are held.
+py::object held(SpanObject* span) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span)); }
 
-// Begins to bring `span` back if there is room; returns whether to go on.
+void unload(SpanObject* span) { span->ticket->unload(); }
+
+// Begins to bring `span` back if there is room; returns whether there was.
 bool read_ahead(SpanObject* span, long long task) {
   if (span->ahead_task != -1) return true;
   if (window.bytes + span->nbytes > window.limit) return false;
-  const auto held = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span));
+  const py::object owner = held(span);
   window.spans.insert(span);
   window.bytes += span->nbytes;
   span->ahead_task = task;
   span->ahead_bytes = span->nbytes;
   try {
-    const py::object began =
-        call_method_with(span->backend, names().prefetch, span->ticket, span->nbytes_object, span->device);
+    const py::object began = span->ticket->prefetch();
     // None: the source is still held, and stays until the span is unloaded. It needs no room.
     if (began.is_none()) {
       window.bytes -= std::exchange(span->ahead_bytes, 0);
     } else if (span->record != nullptr) {
       note_alive(span->record->meter.ptr(), storage_behind(began.ptr()));
     }
+    if (span->ahead_task != task) unload(span);  // another thread released it meanwhile
   } catch (...) {
     leave_window(span);
     throw;
@@ -56,13 +66,11 @@ bool read_ahead(SpanObject* span, long long task) {
   return true;
 }
 
-// Lets go of what `task` read ahead in vain.
-void let_go_of_unread(long long task) {
+// Releases what `task` read ahead in vain.
+void release_unread(long long task) {
   std::vector<py::object> unread;
   for (SpanObject* span : window.spans) {
-    if (span->ahead_task == task) {
-      unread.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span)));
-    }
+    if (span->ahead_task == task) unread.push_back(held(span));
   }
   for (const py::object& span : unread) {
     leave_window(span_of(span.ptr()));
@@ -70,96 +78,81 @@ void let_go_of_unread(long long task) {
   }
 }
 
-py::tuple to_tuple(const std::vector<long long>& values) {
-  py::tuple result(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    PyTuple_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(i), number(values[i]).release().ptr());
-  }
-  return result;
+// release_read_ahead(nbytes) -> released bytes, those included that are free once their copies have ended
+PyObject* release_read_ahead(PyObject*, PyObject* wanted) {
+  return guarded([&]() -> PyObject* {
+    Released released(wanted);
+    std::vector<py::object> spans;
+    for (SpanObject* span : window.spans) spans.push_back(held(span));
+    for (const py::object& object : spans) {
+      if (released.is_enough()) break;
+      SpanObject* span = span_of(object.ptr());
+      if (span->ahead_task == -1) continue;
+      released.add(span->ahead_bytes);
+      leave_window(span);
+      unload(span);
+    }
+    return PyLong_FromLongLong(released.nbytes());
+  });
+}
+
+// release_reloads(nbytes) -> released bytes
+PyObject* release_reloads(PyObject*, PyObject* wanted) {
+  return guarded([&]() -> PyObject* {
+    Released released(wanted);
+    std::vector<py::object> spans;
+    for (const auto& [span, _] : shared_reloads) spans.push_back(held(span));
+    for (const py::object& object : spans) {
+      if (released.is_enough()) break;
+      SpanObject* span = span_of(object.ptr());
+      const auto found = shared_reloads.find(span);
+      if (found == shared_reloads.end()) continue;
+      const py::object storage = std::move(found->second);
+      shared_reloads.erase(found);
+      unload(span);
+      if (call(storage.ptr()).is_none()) released.add(span->nbytes);
+    }
+    return PyLong_FromLongLong(released.nbytes());
+  });
 }
 
 // The backward `task` has ended, or failed.
 void end_task(Record* record, long long task) {
-  let_go_of_unread(task);
+  release_unread(task);
   if (record->task != task) return;
   record->task = -1;
   std::vector<py::object> kept;
   for (SpanObject* span : record->spans) {
-    if (span != nullptr && span->num_saved > 1) {
-      kept.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span)));
-    }
+    if (span != nullptr && span->num_saved > 1) kept.push_back(held(span));
   }
-  const bool saw_all = record->seen.size() == record->sizes.size() && !record->seen.empty();
-  py::object sizes, order;
-  if (saw_all) {
-    sizes = to_tuple(record->sizes);
-    order = to_tuple(std::vector<long long>(record->seen.begin(), record->seen.end()));
+  for (const py::object& span : kept) {
+    shared_reloads.erase(span_of(span.ptr()));
+    unload(span_of(span.ptr()));
   }
-  for (const py::object& span : kept) unload(span_of(span.ptr()));
-  if (saw_all) call_with(names().note_order, sizes.ptr(), order.ptr());
-}
-
-// Given to autograd, which calls it when the backward ends, and drops it uncalled when it fails.
-struct EndObject {
-  PyObject_HEAD RecordPointer record;
-  long long task;
-};
-
-PyTypeObject* end_type = nullptr;
-
-EndObject* end_of(PyObject* self) { return reinterpret_cast<EndObject*>(self); }
-
-PyObject* end_call(PyObject* self, PyObject*, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    const RecordPointer record = std::move(end_of(self)->record);
-    if (record != nullptr) end_task(record.get(), end_of(self)->task);
-    Py_RETURN_NONE;
-  });
-}
-
-void end_dealloc(PyObject* self) {
-  {
-    py::error_scope pending;  // this runs while the engine unwinds from a failed backward
-    PyObject* result = end_call(self, nullptr, nullptr);
-    if (result == nullptr) PyErr_WriteUnraisable(nullptr);
-    Py_XDECREF(result);
-  }
-  end_of(self)->record.~RecordPointer();
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_Free(self);
-  Py_DECREF(type);
 }
 
 void tell_end(const RecordPointer& record, long long task) {
+  at_task_end(task, [record, task](TaskResult) { end_task(record.get(), task); });
   record->will_be_told = true;
-  if (names().queue_callback == nullptr) return;
-  EndObject* end = PyObject_New(EndObject, end_type);
-  if (end == nullptr) throw_pending();
-  new (&end->record) RecordPointer(record);
-  end->task = task;
-  const auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(end));
-  call(names().queue_callback, owner.ptr());
 }
 
 // Gets ready for a backward that has not come to this record yet.
 void prepare(Record* record, long long task) {
   if (record->task == task) return;
   const std::size_t count = record->sizes.size();
-  const py::object learnt = call_with(names().learnt_order, to_tuple(record->sizes).ptr());
   record->task = task;
   record->will_be_told = false;
   record->cursor = 0;
   record->seen.clear();
   record->is_seen.assign(count, false);
-  record->order.resize(count);
-  for (std::size_t i = 0; i < count; ++i) record->order[i] = count - 1 - i;
-  if (PyTuple_Check(learnt.ptr()) && PyTuple_GET_SIZE(learnt.ptr()) == static_cast<Py_ssize_t>(count)) {
-    for (std::size_t i = 0; i < count; ++i) {
-      record->order[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(learnt.ptr(), static_cast<Py_ssize_t>(i)));
-    }
+  if (const std::vector<std::size_t>* learnt = learnt_order(record->sizes)) {
+    record->order = *learnt;
+  } else {
+    record->order.resize(count);
+    std::iota(record->order.rbegin(), record->order.rend(), std::size_t{0});
   }
-  record->rank.assign(count, count);
-  for (std::size_t i = 0; i < count; ++i) record->rank.at(record->order[i]) = i;
+  record->rank.resize(count);
+  for (std::size_t i = 0; i < count; ++i) record->rank[record->order[i]] = i;
 }
 
 // Reads ahead in one record from its cursor on; returns whether there is room for more.
@@ -187,22 +180,20 @@ void read_on(RecordPointer record, long long task) {
 
 void note_seen(const RecordPointer& record, std::size_t place, long long task) {
   if (record->task != task || place >= record->is_seen.size()) return;  // moved since it was prepared
-  if (!record->is_seen[place]) record->seen.push_back(place);
+  if (record->is_seen[place]) return;
+  record->seen.push_back(place);
   record->is_seen[place] = true;
   record->cursor = std::max(record->cursor, record->rank[place] + 1);
+  if (record->seen.size() < record->sizes.size()) return;
+  // Now, since the spans may be gone before the backward has ended.
+  note_order(record->sizes, record->seen);
 }
 
 py::object fetch_once(SpanObject* span) {
-  py::object found = call_method_with(span->backend, names().fetch, span->ticket, span->nbytes_object, span->device);
-  if (!is_bytes(found.ptr())) throw py::type_error("a store gave something else than Bytes");
+  py::object found = span->ticket->fetch();
   // What was read while its memory was replaced is worthless; the storage has the bytes.
   if (PyObject* storage = span->watch->replaced_storage()) return new_bytes(storage, span->start);
   return found;
-}
-
-bool is_whole(const SpanObject* span, const py::object& found) {
-  const long long needed = start_of(found.ptr()) + span->nbytes;
-  return integer_of_call(storage_behind(found.ptr()), names().nbytes) >= needed;
 }
 
 // A backward has come to `record`.
@@ -224,14 +215,13 @@ PyObject* offload_sums(PyObject*, PyObject*) {
                        "deduplicated_bytes", s.deduplicated_bytes, "kept_small", s.kept_small);
 }
 
-PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(end_call)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(end_dealloc)},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.BackwardEnd", sizeof(EndObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-
-PyMethodDef functions[] = {{"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef reading_functions[] = {
+    {"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
+    {"release_read_ahead", release_read_ahead, METH_O,
+     "release_read_ahead(nbytes) -> released bytes of what was read ahead."},
+    {"release_reloads", release_reloads, METH_O,
+     "release_reloads(nbytes) -> released bytes of what waits for other saved tensors."},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -241,6 +231,7 @@ Sums& sums() {
 }
 
 void leave_window(SpanObject* span) noexcept {
+  shared_reloads.erase(span);
   if (span->ahead_task == -1) return;
   span->ahead_task = -1;
   window.spans.erase(span);
@@ -266,10 +257,10 @@ void note_moved(const RecordPointer& record, SpanObject* span) {
 }
 
 py::object fetch(SpanObject* span) {
-  const auto held = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span));
+  const py::object owner = held(span);
   const long long task = current_task();
   py::object found = fetch_once(span);
-  if (!is_whole(span, found)) {  // the source, still held, or what was brought back: its memory was freed
+  if (!holds(found.ptr(), span->nbytes)) {  // the source, still held, or what was brought back: its memory was freed
     unload(span);
     found = fetch_once(span);
   }
@@ -282,7 +273,13 @@ py::object fetch(SpanObject* span) {
     note_seen(record, span->place, task);
     read_on(record, task);
   }
-  if (span->num_saved == 1 || task == -1) unload(span);
+  if (span->num_saved == 1 || task == -1) {
+    unload(span);
+  } else {
+    PyObject* storage = PyWeakref_NewRef(storage_behind(found.ptr()), nullptr);
+    if (storage == nullptr) throw_pending();
+    shared_reloads[span] = py::reinterpret_steal<py::object>(storage);
+  }
   return found;
 }
 
@@ -296,9 +293,7 @@ void read_ahead_of(const RecordPointer& record) {
 std::shared_ptr<Record> last_moved() { return last_record().lock(); }
 
 void add_reading_functions(py::module_& module) {
-  end_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  if (end_type == nullptr) throw_pending();
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  if (PyModule_AddFunctions(module.ptr(), reading_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

@@ -17,7 +17,7 @@ void read_ahead_of(const std::shared_ptr<Record>& record);
 // What this thread moved last, or null.
 std::shared_ptr<Record> last_moved();
 
-// `span` is asked for, or gone: it takes no room among what is read ahead.
+// `span` is asked for, or gone: it takes no room among what was brought back and waits.
 void leave_window(SpanObject* span) noexcept;
 
 // Adds `span` to what `record` moved.

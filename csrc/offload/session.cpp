@@ -1,12 +1,16 @@
 #include "offload/session.h"
 
 #include <new>
+#include <string>
 #include <utility>
 
+#include "core/extensions.h"
 #include "core/meter.h"
 #include "core/open_reruns.h"
-#include "offload/bytes.h"
+#include "core/reads.h"
 #include "offload/handles.h"
+#include "offload/moving.h"
+#include "offload/owned.h"
 #include "offload/reading.h"
 
 namespace actckpt {
@@ -14,8 +18,8 @@ namespace {
 
 enum class Target { kAuto, kHost, kDisk };
 
-// As `min_bytes`: nothing is to be moved. EVERYTHING_STAYS in actckpt/_offload/session.py.
-constexpr long long kNothing = 1LL << 62;
+// As `min_bytes`: no tensor is as large, so that everything stays.
+constexpr long long kEverythingStays = 1LL << 62;
 
 struct SessionObject {
   PyObject_HEAD std::shared_ptr<Record> record;
@@ -23,144 +27,60 @@ struct SessionObject {
   bool must;       // wait for room rather than leave bytes where they are
   bool has_moved;  // something, or what was moved already was saved again
   Target target;
-  PyObject* guarded;  // the backend that memory was last guarded for, or null
+  py::object store_object;  // that was used last, and guarded
+  std::shared_ptr<Store> store;
 };
 
 SessionObject* session_of(PyObject* self) { return reinterpret_cast<SessionObject*>(self); }
 
-bool is_leaf_with_grad(PyObject* tensor) {
-  return is_true(tensor, names().requires_grad) && is_true(tensor, names().is_leaf);
-}
-
-// The storage; null where its bytes cannot be reached, as of torch.func's wrappers.
-py::object reachable_storage(PyObject* tensor) {
-  try {
-    py::object storage = call_method(tensor, names().untyped_storage);
-    return integer_of_call(storage.ptr(), names().data_ptr) == 0 ? py::object() : storage;
-  } catch (py::error_already_set& error) {
-    // NotImplementedError is a RuntimeError.
-    if (!error.matches(PyExc_RuntimeError)) throw;
-    return {};
-  }
-}
-
-void note_parameter(PyObject* parameter) {
-  const py::object storage = reachable_storage(parameter);
-  if (storage) note_owned(storage.ptr());
-}
-
-// Rule 1: whether the tensor or what it is a view of is a parameter. Notes its storage.
-bool is_parameter(PyObject* root) {
-  if (!is_instance(root, names().parameter_type) && !is_leaf_with_grad(root)) return false;
-  note_parameter(root);
-  return true;
-}
-
 bool has_layout_that_moves(PyObject* tensor) {
-  return attribute(tensor, names().layout).ptr() == names().strided && !is_true(tensor, names().is_nested);
+  return reads().layout(tensor).ptr() == names().strided && !reads().is_nested.is_true(tensor);
 }
 
 bool is_of_a_kind_that_moves(PyObject* tensor) {
-  return !is_true(tensor, names().is_quantized) && call_method(tensor, names().is_inference).ptr() != Py_True &&
-         call_method(tensor, names().is_neg).ptr() != Py_True;
+  return !reads().is_quantized.is_true(tensor) && !reads().is_inference.is_true(tensor);
+}
+
+// What it is a view of, or itself.
+py::object root_of(PyObject* tensor) {
+  py::object base = reads().base(tensor);
+  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
+}
+
+// Whether a subclass is moved part by part.
+bool comes_apart(PyObject* tensor) {
+  return PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(tensor)), names().flatten) != 0 &&
+         has_layout_that_moves(tensor) && is_of_a_kind_that_moves(tensor) && !is_parameter(root_of(tensor).ptr());
 }
 
 // Sets `is_cuda`; false where no store takes tensors of this device.
 bool is_on_a_device_that_moves(const SessionObject* session, PyObject* tensor, bool* is_cuda) {
   *is_cuda = false;
-  if (is_true(tensor, names().is_cpu)) return session->target != Target::kHost;
-  *is_cuda = is_true(tensor, names().is_cuda);
+  if (reads().is_cpu.is_true(tensor)) return session->target != Target::kHost;
+  *is_cuda = reads().is_cuda.is_true(tensor);
   return *is_cuda && session->target != Target::kDisk;
 }
 
-long long item(PyObject* tuple, Py_ssize_t i) {
-  const long long value = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
-  if (value == -1 && PyErr_Occurred() != nullptr) throw_pending();
-  return value;
+// Where tensors of this kind of device are moved to.
+Destination destination_for(SessionObject* session, bool is_cuda) {
+  py::object found = call(names().store_for, is_cuda ? Py_True : Py_False);
+  if (found.ptr() != session->store_object.ptr()) {
+    call(names().guard, found.ptr());
+    session->store = store_behind(found.ptr());
+    session->store_object = std::move(found);
+  }
+  return {session->store_object, session->store, session->record, session->must};
 }
 
-// First byte and byte count of what `tensor` moves (Rule 2 of NOTE [ Spans ]).
-Extent extent_of(PyObject* tensor, PyObject* root, PyObject* storage) {
-  Extent extent{};
-  extent.storage = storage;
-  extent.root = root;
-  extent.version = version_of(tensor);
-  extent.element_size = integer_of_call(tensor, names().element_size);
-  extent.offset_bytes = integer_of_call(tensor, names().storage_offset) * extent.element_size;
-  const py::object shape = attribute(tensor, names().shape);
-  const py::object stride = call_method(tensor, names().stride);
-  long long last = 0;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.ptr()); ++i) {
-    last += (item(shape.ptr(), i) - 1) * item(stride.ptr(), i);
-  }
-  extent.start = extent.offset_bytes;
-  extent.nbytes = (last + 1) * extent.element_size;
-  const long long whole = integer_of_call(storage, names().nbytes);
-  if (2 * extent.nbytes >= whole) {
-    extent.start = 0;
-    extent.nbytes = whole;
-  }
-  return extent;
-}
-
-py::object put(const SessionObject* session, PyObject* backend, PyObject* source, PyObject* nbytes) {
-  if (session->must) return call_method_with(backend, names().put, source, nbytes);
-  PyObject* stack[] = {backend, source, nbytes, Py_False};
-  PyObject* ticket = PyObject_VectorcallMethod(names().put, stack, 3, names().keyword_must);
-  if (ticket == nullptr) throw_pending();
-  return py::reinterpret_steal<py::object>(ticket);
-}
-
-// Moves `extent`; null where the store is full, or would make the caller wait who must not.
-py::object move(SessionObject* session, PyObject* tensor, const Extent& extent, PyObject* backend, bool may_share) {
-  const py::object source = new_bytes(extent.storage, extent.start);
-  SourceWatchPointer watch = mark_as_source(source.ptr());
-  const py::object ticket = put(session, backend, source.ptr(), number(extent.nbytes).ptr());
-  if (ticket.is_none()) return {};
-  py::object span =
-      new_span(extent, backend, ticket, std::move(watch), attribute(tensor, names().device).ptr(), may_share);
-  note_moved(session->record, span_of(span.ptr()));
-  return span;
-}
-
-py::object backend_for(SessionObject* session, bool is_cuda) {
-  static PyObject* const host = PyUnicode_InternFromString("host");
-  static PyObject* const disk = PyUnicode_InternFromString("disk");
-  py::object backend = call(names().backend, is_cuda ? host : disk);
-  if (backend.ptr() != session->guarded) {
-    call(names().guard, backend.ptr());
-    Py_XSETREF(session->guarded, Py_NewRef(backend.ptr()));
-  }
-  return backend;
-}
-
-// The span, or Python's Joined, that holds `extent`; null where the store is full.
-py::object span_for(PyObject* self, PyObject* tensor, const Extent& extent, bool is_cuda, bool may_share) {
-  SessionObject* session = session_of(self);
-  std::vector<py::object> overlapping;
-  if (may_share) {
-    py::object found = find_span(extent, &overlapping);
-    if (found) {
-      share(span_of(found.ptr()));
-      sums().deduplicated_bytes += integer(tensor, names().nbytes);
-      return found;
-    }
-  }
-  const py::object backend = backend_for(session, is_cuda);
-  if (overlapping.empty()) return move(session, tensor, extent, backend.ptr(), may_share);
-  py::list others(overlapping.size());
-  for (std::size_t i = 0; i < overlapping.size(); ++i) {
-    PyList_SET_ITEM(others.ptr(), static_cast<Py_ssize_t>(i), overlapping[i].release().ptr());
-  }
-  py::object joined = call_with(names().join, self, tensor, backend.ptr(), number(extent.start).ptr(),
-                                number(extent.nbytes).ptr(), others.ptr());
-  return joined.is_none() ? py::object() : joined;
+// Whether operators are being written into a graph, to run with other bytes later. Tracing is a dispatch mode.
+bool is_traced() {
+  return call(names().num_dispatch_modes).cast<int>() > 0 && call(names().is_tracing).ptr() == Py_True;
 }
 
 // Counts a saved tensor that stays since it is small, unless somebody else holds it anyway.
 void note_small(const SessionObject* session, PyObject* tensor, long long nbytes) {
   Record* record = session->record.get();
-  if (!record->meter || is_true(tensor, names().is_leaf)) return;
+  if (!record->meter || reads().is_leaf.is_true(tensor)) return;
   const py::object storage = reachable_storage(tensor);
   if (!storage || is_known_owned(storage.ptr())) return;
   record->num_small += 1;
@@ -170,51 +90,58 @@ void note_small(const SessionObject* session, PyObject* tensor, long long nbytes
 
 // Whether a plain tensor stays because of what or where it is; otherwise sets storage and root.
 bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, py::object* root, bool* is_cuda) {
-  if (is_leaf_with_grad(tensor)) {
-    note_parameter(tensor);
+  const bool is_leaf = reads().is_leaf.is_true(tensor);
+  if (is_leaf && reads().requires_grad.is_true(tensor)) {
+    note_owned(tensor);
     return true;
   }
   if (!has_layout_that_moves(tensor)) return true;
-  const long long nbytes = integer(tensor, names().nbytes);
+  const long long nbytes = reads().tensor_nbytes.number(tensor);
   if (nbytes == 0) return true;
   if (nbytes < session->min_bytes) {
     note_small(session, tensor, nbytes);
-    if (session->min_bytes < kNothing) ++sums().kept_small;
+    if (session->min_bytes < kEverythingStays) ++sums().kept_small;
     return true;
   }
-  if (!is_of_a_kind_that_moves(tensor) || !is_on_a_device_that_moves(session, tensor, is_cuda)) return true;
-  *root = attribute(tensor, names().base);
-  if (root->is_none()) {
-    *root = py::reinterpret_borrow<py::object>(tensor);
-  } else if (is_parameter(root->ptr())) {
+  if (!is_of_a_kind_that_moves(tensor) || reads().is_neg.is_true(tensor) ||
+      !is_on_a_device_that_moves(session, tensor, is_cuda)) {
+    return true;
+  }
+  *root = root_of(tensor);
+  const bool is_view = root->ptr() != tensor;
+  if (is_view && is_parameter(root->ptr())) {
+    note_owned(root->ptr());
     return true;
   }
   *storage = reachable_storage(tensor);
   if (!*storage || is_known_owned(storage->ptr())) return true;
-  return is_true(root->ptr(), names().is_leaf) && call(names().is_owned, tensor).ptr() == Py_True;
+  if ((is_view ? reads().is_leaf.is_true(root->ptr()) : is_leaf) && call(names().is_owned, tensor).ptr() == Py_True) {
+    return true;
+  }
+  return is_traced();
 }
 
 py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   SessionObject* session = session_of(self);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  if (is_in_rerun()) return new_stays(tensor);
-  if (PyList_GET_SIZE(names().stay_rules) > 0 && call(names().must_stay, tensor).ptr() == Py_True) {
-    return new_stays(tensor);
-  }
+  if (is_in_rerun()) return new_unmoved(tensor);
+  if (any_is_true(names().must_stay, tensor)) return new_unmoved(tensor);
   if (type == names().parameter_type) {
-    note_parameter(tensor);
-    return new_stays(tensor);
+    note_owned(tensor);
+    return new_unmoved(tensor);
   }
-  if (type != names().tensor_type) return call_with(names().pack_otherwise, self, tensor);
+  if (type != names().tensor_type) {
+    return comes_apart(tensor) ? call_with(names().pack_parts, self, tensor) : new_unmoved(tensor);
+  }
   py::object storage, root;
   bool is_cuda = false;
-  if (stays(session, tensor, &storage, &root, &is_cuda)) return new_stays(tensor);
+  if (stays(session, tensor, &storage, &root, &is_cuda)) return new_unmoved(tensor);
   note_alive(session->record->meter.ptr(), storage.ptr());
-  const Extent extent = extent_of(tensor, root.ptr(), storage.ptr());
-  const py::object span = span_for(self, tensor, extent, is_cuda, may_share);
-  if (!span) return new_stays(tensor);
+  const TensorExtent extent = extent_of(tensor, root.ptr(), storage.ptr());
+  Placed placed = place(destination_for(session, is_cuda), tensor, extent, may_share);
+  if (placed.spans.empty()) return new_unmoved(tensor);
   session->has_moved = true;
-  return new_moved(tensor, span, extent);
+  return new_moved(tensor, std::move(placed), extent);
 }
 
 // pack(tensor, may_share=True)
@@ -248,21 +175,6 @@ PyObject* session_moved_and_small(PyObject* self, PyObject*) {
   return Py_BuildValue("LLLL", record->num_moved, record->moved_bytes, record->num_small, record->small_bytes);
 }
 
-// move(tensor, backend, start, nbytes) -> Span | None
-PyObject* session_move(PyObject* self, PyObject* const* args, Py_ssize_t nargs) {
-  return guarded([&]() -> PyObject* {
-    if (nargs != 4) throw py::type_error("takes move(tensor, backend, start, nbytes)");
-    const py::object storage = call_method(args[0], names().untyped_storage);
-    py::object root = attribute(args[0], names().base);
-    if (root.is_none()) root = py::reinterpret_borrow<py::object>(args[0]);
-    Extent extent = extent_of(args[0], root.ptr(), storage.ptr());
-    extent.start = PyLong_AsLongLong(args[2]);
-    extent.nbytes = PyLong_AsLongLong(args[3]);
-    py::object span = move(session_of(self), args[0], extent, args[1], true);
-    return span ? span.release().ptr() : Py_NewRef(Py_None);
-  });
-}
-
 PyObject* session_unpack(PyObject*, PyObject* handle) {
   return guarded([&]() -> PyObject* { return unpack_handle(handle).release().ptr(); });
 }
@@ -285,15 +197,18 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   session->has_moved = false;
   const std::string name = to;
   session->target = name == "host" ? Target::kHost : name == "disk" ? Target::kDisk : Target::kAuto;
-  session->guarded = nullptr;
+  new (&session->store_object) py::object();
+  new (&session->store) std::shared_ptr<Store>();
   return self;
 }
 
 void session_dealloc(PyObject* self) {
   using RecordPointer = std::shared_ptr<Record>;
+  using StorePointer = std::shared_ptr<Store>;
   py::error_scope pending;
   session_of(self)->record.~RecordPointer();
-  Py_XDECREF(session_of(self)->guarded);
+  session_of(self)->store.~StorePointer();
+  session_of(self)->store_object.~object();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -308,38 +223,39 @@ PyMethodDef methods[] = {
     {"watch", session_watch, METH_O, "watch(meter): count on it what of the values is alive."},
     {"moved_and_small", session_moved_and_small, METH_NOARGS,
      "moved_and_small() -> number and bytes of storages moved, and of tensors that stay since they are small."},
-    {"move", fast(session_move), METH_FASTCALL, "move(tensor, backend, start, nbytes) -> Span or None."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyObject* session_has_moved(PyObject* self, void*) { return PyBool_FromLong(session_of(self)->has_moved ? 1 : 0); }
 
+PyObject* session_hooks(PyObject* self, void*) {
+  return guarded([&]() -> PyObject* {
+    static PyObject* const pack_name = PyUnicode_InternFromString("pack");
+    return py::make_tuple(attribute(self, pack_name), attribute(self, names().unpack)).release().ptr();
+  });
+}
+
 PyGetSetDef properties[] = {
+    {"hooks", session_hooks, nullptr, "The pack and unpack hooks.", nullptr},
     {"has_moved", session_has_moved, nullptr, "Whether anything that was packed is in a store.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(session_new)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(session_dealloc)},
-                       {Py_tp_methods, methods},
-                       {Py_tp_getset, properties},
-                       {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.OffloadSession", sizeof(SessionObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-                    slots};
-
-PyObject* stays_of_tensor(PyObject*, PyObject* tensor) {
-  return guarded([&]() -> PyObject* { return new_stays(tensor).release().ptr(); });
-}
-
-PyMethodDef functions[] = {{"stays", stays_of_tensor, METH_O, "stays(tensor): a handle that moves nothing."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyType_Slot session_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(session_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(session_dealloc)},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, properties},
+    {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
+    {0, nullptr}};
+PyType_Spec session_spec = {"actckpt._C.OffloadSession", sizeof(SessionObject), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, session_slots};
 
 }  // namespace
 
 void add_session_type(py::module_& module) {
-  PyObject* type = PyType_FromSpec(&spec);
+  PyObject* type = PyType_FromSpec(&session_spec);
   if (type == nullptr) throw_pending();
   module.add_object("OffloadSession", type);
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  module.attr("EVERYTHING_STAYS") = kEverythingStays;
 }
 
 }  // namespace actckpt

@@ -4,7 +4,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/python.h"
+#include "core/reads.h"
 
 namespace actckpt {
 namespace {
@@ -18,9 +18,7 @@ std::unordered_map<PyObject*, std::vector<SourceWatch*>>& watches() {
 }  // namespace
 
 SourceWatch::SourceWatch(PyObject* storage)
-    : storage_(storage),
-      address_(integer_of_call(storage, names().data_ptr)),
-      nbytes_(integer_of_call(storage, names().nbytes)) {
+    : storage_(storage), address_(reads().data_ptr.number(storage)), nbytes_(reads().nbytes.number(storage)) {
   watches()[storage].push_back(this);
 }
 
@@ -31,8 +29,7 @@ SourceWatch::~SourceWatch() {
 
 // Size and address: memory that grew may lie at an address that it had before.
 bool SourceWatch::is_as_it_was() const {
-  return integer_of_call(storage_, names().nbytes) == nbytes_ &&
-         integer_of_call(storage_, names().data_ptr) == address_;
+  return reads().nbytes.number(storage_) == nbytes_ && reads().data_ptr.number(storage_) == address_;
 }
 
 PyObject* SourceWatch::replaced_storage() noexcept {

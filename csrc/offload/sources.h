@@ -20,6 +20,9 @@ class SourceWatch {
   SourceWatch& operator=(const SourceWatch&) = delete;
   ~SourceWatch();
 
+  // Of the first byte, when it was made.
+  long long address() const { return address_; }
+
   // All copies that read the storage have ended: what happens to it from now on does not matter.
   void end() noexcept;
 

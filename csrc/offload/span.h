@@ -1,9 +1,19 @@
 // Stretches of storages that were moved to a store, and which saved tensors share them.
 //
-// See NOTE [ Spans ] in actckpt/_offload/spans.py for the rules. Thread rule: GIL held. Ownership:
-// handles own Spans; a Span owns its ticket, so when autograd lets go of the last tensor that
-// shares it, the store gives the space back. Registry and records borrow Spans, which remove
-// themselves.
+// NOTE [ Spans ]
+//
+// Rule 1. A storage is recognised by identity under a weak reference, never by its address alone: addresses are used
+//         again.
+// Rule 2. A tensor moves its whole storage where it covers half of it, else the stretch from its first to its last
+//         byte. So an expanded tensor moves the bytes behind it, and a small view of a large storage its own span.
+// Rule 3. A tensor whose bytes lie within a span that was moved at the same version shares it, if both are views of one
+//         tensor, or that tensor: only then do they share a version counter. (`x.data` does not: its version says
+//         nothing of what was done to x.)
+// Rule 4. Where only a part of its bytes was moved so, the tensor moves the rest, and is joined from several spans when
+//         it comes back: each byte is copied out once.
+//
+// Thread rule: GIL held. Ownership: handles own Spans; a Span owns its ticket, so when autograd releases the last
+// tensor that shares it, the store gives the space back. Registry and records borrow Spans, which remove themselves.
 #pragma once
 
 #include <memory>
@@ -11,6 +21,7 @@
 
 #include "core/python.h"
 #include "offload/sources.h"
+#include "offload/store.h"
 
 namespace actckpt {
 
@@ -40,10 +51,8 @@ struct Record {
 };
 
 struct SpanObject {
-  PyObject_HEAD PyObject* backend;
-  PyObject* ticket;
-  PyObject* device;
-  PyObject* nbytes_object;
+  PyObject_HEAD PyObject* store;  // that the ticket is of
+  std::unique_ptr<StoreTicket> ticket;
   PyObject* storage_reference;  // weak
   PyObject* root_reference;     // weak
   SourceWatchPointer watch;     // of what its ticket copied out
@@ -59,7 +68,7 @@ struct SpanObject {
 };
 
 // What a tensor needs of its storage.
-struct Extent {
+struct TensorExtent {
   PyObject* storage;  // borrowed
   PyObject* root;     // borrowed
   long long start;
@@ -69,22 +78,28 @@ struct Extent {
   long long offset_bytes;  // of the first element
 };
 
-extern PyTypeObject* span_type;
+// Where the bytes of a saved tensor are: a stretch of its storage.
+struct Placed {
+  std::vector<py::object> spans;  // none: they stay
+  long long start = 0;            // of the stretch
+  long long nbytes = 0;
+  bool is_joined = false;  // from parts of the spans; else it is the only one
+
+  // `span` null: they stay.
+  static Placed in(py::object span);
+};
+
 inline SpanObject* span_of(PyObject* object) { return reinterpret_cast<SpanObject*>(object); }
 
 // The span that holds `extent`, or null; then `overlapping` are those that hold a part of it.
-py::object find_span(const Extent& extent, std::vector<py::object>* overlapping);
+py::object find_span(const TensorExtent& extent, std::vector<py::object>* overlapping);
 
 // A new span; the last argument says whether others may share it.
-py::object new_span(const Extent& extent, PyObject* backend, const py::object& ticket, SourceWatchPointer watch,
-                    PyObject* device, bool may_share);
+py::object new_span(const TensorExtent& extent, PyObject* store, std::unique_ptr<StoreTicket> ticket,
+                    SourceWatchPointer watch, bool may_share);
 
 // Notes that one more saved tensor shares it.
 void share(SpanObject* span);
-
-// Storages of parameters that were seen, and whether one is of them (Rule 1 of NOTE [ Offload ]).
-void note_owned(PyObject* storage);
-bool is_known_owned(PyObject* storage);
 
 void add_span_type(py::module_& module);
 

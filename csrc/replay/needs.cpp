@@ -2,12 +2,16 @@
 
 #include <algorithm>
 #include <limits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "core/python.h"
+#include "core/released.h"
+#include "core/task_end.h"
 #include "replay/geometry.h"
 #include "replay/lineage.h"
+#include "replay/parked.h"
 
 namespace actckpt::replay {
 namespace {
@@ -54,7 +58,7 @@ bool comes_back(const ValueObject* value) { return !is_none(value->step) || !is_
 // Takes what is cached for a value into `gone`: whoever owns that lets go of it once all counts are right.
 void take_cached(ValueObject* value, std::vector<py::object>* gone) {
   if (is_none(value->cached)) return;
-  value->cached_in->bytes -= value->nbytes;
+  unlist_cached(value);
   gone->push_back(py::reinterpret_steal<py::object>(std::exchange(value->cached, nullptr)));
 }
 
@@ -93,9 +97,83 @@ bool keeps_inputs(const ValueObject* value) {
 
 ValueObject* value_of(const py::handle& value) { return reinterpret_cast<ValueObject*>(value.ptr()); }
 
+// Lists that backwards under way fill; each is held by what waits for their ends.
+std::unordered_set<CachedBytes*>& lists_in_use() {
+  static auto* lists = new std::unordered_set<CachedBytes*>();
+  return *lists;
+}
+
+// What is in a list now, held: letting go of one may free others.
+std::vector<py::object> values_in(const CachedBytes* cached) {
+  std::vector<py::object> values;
+  for (ValueObject* value : cached->values) {
+    values.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(value)));
+  }
+  return values;
+}
+
+// The backward `task` has ended or failed: lets go of what was cached for it. What cannot be replayed any more is held
+// from now on: it was a backward of a part of the graph.
+void end_task(CachedBytes* cached, long long task) {
+  cached->tasks.erase(std::find(cached->tasks.begin(), cached->tasks.end(), task));
+  if (cached->tasks.empty()) lists_in_use().erase(cached);
+  std::vector<py::object> gone;
+  for (const py::object& listed : values_in(cached)) {
+    ValueObject* value = value_of(listed);
+    if (value->cached_task != task) continue;
+    const bool is_replayable = comes_back(value) || restore_step(value);
+    if (is_none(value->cached)) continue;  // what the garbage collector ran took it
+    if (!is_replayable) {
+      assign(value->held, value->cached);
+      value->version = value->cached_version;
+    }
+    take_cached(value, &gone);
+  }
+}
+
+// Keeps a list as long as a backward may need it.
+class CachedReference {
+ public:
+  explicit CachedReference(CachedBytes* cached) noexcept : cached_(cached) { cached_->references += 1; }
+  CachedReference(const CachedReference& other) noexcept : CachedReference(other.cached_) {}
+  CachedReference& operator=(const CachedReference&) = delete;
+  ~CachedReference() noexcept { release(cached_); }
+  CachedBytes* get() const noexcept { return cached_; }
+
+ private:
+  CachedBytes* cached_;
+};
+
+void await_end(CachedBytes* cached, long long task) {
+  if (std::find(cached->tasks.begin(), cached->tasks.end(), task) != cached->tasks.end()) return;
+  at_task_end(task, [held = CachedReference(cached), task](TaskResult) { end_task(held.get(), task); });
+  cached->tasks.push_back(task);
+  lists_in_use().insert(cached);
+}
+
+// release_replay_caches(nbytes) -> released bytes
+long long release_replay_caches(const py::object& nbytes) {
+  Released released(nbytes.ptr());
+  std::vector<py::object> values;
+  for (const CachedBytes* cached : lists_in_use()) {
+    for (py::object& value : values_in(cached)) values.push_back(std::move(value));
+  }
+  for (const py::object& listed : values) {
+    if (released.is_enough()) break;
+    ValueObject* value = value_of(listed);
+    if (!comes_back(value) && !restore_step(value)) continue;
+    if (is_none(value->cached)) continue;
+    std::vector<py::object> tensors = {py::reinterpret_borrow<py::object>(value->cached)};
+    evict(value, value->cached_task);
+    released.free(std::move(tensors));
+  }
+  return released.nbytes();
+}
+
 }  // namespace
 
 bool is_asked(ValueObject* value, long long task) noexcept {
+  if (task == -1) return false;
   return is_pending(value, task) || (value->counted_task == task && value->num_readers > 0);
 }
 
@@ -115,28 +193,27 @@ void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task)
   auto* core = reinterpret_cast<TapeObject*>(tape);
   long long version = 0;
   if (!read_version(tensor, &version)) return;  // made in inference mode: nobody would tell if that changes it
-  if (core->cached == nullptr) core->cached = new CachedBytes{1, 0};
-  std::vector<py::object> gone;
-  take_cached(value, &gone);  // by another backward
+  if (core->cached == nullptr) {
+    core->cached = new CachedBytes();
+    core->cached->references = 1;
+  }
   if (value->cached_in == nullptr) {
     value->cached_in = core->cached;
     value->cached_in->references += 1;
   }
+  await_end(value->cached_in, task);
+  std::vector<py::object> gone;
+  take_cached(value, &gone);  // by another backward
+  list_cached(value);
   Py_XSETREF(value->cached, Py_NewRef(tensor));
-  value->cached_in->bytes += value->nbytes;
   value->cached_task = task;
   value->cached_version = version;
   stop_reading(value, task, &gone);
-  if (keeps_inputs(value) && names().keeps_graph != nullptr && call(names().keeps_graph).ptr() == Py_False) {
+  if (keeps_inputs(value) && call(names().keeps_graph).ptr() == Py_False) {
     // The graph goes with this backward. A kept value then goes with its last need, not with the node that saved what
     // was made from it.
-    assign(value->step, nullptr);
+    park_step(value);
   }
-  const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(task));
-  PyObject* done =
-      PyObject_CallMethodObjArgs(tape, names().clear_after, number.ptr(), reinterpret_cast<PyObject*>(value), nullptr);
-  if (done == nullptr) throw py::error_already_set();
-  Py_DECREF(done);
 }
 
 void uncache(ValueObject* value) noexcept {
@@ -150,6 +227,14 @@ void evict(ValueObject* value, long long task) {
   if (!is_asked(value, task)) return;
   note_use(value, task, value->ordinal);
   start_reading(value, task);
+}
+
+void evict_leftovers(TapeObject* tape, long long task, long long clock) {
+  if (tape->cached == nullptr) return;
+  for (const py::object& listed : values_in(tape->cached)) {
+    ValueObject* value = value_of(listed);
+    if (value->cached_task == task && comes_back(value) && value->first_use > clock) evict(value, task);
+  }
 }
 
 void let_go_of_needs(ValueObject* value, long long task) noexcept {
@@ -170,6 +255,10 @@ void add_needs_functions(py::module_& module) {
   });
   module.def("uncache", [](const py::handle& value) { uncache(value_of(value)); });
   module.def("evict", [](const py::handle& value, long long task) { evict(value_of(value), task); });
+  module.def("evict_leftovers", [](const py::handle& tape, long long task, long long clock) {
+    evict_leftovers(reinterpret_cast<TapeObject*>(tape.ptr()), task, clock);
+  });
+  module.def("release_replay_caches", release_replay_caches);
   module.def("let_go_of_needs",
              [](const py::handle& value, long long task) { let_go_of_needs(value_of(value), task); });
 }

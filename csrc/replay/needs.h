@@ -10,7 +10,7 @@ namespace actckpt::replay {
 void count_needs(TapeObject* tape, long long task);
 
 // Whether the backward `task` asks for a value: a saved tensor on it was not unpacked yet, or a value that reads it
-// must be replayed.
+// must be replayed. Outside of a backward nothing is asked for again.
 bool is_asked(ValueObject* value, long long task) noexcept;
 
 // Keeps a replayed value until the backward `task` asks for it no more, or ends (Rule 12 of NOTE [ Replay ]).
@@ -21,6 +21,10 @@ void uncache(ValueObject* value) noexcept;
 
 // The same where the backward `task` still asks for it: it will be replayed once more.
 void evict(ValueObject* value, long long task);
+
+// Evicts what is cached for saved tensors that the backward `task` has passed by. It unpacks in the reverse order of
+// saving: it has come to `clock`, and will not ask for what was saved later.
+void evict_leftovers(TapeObject* tape, long long task, long long clock);
 
 // A saved tensor on `value` was unpacked in the backward `task`, or is gone: lets go of what only that needed.
 void let_go_of_needs(ValueObject* value, long long task) noexcept;

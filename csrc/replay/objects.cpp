@@ -72,6 +72,22 @@ void release(CachedBytes* cached) noexcept {
   if (cached != nullptr && --cached->references == 0) delete cached;
 }
 
+void list_cached(ValueObject* value) {
+  CachedBytes* cached = value->cached_in;
+  value->cached_place = cached->values.size();
+  cached->values.push_back(value);
+  cached->bytes += value->nbytes;
+}
+
+void unlist_cached(ValueObject* value) noexcept {
+  CachedBytes* cached = value->cached_in;
+  ValueObject* last = cached->values.back();
+  cached->values[value->cached_place] = last;
+  last->cached_place = value->cached_place;
+  cached->values.pop_back();
+  cached->bytes -= value->nbytes;
+}
+
 EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   const Names& n = names();
   auto* entry = allocated<EntryObject>(entry_type);
@@ -79,8 +95,16 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   PyObject* unnamed = value->is_input != 0 ? n.made_by_nothing : n.made_unseen;
   entry->operator_ =
       is_none(value->operator_) ? Py_NewRef(unnamed) : attribute(value->operator_, n.name).release().ptr();
-  const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(value->key));
-  assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
+  if (value->module != nullptr) {
+    assign(entry->module, value->module);
+    entry->call = value->call;
+    entry->occurrence = value->occurrence;
+    entry->result = value->result;
+  } else {
+    const auto key = py::reinterpret_steal<py::object>(PyLong_FromLongLong(value->key));
+    assign(entry->module, PyDict_GetItem(tape->modules, key.ptr()));
+    entry->occurrence = -1;
+  }
   assign(entry->action, n.keep);
   assign(entry->why, n.no_reason);
   const py::object storage = reads().untyped_storage(tensor);
@@ -113,6 +137,18 @@ void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, con
   window->num_dims = num_dims;
   std::copy_n(sizes, num_dims, dims);
   std::copy_n(strides, num_dims, dims + num_dims);
+}
+
+py::object copy_of(const WindowObject* window, PyObject* value) {
+  auto* copied = allocated<WindowObject>(window_type);
+  auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(copied));
+  copied->is_conj = window->is_conj;
+  copied->is_neg = window->is_neg;
+  assign(copied->value, value);
+  assign(copied->dtype, window->dtype);
+  set_dims(copied, window->num_dims, sizes_of(window), strides_of(window));
+  copied->offset = window->offset;
+  return owner;
 }
 
 py::object window_of(PyObject* tensor, PyObject* value, Geometry* given) {

@@ -16,11 +16,16 @@
 namespace actckpt::replay {
 
 struct HandleObject;
+struct ValueObject;
+struct ValueObject;
 
-// How many replayed bytes wait for their turn in a region. Shared by its tape and what is cached, which may outlive it.
+// What was replayed in a region and waits for its turn. Shared by its tape, what is cached, which may outlive it, and
+// the backwards that it is cached for.
 struct CachedBytes {
-  long long references;
-  long long bytes;
+  long long references = 0;
+  long long bytes = 0;
+  std::vector<ValueObject*> values;  // with cached bytes; borrowed
+  std::vector<long long> tasks;      // backwards under way, whose ends let go of them
 };
 
 // The saved tensors on a value, in the order in which they were saved; borrowed, null where one is gone. Not a list of
@@ -40,6 +45,7 @@ struct ValueObject {
   PyObject_HEAD PyObject* weak_references;
   PyObject* device;
   PyObject* step;
+  PyObject* parked;  // see parked.h; null in Python's eyes, too
   PyObject* operator_;
   PyObject* action;
   PyObject* asked;
@@ -50,6 +56,10 @@ struct ValueObject {
   PyObject* spare;
   PyObject* why_opaque;
   PyObject* entry;
+  PyObject* module;  // with the next three its place (calls.h); null: nobody asks, or no recorded operator made it
+  long long call;
+  long long occurrence;
+  long long result;
   Handles handles;
   long long nbytes;
   long long ordinal;
@@ -58,7 +68,8 @@ struct ValueObject {
   long long cached_task;
   long long cached_version;
   long long key;
-  CachedBytes* cached_in;  // null: nothing was ever cached
+  CachedBytes* cached_in;    // null: nothing was ever cached
+  std::size_t cached_place;  // in its list
   // What the backward `counted_task` still needs of it (needs.h): how often values that must be replayed read it,
   // whether it is such a value, and between which clocks of saving and making all that lies.
   long long counted_task;
@@ -130,6 +141,9 @@ struct EntryObject {
   PyObject* storage;  // a weak reference
   long long nbytes;
   long long num_replays;
+  long long call;
+  long long occurrence;  // -1: it has no place
+  long long result;
 };
 
 // The part of a tape that the recorder touches at every operator; actckpt/_replay/tape.py derives from it.
@@ -146,6 +160,7 @@ struct TapeObject {
   PyObject* outer;  // the hooks outside, or None
   PyObject* meter;  // counts what of its values is alive, or None
   PyObject* candidates;
+  PyObject* calls;             // see calls.h; None: nobody asks for places
   HandleObject* first_handle;  // of those that are alive; borrowed, they hold the tape
   HandleObject* last_handle;
   CachedBytes* cached;     // null: nothing was ever cached
@@ -160,7 +175,7 @@ struct TapeObject {
   long long num_untold;  // tensor arguments of which nobody tells when they change
   PyObject* why_untold;  // of the last of them
   PyObject* why_opaque;  // why nothing that operators make here may be replayed; None: it may
-  long long began_at;    // number that autograd would have given to a node when it was opened, -1: not known
+  long long began_at;    // number that autograd would have given to a node when it was opened
   char is_open;
   char is_audited;
   char audits_always;
@@ -215,6 +230,9 @@ inline const std::int64_t* sizes_of(const WindowObject* window) {
 inline const std::int64_t* strides_of(const WindowObject* window) { return sizes_of(window) + window->num_dims; }
 void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, const std::int64_t* strides);
 
+// The same window on another value.
+py::object copy_of(const WindowObject* window, PyObject* value);
+
 // The geometry of `tensor`, whose bytes are those of `value`.
 py::object window_of(PyObject* tensor, PyObject* value, Geometry* geometry);
 
@@ -224,8 +242,12 @@ PyObject* referent(PyObject* reference) noexcept;
 // Takes the handle out of the list of its tape.
 void unlist(HandleObject* handle) noexcept;
 
-// Lets go of a counter.
+// Lets go of a list of what is cached.
 void release(CachedBytes* cached) noexcept;
+
+// Enters a value into the list of what is cached with it, and takes it off.
+void list_cached(ValueObject* value);
+void unlist_cached(ValueObject* value) noexcept;
 
 // Notes that `handle` is on `value`.
 void add_handle(ValueObject* value, PyObject* handle);

@@ -5,6 +5,7 @@
 
 #include "core/python.h"
 #include "core/reads.h"
+#include "replay/calls.h"
 #include "replay/lineage.h"
 #include "replay/record.h"
 #include "replay/unseen.h"

@@ -4,12 +4,14 @@
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "core/meter.h"
 #include "core/python.h"
 #include "core/reads.h"
+#include "replay/calls.h"
 #include "replay/geometry.h"
 #include "replay/paused.h"
 #include "replay/unseen.h"
@@ -23,9 +25,11 @@ struct Known {
   py::object func;    // keeps the address taken
   py::object callee;  // what to call for it
   py::object op;
+  py::object name;
   bool is_recorded = false;
   bool is_view = false;
   bool is_plain = false;
+  bool makes_one = false;
   Numerics which = Numerics::kAll;  // settings that it may depend on
 };
 
@@ -36,8 +40,10 @@ const Known& known(PyObject* func) {
   Known entry;
   entry.func = py::reinterpret_borrow<py::object>(func);
   entry.op = call(names().describe, func);
+  entry.name = attribute(entry.op.ptr(), names().name);
   entry.is_recorded = is_true(entry.op.ptr(), names().is_recorded);
   entry.callee = attribute(entry.op.ptr(), names().callee);
+  entry.makes_one = is_true(entry.op.ptr(), names().makes_one);
   if (entry.is_recorded) {
     entry.is_view = is_true(entry.op.ptr(), names().is_view);
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
@@ -117,12 +123,20 @@ py::object frozen_kwargs(TapeObject* tape, PyObject* kwargs, PyObject* inputs) {
   return std::move(copied);
 }
 
+// What stands for a dtype, the same in every process.
+std::uint64_t dtype_id(PyObject* dtype) {
+  static auto* found = new std::unordered_map<PyObject*, std::uint64_t>();
+  const auto at = found->find(dtype);
+  if (at != found->end()) return at->second;
+  return found->emplace(Py_NewRef(dtype), id_of(std::string(py::str(py::handle(dtype))))).first->second;
+}
+
 // Advances the structure by a new tensor and names the place of its value.
-void advance(TapeObject* tape, ValueObject* value, PyObject* func, const Geometry& geometry) {
-  std::uint64_t hash = mixed(static_cast<std::uint64_t>(tape->structure), reinterpret_cast<std::uintptr_t>(func));
+void advance(TapeObject* tape, ValueObject* value, PyObject* op, const Geometry& geometry) {
+  std::uint64_t hash = mixed(static_cast<std::uint64_t>(tape->structure), is_none(op) ? 0 : facts_of(op).id);
   hash = mixed(hash, static_cast<std::uint64_t>(geometry.num_dims()));
   for (int i = 0; i < geometry.num_dims(); ++i) hash = mixed(hash, static_cast<std::uint64_t>(geometry.sizes()[i]));
-  hash = mixed(hash, reinterpret_cast<std::uintptr_t>(geometry.dtype()));
+  hash = mixed(hash, dtype_id(geometry.dtype()));
   tape->structure = value->key = static_cast<long long>(hash);
 }
 
@@ -133,20 +147,45 @@ bool needs_a_closer_look(TapeObject* tape, long long key) {
          PyTuple_GET_SIZE(tape->opaque_names) > 0;
 }
 
+// The action for one result of the operator that runs, None where the policy is no table of places.
+py::object table_action(TapeObject* tape, PyObject* op, long long result) {
+  const py::object found = attribute(tape->choice, names().found);
+  if (found.is_none()) return py::none();
+  const OperatorFacts& facts = facts_of(op);
+  const RunningCall& made_in = running(tape->calls);
+  const py::object key = number(static_cast<long long>(place_id(made_in, facts, result)));
+  PyObject* known = PyDict_GetItem(found.ptr(), key.ptr());
+  if (known != nullptr) return py::reinterpret_borrow<py::object>(known);
+  return call_method_with(tape->choice, names().find, key.ptr(), made_in.module, attribute(op, names().name).ptr(),
+                          number(made_in.occurrence).ptr(), number(result).ptr(), number(made_in.index).ptr());
+}
+
+// Notes the place of a value that the operator that runs has made.
+void note_place(TapeObject* tape, ValueObject* value, PyObject* op, long kind, long index) {
+  const RunningCall& made_in = running(tape->calls);
+  assign(value->module, made_in.module);
+  value->call = made_in.index;
+  value->occurrence = made_in.occurrence;
+  value->result = kind == 0 ? index : facts_of(op).num_returned + index;
+}
+
 // Notes how a new value comes about and what the policy wants with it.
 void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject* op, long kind, long index,
                PyObject* tensor, Geometry* geometry, PyObject* action, PyObject* why_opaque) {
-  assign(value->action, action);
   assign(value->operator_, op);
+  if (!is_none(op) && !is_none(tape->calls)) note_place(tape, value, op, kind, index);
+  py::object found = py::reinterpret_borrow<py::object>(action);
+  if (is_none(action) && value->module != nullptr) found = table_action(tape, op, value->result);
+  action = found.ptr();
+  assign(value->action, action);
   if (is_none(action)) assign(value->asked, attribute(tape->choice, names().for_value).ptr());
-  const py::object func = is_none(op) ? py::none() : attribute(op, names().func);
-  advance(tape, value, func.ptr(), geometry->of(tensor));
+  advance(tape, value, op, geometry->of(tensor));
   py::object why = py::reinterpret_borrow<py::object>(why_opaque);
   if (needs_a_closer_look(tape, value->key)) {
-    const py::object found = py::reinterpret_steal<py::object>(PyObject_CallMethodOneArg(
+    const py::object never = py::reinterpret_steal<py::object>(PyObject_CallMethodOneArg(
         reinterpret_cast<PyObject*>(tape), names().why_never, reinterpret_cast<PyObject*>(value)));
-    if (!found) throw py::error_already_set();
-    if (PyObject_IsTrue(why.ptr()) == 0) why = found;
+    if (!never) throw py::error_already_set();
+    if (PyObject_IsTrue(why.ptr()) == 0) why = never;
   }
   assign(value->why_opaque, why.ptr());
   const bool stays = !is_none(action) && action != names().recompute;
@@ -189,10 +228,12 @@ void add_results(TapeObject* tape, StepObject* step, PyObject* op, PyObject* res
   index += 1;
 }
 
-py::object static_action(PyObject* choice, PyObject* func) {
-  const py::object actions = attribute(choice, names().actions_by_id);
-  const auto key = py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(func));
-  PyObject* found = PyDict_GetItem(actions.ptr(), key.ptr());
+// The action for what an operator makes, None where results have their own.
+py::object action_of(TapeObject* tape, const Known& entry) {
+  PyObject* choice = tape->choice;
+  const py::object actions = attribute(choice, names().actions);
+  if (actions.is_none()) return entry.makes_one ? table_action(tape, entry.op.ptr(), 0) : py::none();
+  PyObject* found = PyDict_GetItem(actions.ptr(), entry.name.ptr());
   return found != nullptr ? py::reinterpret_borrow<py::object>(found) : attribute(choice, names().default_action);
 }
 
@@ -206,7 +247,7 @@ py::object asked(PyObject* choice, PyObject* func, PyObject* args, PyObject* kwa
 py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs) {
   const py::object choice = py::reinterpret_borrow<py::object>(tape->choice);
   const bool asks_calls = is_true(choice.ptr(), names().asks_calls);
-  py::object action = asks_calls ? py::none() : static_action(choice.ptr(), entry.func.ptr());
+  py::object action = asks_calls ? py::none() : action_of(tape, entry);
   const bool stays = !action.is_none() && action.ptr() != names().recompute;
   const long long num_untold = tape->num_untold;
   py::object step;
@@ -239,8 +280,8 @@ bool has_fakes(PyObject* types) {
 // Notes what a higher-order operator returned, which is not executed again: its arguments may be functions.
 void add_unrecorded(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs, PyObject* result) {
   const bool asks_calls = is_true(tape->choice, names().asks_calls);
-  const py::object action = asks_calls ? asked(tape->choice, entry.func.ptr(), args, kwargs, result)
-                                       : static_action(tape->choice, entry.func.ptr());
+  const py::object action =
+      asks_calls ? asked(tape->choice, entry.func.ptr(), args, kwargs, result) : action_of(tape, entry);
   long index = 0;
   add_results(tape, nullptr, entry.op.ptr(), result, action.ptr(), names().why_higher_order, index);
 }
@@ -275,6 +316,9 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       Py_RETURN_NOTIMPLEMENTED;
     }
     const Known& entry = known(func);
+    if (!is_none(tape->calls) && !entry.is_view) {
+      note_operator(tape->calls, entry.op.ptr(), static_cast<std::uint64_t>(tape->structure));
+    }
     if (!entry.is_recorded) {
       py::object result = called(func, args, kwargs);
       add_unrecorded(tape, entry, args, kwargs, result.ptr());
@@ -334,17 +378,12 @@ py::object storage_of(PyObject* tensor, const Geometry& geometry) {
 
 bool is_tensor_type(PyObject* type) {
   const Names& p = names();
-  return type == p.tensor_type || type == p.parameter_type || (type == p.fake_tensor_type && type != nullptr);
+  return type == p.tensor_type || type == p.parameter_type || type == p.fake_tensor_type;
 }
 
 py::object root_of(PyObject* tensor) {
   py::object base = reads().base(tensor);
   return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
-}
-
-std::uint64_t mixed(std::uint64_t hash, std::uint64_t word) {
-  hash = (hash ^ word) * 0x9e3779b97f4a7c15ULL;
-  return hash ^ (hash >> 29);
 }
 
 void append(PyObject* list, PyObject* item) {

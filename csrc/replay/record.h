@@ -1,8 +1,6 @@
 // Recording: what happens at every operator of a region's forward.
 #pragma once
 
-#include <cstdint>
-
 #include "replay/geometry.h"
 #include "replay/objects.h"
 
@@ -19,9 +17,6 @@ bool is_tensor_type(PyObject* type);
 
 // The tensor whose version counter `tensor` counts with: what it is a view of, or itself.
 py::object root_of(PyObject* tensor);
-
-// A hash of both.
-std::uint64_t mixed(std::uint64_t hash, std::uint64_t word);
 
 void append(PyObject* list, PyObject* item);
 

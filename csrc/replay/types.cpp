@@ -78,11 +78,11 @@ void value_dealloc(PyObject* self) {
     if (handle != nullptr) handle->listed_on = nullptr;
   }
   PyMem_Free(value->handles.many);
-  if (!is_none(value->cached)) value->cached_in->bytes -= value->nbytes;
+  if (!is_none(value->cached)) unlist_cached(value);
   release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::spare, &V::why_opaque, &V::entry, &V::step);
+                 &V::spare, &V::why_opaque, &V::entry, &V::module, &V::parked, &V::step);
 }
 
 void step_dealloc(PyObject* self) {
@@ -123,8 +123,8 @@ void tape_dealloc(PyObject* self) {
   release(reinterpret_cast<TapeObject*>(self)->cached);
   using T = TapeObject;
   free_object<T>(self, &T::blocks, &T::holding, &T::saved, &T::choice, &T::modules, &T::opaque_places,
-                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::why_untold,
-                 &T::why_opaque, &T::meter);
+                 &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates, &T::calls,
+                 &T::why_untold, &T::why_opaque, &T::meter);
 }
 
 int tape_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -275,18 +275,7 @@ PyObject* tape_cached_bytes(PyObject* self, void*) {
 }
 
 PyObject* window_on(PyObject* self, PyObject* value) {
-  return guarded([&] {
-    const auto* window = reinterpret_cast<WindowObject*>(self);
-    auto* copied = allocated<WindowObject>(window_type);
-    auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(copied));
-    copied->is_conj = window->is_conj;
-    copied->is_neg = window->is_neg;
-    assign(copied->value, value);
-    assign(copied->dtype, window->dtype);
-    set_dims(copied, window->num_dims, sizes_of(window), strides_of(window));
-    copied->offset = window->offset;
-    return owner.release().ptr();
-  });
+  return guarded([&] { return copy_of(reinterpret_cast<WindowObject*>(self), value).release().ptr(); });
 }
 
 PyObject* window_shape(PyObject* self, void*) {
@@ -318,9 +307,13 @@ PyMemberDef value_members[] = {
     OBJECT(ValueObject, "why_opaque", why_opaque),
     OBJECT(ValueObject, "asked", asked),
     OBJECT(ValueObject, "entry", entry),
+    SEEN(ValueObject, "module", module),
     NUMBER(ValueObject, "nbytes", nbytes),
     NUMBER(ValueObject, "ordinal", ordinal),
     NUMBER(ValueObject, "index", index),
+    NUMBER(ValueObject, "call", call),
+    NUMBER(ValueObject, "occurrence", occurrence),
+    NUMBER(ValueObject, "result", result),
     NUMBER(ValueObject, "version", version),
     NUMBER(ValueObject, "cached_task", cached_task),
     NUMBER(ValueObject, "key", key),
@@ -349,10 +342,17 @@ PyMemberDef handle_members[] = {
     NUMBER(HandleObject, "clock", clock),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
-PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),      OBJECT(EntryObject, "module", module),
-                               OBJECT(EntryObject, "action", action),           OBJECT(EntryObject, "why", why),
-                               OBJECT(EntryObject, "storage", storage),         NUMBER(EntryObject, "nbytes", nbytes),
-                               NUMBER(EntryObject, "num_replays", num_replays), END};
+PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),
+                               OBJECT(EntryObject, "module", module),
+                               OBJECT(EntryObject, "action", action),
+                               OBJECT(EntryObject, "why", why),
+                               OBJECT(EntryObject, "storage", storage),
+                               NUMBER(EntryObject, "nbytes", nbytes),
+                               NUMBER(EntryObject, "num_replays", num_replays),
+                               NUMBER(EntryObject, "call", call),
+                               NUMBER(EntryObject, "occurrence", occurrence),
+                               NUMBER(EntryObject, "result", result),
+                               END};
 PyMemberDef tape_members[] = {OBJECT(TapeObject, "blocks", blocks),
                               OBJECT(TapeObject, "holding", holding),
                               OBJECT(TapeObject, "saved", saved),
@@ -364,6 +364,7 @@ PyMemberDef tape_members[] = {OBJECT(TapeObject, "blocks", blocks),
                               OBJECT(TapeObject, "meter", meter),
                               OBJECT(TapeObject, "outer", outer),
                               OBJECT(TapeObject, "candidates", candidates),
+                              OBJECT(TapeObject, "calls", calls),
                               NUMBER(TapeObject, "num_lost", num_lost),
                               NUMBER(TapeObject, "recompute_bytes", recompute_bytes),
                               NUMBER(TapeObject, "opaque_bytes", opaque_bytes),

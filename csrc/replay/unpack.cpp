@@ -8,6 +8,7 @@
 #include "core/modes.h"
 #include "core/python.h"
 #include "core/reads.h"
+#include "replay/calls.h"
 #include "replay/geometry.h"
 #include "replay/needs.h"
 
@@ -133,10 +134,7 @@ py::object thawed(const StepObject* step) {
 
 // Executes the one step that makes `target`; null where that is not simple.
 py::object replayed(PyObject* tape, ValueObject* target, long long task) {
-  if (is_none(target->step) || names().below_autograd == nullptr ||
-      call(names().any_autocast_enabled).ptr() != Py_False) {
-    return py::object();
-  }
+  if (is_none(target->step) || call(names().any_autocast_enabled).ptr() != Py_False) return py::object();
   auto* step = reinterpret_cast<StepObject*>(target->step);
   const py::object keep = py::reinterpret_borrow<py::object>(target->step);
   if (!is_simple(step) || !are_numerics(step->numerics)) return py::object();
@@ -209,6 +207,8 @@ py::object as_saved(PyObject* handle, py::object alias) {
 PyObject* unpack(PyObject*, PyObject* packed) {
   return guarded([&]() -> PyObject* {
     if (Py_TYPE(packed) == handle_type) {
+      PyObject* calls = reinterpret_cast<TapeObject*>(reinterpret_cast<HandleObject*>(packed)->tape)->calls;
+      if (!is_none(calls)) end_step(calls);
       py::object tensor = unpacked(reinterpret_cast<HandleObject*>(packed));
       if (tensor) return as_saved(packed, std::move(tensor)).release().ptr();
     }

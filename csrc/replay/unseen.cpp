@@ -38,7 +38,7 @@ bool passes_on(const py::object& frame, PyObject* module) {
 // one.
 bool is_in_apply() {
   PyFrameObject* frame = PyEval_GetFrame();
-  if (frame == nullptr || names().apply_code == nullptr) return false;
+  if (frame == nullptr) return false;
   const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
   return code.ptr() == names().apply_code;
 }
@@ -60,7 +60,7 @@ bool is_in_compiled_code() {
 }
 
 void look_at_maker(TapeObject* tape, ValueObject* value, PyObject* root) {
-  if (tape->began_at < 0 || value->is_parameter != 0 || !reads().requires_grad.is_true(root)) return;
+  if (value->is_parameter != 0 || !reads().requires_grad.is_true(root)) return;
   const py::object node = reads().grad_fn(root);
   if (node.is_none() || !is_instance(node.ptr(), names().function_type)) return;
   PyObject* made[] = {reinterpret_cast<PyObject*>(tape), reinterpret_cast<PyObject*>(value), node.ptr()};

@@ -40,14 +40,14 @@ PyObject* exclusive_ids(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   });
 }
 
-PyMethodDef functions[] = {{"exclusive_ids", fast(exclusive_ids), METH_FASTCALL,
-                            "exclusive_ids(args, kwargs): id() of what nothing else refers to."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef exclusive_functions[] = {{"exclusive_ids", fast(exclusive_ids), METH_FASTCALL,
+                                      "exclusive_ids(args, kwargs): id() of what nothing else refers to."},
+                                     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 void add_exclusive_functions(py::module_& module) {
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(module.ptr(), exclusive_functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt

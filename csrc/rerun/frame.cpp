@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <new>
+#include <unordered_set>
 #include <utility>
 
 #include "core/python.h"
 #include "core/reads.h"
+#include "core/released.h"
+#include "core/task_end.h"
 #include "rerun/parameters.h"
-#include "rerun/task_end.h"
 
 namespace actckpt {
 
@@ -19,6 +21,12 @@ PyTypeObject* slot_type = nullptr;
 namespace {
 
 FrameObject* frame_of(PyObject* self) { return reinterpret_cast<FrameObject*>(self); }
+
+// Frames that hold values of reruns; borrowed.
+std::unordered_set<FrameObject*>& frames_with_values() {
+  static auto* frames = new std::unordered_set<FrameObject*>();
+  return *frames;
+}
 
 bool same_key(PyObject* a, PyObject* b) noexcept {
   if (a == b) return true;
@@ -66,6 +74,7 @@ void frame_dealloc(PyObject* self) {
   if (frame->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
   using SavedVector = std::vector<Saved>;
   using ValuesVector = std::vector<std::unique_ptr<Values>>;
+  frames_with_values().erase(frame);
   frame->values.~ValuesVector();
   frame->saved.~SavedVector();
   frame->recipe.~Recipe();
@@ -190,6 +199,7 @@ void FrameObject::drop(PyObject* key) noexcept {
   if (found == values.end()) return;
   const std::unique_ptr<Values> dropped = std::move(*found);  // freed after the vector is whole
   values.erase(found);
+  if (values.empty()) frames_with_values().erase(this);
 }
 
 py::object new_frame(Recipe recipe, bool check_metadata) {
@@ -277,8 +287,60 @@ void store(FrameObject* frame, std::unique_ptr<Values> values) {
   const py::object key = values->key;
   frame->drop(key.ptr());
   frame->values.push_back(std::move(values));
-  if (PyLong_CheckExact(key.ptr())) drop_at_task_end(frame, key.ptr());
+  frames_with_values().insert(frame);
+  const bool is_of_task = PyLong_CheckExact(key.ptr());
+  const long long task = PyLong_AsLongLong(is_of_task ? key.ptr() : call(names().graph_task_id).ptr());
+  if (task == -1) return;
+  PyObject* made = PyWeakref_NewRef(reinterpret_cast<PyObject*>(frame), nullptr);
+  if (made == nullptr) throw py::error_already_set();
+  at_task_end(task, [reference = py::reinterpret_steal<py::object>(made), key, is_of_task](TaskResult result) {
+    if (!is_of_task && result == TaskResult::kDone) return;  // later backwards of the group use the values
+    const py::object alive = call(reference.ptr());
+    if (!alive.is_none()) frame_of(alive.ptr())->drop(key.ptr());
+  });
 }
+
+bool was_released(FrameObject* frame, PyObject* key) noexcept {
+  const Values* values = frame->find(key);
+  return values != nullptr && values->is_released;
+}
+
+namespace {
+
+// Takes the tensors that nobody has asked for yet out of `values`, into `gone`.
+void release(Values* values, std::vector<py::object>* gone) {
+  values->is_released = true;
+  for (Value& value : values->slots) {
+    if (value.state != Value::State::kHeld) continue;
+    value.state = Value::State::kMissing;
+    gone->push_back(std::move(value.tensor));
+  }
+}
+
+// release_rerun_values(nbytes) -> released bytes
+PyObject* release_rerun_values(PyObject*, PyObject* argument) {
+  return guarded([&]() -> PyObject* {
+    Released released(argument);
+    // Held: freeing what one holds may free another.
+    std::vector<py::object> frames;
+    for (FrameObject* frame : frames_with_values()) {
+      frames.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
+    }
+    for (const py::object& frame : frames) {
+      if (released.is_enough()) break;
+      std::vector<py::object> gone;
+      for (const auto& values : frame_of(frame.ptr())->values) release(values.get(), &gone);
+      released.free(std::move(gone));
+    }
+    return PyLong_FromLongLong(released.nbytes());
+  });
+}
+
+PyMethodDef functions[] = {{"release_rerun_values", release_rerun_values, METH_O,
+                            "release_rerun_values(nbytes) -> released bytes of what reruns brought back."},
+                           {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
 
 void add_frame_types(py::module_& module) {
   frame_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&frame_spec));
@@ -287,6 +349,7 @@ void add_frame_types(py::module_& module) {
   if (slot_type == nullptr) throw py::error_already_set();
   module.add_object("Frame", reinterpret_cast<PyObject*>(frame_type));
   module.add_object("Slot", reinterpret_cast<PyObject*>(slot_type));
+  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt

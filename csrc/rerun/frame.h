@@ -38,8 +38,9 @@ struct Value {
 
 // All values that one rerun brought back. Belongs to one graph task or GraphExecGroup.
 struct Values {
-  py::object key;     // int: id of the graph task; else the GraphExecGroup
-  bool keep = false;  // values stay after their first unpack: something reads them twice
+  py::object key;            // int: id of the graph task; else the GraphExecGroup
+  bool keep = false;         // values stay after their first unpack: something reads them twice
+  bool is_released = false;  // those not asked for yet were given back to make room; a rerun brings them back
   std::vector<Value> slots;
 };
 
@@ -110,8 +111,12 @@ py::object pack_of(const py::object& frame);
 // place since it was saved.
 py::object take(FrameObject* frame, std::size_t index, PyObject* key);
 
-// Stores what a rerun brought back, and sees to it that it is dropped when the graph task ends.
+// Stores what a rerun brought back, and sees to it that it is dropped when the graph task ends. What belongs to a
+// GraphExecGroup is dropped where the graph task fails.
 void store(FrameObject* frame, std::unique_ptr<Values> values);
+
+// Whether values of `key` were given back to make room (actckpt/_core/pressure.py).
+bool was_released(FrameObject* frame, PyObject* key) noexcept;
 
 void add_frame_types(py::module_& module);
 

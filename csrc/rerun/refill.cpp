@@ -88,7 +88,8 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
     if (frame->forward_completed && is_mismatch(refill, index, tensor, "more")) return stop(refill);
     return value.release().ptr();
   }
-  if (frame->saved[index].slot != nullptr) {
+  const bool is_spent = refill->values->slots[index].state == Value::State::kTaken;
+  if (frame->saved[index].slot != nullptr && !is_spent) {
     // Python code below may release slots and thereby change `saved`; only indices are kept.
     const long long version = version_of(tensor);
     if (frame->check_metadata) {
@@ -171,13 +172,25 @@ PyGetSetDef getset[] = {{"frame", refill_get_frame, nullptr, "The frame that is 
                         {"num_needed", refill_get_num_needed, nullptr, "Tensors the rerun has to save.", nullptr},
                         {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(refill_dealloc)},
-                       {Py_tp_methods, methods},
-                       {Py_tp_getset, getset},
-                       {Py_tp_doc, const_cast<char*>("Collects the values of one rerun.")},
-                       {0, nullptr}};
-PyType_Spec spec = {"actckpt._C.Refill", sizeof(RefillObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyType_Slot refill_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(refill_dealloc)},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, getset},
+                              {Py_tp_doc, const_cast<char*>("Collects the values of one rerun.")},
+                              {0, nullptr}};
+PyType_Spec refill_spec = {"actckpt._C.Refill", sizeof(RefillObject), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, refill_slots};
+
+// Values were brought back for this key before. Either `index` was taken already: something reads values a second time.
+// Or it was given back to make room: what was taken is needed no more.
+void begin_again(RefillObject* refill, const Values& former, std::size_t index) {
+  const bool was_given_back =
+      former.is_released && index < former.slots.size() && former.slots[index].state == Value::State::kMissing;
+  refill->values->keep = former.keep || !was_given_back;
+  if (refill->values->keep) return;
+  for (std::size_t i = 0; i < former.slots.size(); ++i) {
+    if (former.slots[i].state == Value::State::kTaken) refill->values->slots[i].state = Value::State::kTaken;
+  }
+}
 
 std::size_t count_needed(const FrameObject* frame) {
   std::size_t count = frame->saved.size();
@@ -187,7 +200,7 @@ std::size_t count_needed(const FrameObject* frame) {
 
 }  // namespace
 
-py::object new_refill(FrameObject* frame, const py::object& key) {
+py::object new_refill(FrameObject* frame, std::size_t index, const py::object& key) {
   RefillObject* refill = PyObject_New(RefillObject, refill_type);
   if (refill == nullptr) throw py::error_already_set();
   new (&refill->frame) py::object(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
@@ -196,9 +209,8 @@ py::object new_refill(FrameObject* frame, const py::object& key) {
   new (&refill->values) std::unique_ptr<Values>(std::make_unique<Values>());
   new (&refill->outsiders) std::vector<long long>();
   refill->values->key = key;
-  // Values already brought back for this key: something reads them a second time.
-  refill->values->keep = frame->find(key.ptr()) != nullptr;
   refill->values->slots.resize(frame->saved.size());
+  if (const Values* former = frame->find(key.ptr())) begin_again(refill, *former, index);
   refill->num_packed = 0;
   refill->num_needed = count_needed(frame);
   refill->early_stop = frame->recipe.early_stop;
@@ -269,7 +281,7 @@ void close_refill(const py::object& object) noexcept {
 }
 
 void add_refill_type(py::module_& module) {
-  refill_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  refill_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&refill_spec));
   if (refill_type == nullptr) throw py::error_already_set();
   stop_rerun = PyErr_NewExceptionWithDoc("actckpt._C.StopRerun", "Everything that a rerun had to bring back is there.",
                                          PyExc_BaseException, nullptr);

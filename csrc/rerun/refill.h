@@ -6,8 +6,8 @@
 
 namespace actckpt {
 
-// Starts a rerun of `frame` for `key`.
-py::object new_refill(FrameObject* frame, const py::object& key);
+// Starts a rerun of `frame` for `key`, since saved tensor `index` is asked for.
+py::object new_refill(FrameObject* frame, std::size_t index, const py::object& key);
 
 // Pack hook of the rerun, as a bound method.
 py::object refill_pack_of(const py::object& refill);

@@ -153,8 +153,8 @@ class ClosedAtEnd {
   const py::object& refill_;
 };
 
-void rerun(FrameObject* frame, const py::object& key) {
-  const py::object refill = new_refill(frame, key);
+void rerun(FrameObject* frame, std::size_t index, const py::object& key) {
+  const py::object refill = new_refill(frame, index, key);
   const ClosedAtEnd closed(refill);
   try {
     if (!rerun_common(refill)) call(names().refill, refill.ptr());
@@ -191,9 +191,10 @@ py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
   const bool keep = static_cast<bool>(key);
   if (!keep) key = py::reinterpret_steal<py::object>(PyList_New(0));  // equal to no other key
   py::object value = take(frame, index, key.ptr());
-  if (!value) {
-    rerun(frame, key);
+  while (!value) {
+    rerun(frame, index, key);
     value = take(frame, index, key.ptr());
+    if (!was_released(frame, key.ptr())) break;  // by another thread, meanwhile
   }
   if (!keep) frame->drop(key.ptr());
   if (value) return value;
@@ -249,9 +250,7 @@ Recipe new_recipe(PyObject* function, PyObject* early_stop) {
 PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
     if (nargs != 5) throw py::type_error("run_common takes five arguments");
-    if (names().top_hooks == nullptr || !call(names().top_hooks, Py_False).is_none()) {
-      return Py_NewRef(Py_NotImplemented);
-    }
+    if (!call(names().top_hooks, Py_False).is_none()) return Py_NewRef(Py_NotImplemented);
     Recipe recipe = new_recipe(args[0], args[2]);
     recipe.state = capture_state();
     bool on_device = false;
@@ -321,17 +320,18 @@ PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
                                  "Unpack hook: the tensor of a slot, brought back by a rerun."};
 PyMethodDef same_definition = {"same", same, METH_O, "Unpack hook of reruns."};
 
-PyMethodDef functions[] = {{"run_common", fast(run_common), METH_FASTCALL,
-                            "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
-                           {"run", fast(run), METH_FASTCALL,
-                            "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
-                           {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
-                           {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
-                           {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
-                           {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
-                           {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
-                           {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef region_functions[] = {
+    {"run_common", fast(run_common), METH_FASTCALL,
+     "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
+    {"run", fast(run), METH_FASTCALL,
+     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
+    {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
+    {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
+    {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
+    {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
+    {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
+    {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -340,7 +340,7 @@ void add_region_functions(py::module_& module) {
   same_function = PyCFunction_New(&same_definition, nullptr);
   if (unpack_function == nullptr || same_function == nullptr) throw py::error_already_set();
   module.add_object("unpack", py::reinterpret_borrow<py::object>(unpack_function));
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(module.ptr(), region_functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt

@@ -126,11 +126,11 @@ class Walk {
   void visit_function(PyObject* function, bool in) {
     if (PyObject* closure = PyFunction_GET_CLOSURE(function)) {
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(closure); ++i) {
-        add(PyCell_GET(PyTuple_GET_ITEM(closure, i)), in);
+        add_replaceable(PyCell_GET(PyTuple_GET_ITEM(closure, i)), in);
       }
     }
-    add(PyFunction_GET_DEFAULTS(function), in);
-    add(PyFunction_GET_KW_DEFAULTS(function), in);
+    add_replaceable(PyFunction_GET_DEFAULTS(function), in);
+    add_replaceable(PyFunction_GET_KW_DEFAULTS(function), in);
     note(Kind::kAttributes, function, in);
     if (!is_left_alone(PyFunction_GET_MODULE(function))) note_globals(function, in);
   }
@@ -211,6 +211,11 @@ class Walk {
   void add_list(const py::object& list, bool in) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.ptr()); ++i) add(PyList_GET_ITEM(list.ptr(), i), in);
     kept_.push_back(list);
+  }
+
+  // Of what code that runs meanwhile may put something else in the place of.
+  void add_replaceable(PyObject* object, bool in) {
+    if (object != nullptr) add_kept(py::reinterpret_borrow<py::object>(object), in);
   }
 
   void add_kept(py::object object, bool in) {

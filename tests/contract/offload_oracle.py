@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,48 +13,87 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
 import actckpt
-from actckpt import config
-from actckpt._offload import backends, native
+from actckpt import _C, config
+from actckpt._offload import stores
+from actckpt._offload.cpu import CpuStore
 
 KINDS = ("disk", "memory")
 
 
 @contextmanager
-def store_of_kind(kind: str, **options: Any) -> Iterator[native.CpuStore]:
+def store_of_kind(kind: str, **options: Any) -> Iterator[CpuStore]:
     """Offload CPU tensors to a store of our own inside the block."""
     if kind == "disk":
-        store = native.CpuStore.on_disk(config.settings().spill_folder, **options)
+        store = CpuStore.on_disk(config.settings().spill_folder, **options)
     else:
-        store = native.CpuStore.in_memory(**options)
+        store = CpuStore.in_memory(**options)
     with using(store):
         yield store
 
 
 @contextmanager
-def using(store: native.CpuStore) -> Iterator[None]:
+def using(store: Any) -> Iterator[None]:
     """Offload CPU tensors to `store` inside the block."""
-    before = dict(backends._backends)
-    backends._backends["disk"] = config.generation, backends.CpuBackend(store)
+    before = dict(stores._stores)
+    stores._stores[False] = config.generation, store
     try:
         yield
     finally:
-        backends._backends.clear()
-        backends._backends.update(before)
+        stores._stores.clear()
+        stores._stores.update(before)
 
 
 def flush() -> None:
     """Wait until every byte has left, so that backward must bring it back."""
-    backend = backends.existing("disk")
-    if isinstance(backend, backends.CpuBackend):
-        backend.store.flush()
-        backend.store.poll()
+    store = stores.cpu_store()
+    if store is not None:
+        store.flush()
+        store.poll()
 
 
 def live_tickets() -> int:
     """Return how many tickets the store holds."""
-    backend = backends.existing("disk")
-    assert isinstance(backend, backends.CpuBackend)
-    return backend.store.stats().num_live
+    store = stores.cpu_store()
+    assert store is not None
+    return store.stats().num_live
+
+
+class PythonStore:
+    """What the hooks do with a store of the CPU, in Python: one that a test can change. See `stores.Store`."""
+
+    def __init__(self, inner: CpuStore) -> None:
+        self.inner = inner
+        #: What was allocated to be read into.
+        self.buffers: list[weakref.ref[torch.UntypedStorage]] = []
+
+    @property
+    def window_bytes(self) -> int:
+        return self.inner.window_bytes
+
+    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+        address = source.storage.data_ptr() + source.start
+        ticket = self.inner.engine.put(address, nbytes, self.inner.tier, source, must=must)
+        return None if isinstance(ticket, _C.Kept) else ticket
+
+    def saved_again(self, ticket: Any, device: torch.device) -> None:
+        pass
+
+    def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
+        found = ticket.get()
+        while found is None:
+            buffer = self._buffer(nbytes, device)
+            found = ticket.load(buffer.storage.data_ptr(), buffer)
+        assert isinstance(found, _C.Bytes)
+        return found
+
+    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
+        buffer = self._buffer(nbytes, device)
+        return buffer if ticket.prefetch(buffer.storage.data_ptr(), buffer) else None
+
+    def _buffer(self, nbytes: int, device: torch.device) -> _C.Bytes:
+        made = _C.allocate_bytes(nbytes, device)
+        self.buffers.append(weakref.ref(made.storage))
+        return made
 
 
 def assert_same(program: Callable[[Callable[[], Any]], Any], **options: Any) -> None:

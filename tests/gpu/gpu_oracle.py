@@ -12,43 +12,44 @@ import torch
 from offload_oracle import assert_same
 from oracle import assert_equal
 
-from actckpt import config
-from actckpt._offload import backends, native
+from actckpt import _C, config
+from actckpt._offload import stores
+from actckpt._offload.device import DeviceStore, record_streams
 
 TIERS = ("pinned", "pageable", "disk")
 Program = Callable[[Callable[[], Any]], Any]
 
 
 @contextmanager
-def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: Any) -> Iterator[native.DeviceEngine]:
+def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: Any) -> Iterator[_C.DeviceEngine]:
     """Offload GPU tensors to one tier inside the block. `faults`: a disk that misbehaves on demand."""
-    file = native.SpillFile(str(folder), faults=options.pop("faults", None)) if tier == "disk" else None
-    engine = native.DeviceEngine.cuda(
+    file = _C.SpillFile(str(folder), io=options.pop("io", None)) if tier == "disk" else None
+    engine = _C.DeviceEngine.cuda(
         limit_bytes=4 << 30 if tier == "pinned" else 0,
         window_bytes=options.pop("window_bytes", 64 << 20),
-        release=backends._record_streams,
+        release=record_streams,
         pageable_limit=4 << 30 if tier == "pageable" else 0,
         spill_file=file,
         bounce_bytes=bounce_bytes,
     )
     assert not options, options
-    before = dict(backends._backends)
-    backends._backends["host"] = config.generation, backends.CudaBackend(engine)
+    before = dict(stores._stores)
+    stores._stores[True] = config.generation, DeviceStore(engine)
     try:
         yield engine
         figures = engine.stats()
         assert figures.last_error == "", figures.last_error
     finally:
         torch.cuda.synchronize()
-        backends._backends.clear()
-        backends._backends.update(before)
+        stores._stores.clear()
+        stores._stores.update(before)
 
 
 def settle() -> None:
     """Wait until every copy out has ended and let go of the sources: backward must bring the bytes back."""
     torch.cuda.synchronize()
-    backend = backends.existing("host")
-    if isinstance(backend, backends.CudaBackend):
+    backend = stores.device_store()
+    if isinstance(backend, DeviceStore):
         backend.engine.poll()
 
 

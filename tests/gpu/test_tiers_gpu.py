@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sim
 import torch
 from gpu_oracle import only, settle
 
 import actckpt
-from actckpt import config
-from actckpt._offload import backends, native
+from actckpt import _C, config
+from actckpt._offload import notices, stores
 
 MIB = 1 << 20
 
@@ -39,21 +40,21 @@ def _gradient(x: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(_deep(x), x)[0]
 
 
-def _bytes(nbytes: int) -> backends.Bytes:
+def _bytes(nbytes: int) -> _C.Bytes:
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
-    return backends.Bytes(data.untyped_storage(), 0)
+    return _C.Bytes(data.untyped_storage(), 0)
 
 
-def _tensor(found: backends.Bytes) -> torch.Tensor:
+def _tensor(found: _C.Bytes) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(found.storage)
 
 
 def test_pinned_then_pageable_then_disk_then_the_device(
     tmp_path: Path, restored: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr(notices, "_warned", set())
     actckpt.configure(host_limit=128 * MIB, pageable_limit=32 * MIB, spill_dir=tmp_path, disk_limit=16 * MIB)
-    backend = backends.backend("host")  # 32 MiB of the 128 are bounce buffers
+    backend = stores.store_for(on_device=True)  # 32 MiB of the 128 are bounce buffers
     device = torch.device("cuda", torch.cuda.current_device())
     sources = [_bytes(8 * MIB) for _ in range(20)]
     expected = [_tensor(source).clone() for source in sources]
@@ -74,7 +75,7 @@ def test_pinned_then_pageable_then_disk_then_the_device(
     assert len(messages) == len(set(messages)) >= 3, messages
 
 
-def _wait_for_drains(engine: native.DeviceEngine, nbytes: int) -> None:
+def _wait_for_drains(engine: _C.DeviceEngine, nbytes: int) -> None:
     """Until a tensor as large as all buffers of its direction fits without waiting: then all are drained."""
     source = _bytes(nbytes)
     torch.cuda.synchronize()
@@ -84,7 +85,7 @@ def _wait_for_drains(engine: native.DeviceEngine, nbytes: int) -> None:
         address = source.storage.data_ptr()
         ticket = engine.put(address, nbytes, torch.cuda.current_device(), stream, source, must=False)
         settle()
-        if isinstance(ticket, native.DeviceTicket):
+        if isinstance(ticket, _C.DeviceTicket):
             ticket.drop()
             return
         time.sleep(0.001)
@@ -105,7 +106,7 @@ def test_a_tensor_larger_than_all_bounce_buffers_comes_back(tier: str, tmp_path:
 
 def test_prefer_never_waits_for_a_bounce_buffer(tmp_path: Path) -> None:
     with only("pageable", tmp_path, bounce_bytes=16 * MIB) as engine:
-        backend = backends.backend("host")
+        backend = stores.store_for(on_device=True)
         warm = backend.put(_bytes(MIB), MIB, must=False)
         assert warm is not None
         sources = [_bytes(4 * MIB) for _ in range(4)]
@@ -125,7 +126,7 @@ def test_prefer_never_waits_for_a_bounce_buffer(tmp_path: Path) -> None:
 def test_little_or_no_pinned_memory_gives_the_right_gradients(
     restored: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host_limit: int
 ) -> None:
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr(notices, "_warned", set())
     actckpt.configure(host_limit=host_limit, pageable_limit=1 << 30)
     actckpt.reset_stats()
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
@@ -144,12 +145,12 @@ def test_little_or_no_pinned_memory_gives_the_right_gradients(
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("position", [0, MIB + 5, 6 * MIB])
 def test_a_disk_that_fails_gives_the_right_gradients(tmp_path: Path, position: int, code: int) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = position, code
     io.set(faults)
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
     expected = _gradient(x)
-    with only("disk", tmp_path, faults=io) as engine:
+    with only("disk", tmp_path, io=io.capsule) as engine:
         for _ in range(4):
             with actckpt.offload(min_bytes=0):
                 y = _deep(x)
@@ -159,25 +160,25 @@ def test_a_disk_that_fails_gives_the_right_gradients(tmp_path: Path, position: i
 
 
 def test_altered_bytes_raise_and_the_next_try_is_right(tmp_path: Path) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
     expected = _gradient(x)
-    with only("disk", tmp_path, faults=io) as engine:
+    with only("disk", tmp_path, io=io.capsule) as engine:
         with actckpt.offload(min_bytes=0):
             y = _deep(x)
         settle()
         _wait_for_drains(engine, 16 * MIB)
         faults.alter_read_at = 77
         io.set(faults)
-        with pytest.raises(native.SpillReadError, match="checksum"):
+        with pytest.raises(_C.SpillReadError, match="checksum"):
             torch.autograd.grad(y, x, retain_graph=True)
-        io.set(native.Faults())
+        io.set(sim.Faults())
         assert torch.equal(torch.autograd.grad(y, x)[0], expected)
 
 
 def test_waits_of_streams_are_measured_on_the_device(tmp_path: Path) -> None:
     with only("pinned", tmp_path) as engine:
-        backend = backends.backend("host")
+        backend = stores.store_for(on_device=True)
         device = torch.device("cuda", torch.cuda.current_device())
         ticket = backend.put(_bytes(256 * MIB), 256 * MIB)
         assert ticket is not None
@@ -192,7 +193,7 @@ def test_waits_of_streams_are_measured_on_the_device(tmp_path: Path) -> None:
 
 def test_a_reload_that_was_begun_early_is_no_stall(tmp_path: Path) -> None:
     with only("pageable", tmp_path) as engine:
-        backend = backends.backend("host")
+        backend = stores.store_for(on_device=True)
         device = torch.device("cuda", torch.cuda.current_device())
         ticket = backend.put(_bytes(8 * MIB), 8 * MIB)
         assert ticket is not None

@@ -12,7 +12,7 @@ import torch
 
 import actckpt
 from actckpt.te.modules import ModulesInRerun
-from actckpt.te.regions import ActiveGenerators, Provider
+from actckpt.te.regions import Provider
 from actckpt.te.state import Internals
 from te_on_cpu import training
 from te_on_cpu.methods import METHODS
@@ -88,9 +88,9 @@ _MUTATIONS: dict[str, tuple[Any, str, Any, Check]] = {
     "scales stay in the queues": ("actckpt.te.regions", "_remove", _nothing, _training),
     "reruns stop early": (Provider, "allows_early_stop", lambda self, state: True, _needs_part),
     "generators are not restored": (
-        ActiveGenerators,
-        "get_states",
-        lambda self: {},
+        Provider,
+        "tracker",
+        lambda self: None,
         partial(_training, recipe="none", tracker="generators"),
     ),
     "reruns calibrate": (

@@ -7,14 +7,18 @@ import errno
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sim
 import torch
+from offload_oracle import PythonStore
 
 import actckpt
-from actckpt import config
-from actckpt._offload import backends, figures, native
-from actckpt._offload.native import sim
+from actckpt import _C, config
+from actckpt._offload import counts, notices, stores
+from actckpt._offload.cpu import CpuStore
+from actckpt._offload.device import DeviceStore
 
 PAGE = 4096
 REASONS = ("kept_full", "kept_failed", "kept_busy", "kept_capturing", "failed_writes")
@@ -22,8 +26,8 @@ REASONS = ("kept_full", "kept_failed", "kept_busy", "kept_capturing", "failed_wr
 
 @pytest.fixture(autouse=True)
 def _stores_of_our_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backends, "_backends", {})
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr(stores, "_stores", {})
+    monkeypatch.setattr(notices, "_warned", set())
     actckpt.reset_stats()
     yield
     actckpt.reset_stats()
@@ -34,10 +38,8 @@ def _kept() -> dict[str, int]:
     return {name: getattr(found, name) for name in REASONS if getattr(found, name)}
 
 
-def _use(store: native.CpuStore) -> backends.CpuBackend:
-    backend = backends.CpuBackend(store)
-    backends._backends["disk"] = config.generation, backend
-    return backend
+def _use(store: Any) -> None:
+    stores._stores[False] = config.generation, store
 
 
 def _train(count: int = 3) -> None:
@@ -46,44 +48,44 @@ def _train(count: int = 3) -> None:
     hs = [x * 1.5 for x in xs]
     with actckpt.offload(min_bytes=0):
         ys = [h.sin() for h in hs]
-    backend = backends.existing("disk")
-    assert isinstance(backend, backends.CpuBackend)
-    backend.store.flush()
+    store = stores.cpu_store()
+    assert store is not None
+    store.flush()
     for x, h, y in zip(xs, hs, ys, strict=True):
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], h.detach().cos() * 1.5)
 
 
 def test_nothing_is_kept_where_there_is_room(tmp_path: Path) -> None:
-    _use(native.CpuStore.on_disk(str(tmp_path)))
+    _use(CpuStore.on_disk(str(tmp_path)))
     _train()
     assert _kept() == {} and actckpt.stats().offloaded_bytes == 3 * PAGE
 
 
 def test_a_limit_and_a_full_disk_are_full(tmp_path: Path) -> None:
-    _use(native.CpuStore.on_disk(str(tmp_path), limit_bytes=2 * PAGE))
+    _use(CpuStore.on_disk(str(tmp_path), limit_bytes=2 * PAGE))
     _train()
     assert _kept() == {"kept_full": 1, "failed_writes": 1}
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.ENOSPC
     io.set(faults)
-    _use(native.CpuStore.on_disk(str(tmp_path), faults=io))
+    _use(sim.disk_store(str(tmp_path), io))
     _train()
     assert _kept() == {"kept_full": 4, "failed_writes": 4}, "those of the store before it still count"
 
 
 def test_a_broken_disk_is_a_failure(tmp_path: Path) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    _use(native.CpuStore.on_disk(str(tmp_path), faults=io))
+    _use(sim.disk_store(str(tmp_path), io))
     _train()
     assert _kept() == {"kept_failed": 3, "failed_writes": 3}
 
 
 def test_sums_outlive_their_store_and_reset_sets_them_to_zero(tmp_path: Path) -> None:
-    _use(native.CpuStore.on_disk(str(tmp_path), limit_bytes=0))
+    _use(CpuStore.on_disk(str(tmp_path), limit_bytes=0))
     _train()
-    backends._backends.clear()
+    stores._stores.clear()
     gc.collect()
     assert _kept() == {"kept_full": 3, "failed_writes": 3}
     actckpt.reset_stats()
@@ -91,16 +93,17 @@ def test_sums_outlive_their_store_and_reset_sets_them_to_zero(tmp_path: Path) ->
 
 
 def test_what_would_wait_for_the_window_and_must_not_is_busy(tmp_path: Path) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.hold_writes = True
     io.set(faults)
-    backend = _use(native.CpuStore.on_disk(str(tmp_path), window_bytes=PAGE, faults=io))
-    sources = [backends.Bytes(torch.randn(PAGE // 4).untyped_storage(), 0) for _ in range(3)]
-    tickets = [backend.put(source, PAGE, must=False) for source in sources]
+    store = PythonStore(sim.disk_store(str(tmp_path), io, window_bytes=PAGE))
+    _use(store)
+    sources = [_C.Bytes(torch.randn(PAGE // 4).untyped_storage(), 0) for _ in range(3)]
+    tickets = [store.put(source, PAGE, must=False) for source in sources]
     assert [ticket is None for ticket in tickets] == [False, True, True]
     assert _kept() == {"kept_busy": 2}
-    io.set(native.Faults())
-    backend.store.flush()
+    io.set(sim.Faults())
+    store.inner.flush()
 
 
 class _Device:
@@ -110,10 +113,10 @@ class _Device:
         self.cuda = sim.MockCuda()
         options = {"window_bytes": 1 << 20, **options}
         self.engine = self.cuda.engine(limit_bytes=pinned, release=lambda keep, uses: None, **options)
-        backends._backends["host"] = config.generation, backends.CudaBackend(self.engine)
+        stores._stores[True] = config.generation, DeviceStore(self.engine)
         self.count = 0
 
-    def put(self, *, must: bool = True) -> native.DeviceTicket | native.Kept:
+    def put(self, *, must: bool = True) -> _C.DeviceTicket | _C.Kept:
         self.count += 1
         return self.engine.put((1 << 60) + self.count * PAGE, PAGE, 0, 0, object(), must=must)
 
@@ -125,18 +128,18 @@ def test_each_reason_on_a_device_has_its_name() -> None:
 
     capturing = _Device(pinned=PAGE)
     capturing.cuda.set_capturing(0, True)
-    assert capturing.put() == native.Kept.CAPTURING
+    assert capturing.put() == _C.Kept.CAPTURING
     assert _kept() == {"kept_full": 2, "kept_capturing": 1}
 
     busy = _Device(pinned=0, pageable_limit=1 << 20, bounce_bytes=2 * PAGE, buffer_bytes=PAGE)
     held += [busy.put(must=False), busy.put(must=False)]
-    assert held[-1] == native.Kept.BUSY
+    assert held[-1] == _C.Kept.BUSY
     assert _kept() == {"kept_full": 2, "kept_capturing": 1, "kept_busy": 1}
 
     failing = _Device(pinned=1 << 20)
     failing.put()
     failing.cuda.fail_at(1, 700)
-    assert {failing.put(), failing.put()} <= {native.Kept.STRANDED, native.Kept.FAILED}
+    assert {failing.put(), failing.put()} <= {_C.Kept.STRANDED, _C.Kept.FAILED}
     assert _kept() == {"kept_full": 2, "kept_capturing": 1, "kept_busy": 1, "kept_failed": 2}
 
 
@@ -144,30 +147,30 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The garbage collector may end a store anywhere, in this very loop too."""
-    ending = backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path)))
-    backends._backends["disk"] = config.generation, ending
+    ending = CpuStore.on_disk(str(tmp_path))
+    stores._stores[False] = config.generation, ending
     _train()
-    before = figures.sums()
+    before = counts.sums()
     assert before["prefetched_reloads"] + before["late_reloads"] > 0
     held = [ending]
     del ending
-    backends._backends.clear()
-    count = figures._sums_of
+    stores._stores.clear()
+    count = counts._sums_of
 
-    def counted(found: native.HostStats | native.DeviceStats) -> dict[str, float]:
+    def counted(found: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
         held.clear()
         gc.collect()
         return count(found)
 
-    other = backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path)))
-    monkeypatch.setattr(figures, "_sums_of", counted)
-    assert figures.sums() == before
-    assert figures.sums() == before
-    assert not held and other.store is not None
+    other = CpuStore.on_disk(str(tmp_path))
+    monkeypatch.setattr(counts, "_sums_of", counted)
+    assert counts.sums() == before
+    assert counts.sums() == before
+    assert not held and other.engine is not None
 
 
 def test_stats_print_with_units_and_without_zeros(tmp_path: Path) -> None:
-    _use(native.CpuStore.on_disk(str(tmp_path)))
+    _use(CpuStore.on_disk(str(tmp_path)))
     assert "offloaded_bytes" not in str(actckpt.stats())
     _train(count=4)
     lines = dict(line.split(maxsplit=1) for line in str(actckpt.stats()).splitlines())

@@ -45,7 +45,6 @@ class Extents {
 
   std::uint64_t free_bytes() const { return free_bytes_; }
   std::uint64_t largest() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
-  std::size_t num_ranges() const { return by_start_.size(); }
 
  private:
   void insert(Extent extent);

@@ -12,17 +12,20 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import sim
 
 _PROGRAM = """
     import json, sys, time, warnings
     import torch, actckpt
+    sys.path.insert(0, sys.argv[4])
+    import sim
     from actckpt import config
-    from actckpt._offload import native
-    from actckpt._offload import backends as stores
+    from actckpt import _C
+    from actckpt._offload import stores
 
     folder, num_workers, is_taken = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "taken"
     warnings.simplefilter("ignore")  # torch warns of outputs that grow
-    assert native.fix_mmap_threshold(1 << 20)  # memory that is freed is unmapped
+    assert _C.fix_mmap_threshold(1 << 20)  # memory that is freed is unmapped
     ROWS = 3 << 20  # more than a bounce buffer: the rest is read once the first write goes on
     LARGER = 2 * ROWS
     WAYS = {
@@ -34,11 +37,11 @@ _PROGRAM = """
     }
 
     def outcome_of(change):
-        io, faults = native.FaultyFileIo(), native.Faults()
+        io, faults = sim.FaultyFileIo(), sim.Faults()
         faults.hold_writes = True
         io.set(faults)
-        store = native.CpuStore.on_disk(folder, faults=io, num_workers=num_workers)
-        stores._backends["disk"] = config.generation, stores.CpuBackend(store)
+        store = sim.disk_store(folder, io, num_workers=num_workers)
+        stores._stores[False] = config.generation, store
         x, h = torch.randn(ROWS, requires_grad=True), torch.full((ROWS,), 2.0)
         with actckpt.offload(min_bytes=0):
             y = x * h
@@ -46,7 +49,7 @@ _PROGRAM = """
             time.sleep(0.001)
         change(h)
         others = [torch.full((ROWS,), 7.0) for _ in range(3)] if is_taken else []  # at the address that h had
-        io.set(native.Faults())
+        io.set(sim.Faults())
         store.flush()
         figures = store.stats()
         try:
@@ -65,7 +68,8 @@ _PROGRAM = """
 def test_memory_that_cpp_frees_under_a_copy_is_no_crash_and_no_wrong_number(
     tmp_path: Path, memory: str, num_workers: int
 ) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), str(tmp_path), str(num_workers), memory]
+    arguments = [str(tmp_path), str(num_workers), memory, str(Path(sim.__file__).parents[1])]
+    command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "spill file" not in done.stderr, "nobody says that the disk fails"

@@ -12,28 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sim
 import torch
 from offload_oracle import flush, live_tickets, store_of_kind, using
 from oracle import assert_equal, gradients, leaf, mlp
 
 import actckpt
 from actckpt import _C, config
-from actckpt._offload import backends, native
+from actckpt._offload import stores
+from actckpt._offload.cpu import CpuStore
 
 SIZE = 64  # 64 * 64 float32: 16 KiB per tensor
 TENSOR_BYTES = SIZE * SIZE * 4
 
 
 @contextmanager
-def _faulty_store(folder: Path, **options: Any) -> Iterator[native.FaultyFileIo]:
-    io = native.FaultyFileIo()
-    with using(native.CpuStore.on_disk(str(folder), faults=io, **options)):
+def _faulty_store(folder: Path, **options: Any) -> Iterator[sim.FaultyFileIo]:
+    io = sim.FaultyFileIo()
+    with using(sim.disk_store(str(folder), io, **options)):
         actckpt.reset_stats()
         yield io
 
 
-def _faults(**values: int | bool) -> native.Faults:
-    faults = native.Faults()
+def _faults(**values: int | bool) -> sim.Faults:
+    faults = sim.Faults()
     for name, value in values.items():
         setattr(faults, name, value)
     return faults
@@ -75,7 +77,7 @@ def test_short_writes_and_reads_are_continued(tmp_path: Path, step: int) -> None
         flush()
         try:
             (grad,) = torch.autograd.grad(y, x)
-        except native.EngineError as error:  # a step below the alignment of direct reads
+        except _C.EngineError as error:  # a step below the alignment of direct reads
             assert step < 4096 and "offset" in str(error)
         else:
             assert torch.equal(grad, _expected(x))
@@ -89,9 +91,9 @@ def test_an_altered_byte_raises_and_the_next_try_is_right(tmp_path: Path, positi
             y = _program(x)
         flush()
         io.set(_faults(alter_read_at=position))
-        with pytest.raises(native.SpillReadError, match=rf"{tmp_path}.*offset.*checksum|{tmp_path}.*0x"):
+        with pytest.raises(_C.SpillReadError, match=rf"{tmp_path}.*offset.*checksum|{tmp_path}.*0x"):
             torch.autograd.grad(y, x, retain_graph=True)
-        io.set(native.Faults())
+        io.set(sim.Faults())
         assert torch.equal(torch.autograd.grad(y, x)[0], _expected(x))
 
 
@@ -104,9 +106,9 @@ def test_a_read_that_fails_raises_and_the_next_try_is_right(tmp_path: Path, faul
         flush()
         io.set(_faults(**faults))
         for _ in range(2):
-            with pytest.raises(native.SpillReadError, match="offset"):
+            with pytest.raises(_C.SpillReadError, match="offset"):
                 torch.autograd.grad(y, x, retain_graph=True)
-        io.set(native.Faults())
+        io.set(sim.Faults())
         assert torch.equal(torch.autograd.grad(y, x)[0], _expected(x))
         del y
         assert actckpt.stats().store_bytes == 0 and live_tickets() == 0
@@ -120,10 +122,10 @@ def test_a_read_ahead_that_fails_raises_once_it_is_needed(tmp_path: Path) -> Non
             y = _program(x)
         flush()
         io.set(_faults(fail_read_at=0, read_errno=errno.EIO))
-        with pytest.raises(native.SpillReadError):
+        with pytest.raises(_C.SpillReadError):
             y.backward(retain_graph=True)
         assert x.grad is None
-        io.set(native.Faults())
+        io.set(sim.Faults())
         y.backward()
         assert torch.equal(x.grad, _expected(x))
 
@@ -131,7 +133,7 @@ def test_a_read_ahead_that_fails_raises_once_it_is_needed(tmp_path: Path) -> Non
 @pytest.mark.parametrize("limit", [0, 4096, TENSOR_BYTES, 2 * TENSOR_BYTES + 100, 1 << 30])
 def test_the_disk_limit_is_never_exceeded(tmp_path: Path, limit: int) -> None:
     x = leaf(SIZE, SIZE)
-    with using(native.CpuStore.on_disk(str(tmp_path), limit_bytes=limit)):
+    with using(CpuStore.on_disk(str(tmp_path), limit_bytes=limit)):
         actckpt.reset_stats()
         for _ in range(3):
             with actckpt.offload(min_bytes=0):
@@ -147,7 +149,7 @@ def test_the_disk_limit_is_never_exceeded(tmp_path: Path, limit: int) -> None:
 @pytest.mark.parametrize("window", [0, 1, TENSOR_BYTES, 3 * TENSOR_BYTES])
 def test_bytes_in_flight_stay_within_the_window_and_one_tensor(tmp_path: Path, window: int, num_workers: int) -> None:
     x = leaf(SIZE, SIZE)
-    with using(native.CpuStore.on_disk(str(tmp_path), window_bytes=window, num_workers=num_workers)):
+    with using(CpuStore.on_disk(str(tmp_path), window_bytes=window, num_workers=num_workers)):
         for _ in range(3):
             with actckpt.offload(min_bytes=0):
                 y = _program(x)
@@ -162,7 +164,7 @@ def test_sources_that_are_still_being_written_are_used_as_they_are(tmp_path: Pat
         with actckpt.offload(min_bytes=0):
             y = _program(x)
         assert torch.equal(torch.autograd.grad(y, x)[0], _expected(x))
-        io.set(native.Faults())
+        io.set(sim.Faults())
         del y
         flush()
         assert actckpt.stats().store_bytes == 0
@@ -185,7 +187,7 @@ def test_a_folder_that_vanishes_later_is_an_engine_error_at_the_first_tensor(tmp
     try:
         actckpt.configure(spill_dir=folder)
         folder.rmdir()
-        with actckpt.offload(min_bytes=0), pytest.raises(native.EngineError, match="spill_dir"):
+        with actckpt.offload(min_bytes=0), pytest.raises(_C.EngineError, match="spill_dir"):
             (leaf(4) * 1).sin()
     finally:
         actckpt.configure(spill_dir=before)
@@ -246,8 +248,8 @@ def test_two_thousand_steps_leave_everything_flat() -> None:
     def held() -> dict[str, int]:
         flush()
         gc.collect()
-        backend = backends.existing("disk")
-        assert isinstance(backend, backends.CpuBackend)
+        store = stores.cpu_store()
+        assert store is not None
         return {
             "threads": threading.active_count() + len(os.listdir("/proc/self/task")),
             "descriptors": len(os.listdir("/proc/self/fd")),

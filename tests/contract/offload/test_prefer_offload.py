@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sim
 import torch
-from offload_oracle import flush, using
+from offload_oracle import PythonStore, flush, using
 from oracle import assert_equal, leaf
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
-from actckpt import Action, config
-from actckpt._offload import backends, native
+from actckpt import _C, Action, config
+from actckpt._offload import stores
+from actckpt._offload.cpu import CpuStore
 from actckpt._replay import audit
 
 _MM = torch.ops.aten.mm.default
@@ -49,36 +51,36 @@ class _Ticket:
         self.inner.unload()
 
 
-class _ScriptedBackend(backends.CpuBackend):
+class _ScriptedStore(PythonStore):
     """A store that says how long the program waited for tensors of each size, and that may find no room."""
 
     stall_of_size: dict[int, float]
     has_room = True
 
-    def put(self, source: backends.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         if not (must or self.has_room):
             return None
         return _Ticket(super().put(source, nbytes, must=must))
 
-    def fetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> backends.Bytes:
+    def fetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> _C.Bytes:
         ticket.timing.stall_seconds += self.stall_of_size.get(nbytes, 0.0)
         return super().fetch(ticket.inner, nbytes, device)
 
-    def prefetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> backends.Bytes | None:
+    def prefetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> _C.Bytes | None:
         return super().prefetch(ticket.inner, nbytes, device)
 
 
 @contextmanager
-def _scripted(folder: Path, stall_of_size: dict[int, float] | None = None) -> Iterator[_ScriptedBackend]:
-    before = dict(backends._backends)
-    backend = _ScriptedBackend(native.CpuStore.on_disk(str(folder)))
-    backend.stall_of_size = stall_of_size or {}
-    backends._backends["disk"] = config.generation, backend
+def _scripted(folder: Path, stall_of_size: dict[int, float] | None = None) -> Iterator[_ScriptedStore]:
+    before = dict(stores._stores)
+    store = _ScriptedStore(CpuStore.on_disk(str(folder)))
+    store.stall_of_size = stall_of_size or {}
+    stores._stores[False] = config.generation, store
     try:
-        yield backend
+        yield store
     finally:
-        backends._backends.clear()
-        backends._backends.update(before)
+        stores._stores.clear()
+        stores._stores.update(before)
 
 
 def _program(x: Tensor, w: Tensor) -> Tensor:
@@ -146,8 +148,8 @@ def test_every_form_of_policy_offloads_where_nobody_waits(policy: Any, tmp_path:
 
 @pytest.mark.parametrize("action", [Action.PREFER_OFFLOAD, Action.OFFLOAD])
 def test_what_finds_no_room_at_once_stays_if_it_only_prefers_to_move(action: Action, tmp_path: Path) -> None:
-    with _scripted(tmp_path) as backend:
-        backend.has_room = False
+    with _scripted(tmp_path) as store:
+        store.has_room = False
         grads, (report,) = _step(actckpt.policies.PerOp({_MM: action}))
     assert_equal(grads, _plain())
     if action is Action.OFFLOAD:
@@ -160,9 +162,9 @@ def test_what_finds_no_room_at_once_stays_if_it_only_prefers_to_move(action: Act
 
 
 def test_forward_does_not_wait_for_a_disk_that_is_behind(tmp_path: Path) -> None:
-    io = native.FaultyFileIo()
-    store = native.CpuStore.on_disk(str(tmp_path), faults=io, window_bytes=20 * _KIB, num_workers=1)
-    faults = native.Faults()
+    io = sim.FaultyFileIo()
+    store = sim.disk_store(str(tmp_path), io, window_bytes=20 * _KIB, num_workers=1)
+    faults = sim.Faults()
     faults.hold_writes = True
     io.set(faults)
     with using(store):
@@ -170,7 +172,7 @@ def test_forward_does_not_wait_for_a_disk_that_is_behind(tmp_path: Path) -> None
         with actckpt.region(_per_op) as region:
             y = _program(x, w)  # would hang if it waited
         assert _moved(region.report()) == 16 * _KIB  # all that the window takes
-        io.set(native.Faults())
+        io.set(sim.Faults())
         flush()
         assert_equal(torch.autograd.grad(y, (x, w)), _plain())
 
@@ -186,12 +188,12 @@ def test_what_made_earlier_steps_wait_stays_from_the_third_step_on(tmp_path: Pat
 
 
 def test_new_settings_begin_to_learn_anew(tmp_path: Path) -> None:
-    with _scripted(tmp_path, {32 * _KIB: 4.0}) as backend:
+    with _scripted(tmp_path, {32 * _KIB: 4.0}) as store:
         for _ in range(3):
             report = _step(_per_op)[1][0]
         assert _moved(report) == 80 * _KIB
         actckpt.configure(max_inflight=config.settings().max_inflight)
-        backends._backends["disk"] = config.generation, backend
+        stores._stores[False] = config.generation, store
         assert _moved(_step(_per_op)[1][0]) == 112 * _KIB
 
 
@@ -202,16 +204,16 @@ def test_what_must_move_moves_however_long_it_takes(tmp_path: Path) -> None:
 
 
 def test_regions_that_one_line_opens_are_planned_apart(tmp_path: Path) -> None:
-    with _scripted(tmp_path) as backend:
-        fetch = backend.fetch
+    with _scripted(tmp_path) as store:
+        fetch = store.fetch
         num_fetched = [0]
 
-        def late_at_first(ticket: Any, nbytes: int, device: torch.device) -> backends.Bytes:
+        def late_at_first(ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
             num_fetched[0] += 1
             ticket.timing.stall_seconds += 1.0 if step < 3 and num_fetched[0] <= 1 else 0.0
             return fetch(ticket, nbytes, device)
 
-        backend.fetch = late_at_first  # type: ignore[method-assign]
+        store.fetch = late_at_first  # type: ignore[method-assign]
         for step in range(6):
             num_fetched[0] = 0
             grads, reports = _step(_per_op, calls=3)
@@ -272,20 +274,20 @@ def test_where_everything_is_late_nothing_is_moved_any_more(tmp_path: Path) -> N
 
 
 def test_reading_what_is_kept_begins_to_read_ahead(tmp_path: Path) -> None:
-    with _scripted(tmp_path, {64 * _KIB: 1.0}) as backend:
+    with _scripted(tmp_path, {64 * _KIB: 1.0}) as store:
         for _ in range(3):
             _step(_per_op)
         calls: list[tuple[str, int]] = []
-        prefetch, fetch = backend.prefetch, backend.fetch
+        prefetch, fetch = store.prefetch, store.fetch
 
         def note_prefetch(ticket: Any, nbytes: int, device: torch.device) -> bool:
             calls.append(("prefetch", nbytes // _KIB))
             return prefetch(ticket, nbytes, device)
 
-        def note_fetch(ticket: Any, nbytes: int, device: torch.device) -> backends.Bytes:
+        def note_fetch(ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
             calls.append(("fetch", nbytes // _KIB))
             return fetch(ticket, nbytes, device)
 
-        backend.prefetch, backend.fetch = note_prefetch, note_fetch  # type: ignore[method-assign]
+        store.prefetch, store.fetch = note_prefetch, note_fetch  # type: ignore[method-assign]
         _step(_per_op)
     assert calls[:3] == [("prefetch", 32), ("prefetch", 16), ("fetch", 32)]

@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from offload_oracle import PythonStore
 from oracle import assert_equal
 from torch import Tensor
 
 import actckpt
+from actckpt import _C, config
+from actckpt._offload import stores
+from actckpt._offload.cpu import CpuStore
 
 
 @pytest.fixture(autouse=True)
@@ -151,16 +155,14 @@ def test_an_audit_does_not_fail_where_its_store_cannot_be_made(function: Any, _o
 
 
 def test_an_audit_does_not_fail_where_its_store_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actckpt._offload import backends, native
-
     refused: list[int] = []
 
     def refuse(self: Any, source: Any, nbytes: int, *, must: bool = True) -> None:
         refused.append(nbytes)
-        raise native.EngineError("refused")
+        raise _C.EngineError("refused")
 
-    _use_the_store()
-    monkeypatch.setattr(backends.CpuBackend, "put", refuse)
+    monkeypatch.setattr(PythonStore, "put", refuse)
+    monkeypatch.setitem(stores._stores, False, (config.generation, PythonStore(CpuStore.in_memory())))
     x = torch.randn(12, 3, requires_grad=True)
     with actckpt.region():
         y = x.exp().sin()
@@ -206,16 +208,14 @@ def test_an_audit_without_memory_for_its_checksum_is_left_out(fails: str, monkey
 
 
 def test_an_original_that_cannot_be_read_back_is_an_audit_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actckpt._offload import backends, native
-
     def broken(*_: Any) -> None:
-        raise native.EngineError("the disk broke")
+        raise _C.EngineError("the disk broke")
 
-    _use_the_store()
+    monkeypatch.setitem(stores._stores, False, (config.generation, PythonStore(CpuStore.in_memory())))
     x = torch.randn(14, 3, requires_grad=True)
     with actckpt.region():
         y = (IntoRecordedValue.apply(x.sin()) * x).exp()
-    monkeypatch.setattr(backends.CpuBackend, "fetch", broken)
+    monkeypatch.setattr(PythonStore, "fetch", broken)
     with pytest.raises(actckpt.AuditError) as raised:
         y.sum().backward()
     assert "the disk broke" in str(raised.value.__cause__)

@@ -13,7 +13,7 @@ import torch
 from oracle import Checkpoint, Log, assert_as_plain, assert_equal, gradients, leaf, mlp, ours, plain, theirs
 
 import actckpt
-from actckpt._core.state import register_state_provider, unregister_state_provider
+from actckpt._core import extensions
 
 
 def test_dropout_is_bit_equal() -> None:
@@ -257,7 +257,7 @@ def test_registering_what_is_no_callable_says_what_to_pass() -> None:
         actckpt.rng.unregister_tracker(ByteTracker)
 
 
-class Provider:
+class Provider(extensions.Extension):
     """Carries a number, and notes what it is asked."""
 
     def __init__(self, *, allows_early_stop: bool = True) -> None:
@@ -290,17 +290,17 @@ class Provider:
 def provided() -> Iterator[Callable[[Provider], AbstractContextManager[None]]]:
     @contextmanager
     def registered(provider: Provider) -> Iterator[None]:
-        register_state_provider(provider)
+        extensions.register(provider)
         try:
             yield
         finally:
-            unregister_state_provider(provider)
+            extensions.unregister(provider)
 
     yield registered
 
 
 @pytest.mark.parametrize("method_of_module", [True, False])
-def test_state_providers_carry_state_into_the_rerun(provided: Any, method_of_module: bool) -> None:
+def test_extensions_carry_state_into_the_rerun(provided: Any, method_of_module: bool) -> None:
     provider, seen = Provider(), []
 
     class Layer(torch.nn.Module):
@@ -319,7 +319,7 @@ def test_state_providers_carry_state_into_the_rerun(provided: Any, method_of_mod
     assert provider.log == ["capture", "forward 3", "forward ends", "rerun 3 ends"]
 
 
-def test_a_state_provider_with_nothing_to_carry_is_not_entered(provided: Any) -> None:
+def test_an_extension_with_nothing_to_carry_is_not_entered(provided: Any) -> None:
     provider = Provider()
     with provided(provider):
         ours(torch.sin, leaf(3)).sum().backward()
@@ -327,7 +327,7 @@ def test_a_state_provider_with_nothing_to_carry_is_not_entered(provided: Any) ->
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_state_provider_may_forbid_the_early_stop(provided: Any, allowed: bool) -> None:
+def test_an_extension_may_forbid_the_early_stop(provided: Any, allowed: bool) -> None:
     provider, ends = Provider(allows_early_stop=allowed), Log()
     provider.number = 1
 
@@ -341,7 +341,7 @@ def test_a_state_provider_may_forbid_the_early_stop(provided: Any, allowed: bool
     assert len(ends) == (1 if allowed else 2)
 
 
-def test_a_state_provider_sees_a_failed_rerun_end(provided: Any) -> None:
+def test_an_extension_sees_a_failed_rerun_end(provided: Any) -> None:
     provider, runs = Provider(), Log()
     provider.number = 1
 

@@ -53,7 +53,7 @@ def test_positional_options_of_old_versions_warn_and_work(te: Any) -> None:
 
 
 def test_use_reentrant_is_ignored_with_one_warning(te: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["actckpt.te.checkpoint"], "_has_warned_of_reentrant", False)
+    monkeypatch.setattr(sys.modules["actckpt.te.checkpointing"], "_has_warned_of_reentrant", False)
     with pytest.warns(UserWarning, match="use_reentrant=True is ignored") as caught:
         for _ in range(3):
             actckpt.te.checkpoint(torch.exp, leaf(3), use_reentrant=True).sum().backward()

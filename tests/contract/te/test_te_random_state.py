@@ -12,7 +12,6 @@ from te_fakes import VERSIONS, ByteTracker, FakeTracker, installed
 from te_oracle import make_model, plain, train
 
 import actckpt
-from actckpt._core import random_state
 
 
 @pytest.fixture
@@ -84,7 +83,8 @@ def test_item_3_a_tracker_always_gets_a_new_dict(te: Any) -> None:
 @pytest.mark.parametrize("call", ["te.checkpoint", "wrap"])
 def test_item_4_while_a_stream_is_capturing_states_are_not_read(te: Any, call: str, monkeypatch: Any) -> None:
     model, get_tracker = make_model(te, tracker=FakeTracker)
-    monkeypatch.setattr(random_state, "is_capturing", lambda: True)
+    for module in ("checkpointing", "wrapping"):
+        monkeypatch.setattr(f"actckpt.te.{module}.is_capturing", lambda: True)
     monkeypatch.setattr(get_tracker(), "get_states", lambda: pytest.fail("a state was read"))
     monkeypatch.setattr(te.distributed, "get_all_rng_states", lambda: pytest.fail("a state was read"))
     layer, runs = model[0], []

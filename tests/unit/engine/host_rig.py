@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import sim
 
-from actckpt._offload import native
+from actckpt import _C
 
 MIB = 1 << 20
 Make = Callable[..., np.ndarray]
@@ -17,24 +18,24 @@ class Rig:
     """An engine over a store whose disk misbehaves on demand."""
 
     def __init__(self, folder: str, *, num_workers: int = 2, window_bytes: int | None = 64 * MIB) -> None:
-        self.io = native.FaultyFileIo()
-        self.file = native.SpillFile(folder, faults=self.io)
-        self.store = native.ByteStore.on_disk(self.file)
-        self.engine = native.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
+        self.io = sim.FaultyFileIo()
+        self.file = sim.spill_file(folder, self.io)
+        self.store = _C.ByteStore.on_disk(self.file)
+        self.engine = _C.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
 
     def faults(self, **values: int | bool) -> None:
-        faults = native.Faults()
+        faults = sim.Faults()
         for name, value in values.items():
             setattr(faults, name, value)
         self.io.set(faults)
 
-    def put(self, data: np.ndarray) -> native.Ticket:
+    def put(self, data: np.ndarray) -> _C.Ticket:
         ticket = self.engine.put(data.ctypes.data, data.nbytes, self.store, data)
-        assert isinstance(ticket, native.Ticket)
+        assert isinstance(ticket, _C.Ticket)
         return ticket
 
 
-def load(ticket: native.Ticket) -> np.ndarray:
+def load(ticket: _C.Ticket) -> np.ndarray:
     found = ticket.get()
     if found is None:
         out = np.zeros(ticket.nbytes, np.uint8)

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import sim
 
-from actckpt._offload import native
-from actckpt._offload.native import sim
+from actckpt import _C
 
 PAGE = 4096
 DEFAULT = 0  # the handle of queue 0, the mock's default stream
@@ -38,9 +38,9 @@ class Rig:
             release=lambda keep, uses: released.append((keep, uses)),
         )
 
-    def put(self, tensor: Tensor, stream: int = DEFAULT) -> native.DeviceTicket:
+    def put(self, tensor: Tensor, stream: int = DEFAULT) -> _C.DeviceTicket:
         ticket = self.engine.put(tensor.ptr, tensor.nbytes, 0, stream, tensor)
-        assert isinstance(ticket, native.DeviceTicket)
+        assert isinstance(ticket, _C.DeviceTicket)
         return ticket
 
     def settle(self) -> None:
@@ -147,7 +147,7 @@ def test_a_capturing_stream_keeps(rig: Rig, stream: int) -> None:
     tensor = Tensor()
     rig.cuda.set_capturing(1, True)  # queue 1 captures; then the legacy stream answers IMPLICIT
     count = sys.getrefcount(tensor)
-    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, stream, tensor) == native.Kept.CAPTURING
+    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, stream, tensor) == _C.Kept.CAPTURING
     assert sys.getrefcount(tensor) == count and rig.engine.stats().num_kept_capturing == 1
 
 
@@ -156,7 +156,7 @@ def test_a_reload_on_a_capturing_stream_raises_and_polls_go_on(rig: Rig) -> None
     rig.settle()
     rig.cuda.set_capturing(1, True)
     rig.engine.poll()  # queries run in RELAXED mode
-    with pytest.raises(native.DeviceError, match="reload before capture"):
+    with pytest.raises(_C.DeviceError, match="reload before capture"):
         ticket.get(0, OTHER)
     assert rig.engine.stats().last_error == ""
 
@@ -165,7 +165,7 @@ def test_a_full_pool_keeps_and_takes_no_reference() -> None:
     small = Rig(limit_bytes=2 * PAGE)
     tensor = Tensor(3)
     count = sys.getrefcount(tensor)
-    assert small.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == native.Kept.FULL
+    assert small.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == _C.Kept.FULL
     assert sys.getrefcount(tensor) == count and small.engine.stats().num_kept_full == 1
 
 
@@ -183,7 +183,7 @@ def test_a_refused_pin_keeps_and_fixes_the_limit() -> None:
     rig = Rig()
     rig.cuda.refuse_pins(True)
     tensor = Tensor()
-    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == native.Kept.FULL
+    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == _C.Kept.FULL
     stats = rig.engine.pool_stats()
     assert (stats.limit_bytes, stats.num_refused_pins, stats.pool_bytes) == (0, 1, 0)
 
@@ -207,19 +207,19 @@ def test_an_error_names_call_and_code_and_nothing_is_recycled(rig: Rig) -> None:
     rig.cuda.fail_at(7, 700)  # in the middle of the load
     assert ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
     del buffer
-    with pytest.raises(native.DeviceError, match=r"cu\w+ returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+    with pytest.raises(_C.DeviceError, match=r"cu\w+ returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
         ticket.get(0, DEFAULT)
     ticket.drop()
     assert alive() is not None  # a copy into it may be running
     tensor = Tensor()
-    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == native.Kept.FAILED
+    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == _C.Kept.FAILED
     assert rig.engine.pool_stats().num_blocks == 1
 
 
 def test_no_driver_call_after_close() -> None:
     rig = Rig()
     ticket = rig.put(Tensor())
-    rig.cuda.close()
+    rig.engine.shutdown()
     calls = rig.cuda.num_calls
     ticket.drop()
     rig.engine.poll()
@@ -234,7 +234,7 @@ def test_a_dropped_ticket_says_so(rig: Rig) -> None:
     ticket = rig.put(Tensor())
     ticket.drop()
     ticket.drop()
-    with pytest.raises(native.ClosedError, match="dropped"):
+    with pytest.raises(_C.ClosedError, match="dropped"):
         ticket.get(0, DEFAULT)
 
 
@@ -254,12 +254,12 @@ def test_an_exception_of_release_is_reported_and_loses_nothing(monkeypatch: pyte
     cuda.drain()
     engine.poll()
     assert seen == [LookupError] and alive() is None
-    assert isinstance(ticket, native.DeviceTicket)
+    assert isinstance(ticket, _C.DeviceTicket)
 
 
 def test_a_missing_driver_or_symbol_is_named() -> None:
-    assert "no CUDA driver" in native._missing_in_driver("libno-such-driver.so.1")
-    assert native._missing_in_driver("libm.so.6").startswith("libm.so.6 lacks cuInit")
-    if native.why_no_cuda():
-        with pytest.raises(native.DeviceError, match="CUDA backend is unusable"):
-            native.DeviceEngine.cuda(limit_bytes=1, window_bytes=1, release=lambda keep, uses: None)
+    assert "no CUDA driver" in sim.missing_in_driver("libno-such-driver.so.1")
+    assert sim.missing_in_driver("libm.so.6").startswith("libm.so.6 lacks cuInit")
+    if _C.why_no_cuda():
+        with pytest.raises(_C.DeviceError, match="CUDA backend is unusable"):
+            _C.DeviceEngine.cuda(limit_bytes=1, window_bytes=1, release=lambda keep, uses: None)

@@ -12,41 +12,42 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sim
 
-from actckpt._offload import native
+from actckpt import _C
 
 MIB = 1 << 20
 Make = Callable[..., np.ndarray]
 
 
-def read(file: native.SpillFile, block: native.SpillBlock) -> np.ndarray:
+def read(file: _C.SpillFile, block: _C.SpillBlock) -> np.ndarray:
     out = np.zeros(block.nbytes, np.uint8)
     file.read(block, out.ctypes.data)
     return out
 
 
-def write(file: native.SpillFile, data: np.ndarray) -> native.SpillBlock:
+def write(file: _C.SpillFile, data: np.ndarray) -> _C.SpillBlock:
     return file.write(data.ctypes.data, data.nbytes)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("nbytes", [0, 1, 511, 4095, 4096, 4097, 4 * MIB, 9 * MIB + 13])
 def test_bytes_come_back_whatever_size_and_alignment(folder: str, make_bytes: Make, nbytes: int, direct: bool) -> None:
-    file = native.SpillFile(folder, direct=direct)
+    file = _C.SpillFile(folder, direct=direct)
     data = make_bytes(nbytes + 3)[3:]
     assert np.array_equal(read(file, write(file, data)), data)
 
 
 def test_the_file_has_no_name(folder: str, make_bytes: Make) -> None:
-    file = native.SpillFile(folder)
+    file = _C.SpillFile(folder)
     write(file, make_bytes(MIB))
     assert os.listdir(folder) == []
 
 
 def test_many_blocks_freed_and_rewritten_in_any_order(folder: str, make_bytes: Make) -> None:
     rng = random.Random(4)
-    file = native.SpillFile(folder)
-    blocks: list[tuple[native.SpillBlock, np.ndarray]] = []
+    file = _C.SpillFile(folder)
+    blocks: list[tuple[_C.SpillBlock, np.ndarray]] = []
     for _ in range(200):
         if blocks and rng.random() < 0.5:
             block, data = blocks.pop(rng.randrange(len(blocks)))
@@ -61,7 +62,7 @@ def test_many_blocks_freed_and_rewritten_in_any_order(folder: str, make_bytes: M
 
 
 def test_freed_space_is_used_before_the_file_grows(folder: str, make_bytes: Make) -> None:
-    file = native.SpillFile(folder)
+    file = _C.SpillFile(folder)
     for _ in range(3):
         blocks = [write(file, make_bytes(MIB)) for _ in range(4)]
         while blocks:
@@ -70,9 +71,9 @@ def test_freed_space_is_used_before_the_file_grows(folder: str, make_bytes: Make
 
 
 def test_limit_holds_and_the_error_names_both_numbers(folder: str, make_bytes: Make) -> None:
-    file = native.SpillFile(folder, limit_bytes=2 * MIB)
+    file = _C.SpillFile(folder, limit_bytes=2 * MIB)
     block = write(file, make_bytes(MIB + 1))
-    with pytest.raises(native.SpillWriteError, match=r"1\.0 MiB.*limit 2\.0 MiB, in use 1\.0 MiB"):
+    with pytest.raises(_C.SpillWriteError, match=r"1\.0 MiB.*limit 2\.0 MiB, in use 1\.0 MiB"):
         write(file, make_bytes(MIB))
     block.free()
     write(file, make_bytes(2 * MIB))
@@ -83,24 +84,24 @@ def test_limit_holds_and_the_error_names_both_numbers(folder: str, make_bytes: M
 def test_a_failing_write_reports_and_gives_its_space_back(
     folder: str, make_bytes: Make, code: int, position: int
 ) -> None:
-    io = native.FaultyFileIo()
-    file = native.SpillFile(folder, faults=io)
-    faults = native.Faults()
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
+    faults = sim.Faults()
     faults.fail_write_at, faults.write_errno = position, code
     io.set(faults)
     data = make_bytes(5 * MIB)
-    with pytest.raises(native.SpillWriteError, match=f"offset {position // 4096 * 4096} .*errno {code}"):
+    with pytest.raises(_C.SpillWriteError, match=f"offset {position // 4096 * 4096} .*errno {code}"):
         write(file, data)
     assert file.stats().disk_bytes == 0 and file.stats().num_failed_writes == 1
-    io.set(native.Faults())
+    io.set(sim.Faults())
     assert np.array_equal(read(file, write(file, data)), data)
 
 
 @pytest.mark.parametrize("step", [4096, 4097, 70_000])
 def test_short_writes_and_reads_are_continued(folder: str, make_bytes: Make, step: int) -> None:
-    io = native.FaultyFileIo()
-    file = native.SpillFile(folder, faults=io)
-    faults = native.Faults()
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
+    faults = sim.Faults()
     faults.max_write_bytes = faults.max_read_bytes = step
     io.set(faults)
     data = make_bytes(MIB + 77)
@@ -108,12 +109,12 @@ def test_short_writes_and_reads_are_continued(folder: str, make_bytes: Make, ste
 
 
 def test_a_disk_that_accepts_nothing_is_an_error_and_no_hang(folder: str, make_bytes: Make) -> None:
-    io = native.FaultyFileIo()
-    file = native.SpillFile(folder, faults=io)
-    faults = native.Faults()
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
+    faults = sim.Faults()
     faults.max_write_bytes = 100
     io.set(faults)
-    with pytest.raises(native.SpillWriteError, match="no byte is accepted"):
+    with pytest.raises(_C.SpillWriteError, match="no byte is accepted"):
         write(file, make_bytes(MIB))
 
 
@@ -121,41 +122,41 @@ def test_a_disk_that_accepts_nothing_is_an_error_and_no_hang(folder: str, make_b
 def test_one_altered_bit_raises_with_folder_offset_and_both_checksums(
     folder: str, make_bytes: Make, position: int
 ) -> None:
-    io = native.FaultyFileIo()
-    file = native.SpillFile(folder, faults=io)
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
     data = make_bytes(MIB)
     block = write(file, data)
-    faults = native.Faults()
+    faults = sim.Faults()
     faults.alter_read_at = position
     io.set(faults)
-    with pytest.raises(native.SpillReadError) as caught:
+    with pytest.raises(_C.SpillReadError) as caught:
         read(file, block)
     assert folder in str(caught.value) and "offset 0" in str(caught.value)
     assert f"{block.checksum:#018x}" in str(caught.value)
-    io.set(native.Faults())
+    io.set(sim.Faults())
     assert np.array_equal(read(file, block), data)
 
 
 def test_a_failing_read_raises_with_offset_and_reason(folder: str, make_bytes: Make) -> None:
-    io = native.FaultyFileIo()
-    file = native.SpillFile(folder, faults=io)
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
     block = write(file, make_bytes(9 * MIB))
-    faults = native.Faults()
+    faults = sim.Faults()
     faults.fail_read_at = 5 * MIB
     io.set(faults)
-    with pytest.raises(native.SpillReadError, match=rf"offset {4 * MIB} .*errno {errno.EIO}"):
+    with pytest.raises(_C.SpillReadError, match=rf"offset {4 * MIB} .*errno {errno.EIO}"):
         read(file, block)
     assert file.stats().num_failed_reads == 1
 
 
 def test_a_file_that_ends_early_raises(folder: str, make_bytes: Make) -> None:
-    io = native.FaultyFileIo()
-    file = native.SpillFile(folder, faults=io)
+    io = sim.FaultyFileIo()
+    file = sim.spill_file(folder, io)
     block = write(file, make_bytes(MIB))
-    faults = native.Faults()
+    faults = sim.Faults()
     faults.end_of_file_at = 10_000
     io.set(faults)
-    with pytest.raises(native.SpillReadError, match="end of the file"):
+    with pytest.raises(_C.SpillReadError, match="end of the file"):
         read(file, block)
 
 
@@ -163,14 +164,14 @@ def test_a_full_file_system_is_an_error_not_a_loss(folder: str, make_bytes: Make
     """The real thing: the kernel's file size limit makes a write short, then refuses the rest."""
     script = (
         "import resource, signal, sys, numpy as np\n"
-        "from actckpt._offload import native\n"
+        "from actckpt import _C\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "file = native.SpillFile(sys.argv[1])\n"
+        "file = _C.SpillFile(sys.argv[1])\n"
         "data = np.ones(3 << 20, np.uint8)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "try:\n"
         "    file.write(data.ctypes.data, data.nbytes)\n"
-        "except native.SpillWriteError as error:\n"
+        "except _C.SpillWriteError as error:\n"
         "    print(error)\n"
     )
     import subprocess
@@ -182,35 +183,35 @@ def test_a_full_file_system_is_an_error_not_a_loss(folder: str, make_bytes: Make
 
 
 def test_a_missing_or_unwritable_folder_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(native.SpillWriteError, match=r"'.*nowhere': No such file.*spill_dir"):
-        native.SpillFile(str(tmp_path / "nowhere"))
-    with pytest.raises(native.SpillWriteError):
-        native.SpillFile("/proc")
+    with pytest.raises(_C.SpillWriteError, match=r"'.*nowhere': No such file.*spill_dir"):
+        _C.SpillFile(str(tmp_path / "nowhere"))
+    with pytest.raises(_C.SpillWriteError):
+        _C.SpillFile("/proc")
 
 
 def test_memory_file_systems_are_recognised(folder: str) -> None:
     if os.path.ismount("/dev/shm"):
-        assert native.is_memory_folder("/dev/shm")
-    assert not native.is_memory_folder("/proc")
-    assert not native.is_memory_folder("/nowhere")
+        assert _C.is_memory_folder("/dev/shm")
+    assert not _C.is_memory_folder("/proc")
+    assert not _C.is_memory_folder("/nowhere")
 
 
 def test_memory_file_systems_work_too(make_bytes: Make) -> None:
-    if not native.is_memory_folder("/dev/shm"):
+    if not _C.is_memory_folder("/dev/shm"):
         pytest.skip("no tmpfs at /dev/shm")
-    file = native.SpillFile("/dev/shm")
+    file = _C.SpillFile("/dev/shm")
     data = make_bytes(MIB + 1)
     assert np.array_equal(read(file, write(file, data)), data)
 
 
 def test_blocks_of_another_file_are_refused(folder: str, make_bytes: Make) -> None:
-    one, other = native.SpillFile(folder), native.SpillFile(folder)
-    with pytest.raises(native.EngineError, match="another spill file"):
+    one, other = _C.SpillFile(folder), _C.SpillFile(folder)
+    with pytest.raises(_C.EngineError, match="another spill file"):
         read(other, write(one, make_bytes(10)))
 
 
 def test_threads_share_a_file_with_fewer_buffers_than_threads(folder: str) -> None:
-    file = native.SpillFile(folder)
+    file = _C.SpillFile(folder)
     failures: list[int] = []
 
     def work(seed: int) -> None:
@@ -233,7 +234,7 @@ def test_threads_share_a_file_with_fewer_buffers_than_threads(folder: str) -> No
 def test_descriptors_are_closed(folder: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(50):
-        native.SpillFile(folder)
+        _C.SpillFile(folder)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -246,4 +247,4 @@ def test_the_hash_is_xxh64() -> None:
         b"Nobody inspects the spammish repetition": 0xFBCEA83C8A378BF1,
     }.items():
         data = np.frombuffer(text + b"\0", np.uint8)
-        assert native.hash64(data.ctypes.data, len(text)) == value
+        assert _C.hash64(data.ctypes.data, len(text)) == value

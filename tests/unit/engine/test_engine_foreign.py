@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from host_rig import MIB, Rig, load
 
-from actckpt._offload import native
+from actckpt import _C
 
 PAGE = mmap.PAGESIZE
 
@@ -39,14 +39,14 @@ def map_bytes() -> Iterator[Callable[[int, int], np.ndarray]]:
         assert libc.munmap(address, present) == 0
 
 
-@pytest.mark.skipif(bool(native.why_foreign_reads_are_plain()), reason="the system refuses process_vm_readv")
+@pytest.mark.skipif(bool(_C.why_foreign_reads_are_plain()), reason="the system refuses process_vm_readv")
 @pytest.mark.parametrize("present", [PAGE, 5 * MIB])
 def test_memory_that_is_gone_is_an_error_and_gives_the_space_back(
     folder: str, map_bytes: Callable[[int, int], np.ndarray], present: int
 ) -> None:
-    file = native.SpillFile(folder)
+    file = _C.SpillFile(folder)
     data = map_bytes(present, 8 * MIB)
-    with pytest.raises(native.SourceGoneError, match=r"cannot read .* KiB of a tensor .*Bad address \(errno 14\)"):
+    with pytest.raises(_C.SourceGoneError, match=r"cannot read .* KiB of a tensor .*Bad address \(errno 14\)"):
         file.write(data.ctypes.data, data.nbytes)
     assert file.stats().disk_bytes == 0
     whole = file.write(data.ctypes.data, present)
@@ -55,7 +55,7 @@ def test_memory_that_is_gone_is_an_error_and_gives_the_space_back(
     assert np.array_equal(out, data[:present])
 
 
-@pytest.mark.skipif(bool(native.why_foreign_reads_are_plain()), reason="the system refuses process_vm_readv")
+@pytest.mark.skipif(bool(_C.why_foreign_reads_are_plain()), reason="the system refuses process_vm_readv")
 def test_a_source_that_is_gone_is_handed_back_and_no_fault_of_the_disk(
     rig: Rig, map_bytes: Callable[[int, int], np.ndarray]
 ) -> None:
@@ -84,8 +84,8 @@ _SANDBOX = """
         print("no sandbox here")
         sys.exit()
     from actckpt.doctor import examine
-    from actckpt._offload import native
-    file = native.SpillFile(sys.argv[1])
+
+    file = _C.SpillFile(sys.argv[1])
     data, out = np.arange(6 << 20, dtype=np.uint8), np.zeros(6 << 20, np.uint8)
     file.read(file.write(data.ctypes.data, data.nbytes), out.ctypes.data)
     assert np.array_equal(data, out)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from host_rig import MIB, Make, Rig, Wait, load
 
-from actckpt._offload import native
+from actckpt import _C
 
 
 @pytest.mark.parametrize("tier", ["pool", "disk"])
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_bytes_come_back_from_every_tier(folder: str, make_bytes: Make, tier: str, num_workers: int) -> None:
-    pool = native.Pool()
-    store = native.ByteStore.in_pool(pool) if tier == "pool" else native.ByteStore.on_disk(native.SpillFile(folder))
-    engine = native.HostEngine(num_workers=num_workers, window_bytes=MIB)
+    pool = _C.Pool()
+    store = _C.ByteStore.in_pool(pool) if tier == "pool" else _C.ByteStore.on_disk(_C.SpillFile(folder))
+    engine = _C.HostEngine(num_workers=num_workers, window_bytes=MIB)
     arrays = [make_bytes(n) for n in (0, 1, 4097, 100_000, 3 * MIB)]
     copies = [a.copy() for a in arrays]
     tickets = [engine.put(a.ctypes.data, a.nbytes, store, a) for a in arrays]
@@ -161,11 +161,11 @@ def test_a_put_that_may_not_wait_keeps_where_the_window_is_full(folder: str, mak
     ticket = rig.put(first)
     count = sys.getrefcount(second)
     kept = rig.engine.put(second.ctypes.data, second.nbytes, rig.store, second, must=False)
-    assert kept == native.Kept.BUSY and sys.getrefcount(second) == count
+    assert kept == _C.Kept.BUSY and sys.getrefcount(second) == count
     assert rig.engine.stats().num_kept_busy == 1 and rig.engine.stats().stall_seconds == 0
     rig.engine.flush()
     again = rig.engine.put(second.ctypes.data, second.nbytes, rig.store, second, must=False)
-    assert isinstance(again, native.Ticket) and np.array_equal(load(ticket), first)
+    assert isinstance(again, _C.Ticket) and np.array_equal(load(ticket), first)
 
 
 def test_the_stalls_of_a_ticket_are_known_after_its_end(folder: str, make_bytes: Make) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from host_rig import MIB, Make, Rig, load
 
-from actckpt._offload import native
+from actckpt import _C
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -31,9 +31,9 @@ def test_a_failing_disk_loses_nothing_and_is_reported(rig: Rig, make_bytes: Make
 
 
 def test_a_full_limit_loses_nothing(folder: str, make_bytes: Make) -> None:
-    file = native.SpillFile(folder, limit_bytes=MIB)
-    store = native.ByteStore.on_disk(file)
-    engine = native.HostEngine(window_bytes=MIB)
+    file = _C.SpillFile(folder, limit_bytes=MIB)
+    store = _C.ByteStore.on_disk(file)
+    engine = _C.HostEngine(window_bytes=MIB)
     arrays = [make_bytes(MIB // 2) for _ in range(5)]
     tickets = [engine.put(a.ctypes.data, a.nbytes, store, a) for a in arrays]
     engine.flush()
@@ -50,7 +50,7 @@ def test_an_altered_byte_raises_in_get_and_never_returns(rig: Rig, make_bytes: M
     rig.faults(alter_read_at=777)
     out = np.zeros(MIB, np.uint8)
     alive = weakref.ref(out)
-    with pytest.raises(native.SpillReadError, match="checksum"):
+    with pytest.raises(_C.SpillReadError, match="checksum"):
         if ahead:
             ticket.prefetch(out.ctypes.data, out)
             ticket.get()
@@ -67,7 +67,7 @@ def test_references_come_back_when_put_fails(rig: Rig, make_bytes: Make) -> None
     rig.engine.shutdown()
     data = make_bytes(10)
     count = sys.getrefcount(data)
-    with pytest.raises(native.ClosedError, match="shut down"):
+    with pytest.raises(_C.ClosedError, match="shut down"):
         rig.put(data)
     assert sys.getrefcount(data) == count
 
@@ -79,7 +79,7 @@ def test_shutdown_is_idempotent_and_drops_still_work(rig: Rig, make_bytes: Make)
     del data
     rig.engine.shutdown()
     rig.engine.shutdown()
-    with pytest.raises(native.ClosedError):
+    with pytest.raises(_C.ClosedError):
         ticket.get()
     ticket.drop()
     assert alive() is None and rig.file.stats().disk_bytes == 0

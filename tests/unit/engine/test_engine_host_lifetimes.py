@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from host_rig import MIB, Make, Rig, Wait, load
 
-from actckpt._offload import native
+from actckpt import _C
 
 
 def test_drop_during_a_write_frees_after_the_write(rig: Rig, make_bytes: Make, wait_until: Wait) -> None:
@@ -125,7 +125,7 @@ def test_a_dropped_ticket_says_so(rig: Rig, make_bytes: Make) -> None:
     ticket = rig.put(make_bytes(10))
     ticket.drop()
     ticket.drop()
-    with pytest.raises(native.ClosedError, match="dropped"):
+    with pytest.raises(_C.ClosedError, match="dropped"):
         ticket.get()
 
 

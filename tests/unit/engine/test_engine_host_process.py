@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from host_rig import MIB, Make, Rig, load
 
-from actckpt._offload import native
+from actckpt import _C
 
 
 def test_random_programs_from_several_threads_give_the_right_bytes(folder: str) -> None:
@@ -23,7 +23,7 @@ def test_random_programs_from_several_threads_give_the_right_bytes(folder: str) 
     def work(seed: int) -> None:
         rng = random.Random(seed)
         data = np.random.default_rng(seed)
-        live: list[tuple[native.Ticket, np.ndarray]] = []
+        live: list[tuple[_C.Ticket, np.ndarray]] = []
         for _ in range(250):
             choice = rng.random()
             if choice < 0.4 or not live:
@@ -96,7 +96,7 @@ def test_a_forked_child_gets_errors_and_exits_cleanly(rig: Rig, make_bytes: Make
             try:
                 call()
                 code = 1
-            except native.ForkedError:
+            except _C.ForkedError:
                 pass
         ticket.drop()
         rig.engine.shutdown()
@@ -114,9 +114,9 @@ def test_a_forked_child_gets_errors_and_exits_cleanly(rig: Rig, make_bytes: Make
 def test_a_process_ends_cleanly_with_copies_in_flight(folder: str, ending: str) -> None:
     script = (
         "import os, sys, numpy as np\n"
-        "from actckpt._offload import native\n"
-        "engine = native.HostEngine()\n"
-        "store = native.ByteStore.on_disk(native.SpillFile(sys.argv[1]))\n"
+        "from actckpt import _C\n"
+        "engine = _C.HostEngine()\n"
+        "store = _C.ByteStore.on_disk(_C.SpillFile(sys.argv[1]))\n"
         "data = np.ones(1 << 22, np.uint8)\n"
         "tickets = [engine.put(data.ctypes.data, data.nbytes, store, data) for _ in range(12)]\n"
         f"{ending}\n"
@@ -130,10 +130,10 @@ def test_a_process_ends_cleanly_with_copies_in_flight(folder: str, ending: str) 
 def test_freed_tensors_leave_the_resident_set_after_fix_mmap_threshold(folder: str) -> None:
     script = (
         "import sys, numpy as np\n"
-        "from actckpt._offload import native\n"
-        "assert native.fix_mmap_threshold(1 << 20)\n"
-        "engine = native.HostEngine(window_bytes=16 << 20)\n"
-        "store = native.ByteStore.on_disk(native.SpillFile(sys.argv[1]))\n"
+        "from actckpt import _C\n"
+        "assert _C.fix_mmap_threshold(1 << 20)\n"
+        "engine = _C.HostEngine(window_bytes=16 << 20)\n"
+        "store = _C.ByteStore.on_disk(_C.SpillFile(sys.argv[1]))\n"
         "def rss(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         "before = rss()\n"
         "tickets = []\n"
@@ -149,4 +149,4 @@ def test_freed_tensors_leave_the_resident_set_after_fix_mmap_threshold(folder: s
 
 
 def test_fix_mmap_threshold_refuses_what_the_c_library_cannot_take() -> None:
-    assert not native.fix_mmap_threshold(1 << 40)
+    assert not _C.fix_mmap_threshold(1 << 40)

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from actckpt._offload import native
+from actckpt import _C
 
 MIB = 1 << 20
 
 
-def fill(block: native.PoolBlock, value: int) -> None:
+def fill(block: _C.PoolBlock, value: int) -> None:
     for ptr, nbytes in block.segments:
         ctypes.memset(ptr, value, nbytes)
 
 
-def holds(block: native.PoolBlock, value: int) -> bool:
+def holds(block: _C.PoolBlock, value: int) -> bool:
     return all(ctypes.string_at(p, n) == bytes([value]) * n for p, n in block.segments)
 
 
 def test_segments_of_a_block_add_up_to_its_bytes() -> None:
-    pool = native.Pool()
+    pool = _C.Pool()
     for nbytes in (0, 1, 4095, 4096, 4097, 3 * MIB + 5):
         block = pool.allocate(nbytes)
         assert sum(n for _, n in block.segments) == nbytes == block.nbytes
@@ -33,8 +33,8 @@ def test_segments_of_a_block_add_up_to_its_bytes() -> None:
 
 def test_blocks_never_overlap_and_never_cross_a_slab() -> None:
     rng = random.Random(1)
-    pool = native.Pool(slab_bytes=256 * 1024)
-    blocks: dict[int, native.PoolBlock] = {}
+    pool = _C.Pool(slab_bytes=256 * 1024)
+    blocks: dict[int, _C.PoolBlock] = {}
     for step in range(400):
         if blocks and rng.random() < 0.5:
             key = rng.choice(list(blocks))
@@ -48,7 +48,7 @@ def test_blocks_never_overlap_and_never_cross_a_slab() -> None:
 
 
 def test_a_block_spans_slabs_when_no_single_extent_is_large_enough() -> None:
-    pool = native.Pool(limit_bytes=4 * MIB, slab_bytes=MIB, growth_percent=0)
+    pool = _C.Pool(limit_bytes=4 * MIB, slab_bytes=MIB, growth_percent=0)
     small = [pool.allocate(MIB // 2) for _ in range(8)]
     for block in small[::2]:
         block.free()
@@ -60,9 +60,9 @@ def test_a_block_spans_slabs_when_no_single_extent_is_large_enough() -> None:
 def test_pool_stays_within_5_percent_and_one_slab_of_the_peak_with_1000_sizes() -> None:
     rng = random.Random(2)
     sizes = rng.sample(range(64 * 1024, 2 * MIB), 1000)
-    pool = native.Pool(slab_bytes=8 * MIB)
+    pool = _C.Pool(slab_bytes=8 * MIB)
     for _ in range(5):
-        live: list[native.PoolBlock] = []
+        live: list[_C.PoolBlock] = []
         for nbytes in rng.sample(sizes, len(sizes)):
             live.append(pool.allocate(nbytes))
             if len(live) > 120:
@@ -77,7 +77,7 @@ def test_pool_stays_within_5_percent_and_one_slab_of_the_peak_with_1000_sizes() 
 
 
 def test_free_extents_merge_again() -> None:
-    pool = native.Pool(limit_bytes=MIB)
+    pool = _C.Pool(limit_bytes=MIB)
     blocks = [pool.allocate(4096) for _ in range(256)]
     random.Random(3).shuffle(blocks)
     for block in blocks:
@@ -86,31 +86,31 @@ def test_free_extents_merge_again() -> None:
 
 
 def test_limit_holds_and_the_error_names_both_numbers() -> None:
-    pool = native.Pool(limit_bytes=10 * MIB)
+    pool = _C.Pool(limit_bytes=10 * MIB)
     block = pool.allocate(6 * MIB)
     assert pool.stats().pool_bytes == 10 * MIB
-    with pytest.raises(native.HostPoolFullError, match=r"hold 5\.0 MiB.*\n.*limit 10\.0 MiB.*6\.0 MiB"):
+    with pytest.raises(_C.HostPoolFullError, match=r"hold 5\.0 MiB.*\n.*limit 10\.0 MiB.*6\.0 MiB"):
         pool.allocate(5 * MIB)
     block.free()
     assert pool.allocate(10 * MIB).nbytes == 10 * MIB
 
 
 def test_a_limit_of_zero_refuses_everything_but_nothing() -> None:
-    pool = native.Pool(limit_bytes=0)
+    pool = _C.Pool(limit_bytes=0)
     assert pool.allocate(0).segments == []
-    with pytest.raises(native.HostPoolFullError):
+    with pytest.raises(_C.HostPoolFullError):
         pool.allocate(1)
 
 
 def test_a_refusal_by_the_system_leaves_the_pool_usable() -> None:
-    pool = native.Pool()
-    with pytest.raises(native.HostPoolFullError, match="cannot"):
+    pool = _C.Pool()
+    with pytest.raises(_C.HostPoolFullError, match="cannot"):
         pool.allocate(1 << 60)
     assert pool.allocate(MIB).nbytes == MIB
 
 
 def test_growth_is_one_slab_or_3_percent() -> None:
-    pool = native.Pool(slab_bytes=MIB, growth_percent=50)
+    pool = _C.Pool(slab_bytes=MIB, growth_percent=50)
     keep = [pool.allocate(MIB // 2)]
     assert pool.stats().pool_bytes == MIB
     keep.append(pool.allocate(63 * MIB))
@@ -120,7 +120,7 @@ def test_growth_is_one_slab_or_3_percent() -> None:
 
 
 def test_trim_unmaps_empty_slabs_only() -> None:
-    pool = native.Pool(slab_bytes=2 * MIB)
+    pool = _C.Pool(slab_bytes=2 * MIB)
     first, second = pool.allocate(2 * MIB), pool.allocate(2 * MIB)
     fill(second, 7)
     assert pool.trim() == 0
@@ -131,7 +131,7 @@ def test_trim_unmaps_empty_slabs_only() -> None:
 
 
 def test_freed_blocks_may_be_freed_twice_and_dropped_blocks_return() -> None:
-    pool = native.Pool()
+    pool = _C.Pool()
     block = pool.allocate(MIB)
     block.free()
     block.free()
@@ -152,7 +152,7 @@ def smaps_flags(ptr: int) -> set[str]:
 
 
 def test_slabs_are_not_inherited_nor_dumped_and_ask_for_huge_pages() -> None:
-    block = native.Pool().allocate(4 * MIB)
+    block = _C.Pool().allocate(4 * MIB)
     flags = smaps_flags(block.segments[0][0])
     assert {"dc", "dd"} <= flags
     if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
@@ -161,15 +161,15 @@ def test_slabs_are_not_inherited_nor_dumped_and_ask_for_huge_pages() -> None:
 
 
 def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
-    pool = native.Pool()
+    pool = _C.Pool()
     block = pool.allocate(MIB)
     child = os.fork()
     if child == 0:
         try:
             pool.allocate(1)
-        except native.ForkedError:
+        except _C.ForkedError:
             block.free()
-            native.Pool().allocate(1)
+            _C.Pool().allocate(1)
             os._exit(0)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -177,7 +177,7 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
 
 
 def test_threads_share_a_pool() -> None:
-    pool = native.Pool(slab_bytes=MIB, limit_bytes=64 * MIB)
+    pool = _C.Pool(slab_bytes=MIB, limit_bytes=64 * MIB)
     failures: list[str] = []
 
     def work(seed: int) -> None:

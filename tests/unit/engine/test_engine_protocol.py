@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
-from actckpt._offload.native import sim
+import sim
 
 RULES = sim.rules()
 #: Leaving it out orders all accesses as before, and keeps the wrong bytes.

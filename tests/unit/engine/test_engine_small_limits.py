@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sim
 import torch
 
-from actckpt import config
-from actckpt._offload import backends, limits, native
-from actckpt._offload.native import sim
+from actckpt import _C, config
+from actckpt._offload import limits, notices, spill
+from actckpt._offload.device import DeviceStore
 
 PAGE, MIB = 4096, 1 << 20
 
@@ -36,12 +37,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[sim.MockCuda]:
     """A mock of the driver under `CudaBackend.from_settings`."""
     mock = sim.MockCuda()
 
-    def engine(*, num_workers: int, release: Any, **options: Any) -> native.DeviceEngine:
+    def engine(*, num_workers: int, release: Any, **options: Any) -> _C.DeviceEngine:
         return mock.engine(release=lambda keep, uses: None, **options)
 
-    monkeypatch.setattr(backends, "_warned", set())
-    monkeypatch.setattr(backends, "_files", {})  # other tests may have opened one, with another limit
-    monkeypatch.setattr(native, "DeviceEngine", SimpleNamespace(cuda=engine))
+    monkeypatch.setattr(notices, "_warned", set())
+    monkeypatch.setattr(spill, "_files", {})  # other tests may have opened one, with another limit
+    monkeypatch.setattr(_C, "DeviceEngine", SimpleNamespace(cuda=engine))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     yield mock
     assert mock.faults == []
@@ -59,25 +60,25 @@ class _Source:
 
 
 def _put_all(mock: sim.MockCuda, settings: config.Settings, count: int, nbytes: int) -> tuple[list[str], Any]:
-    """Put tensors one after the other; return where each went, and the backend."""
-    backend = backends.CudaBackend.from_settings(settings)
+    """Put tensors one after the other; return where each went, and the store."""
+    store = DeviceStore.from_settings(settings)
     places, tickets = [], []
     for number in range(count):
-        ticket = backend.put(_Source(number, nbytes), nbytes)  # type: ignore[arg-type]
+        ticket = store.put(_Source(number, nbytes), nbytes)  # type: ignore[arg-type]
         places.append("device" if ticket is None else ticket.tier)
         tickets.append(ticket)
         for _ in range(8):
             mock.drain()
-            backend.engine._work()
-            backend.engine.poll()
-        held = backend.engine.pool_stats().pool_bytes + backend.engine.stats().bounce_bytes
+            store.engine._work()
+            store.engine.poll()
+        held = store.engine.pool_stats().pool_bytes + store.engine.stats().bounce_bytes
         assert held <= (settings.host_limit or 0), "never more pinned than allowed"
     for number, ticket in enumerate(tickets):
         if ticket is not None:
             buffer = _Source(100 + number, nbytes)
             assert ticket.load(0, 0, buffer.storage.data_ptr(), buffer, urgent=True)
             assert ticket.get(0, 0) == (buffer, True)
-    return places, backend
+    return places, store
 
 
 @pytest.mark.parametrize("host", [8 * PAGE, 9 * PAGE, 100 * PAGE, 1 * MIB, 16 * MIB, 31 * MIB])
@@ -98,15 +99,15 @@ def test_no_pinned_memory_to_speak_of_keeps_tensors_with_one_warning(
     cuda: sim.MockCuda, host: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = replace(config.settings(), host_limit=host, pageable_limit=1 << 30)
-    places, backend = _put_all(cuda, settings, 3, 8 * PAGE)
+    places, store = _put_all(cuda, settings, 3, 8 * PAGE)
     assert places == ["device"] * 3
-    assert backend.engine.stats().num_kept_full == 3
+    assert store.engine.stats().num_kept_full == 3
     (message,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "stays on the GPU" in message and "host_limit" in message
 
 
 def test_nothing_below_pinned_memory_takes_no_bounce_buffers(cuda: sim.MockCuda) -> None:
     settings = replace(config.settings(), host_limit=MIB, pageable_limit=0, spill_dir=None)
-    places, backend = _put_all(cuda, settings, 5, MIB // 4)
+    places, store = _put_all(cuda, settings, 5, MIB // 4)
     assert places == ["pinned"] * 4 + ["device"]
-    assert backend.engine.stats().bounce_bytes == 0
+    assert store.engine.stats().bounce_bytes == 0

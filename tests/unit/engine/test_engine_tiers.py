@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import sim
 
 import actckpt
-from actckpt import config
-from actckpt._offload import backends, native
-from actckpt._offload.native import sim
+from actckpt import _C, config
+from actckpt._offload import stores
+from actckpt._offload.device import DeviceStore
 
 PAGE = 4096
 DEFAULT, OTHER = 0, 2
@@ -52,18 +53,18 @@ class Rig:
             **options,
         )
 
-    def put(self, tensor: Tensor, **options: bool) -> native.DeviceTicket:
+    def put(self, tensor: Tensor, **options: bool) -> _C.DeviceTicket:
         ticket = self.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor, **options)
-        assert isinstance(ticket, native.DeviceTicket)
+        assert isinstance(ticket, _C.DeviceTicket)
         return ticket
 
-    def refuse(self, tensor: Tensor, **options: bool) -> native.Kept:
+    def refuse(self, tensor: Tensor, **options: bool) -> _C.Kept:
         count = sys.getrefcount(tensor)
         kept = self.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor, **options)
-        assert isinstance(kept, native.Kept) and sys.getrefcount(tensor) == count
+        assert isinstance(kept, _C.Kept) and sys.getrefcount(tensor) == count
         return kept
 
-    def load(self, ticket: native.DeviceTicket, *, urgent: bool = True) -> Tensor:
+    def load(self, ticket: _C.DeviceTicket, *, urgent: bool = True) -> Tensor:
         buffer = Tensor(ticket.nbytes // PAGE)
         assert ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=urgent)
         return buffer
@@ -87,13 +88,13 @@ def _no_faults() -> Iterator[None]:
 
 
 def test_pinned_then_pageable_then_disk_then_the_device(folder: str) -> None:
-    rig = Rig(pinned=2 * PAGE, pageable=3 * PAGE, spill_file=native.SpillFile(folder, limit_bytes=2 * PAGE))
+    rig = Rig(pinned=2 * PAGE, pageable=3 * PAGE, spill_file=_C.SpillFile(folder, limit_bytes=2 * PAGE))
     tickets = []
     for _ in range(7):
         tickets.append(rig.put(Tensor()))
         rig.settle()
     assert [ticket.tier for ticket in tickets] == ["pinned"] * 2 + ["pageable"] * 3 + ["disk"] * 2
-    assert rig.refuse(Tensor()) == native.Kept.FULL
+    assert rig.refuse(Tensor()) == _C.Kept.FULL
     figures = rig.engine.stats()
     assert (figures.pageable_bytes, figures.disk_bytes, figures.num_kept_full) == (3 * PAGE, 2 * PAGE, 1)
     assert rig.engine.pool_stats().pool_bytes + figures.bounce_bytes == (2 + 8) * PAGE
@@ -105,10 +106,10 @@ def test_pinned_then_pageable_then_disk_then_the_device(folder: str) -> None:
 
 
 def test_disk_is_used_only_if_allowed(folder: str) -> None:
-    rig = Rig(pageable=0, spill_file=native.SpillFile(folder))
-    assert rig.refuse(Tensor(), may_use_disk=False) == native.Kept.FULL
+    rig = Rig(pageable=0, spill_file=_C.SpillFile(folder))
+    assert rig.refuse(Tensor(), may_use_disk=False) == _C.Kept.FULL
     assert rig.put(Tensor()).tier == "disk"
-    assert Rig(pageable=0).refuse(Tensor()) == native.Kept.FULL
+    assert Rig(pageable=0).refuse(Tensor()) == _C.Kept.FULL
 
 
 def test_the_source_goes_once_the_bounce_buffer_has_it() -> None:
@@ -161,7 +162,7 @@ def test_a_prefetch_in_time_is_no_stall() -> None:
 
 def test_a_tensor_larger_than_the_ring_passes_if_it_must() -> None:
     rig = Rig(num_buffers=2)
-    assert rig.refuse(Tensor(5), must=False) == native.Kept.BUSY
+    assert rig.refuse(Tensor(5), must=False) == _C.Kept.BUSY
     ticket = rig.put(Tensor(5))
     figures = rig.engine.stats()
     assert (figures.num_host_waits, figures.num_kept_busy, figures.pageable_bytes) == (1, 1, 5 * PAGE)
@@ -174,7 +175,7 @@ def test_a_tensor_larger_than_the_ring_passes_if_it_must() -> None:
 def test_a_full_ring_keeps_without_waiting_under_prefer() -> None:
     rig = Rig(num_buffers=2)
     first = rig.put(Tensor(2), must=False)
-    assert rig.refuse(Tensor(), must=False) == native.Kept.BUSY
+    assert rig.refuse(Tensor(), must=False) == _C.Kept.BUSY
     rig.settle()
     second = rig.put(Tensor(), must=False)
     assert first.tier == second.tier == "pageable" and rig.engine.stats().num_host_waits == 0
@@ -188,32 +189,32 @@ def test_prefer_keeps_where_copies_lag_by_a_window_and_not_where_the_host_runs_a
 
 
 def test_a_write_that_fails_keeps_the_bytes_in_their_buffer(folder: str) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at = 0
     io.set(faults)
-    rig = Rig(pageable=0, num_buffers=2, spill_file=native.SpillFile(folder, faults=io))
+    rig = Rig(pageable=0, num_buffers=2, spill_file=sim.spill_file(folder, io))
     ticket = rig.put(Tensor(2))
     rig.settle()
     figures = rig.engine.stats()
     assert (figures.num_failed_writes, figures.num_full_writes, figures.stuck_bytes) == (2, 2, 2 * PAGE)
     assert "No space left on device" in figures.spill_error
-    assert rig.refuse(Tensor()) == native.Kept.FULL  # every buffer is stuck: waiting would be for good
+    assert rig.refuse(Tensor()) == _C.Kept.FULL  # every buffer is stuck: waiting would be for good
     buffer = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (buffer, True)
     ticket.drop()
     rig.settle()
     assert rig.engine.stats().stuck_bytes == 0
-    io.set(native.Faults())
+    io.set(sim.Faults())
     assert rig.put(Tensor()).tier == "disk"
 
 
 def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothing(folder: str) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, 5
     io.set(faults)
-    rig = Rig(pageable=0, num_buffers=2, spill_file=native.SpillFile(folder, faults=io))
+    rig = Rig(pageable=0, num_buffers=2, spill_file=sim.spill_file(folder, io))
     tensor = Tensor(5)
-    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == native.Kept.FULL
+    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == _C.Kept.FULL
     rig.settle()
     figures = rig.engine.stats()
     assert (figures.stuck_bytes, figures.disk_bytes, figures.num_live, figures.inflight_bytes) == (0, 0, 0, 0)
@@ -222,8 +223,8 @@ def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothin
 
 
 def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
-    rig = Rig(pageable=0, spill_file=native.SpillFile(folder, faults=io))
+    io, faults = sim.FaultyFileIo(), sim.Faults()
+    rig = Rig(pageable=0, spill_file=sim.spill_file(folder, io))
     ticket = rig.put(Tensor(2))
     rig.settle()
     faults.alter_read_at = PAGE + 5
@@ -231,11 +232,11 @@ def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> 
     buffer = rig.load(ticket)
     alive = weakref.ref(buffer)
     del buffer
-    with pytest.raises(native.SpillReadError, match="checksum"):
+    with pytest.raises(_C.SpillReadError, match="checksum"):
         ticket.get(0, DEFAULT)
     rig.settle()
     assert alive() is None and rig.engine.stats().num_failed_reads == 1
-    io.set(native.Faults())
+    io.set(sim.Faults())
     again = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (again, True)
 
@@ -263,9 +264,9 @@ def test_dropping_while_workers_are_in_it_frees_everything_later() -> None:
 def test_a_refused_pin_of_the_bounce_buffers_keeps() -> None:
     rig = Rig()
     rig.cuda.refuse_pins(True)
-    assert rig.refuse(Tensor()) == native.Kept.FULL
+    assert rig.refuse(Tensor()) == _C.Kept.FULL
     rig.cuda.refuse_pins(False)
-    assert rig.refuse(Tensor()) == native.Kept.FULL  # for good: a limit of the system rarely goes away
+    assert rig.refuse(Tensor()) == _C.Kept.FULL  # for good: a limit of the system rarely goes away
 
 
 def test_a_device_call_that_fails_in_a_worker_is_raised_by_the_next_get() -> None:
@@ -275,7 +276,7 @@ def test_a_device_call_that_fails_in_a_worker_is_raised_by_the_next_get() -> Non
     buffer = rig.load(ticket, urgent=False)
     rig.cuda.fail_at(1, 700)
     rig.engine._work()
-    with pytest.raises(native.DeviceError, match=r"\(700\)"):
+    with pytest.raises(_C.DeviceError, match=r"\(700\)"):
         ticket.get(0, DEFAULT)
     alive = weakref.ref(buffer)
     del buffer
@@ -289,7 +290,7 @@ def test_a_capturing_stream_is_refused_before_anything_is_fetched() -> None:
     ticket = rig.put(Tensor())
     rig.settle()
     rig.cuda.set_capturing(1, True)
-    with pytest.raises(native.DeviceError, match="reload before capture"):
+    with pytest.raises(_C.DeviceError, match="reload before capture"):
         ticket.get(0, OTHER)
 
 
@@ -326,7 +327,7 @@ def test_the_graveyard_counts_toward_the_window() -> None:
 
 def test_2000_steps_leave_pool_file_threads_and_descriptors_flat(folder: str) -> None:
     """Of many sizes, over every tier, some never read, some dropped while they are copied."""
-    file = native.SpillFile(folder, limit_bytes=64 * PAGE)
+    file = _C.SpillFile(folder, limit_bytes=64 * PAGE)
     rig = Rig(pinned=16 * PAGE, pageable=16 * PAGE, spill_file=file, window_bytes=8 * PAGE)
     sizes = random.Random(3)
     used: set[str] = set()
@@ -369,10 +370,10 @@ def test_2000_steps_leave_pool_file_threads_and_descriptors_flat(folder: str) ->
 
 
 def test_stats_add_up_all_tiers(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_backends", {})
+    monkeypatch.setattr(stores, "_stores", {})
     actckpt.reset_stats()
-    rig = Rig(pinned=PAGE, pageable=PAGE, spill_file=native.SpillFile(folder))
-    monkeypatch.setitem(backends._backends, "host", (config.generation, backends.CudaBackend(rig.engine)))
+    rig = Rig(pinned=PAGE, pageable=PAGE, spill_file=_C.SpillFile(folder))
+    monkeypatch.setitem(stores._stores, True, (config.generation, DeviceStore(rig.engine)))
     tickets = [rig.put(Tensor()) for _ in range(3)]
     rig.settle()
     found = actckpt.stats()

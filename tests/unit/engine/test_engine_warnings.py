@@ -12,16 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sim
 import torch
+from offload_oracle import using
 
 import actckpt
-from actckpt import config
-from actckpt._offload import backends, native
+from actckpt import _C, config
+from actckpt._offload import notices, spill
+from actckpt._offload.cpu import CpuStore
+from actckpt._offload.device import DeviceStore
 
 
 @pytest.fixture(autouse=True)
 def _no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr(notices, "_warned", set())
 
 
 @pytest.fixture
@@ -35,18 +39,15 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def step(backend: backends.CpuBackend, count: int = 4) -> None:
+def step(store: CpuStore, count: int = 4) -> None:
     """Move tensors out, let the writes end, bring them back."""
-    tensors = [torch.randn(4096) for _ in range(count)]
-    tickets = []
-    for tensor in tensors:
-        ticket = backend.put(backends.Bytes(tensor.untyped_storage(), 0), 4 * 4096)
-        assert ticket is not None
-        tickets.append(ticket)
-    backend.store.flush()
-    for ticket, tensor in zip(tickets, tensors, strict=True):
-        found = backend.fetch(ticket, 4 * 4096, torch.device("cpu"))
-        assert torch.equal(torch.empty(0).set_(found.storage), tensor)
+    tensors = [torch.randn(4096, requires_grad=True) * 1 for _ in range(count)]
+    with using(store):
+        with actckpt.offload(min_bytes=0):
+            outputs = [tensor.sin() for tensor in tensors]
+        store.flush()
+        for tensor, output in zip(tensors, outputs, strict=True):
+            assert output.grad_fn is not None and torch.equal(output.grad_fn._saved_self, tensor)
 
 
 @pytest.mark.parametrize(
@@ -56,31 +57,31 @@ def step(backend: backends.CpuBackend, count: int = 4) -> None:
 def test_a_disk_that_takes_nothing_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, words: str
 ) -> None:
-    io, faults = native.FaultyFileIo(), native.Faults()
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, code
     io.set(faults)
     for _ in range(2):  # another store of the same process says nothing new
-        backend = backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io))
+        store = sim.disk_store(str(tmp_path), io)
         for _ in range(3):
-            step(backend)
-        assert backend.store.stats().num_failed_writes == 12
+            step(store)
+        assert store.stats().num_failed_writes == 12
     (message,) = warnings(caplog)
     assert re.search(words, message) and "nothing is lost" in message
 
 
 def test_a_full_limit_and_a_broken_disk_are_two_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    step(backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path), limit_bytes=5 * 4096)))
-    io, faults = native.FaultyFileIo(), native.Faults()
+    step(CpuStore.on_disk(str(tmp_path), limit_bytes=5 * 4096))
+    io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    step(backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path), faults=io)))
+    step(sim.disk_store(str(tmp_path), io))
     first, second = warnings(caplog)
     assert "is full" in first and "Raise disk_limit" in first
     assert "fails" in second and "errno 5" in second
 
 
 def test_a_good_disk_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    step(backends.CpuBackend(native.CpuStore.on_disk(str(tmp_path))))
+    step(CpuStore.on_disk(str(tmp_path)))
     assert warnings(caplog) == []
 
 
@@ -99,29 +100,29 @@ class Engine:
         return SimpleNamespace(stored_bytes=3 << 20, limit_bytes=4 << 20)
 
     def stats(self) -> Any:
-        counts = dict.fromkeys((name for name in dir(native.DeviceStats) if name.startswith("num_")), 0)
+        counts = dict.fromkeys((name for name in dir(_C.DeviceStats) if name.startswith("num_")), 0)
         told = {"last_error": "cuX returned (700)", "spill_error": "No space left"}
         return SimpleNamespace(**(counts | told | {"num_failed_writes": 2, "num_full_writes": 2, "stall_seconds": 0.0}))
 
 
 def put_all(monkeypatch: pytest.MonkeyPatch, answers: list[Any], **options: bool) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    backend = backends.CudaBackend(Engine(answers))  # type: ignore[arg-type]
-    source = backends.Bytes(torch.empty(1 << 18).untyped_storage(), 0)
+    backend = DeviceStore(Engine(answers))  # type: ignore[arg-type]
+    source = _C.Bytes(torch.empty(1 << 18).untyped_storage(), 0)
     return [backend.put(source, 1 << 20, **options) for _ in range(len(answers))]
 
 
 def test_a_gpu_tensor_that_finds_no_room_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert put_all(monkeypatch, [native.Kept.FULL] * 3) == [None] * 3
+    assert put_all(monkeypatch, [_C.Kept.FULL] * 3) == [None] * 3
     (message,) = warnings(caplog)
     assert "1.0 MiB" in message and "3.0 of at most 4.0 MiB" in message and "host_limit" in message
 
 
-@pytest.mark.parametrize("kept", [native.Kept.BUSY, native.Kept.BEHIND, native.Kept.CAPTURING])
+@pytest.mark.parametrize("kept", [_C.Kept.BUSY, _C.Kept.BEHIND, _C.Kept.CAPTURING])
 def test_what_prefer_keeps_is_counted_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: native.Kept
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: _C.Kept
 ) -> None:
     assert put_all(monkeypatch, [kept], must=False) == [None]
     assert warnings(caplog) == []
@@ -139,7 +140,7 @@ def test_each_tier_below_pinned_memory_and_a_full_disk_below_it_warn_once(
 def test_a_failed_device_call_warns_once_and_names_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put_all(monkeypatch, [native.Kept.STRANDED, native.Kept.FAILED])
+    put_all(monkeypatch, [_C.Kept.STRANDED, _C.Kept.FAILED])
     (message,) = warnings(caplog)
     assert "cuX returned (700)" in message
 
@@ -158,14 +159,14 @@ def test_folders_that_exist_but_take_no_file_are_refused_also_as_root(folder: st
 
 def test_a_default_folder_that_takes_no_file_is_one_line_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/proc")
-    monkeypatch.setattr(backends, "_files", {})  # an earlier test may have made one with these settings
-    with pytest.raises(native.SpillWriteError, match=r"^cannot make a spill file in '/proc': .*Set spill_dir.*$"):
-        backends.CpuBackend.on_disk(config.Settings())
+    monkeypatch.setattr(spill, "_files", {})  # an earlier test may have made one with these settings
+    with pytest.raises(_C.SpillWriteError, match=r"^cannot make a spill file in '/proc': .*Set spill_dir.*$"):
+        CpuStore.from_settings(config.Settings())
 
 
 def test_the_spill_file_is_shared_and_so_is_its_limit(tmp_path: Path, restored: None) -> None:
     settings = actckpt.configure(spill_dir=tmp_path, disk_limit=1 << 20)
-    file = backends._spill_file(settings)
-    assert backends._spill_file(settings) is file and file.stats().limit_bytes == 1 << 20
+    file = spill.spill_file(settings)
+    assert spill.spill_file(settings) is file and file.stats().limit_bytes == 1 << 20
     actckpt.configure(disk_limit=2 << 20)
-    assert backends._spill_file(config.settings()).stats().limit_bytes == 2 << 20
+    assert spill.spill_file(config.settings()).stats().limit_bytes == 2 << 20

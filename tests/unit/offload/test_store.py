@@ -1,4 +1,4 @@
-"""CpuStore fulfils the Store protocol, with tensors of torch."""
+"""Engine and tier of a CpuStore, with tensors of torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from actckpt._offload.native import CpuStore, Kept, SpillWriteError
-from actckpt._offload.store import Store
+from actckpt._C import Kept, SpillWriteError
+from actckpt._offload.cpu import CpuStore
 
 
 def make(kind: str, folder: Path) -> CpuStore:
@@ -16,11 +16,11 @@ def make(kind: str, folder: Path) -> CpuStore:
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_a_tensor_makes_the_round_trip_through_the_protocol(kind: str, tmp_path: Path) -> None:
-    store: Store = make(kind, tmp_path)
+def test_a_tensor_makes_the_round_trip(kind: str, tmp_path: Path) -> None:
+    store = make(kind, tmp_path)
     tensor = torch.randn(300, 300)
     expected = tensor.clone()
-    ticket = store.put(tensor.data_ptr(), tensor.nbytes, tensor)
+    ticket = store.engine.put(tensor.data_ptr(), tensor.nbytes, store.tier, tensor)
     assert not isinstance(ticket, Kept)
     assert ticket.nbytes == tensor.nbytes
     store.flush()
@@ -32,7 +32,7 @@ def test_a_tensor_makes_the_round_trip_through_the_protocol(kind: str, tmp_path:
     ticket.unload()
     assert ticket.get() is None
     ticket.drop()
-    store.close()
+    store.engine.shutdown()
 
 
 def test_an_unwritable_folder_is_one_error(tmp_path: Path) -> None:

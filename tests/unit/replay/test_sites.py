@@ -26,9 +26,14 @@ def test_a_site_does_not_go_by_the_address_of_code_that_is_gone() -> None:
         site.num_calls = 1
 
 
-def test_sites_found_by_identity_are_bounded(monkeypatch: Any) -> None:
+def test_a_site_goes_by_what_the_code_does_where_two_begin_at_one_place() -> None:
+    one, other = (lambda x: x.sin()), (lambda x: x.cos())  # fmt: skip
+    assert site_of(audit.caller_of(one)) is site_of(audit.caller_of(one)) is not site_of(audit.caller_of(other))
+
+
+def test_what_is_remembered_of_code_is_bounded(monkeypatch: Any) -> None:
     monkeypatch.setattr(audit, "_MAX_SITES", 10)
-    codes = [compile(f"z = {number}", "made up", "exec") for number in range(30)]
+    codes = [compile(f"z = {number}", f"made up {number}", "exec") for number in range(30)]
     for code in codes:
         site_of((code, 1))
-    assert len(audit._by_identity) <= 10
+    assert len(audit._by_line) <= 10

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))  # te_fakes
 from te_fakes import VERSIONS, installed
 
 import actckpt
-from actckpt._core import random_state, state, stays
+from actckpt._core import extensions
 from actckpt.doctor import examine
 from actckpt.errors import TransformerEngineError
 from actckpt.te import registration
@@ -36,26 +36,26 @@ def test_importing_actckpt_loads_no_transformer_engine() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_provider_registers_itself_at_the_first_region_after_loading(version: str) -> None:
+def test_the_extension_is_registered_at_the_first_region_after_loading(version: str) -> None:
     _region()
-    assert not state.registered
+    assert not extensions.around_regions
     with installed(version):
-        assert not state.registered
+        assert not extensions.around_regions
         _region()
-        assert len(state.registered) == 1 and len(random_state.registered) == 1 and len(stays.rules) == 1
+        assert len(extensions.around_regions) == 1 and len(extensions.must_stay) == 1
         _region()
-        assert len(state.registered) == 1
-    assert not state.registered and not random_state.registered and not stays.rules
+        assert len(extensions.around_regions) == 1
+    assert not extensions.around_regions and not extensions.must_stay
 
 
 def test_a_package_that_is_still_being_imported_is_left_alone() -> None:
     with installed() as te:
         te.tree["transformer_engine.pytorch"].__spec__ = type("Spec", (), {"_initializing": True})()
         _region()
-        assert not state.registered
+        assert not extensions.around_regions
         te.tree["transformer_engine.pytorch"].__spec__._initializing = False
         _region()
-        assert state.registered
+        assert extensions.around_regions
 
 
 @pytest.mark.parametrize("missing", ["get_all_rng_states", "activation_recompute_forward"])

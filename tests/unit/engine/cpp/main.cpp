@@ -12,7 +12,7 @@
 #include "check.h"
 #include "engine/errors.h"
 #include "engine/host/host_engine.h"
-#include "engine/sim/run.h"
+#include "sim/run.h"
 #include "tier_tests.h"
 
 namespace actckpt {

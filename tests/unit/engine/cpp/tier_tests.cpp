@@ -15,6 +15,7 @@
 #include "engine/errors.h"
 #include "engine/protocol/device_engine.h"
 #include "engine/tiers/tiers.h"
+#include "sim/faulty_file_io.h"
 
 namespace actckpt {
 namespace {
@@ -193,8 +194,8 @@ void test_threads_share_tiers(const std::string& folder) {
 }
 
 void test_threads_over_a_failing_disk(const std::string& folder) {
-  auto io = std::make_shared<FaultyFileIo>();
-  Faults faults;
+  auto io = std::make_shared<sim::FaultyFileIo>();
+  sim::Faults faults;
   faults.fail_write_at = 40 * kGranule;
   io->set(faults);
   Rig rig(folder, io);

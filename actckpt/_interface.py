@@ -1,0 +1,40 @@
+"""All that `te` uses of the private rooms, besides `_core.extensions`. For the rest it uses public names.
+
+An extension (NOTE [ Extensions ]) says what regions and offloading are to do for a library. `te` also builds regions of
+its own: for that it asks what runs now, holds calls, and opens blocks of offloading.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from actckpt._C import EVERYTHING_STAYS
+from actckpt._core.random_state import GetTracker, is_capturing
+from actckpt._core.sites import is_code_running, modules_on_stack
+from actckpt._core.torch_private import Hooks, disable_dynamo, outer_hooks, without_tensor_hooks
+from actckpt._offload.session import DEFAULT_MIN_BYTES, Offloading, Session
+from actckpt._rerun.held_call import HeldCall, tensors_of
+
+__all__ = [
+    "DEFAULT_MIN_BYTES",
+    "GetTracker",
+    "HeldCall",
+    "Hooks",
+    "disable_dynamo",
+    "everything_stays",
+    "is_capturing",
+    "is_code_running",
+    "modules_on_stack",
+    "offloading_hooks",
+    "tensors_of",
+    "without_tensor_hooks",
+]
+
+
+def offloading_hooks(min_bytes: int) -> Hooks:
+    """Return (pack, unpack) that move tensors of at least `min_bytes` to a store and back."""
+    return Session("auto", min_bytes).hooks
+
+
+def everything_stays() -> AbstractContextManager[Any]:
+    """Return a context in which what operators save stays, also inside a block that offloads."""
+    return nullcontext() if outer_hooks() is None else Offloading("auto", EVERYTHING_STAYS)

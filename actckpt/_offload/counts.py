@@ -1,0 +1,66 @@
+"""What the stores of this process have counted, also those that new settings replaced."""
+
+import itertools
+import threading
+import weakref
+from collections import Counter
+from contextlib import suppress
+
+from actckpt import _C
+
+__all__ = ["note", "sums"]
+
+Engine = _C.HostEngine | _C.DeviceEngine
+
+_lock = threading.RLock()  # the garbage collector may end a store at any time, also while this thread sums up
+_keys = itertools.count()
+#: Engines, and what those counted that are gone.
+_counts: "dict[int, Engine | dict[str, float]]" = {}
+
+
+def note(store: object, engine: Engine) -> None:
+    """Count what `engine` does from now on; `store` is its only user."""
+    with _lock:
+        key = next(_keys)
+        _counts[key] = engine
+    weakref.finalize(store, _retire, key).atexit = False
+
+
+def _retire(key: int) -> None:
+    with _lock, suppress(_C.ForkedError):
+        engine = _counts[key]
+        assert not isinstance(engine, dict)
+        _counts[key] = {}
+        _counts[key] = _sums_of(engine.stats())
+
+
+def sums() -> "Counter[str]":
+    """Return sums by the names of `actckpt.Stats`."""
+    with _lock:
+        total: Counter[str] = Counter()
+        for found in list(_counts.values()):
+            total.update(found if isinstance(found, dict) else _sums_of(found.stats()))
+        return total
+
+
+def _sums_of(stats: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
+    found = {
+        "prefetched_reloads": stats.num_prefetched,
+        "late_reloads": stats.num_late,
+        "stall_seconds": stats.stall_seconds,
+        "failed_writes": stats.num_failed_writes,
+    }
+    if isinstance(stats, _C.HostStats):  # what is not written stays: the put itself always succeeds
+        kept = {
+            "kept_full": stats.num_full_writes,
+            "kept_failed": stats.num_failed_writes - stats.num_full_writes,
+            "kept_busy": stats.num_kept_busy,
+        }
+    else:
+        kept = {
+            "kept_full": stats.num_kept_full,
+            "kept_failed": stats.num_kept_failed,
+            "kept_busy": stats.num_kept_busy + stats.num_kept_behind,
+            "kept_capturing": stats.num_kept_capturing,
+        }
+    return found | kept

@@ -1,0 +1,79 @@
+"""The store of CPU tensors: a spill file, which worker threads write and read."""
+
+from typing import Any
+
+from actckpt import _C, config
+from actckpt._offload import counts, notices
+from actckpt._offload.spill import spill_file
+
+__all__ = ["CpuStore"]
+
+_UNLIMITED = (1 << 64) - 1
+#: glibc keeps freed blocks below its mmap threshold, which it raises by itself up to 32 MiB.
+_MMAP_THRESHOLD_BYTES = 1 << 20
+
+
+class CpuStore(_C.CpuStore):
+    """A store for CPU tensors: an engine and one of its tiers, where all bytes go. See csrc/bind/cpu_store.h."""
+
+    def __init__(self, engine: _C.HostEngine, tier: _C.ByteStore) -> None:
+        super().__init__(engine, tier)
+        counts.note(self, engine)
+
+    @classmethod
+    def from_settings(cls, settings: config.Settings) -> "CpuStore":
+        if settings.fix_malloc:
+            _C.fix_mmap_threshold(_MMAP_THRESHOLD_BYTES)
+        file = spill_file(settings)
+        store = cls.on_file(file, window_bytes=settings.window_bytes, num_workers=settings.num_workers)
+        notices.tell_of_threads(store.stats(), settings.num_workers)
+        return store
+
+    @classmethod
+    def on_disk(cls, folder: str, *, limit_bytes: int = _UNLIMITED, **engine: Any) -> "CpuStore":
+        """Spill to an unlinked file in `folder`.
+
+        Args:
+            limit_bytes: most bytes of live tickets in the file; what is above stays in memory.
+            engine: see `on_file`.
+        Raises:
+            SpillWriteError: no file can be made in `folder`.
+        """
+        return cls.on_file(_C.SpillFile(folder, limit_bytes=limit_bytes), **engine)
+
+    @classmethod
+    def on_file(cls, file: _C.SpillFile, *, window_bytes: int | None = 256 << 20, num_workers: int = 2) -> "CpuStore":
+        """Spill to a file that others may share.
+
+        Args:
+            window_bytes: most bytes waiting to be written; `put` waits (and helps) above it. None: follows the sizes
+                of what is stored, and `stats().window_bytes` tells.
+            num_workers: threads that copy; with 0 callers run every copy.
+        """
+        engine = _C.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
+        return cls(engine, _C.ByteStore.on_disk(file))
+
+    @classmethod
+    def in_memory(
+        cls, *, limit_bytes: int = _UNLIMITED, window_bytes: int | None = 256 << 20, num_workers: int = 2
+    ) -> "CpuStore":
+        """Copy to a host memory pool: saves nothing for CPU tensors, shows everything to tests."""
+        engine = _C.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
+        return cls(engine, _C.ByteStore.in_pool(_C.Pool(limit_bytes=limit_bytes)))
+
+    @property
+    def window_bytes(self) -> int:
+        """How many bytes may be on their way at once, as things stand."""
+        return self.stats().window_bytes
+
+    def poll(self) -> None:
+        """Release the sources whose copy has ended. Every other call does so too."""
+        self.engine.poll()
+
+    def flush(self) -> None:
+        """Wait until no copy to the store is queued or running."""
+        self.engine.flush()
+
+    def stats(self) -> _C.HostStats:
+        """Counters since the store was made."""
+        return self.engine.stats()

@@ -1,0 +1,95 @@
+"""What goes wrong in a store, but loses nothing: logged once per process and reason, so that no step fills the log."""
+
+import logging
+import threading
+
+from actckpt import _C
+
+__all__ = [
+    "tell_below_pinned",
+    "tell_kept",
+    "tell_of_failed_writes",
+    "tell_of_memory_folder",
+    "tell_of_threads",
+    "tell_of_writes",
+]
+
+_log = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_warned: set[str] = set()
+
+
+def _warn_once(reason: str, message: str, *args: object) -> None:
+    with _lock:
+        if reason in _warned:
+            return
+        _warned.add(reason)
+    _log.warning(message, *args)
+
+
+def tell_of_memory_folder(folder: str) -> None:
+    _warn_once(
+        f"in memory: {folder}",
+        "The spill folder %s is in memory (tmpfs): offloading to it frees nothing. Set another one with "
+        "actckpt.configure(spill_dir=...).",
+        folder,
+    )
+
+
+def tell_of_threads(found: _C.HostStats, num_asked: int) -> None:
+    """Tell if copies have fewer threads than they should."""
+    if found.num_workers < num_asked:
+        _warn_once(
+            "threads",
+            "Only %d of %d threads to copy to the spill file could be made: %s. %s Raise the limit of threads (ulimit "
+            "-u, pids.max of the cgroup) or of memory (ulimit -v), or ask for fewer with configure(num_workers=...).",
+            found.num_workers,
+            num_asked,
+            found.last_error,
+            "They copy all." if found.num_workers else "Callers copy, once max_inflight bytes wait.",
+        )
+
+
+def tell_of_writes(found: _C.HostStats) -> None:
+    """Tell of writes of CPU tensors that failed; those whose source was freed are no fault of the disk."""
+    tell_of_failed_writes(found.num_failed_writes - found.num_gone_sources, found.num_full_writes, found.last_error)
+
+
+def tell_of_failed_writes(num_failed: int, num_full: int, error: str) -> None:
+    """Tell of failed writes, each kind once: a disk that is full, and one that is broken."""
+    kept = "what could not be written stays in memory; nothing is lost. Told once; actckpt.stats() counts."
+    if num_full:
+        _warn_once("disk full", "The spill file is full: %s %s", kept, error)
+    if num_failed > num_full:
+        _warn_once("disk broken", "Writing to the spill file fails: %s %s", kept, error)
+
+
+def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int) -> None:
+    """Tell why a device tensor stays, unless that is as it should be."""
+    if why == _C.Kept.FULL:
+        pool = engine.pool_stats()
+        _warn_once(
+            "full",
+            "No store has room for %.1f MiB of a GPU tensor: it stays on the GPU. Pinned memory holds %.1f of at "
+            "most %.1f MiB. Raise configure(host_limit=...) or pageable_limit, or set spill_dir. Told once; "
+            "actckpt.stats().kept_full counts.",
+            nbytes / 2**20,
+            pool.stored_bytes / 2**20,
+            pool.limit_bytes / 2**20,
+        )
+    elif why in (_C.Kept.FAILED, _C.Kept.STRANDED):
+        _warn_once(
+            "device",
+            "A device call of the offload engine failed: nothing is moved any more, tensors stay on the GPU. %s",
+            engine.stats().last_error,
+        )
+
+
+def tell_below_pinned(tier: str) -> None:
+    _warn_once(
+        tier,
+        "Pinned host memory is full: GPU tensors go to %s, which is slower. Raise configure(host_limit=...) to "
+        "avoid it. Told once; actckpt.stats() counts.",
+        "the spill file" if tier == "disk" else "pageable memory",
+    )

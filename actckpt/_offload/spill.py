@@ -1,0 +1,33 @@
+"""The spill file of the settings in force: both stores write to it, since its limit is one."""
+
+import threading
+
+from actckpt import _C, config
+from actckpt._offload import notices
+
+__all__ = ["spill_file"]
+
+_UNLIMITED = (1 << 64) - 1
+
+_lock = threading.Lock()
+#: By the generation of the settings; one entry at most.
+_files: dict[int, _C.SpillFile] = {}
+
+
+def spill_file(settings: config.Settings) -> _C.SpillFile:
+    """Return the spill file, made at first use.
+
+    Raises:
+        SpillWriteError: no file can be made in the folder of the settings.
+    """
+    with _lock:
+        known = _files.get(config.generation)
+        if known is None:
+            folder = settings.spill_folder
+            if _C.is_memory_folder(folder):
+                notices.tell_of_memory_folder(folder)
+            limit = _UNLIMITED if settings.disk_limit is None else settings.disk_limit
+            known = _C.SpillFile(folder, limit_bytes=limit)
+            _files.clear()
+            _files[config.generation] = known
+        return known

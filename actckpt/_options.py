@@ -1,0 +1,185 @@
+"""The options of `checkpoint`: defined here once, passed whole, and checked."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from actckpt._core import messages, random_state
+from actckpt._text.operator_names import portable
+from actckpt.policies import Policy
+
+__all__ = [
+    "NEWER_KEYWORDS",
+    "TORCH_PARAMETERS",
+    "ApplyKeywords",
+    "CheckpointKeywords",
+    "CheckpointOptions",
+    "ContextFn",
+    "SequentialKeywords",
+    "check_call",
+    "check_no_call",
+]
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+#: Of the installed torch's checkpoint.
+TORCH_PARAMETERS = inspect.signature(torch_checkpoint.checkpoint).parameters
+
+
+class CheckpointOptions(NamedTuple):
+    """What `checkpoint` takes besides the function and its arguments; its docstring says what each means.
+
+    A named tuple, not a dataclass: one is made at every call, in a fifth of the time.
+    """
+
+    use_reentrant: bool | None = False
+    context_fn: ContextFn = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    preserve_rng_state: bool = True
+    early_stop: bool = True
+    respect_saved_tensors_hooks: bool | None = None
+    policy: Policy | None = None
+    offload_inputs: bool = False
+    rng_trackers: Sequence[random_state.GetTracker] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointOptions, tuple(map(portable, self))
+
+    @property
+    def is_rerun(self) -> bool:
+        """Whether the function runs again in backward, rather than single operators."""
+        return self.policy is None or self.policy == "recompute"
+
+    def check(self, kwargs: dict[str, Any]) -> None:
+        """Raise where an option has a bad value, or where two contradict each other.
+
+        Args:
+            kwargs: keywords of the function; options that only a newer torch has are taken out of them.
+        Raises:
+            ValueError: says which option, and what to pass.
+        """
+        if self.use_reentrant:
+            raise ValueError(
+                "checkpoint: use_reentrant=True is not supported; actckpt has the non-reentrant variant only, which "
+                "does all that the reentrant one does. Drop the keyword or pass use_reentrant=False, or keep "
+                "torch.utils.checkpoint.checkpoint for this call."
+            )
+        if self.policy is not None and self.context_fn is not noop_context_fn:
+            raise ValueError(
+                "checkpoint: policy= and context_fn= both say what to recompute. Pass one of the two; a policy "
+                "function of torch's create_selective_checkpoint_contexts can be passed as policy= unchanged."
+            )
+        if not self.is_rerun:
+            self.check_replays(f"policy={self.policy!r}")
+        if self.determinism_check not in ("default", "none"):
+            raise ValueError(
+                "checkpoint: determinism_check should be one of ['default', 'none'], but got "
+                f"{self.determinism_check!r}."
+            )
+        for name in NEWER_KEYWORDS.keys() & kwargs.keys():
+            if kwargs.pop(name) != NEWER_KEYWORDS[name]:
+                raise ValueError(
+                    f"checkpoint: the keyword {name!r} of torch {torch.__version__} is newer than this version of "
+                    f"actckpt, which honours its default {NEWER_KEYWORDS[name]!r} only. Leave it out."
+                )
+
+    def check_replays(self, what: str) -> None:
+        """Raise where an option is for reruns only, and `what` has operators replayed."""
+        if self.offload_inputs:
+            raise ValueError(
+                "checkpoint: offload_inputs=True goes with policy=None, whose reruns hold the inputs of the region. "
+                f"With this {what} operators are replayed: use a policy= function that returns Action.OFFLOAD where "
+                "its SavedTensorInfo.is_input is True."
+            )
+
+
+#: Keywords of the installed torch's checkpoint that came after this file was written, with their defaults.
+NEWER_KEYWORDS = {
+    name: parameter.default
+    for name, parameter in TORCH_PARAMETERS.items()
+    if parameter.default is not parameter.empty and name not in ("function", *CheckpointOptions._fields)
+}
+
+
+class _Keywords(TypedDict, total=False):
+    """The types of the options, for type checkers."""
+
+    context_fn: ContextFn
+    determinism_check: str
+    debug: bool
+    preserve_rng_state: bool
+    early_stop: bool
+    respect_saved_tensors_hooks: bool | None
+    offload_inputs: bool
+    rng_trackers: Sequence[random_state.GetTracker]
+
+
+class ApplyKeywords(_Keywords, total=False):
+    """What `apply` passes on to each block."""
+
+    use_reentrant: bool | None
+
+
+class SequentialKeywords(_Keywords, total=False):
+    """What `checkpoint_sequential` passes on to each piece."""
+
+    policy: Policy | None
+
+
+class CheckpointKeywords(ApplyKeywords, SequentialKeywords, total=False):
+    """All options."""
+
+
+def check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where what is to be called cannot be, or cannot take a keyword that was meant for `checkpoint`."""
+    if not callable(function):
+        kind = f"a tensor of shape {tuple(function.shape)}" if isinstance(function, torch.Tensor) else repr(function)
+        order = "The function comes first" if any(map(callable, args)) else "Pass it uncalled, its arguments after it"
+        raise TypeError(
+            f"checkpoint: {kind} is not a function. {order}: checkpoint(layer, x), not checkpoint(layer(x))."
+        )
+    for name in kwargs:
+        hint = _meant_for_us(name)
+        if hint and not _takes_keyword(function, name):
+            raise TypeError(
+                f"checkpoint: neither checkpoint nor {messages.name_of(function)} has a keyword {name!r}. {hint}"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _meant_for_us(name: str) -> str:
+    if name == "min_bytes":
+        return "To offload from a size on: with actckpt.offload(min_bytes=...): y = layer(x)."
+    near = difflib.get_close_matches(name, CheckpointOptions._fields, n=1, cutoff=0.8)
+    return f"Did you mean {near[0]}?" if near else ""
+
+
+def _takes_keyword(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(
+            function.forward if isinstance(function, torch.nn.Module) else function
+        ).parameters
+    except ValueError:  # a builtin that has none
+        return True
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def check_no_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where `checkpoint` got arguments for a function, but no function."""
+    if not args and not kwargs:
+        return
+    unexpected = [f"{len(args)} arguments"] * bool(args) + [f"keyword {name!r}" for name in kwargs]
+    near = [match for name in kwargs for match in difflib.get_close_matches(name, CheckpointOptions._fields, n=1)]
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    raise ValueError(
+        f"checkpoint: no function was given, but {', '.join(unexpected)}. Arguments go to the decorated function: "
+        f"checkpoint(use_reentrant=False)(fn)(*args).{hint}"
+    )

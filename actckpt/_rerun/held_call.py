@@ -1,0 +1,76 @@
+"""A call of a module, held so that it can be made again by an extension that builds the graph itself."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt import _C
+from actckpt._core import random_state, state, torch_private
+from actckpt._rerun.inputs import Call, Survey
+from actckpt._rerun.packed import held_inputs
+
+__all__ = ["HeldCall", "tensors_of"]
+
+
+class HeldCall:
+    """Inputs, random state and global state of a call that is about to be made.
+
+    Args:
+        module: whose parameters must be the same when the call is made again.
+        call: function, positional and keyword arguments.
+        get_trackers: return random state trackers, besides those of extensions.
+        hooks: (pack, unpack) for the tensors that are held; None: they are held as they are.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        call: Call,
+        get_trackers: Sequence[random_state.GetTracker],
+        hooks: torch_private.Hooks | None,
+    ) -> None:
+        self._inputs = held_inputs(*call, hooks)
+        self._parameters = _C.Parameters(module)
+        self._random = random_state.RandomState(self._inputs.devices, self._inputs.generators, get_trackers)
+        self._state = state.capture()
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self._inputs.name
+
+    def forward_done(self) -> None:
+        """To be called once the call has been made."""
+        self._inputs.forward_done()
+        self._parameters.forward_done()
+
+    def thaw(self) -> Call:
+        """Return the call, to make it again.
+
+        Raises:
+            InputChangedError: an input was changed since.
+            RerunMismatchError: a parameter was changed since.
+        """
+        self._parameters.check()
+        return self._inputs.thaw().call
+
+    @contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        """Run the body under random and global state of the call."""
+        with (
+            _C.Swap(self._random.outer_swap),
+            self._random.swapped_in(),
+            state.restored(self._state, state.capture()),
+        ):
+            yield
+
+
+def tensors_of(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a call leads to, each with its place in words."""
+    for place, tensor, _ in Survey(function, args, kwargs).tensors:
+        yield place, tensor

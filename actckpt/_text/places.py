@@ -1,0 +1,162 @@
+"""Places: the names of values, the same in every process and step.
+
+NOTE [ Places ]
+
+Rule 1. A place is a module, an operator (`aten.mm.default`), its occurrence and which of its results: first those that
+        it returns, then the arguments that it writes to, each from 0. The text is
+        `module::operator#occurrence.result`, with `@call` after the module in every call but the first.
+Rule 2. The module is the one whose call runs the operator, by its qualified name in the outermost module that runs, or
+        by the name of its type where it is that one. What torch puts around modules (`_orig_mod`, FSDP, checkpoint
+        wrappers, DDP) is left out. A module with several names has the first. Where no module runs: file and line of
+        the `with` statement, or of the function, that the region is around.
+Rule 3. Occurrences count per call of the module, over all operators of this name that the region records there. Calls
+        that run operators count per module name and step. A step is over when a backward reads what it saved, when all
+        that it saved is gone, or when its region raised.
+Rule 4. A region around a whole model and regions around its layers (`apply`) give the same places. Several regions in
+        one call of a module are several calls of it: operators between them are not recorded, so nothing counts them.
+Rule 5. Nothing of a place is an address, or hashed by Python: it is the same whatever PYTHONHASHSEED is. Modules
+        elsewhere in the model, or after this one, change nothing.
+"""
+
+import dataclasses
+import functools
+import re
+
+from actckpt._text.selectors import matches
+
+__all__ = ["Place", "Selector"]
+
+_FORM = "module::namespace.operator.overload#occurrence.result, for example layers.0.mlp::aten.mm.default#0.0"
+_CALL = re.compile(r"(?P<name>.*)@(?P<call>\d+)", re.DOTALL)
+_COUNTS = re.compile(r"(?P<operator>[^#]*)(?:#(?P<occurrence>\d+)(?:\.(?P<result>\d+))?)?")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Place:
+    """Where a value comes from: names it in every step and process. See NOTE [ Places ] in actckpt/_text/places.py.
+
+    Attributes:
+        module: qualified name of the module whose call made it; where none ran, `file:line` of the region.
+        operator: with its overload: `aten.mm.default`.
+        occurrence: how many operators of this name ran before it in this call of the module.
+        result: which result of the operator it is.
+        call: how many calls of the module in this step came before.
+
+    Example::
+
+        >>> from actckpt import Place
+        >>> place = Place.parse("layers.0.mlp@1::aten.mm.default#2.0")
+        >>> place.module, place.call, place.operator, place.occurrence, place.result
+        ('layers.0.mlp', 1, 'aten.mm.default', 2, 0)
+        >>> str(place)
+        'layers.0.mlp@1::aten.mm.default#2.0'
+    """
+
+    module: str
+    operator: str
+    occurrence: int = 0
+    result: int = 0
+    call: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.module:
+            raise ValueError(f"Place: the module is empty. A place is {_FORM}.")
+        if "." not in self.operator or not set(self.operator).isdisjoint(":#@"):
+            raise ValueError(f"Place: operator={self.operator!r} is no name of an operator, such as aten.mm.default.")
+        for name in ("occurrence", "result", "call"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ValueError(f"Place: {name}={count!r} is not a whole number from 0 on.")
+
+    def __str__(self) -> str:
+        is_ambiguous = self.call or _CALL.fullmatch(self.module)
+        call = f"@{self.call}" if is_ambiguous else ""
+        return f"{self.module}{call}::{self.operator}#{self.occurrence}.{self.result}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Place":
+        """Return the place that has a text; the inverse of `str`.
+
+        Raises:
+            ValueError: it is the text of none; says which part is wrong.
+        """
+        module, colons, rest = text.rpartition("::")
+        if not colons:
+            raise ValueError(f"{text!r} is no place: it has no '::'. A place is {_FORM}.")
+        counts = _COUNTS.fullmatch(rest)
+        if counts is None or counts["result"] is None:
+            raise ValueError(
+                f"{text!r} is no place: {rest!r} does not end with '#occurrence.result', two numbers. A place is "
+                f"{_FORM}."
+            )
+        module, call = _without_call(module)
+        try:
+            return cls(module, counts["operator"], int(counts["occurrence"]), int(counts["result"]), call or 0)
+        except ValueError as error:
+            raise ValueError(f"{text!r} is no place. {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Selector:
+    """A set of places: patterns (see `matches`) of modules and operators, and counts; None stands for any.
+
+    `"layers.*.mlp::aten.mm"`: what `mm` makes in these modules. Without `::` a text is the name of modules or of an
+    operator: operators have a dot (`"aten.mm"`: all overloads, `"aten.mm.default"`). `@1` after a module, `#0` and
+    `#0.1` after an operator fix call, occurrence and result.
+    """
+
+    module: str | None
+    operator: str | None
+    #: Of modules or of operators, where the text does not say of which.
+    name: str | None = None
+    call: int | None = None
+    occurrence: int | None = None
+    result: int | None = None
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def parse(cls, text: str) -> "Selector":
+        """Return the selector that has a text.
+
+        Raises:
+            ValueError: it is the text of none; says which part is wrong.
+        """
+        module, colons, rest = text.rpartition("::")
+        if not text or (colons and not (module and rest)):
+            raise ValueError(f"{text!r} selects nothing: a module and an operator go before and after '::'.")
+        counts = _COUNTS.fullmatch(rest)
+        if counts is None:
+            raise ValueError(f"{text!r}: after '#' goes an occurrence, or occurrence.result: numbers from 0 on.")
+        operator = counts["operator"]
+        occurrence, result = (None if counts[name] is None else int(counts[name]) for name in ("occurrence", "result"))
+        matches(operator, "")  # raises if it is no pattern
+        if not colons and occurrence is None:
+            name, call = _without_call(rest)
+            return cls(name, None, call=call) if call is not None else cls(None, None, name)
+        if "." not in operator and "**" not in operator:
+            raise ValueError(f"{text!r}: {operator!r} is no operator. Operators have a dot: aten.mm, aten.mm.default.")
+        if not colons:
+            return cls(None, operator, None, None, occurrence, result)
+        name, call = _without_call(module)
+        matches(name, "")
+        return cls(name, operator, None, call, occurrence, result)
+
+    def has(self, place: Place) -> bool:
+        """Whether a place is one of these."""
+        given = (self.call, place.call), (self.occurrence, place.occurrence), (self.result, place.result)
+        return all(one in (None, other) for one, other in given) and self.covers(place.module, place.operator)
+
+    def covers(self, module: str | None, operator: str) -> bool:
+        """Whether what an operator makes in a module may be at one of these places."""
+        operators = operator, operator.rpartition(".")[0]
+        if self.name is not None:
+            return any(matches(self.name, name) for name in (*operators, module or ""))
+        if self.operator is not None and not any(matches(self.operator, name) for name in operators):
+            return False
+        return self.module is None or (module is not None and matches(self.module, module))
+
+
+def _without_call(module: str) -> tuple[str, int | None]:
+    """Return a module and the number of its call, None where the text has none."""
+    found = _CALL.fullmatch(module)
+    return (module, None) if found is None else (found["name"], int(found["call"]))

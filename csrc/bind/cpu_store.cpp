@@ -1,0 +1,182 @@
+#include "bind/cpu_store.h"
+
+#include <exception>
+#include <utility>
+
+#include "core/names.h"
+#include "offload/bytes.h"
+
+namespace actckpt::python {
+namespace {
+
+// Throws what a call of the engine threw as the Python error that it is registered as.
+[[noreturn]] void throw_as_python() {
+  static auto* const rethrow = new py::cpp_function(
+      [](std::uintptr_t error) { std::rethrow_exception(*reinterpret_cast<const std::exception_ptr*>(error)); });
+  const std::exception_ptr error = std::current_exception();
+  (*rethrow)(reinterpret_cast<std::uintptr_t>(&error));
+  std::terminate();
+}
+
+// What `body` returns; throws Python errors only.
+template <typename Body>
+auto in_python(Body body) {
+  try {
+    return body();
+  } catch (const py::error_already_set&) {
+    throw;
+  } catch (...) {
+    throw_as_python();
+  }
+}
+
+class CpuTicket final : public StoreTicket {
+ public:
+  CpuTicket(CpuStore* store, TicketPtr ticket, PyObject* device)
+      : store_(store),
+        handle_(store->engine(), std::move(ticket)),
+        device_(py::reinterpret_borrow<py::object>(device)) {}
+
+  py::object fetch() override {
+    return in_python([this] {
+      store_->check_writes();
+      py::object found = handle_.get();
+      while (found.is_none()) {  // again where another thread unloads in between
+        const py::object buffer = new_buffer();
+        found = handle_.load(static_cast<std::uintptr_t>(address_of(buffer.ptr())), buffer);
+      }
+      return found;
+    });
+  }
+
+  py::object prefetch() override {
+    return in_python([this]() -> py::object {
+      py::object buffer = new_buffer();
+      if (handle_.prefetch(static_cast<std::uintptr_t>(address_of(buffer.ptr())), buffer)) return buffer;
+      return py::none();
+    });
+  }
+
+  void unload() override {
+    in_python([this] { handle_.unload(); });
+  }
+
+  void saved_again() override {}
+
+  py::object timing() const override { return py::cast(handle_.timing()); }
+
+ private:
+  py::object new_buffer() const { return allocate_bytes(static_cast<long long>(handle_.nbytes()), device_.ptr()); }
+
+  CpuStore* const store_;  // whose Python object outlives this
+  TicketHandle handle_;
+  const py::object device_;
+};
+
+}  // namespace
+
+TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nbytes,
+                    const std::shared_ptr<ByteStore>& tier, const py::object& keep, bool must) {
+  Reference reference(keep);
+  double waited = 0.0;
+  for (;;) {
+    Released released;
+    TicketPtr ticket = engine.try_put(source, nbytes, tier, reference.get(), &released);
+    if (ticket != nullptr) {
+      reference.commit();
+      ticket->timing->add_stall(waited);
+      drop_references(released);
+      return ticket;
+    }
+    drop_references(released);
+    if (!must) {
+      engine.count_kept_busy();
+      return nullptr;
+    }
+    const py::gil_scoped_release no_gil;
+    waited += engine.make_room(nbytes);
+  }
+}
+
+// So nobody can drop the reference before it is counted here.
+py::object TicketHandle::look(bool* busy) {
+  Released released;
+  const Lookup lookup = engine_->look(ticket_, &released);
+  *busy = lookup.found == Found::kBusy;
+  py::object kept = py::none();
+  if (lookup.keep != nullptr) {
+    kept = py::reinterpret_borrow<py::object>(static_cast<PyObject*>(lookup.keep));
+  }
+  drop_references(released);
+  return kept;
+}
+
+py::object TicketHandle::get() {
+  for (;;) {
+    bool busy = false;
+    py::object kept = look(&busy);
+    if (!busy) {
+      return kept;
+    }
+    const py::gil_scoped_release no_gil;
+    engine_->wait(ticket_);
+  }
+}
+
+bool TicketHandle::prefetch(std::uintptr_t ptr, const py::object& keep) {
+  Reference reference(keep);
+  Released released;
+  const bool taken = engine_->start_load(ticket_, to_pointer(ptr), reference.get(), &released);
+  if (taken) {
+    reference.commit();
+  }
+  drop_references(released);
+  return taken;
+}
+
+py::object TicketHandle::load(std::uintptr_t ptr, const py::object& keep) {
+  Reference reference(keep);
+  Released released;
+  bool taken = false;
+  {
+    const py::gil_scoped_release no_gil;
+    taken = engine_->load_here(ticket_, to_pointer(ptr), reference.get(), &released);
+  }
+  if (taken) {
+    reference.commit();
+  }
+  drop_references(released);
+  return get();
+}
+
+void TicketHandle::unload() {
+  Released released;
+  engine_->unload(ticket_, &released);
+  drop_references(released);
+}
+
+void TicketHandle::drop() {
+  Released released;
+  engine_->drop(ticket_, &released);
+  drop_references(released);
+}
+
+std::unique_ptr<StoreTicket> CpuStore::put(const Source& source, bool must) {
+  return in_python([&]() -> std::unique_ptr<StoreTicket> {
+    check_writes();
+    TicketPtr ticket = put_bytes(*engine_, to_pointer(static_cast<std::uintptr_t>(source.address)),
+                                 static_cast<std::size_t>(source.nbytes), tier_,
+                                 py::reinterpret_borrow<py::object>(source.bytes), must);
+    if (ticket == nullptr) return nullptr;
+    return std::make_unique<CpuTicket>(this, std::move(ticket), source.device);
+  });
+}
+
+void CpuStore::check_writes() {
+  if (engine_->num_failed_writes() == num_told_) return;
+  const HostStats found = engine_->stats();
+  num_told_ = found.num_failed_writes;
+  call(names().tell_of_writes, py::cast(found).ptr());
+}
+
+}  // namespace actckpt::python

@@ -1,0 +1,72 @@
+// A host engine's tickets as Python sees them, and the store of CPU tensors that the hooks of offloading call directly.
+//
+// Thread rule: GIL held; what waits releases it. Ownership: tickets share the engine, and those of a store are used
+// while its Python object lives.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "bind/engine.h"
+#include "engine/host/host_engine.h"
+#include "offload/store.h"
+
+namespace actckpt::python {
+
+using EnginePtr = std::shared_ptr<HostEngine>;
+
+// Takes `keep`, which keeps the bytes alive and unchanged, and queues the write. Waits while the window is full; null
+// instead unless `must`.
+TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nbytes,
+                    const std::shared_ptr<ByteStore>& tier, const py::object& keep, bool must);
+
+// Its end is the ticket's drop.
+class TicketHandle {
+ public:
+  TicketHandle(EnginePtr engine, TicketPtr ticket) : engine_(std::move(engine)), ticket_(std::move(ticket)) {}
+  TicketHandle(const TicketHandle&) = delete;
+  TicketHandle& operator=(const TicketHandle&) = delete;
+  ~TicketHandle() { drop(); }
+
+  std::size_t nbytes() const { return ticket_->bytes; }
+  TimingPtr timing() const { return ticket_->timing; }
+
+  // Keeps the GIL where the answer is known, else releases it and waits. None: `load` must bring the bytes back.
+  py::object get();
+  // Keeps the GIL: queues.
+  bool prefetch(std::uintptr_t ptr, const py::object& keep);
+  // Releases the GIL: reads.
+  py::object load(std::uintptr_t ptr, const py::object& keep);
+  // Keep the GIL: a leaf lock.
+  void unload();
+  void drop();
+
+ private:
+  py::object look(bool* busy);
+
+  const EnginePtr engine_;
+  const TicketPtr ticket_;
+};
+
+// Moves CPU tensors to one tier of an engine.
+class CpuStore final : public Store {
+ public:
+  CpuStore(EnginePtr engine, std::shared_ptr<ByteStore> tier) : engine_(std::move(engine)), tier_(std::move(tier)) {}
+
+  std::unique_ptr<StoreTicket> put(const Source& source, bool must) override;
+  EnginePtr engine() const { return engine_; }
+  std::shared_ptr<ByteStore> tier() const { return tier_; }
+
+  // Tells of writes that failed meanwhile; their tensors stayed.
+  void check_writes();
+
+ private:
+  const EnginePtr engine_;
+  const std::shared_ptr<ByteStore> tier_;
+  std::uint64_t num_told_ = 0;
+};
+
+}  // namespace actckpt::python

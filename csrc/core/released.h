@@ -1,0 +1,29 @@
+// Counting what a holder of bytes gives back when it is asked to make room (actckpt/_core/pressure.py).
+#pragma once
+
+#include <vector>
+
+#include "core/python.h"
+
+namespace actckpt {
+
+class Released {
+ public:
+  // `wanted`: an int of Python, how many bytes are asked for.
+  explicit Released(PyObject* wanted);
+
+  bool is_enough() const { return nbytes_ >= wanted_; }
+  long long nbytes() const { return nbytes_; }
+
+  // Lets go of tensors, and counts the storages that are gone then: others may hold some of them. Freeing may run
+  // Python code.
+  void free(std::vector<py::object> tensors);
+
+  void add(long long nbytes) { nbytes_ += nbytes; }
+
+ private:
+  long long wanted_;
+  long long nbytes_ = 0;
+};
+
+}  // namespace actckpt

@@ -1,0 +1,93 @@
+"""2,000 offloads of each kind give every reference back: references.py tells how."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sim
+import torch
+from offload_oracle import flush, store_of_kind, two_tensor, using
+from oracle import leaf, ours
+from references import STEPS, SavesBoth, assert_references_flat, chain, fails, sines
+from te_fakes import Recipe, installed
+
+import actckpt
+
+
+def _overlapping(x: torch.Tensor) -> torch.Tensor:
+    h = (x * 2).view(-1)
+    return h[0:5].sin().sum() + h[3:8].exp().sum() + h.exp().sum()
+
+
+def _both_kinds(x: torch.Tensor) -> torch.Tensor:
+    y = ours(sines, x * 2)
+    with actckpt.region(["aten.sin"]):
+        return y.sin().exp().cos()
+
+
+def _of_a_subclass(x: torch.Tensor) -> torch.Tensor:
+    return SavesBoth.apply(x, two_tensor(2, 4))
+
+
+OFFLOADED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "chain": lambda x: chain(x * 2),
+    "overlapping": _overlapping,
+    "regions inside": _both_kinds,
+    "subclass": _of_a_subclass,
+    "failing forward": fails,
+}
+
+
+@contextmanager
+def _failing_store(folder: Path) -> Iterator[None]:
+    io = sim.FaultyFileIo()
+    faults = sim.Faults()
+    faults.fail_write_at, faults.write_errno = 0, errno.ENOSPC
+    with using(sim.disk_store(str(folder), io, num_workers=0)):
+        io.set(faults)
+        yield
+
+
+STORES: dict[str, Callable[[Path], Any]] = {
+    "memory": lambda folder: store_of_kind("memory", num_workers=0),
+    "disk": lambda folder: store_of_kind("disk", num_workers=0),
+    "full disk": _failing_store,
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("program", OFFLOADED)
+def test_offloading_gives_every_reference_back(program: str, store: str, tmp_path: Path) -> None:
+    x = leaf(2, 4)
+
+    def step() -> None:
+        with suppress(KeyError):
+            with actckpt.offload(min_bytes=0):
+                y = OFFLOADED[program](x)
+            flush()
+            y.sum().backward()
+
+    with STORES[store](tmp_path):
+        assert_references_flat(step, STEPS if store == "memory" else STEPS // 4)
+
+
+# TransformerEngine's modules, as fakes.
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "region", "offload"])
+def test_quantized_modules_give_every_reference_back(kind: str) -> None:
+    with installed() as te:
+        layer, x = te.Linear(4), leaf(2, 4)
+        around = {"checkpoint": nullcontext, "region": actckpt.region, "offload": lambda: actckpt.offload(min_bytes=0)}
+
+        def step() -> None:
+            with te.autocast(True, Recipe("delayed")), around[kind]():
+                y = ours(layer, x) if kind == "checkpoint" else layer(x)
+            y.sum().backward()
+
+        assert_references_flat(step)

@@ -1,0 +1,441 @@
+"""Places: the names of values, and policies that are tables of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+
+import actckpt
+from actckpt import Action, Place
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.mlp(self.norm(x))).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(depth)])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).exp()
+
+
+def _input() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, 8, requires_grad=True)
+
+
+def _places(report: Any) -> list[str]:
+    return [value.as_dict()["place"] for value in report.values if value.place is not None]
+
+
+def _in_one_region(model: Any, x: Tensor, policy: Any = "recompute") -> list[str]:
+    with actckpt.region(policy) as region:
+        y = model(x)
+    y.sum().backward()
+    return _places(region.report())
+
+
+def _gradients(model: nn.Module, run: Any) -> list[Tensor]:
+    model.zero_grad()
+    x = _input()
+    run(x).sum().backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+_LAYER = [
+    "norm::aten.native_layer_norm.default#0.1",
+    "norm::aten.native_layer_norm.default#0.2",
+    "norm::aten.native_layer_norm.default#0.0",
+    "mlp.0::aten.addmm.default#0.0",
+    "mlp.1::aten.gelu.default#0.0",
+]
+
+
+def test_a_report_has_the_place_of_each_value_and_places_do_not_change_from_step_to_step() -> None:
+    model = Model()
+    steps = [_in_one_region(model, _input()) for _ in range(3)]
+    assert steps[0] == steps[1] == steps[2]
+    assert len(set(steps[0])) == len(steps[0])
+    for layer in ("layers.0", "layers.1"):
+        assert {f"{layer}.{place}" for place in _LAYER} | {f"{layer}::aten.tanh.default#0.0"} <= set(steps[0])
+    assert "Model::aten.exp.default#0.0" in steps[0]
+    assert {str(Place.parse(place)) for place in steps[0]} == set(steps[0])
+
+
+def test_regions_around_layers_and_one_around_the_model_give_the_same_places() -> None:
+    model = Model()
+    whole = set(_in_one_region(model, _input()))
+    seen: set[str] = set()
+
+    def policy(info: actckpt.SavedTensorInfo) -> Action:
+        if info.place is not None:
+            seen.add(str(info.place))
+        return Action.RECOMPUTE
+
+    actckpt.apply(model, policy=policy, blocks="layers.*")
+    for _ in range(2):
+        model(_input()).sum().backward()
+    assert seen == {place for place in whole if place.startswith("layers.")}
+
+
+def test_modules_that_are_added_elsewhere_change_no_places() -> None:
+    model = Model()
+    before = set(_in_one_region(model, _input()))
+    model.other = nn.Linear(3, 3)
+    model.layers[1].mlp.append(nn.Dropout(0.5))
+    model.layers.append(Block())
+    _in_one_region(model, _input())  # leaves the known structures in the middle: names are looked up from the next on
+    assert before < set(_in_one_region(model, _input()))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.other = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.odd = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        x = self.one(x).exp() if self.odd else self.other(x.sin()).exp()
+        return x.exp()
+
+
+def test_a_region_that_goes_other_ways_has_the_names_of_the_way_that_it_went() -> None:
+    model = Branching()
+    found: dict[bool, list[list[str]]] = {True: [], False: []}
+    for step in range(8):
+        model.odd = step % 3 == 0
+        with actckpt.region() as region:
+            y = model(_input())
+        found[model.odd].append(_places(region.report()))
+        y.sum().backward()
+    for ways in found.values():
+        assert ways[-1] == ways[-2]
+    assert found[True][0] == found[True][-1]
+    assert "Branching::aten.exp.default#1.0" in found[False][-1]
+
+
+def test_models_of_one_structure_do_not_take_each_others_names() -> None:
+    one, other = (nn.Sequential(), nn.Sequential())
+    for model, name in ((one, "one"), (other, "other")):
+        model.add_module("norm", nn.LayerNorm(8))
+        model.add_module(name, nn.Sigmoid())
+    for _ in range(3):
+        assert _in_one_region(one, _input())[-1] == "one::aten.sigmoid.default#0.0"
+        assert _in_one_region(other, _input())[-1] == "other::aten.sigmoid.default#0.0"
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(x).exp()).exp()
+
+
+def test_calls_of_a_shared_module_count_per_step_and_occurrences_per_call() -> None:
+    model = Shared()
+    expected = {
+        "inner.1::aten.sigmoid.default#0.0",
+        "inner.1@1::aten.sigmoid.default#0.0",
+        "Shared::aten.exp.default#0.0",
+        "Shared::aten.exp.default#1.0",
+    }
+    for _ in range(3):
+        assert expected <= set(_in_one_region(model, _input()))
+
+
+def test_calls_count_over_the_regions_of_a_step() -> None:
+    layer = nn.Sigmoid()
+    for _ in range(3):
+        x, found = _input(), []
+        for _ in range(3):
+            with actckpt.region() as region:
+                x = layer(x).exp()
+            found.append(region)
+        x.sum().backward()
+        assert [_places(region.report())[0] for region in found] == [
+            "Sigmoid::aten.sigmoid.default#0.0",
+            "Sigmoid@1::aten.sigmoid.default#0.0",
+            "Sigmoid@2::aten.sigmoid.default#0.0",
+        ]
+
+
+def test_a_step_without_a_backward_ends_with_what_it_saved() -> None:
+    layer = nn.Sigmoid()
+    for _ in range(3):
+        with actckpt.region() as region:
+            layer(_input())
+        assert _places(region.report()) == ["Sigmoid::aten.sigmoid.default#0.0"]
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Shared()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            self.inner(x)
+            raise KeyError
+        except KeyError:
+            x = x.exp()
+        x = self.inner(x)
+        if self.fails:
+            raise ValueError("out of memory, or so")
+        return x.exp()
+
+
+def test_exceptions_inside_and_through_regions_leave_the_places_as_they_are() -> None:
+    model = Failing()
+    before = _in_one_region(model, _input())
+    assert "Failing::aten.exp.default#1.0" in before and "inner.inner.1@3::aten.sigmoid.default#0.0" in before
+    model.fails = True
+    kept = []
+    for _ in range(2):
+        try:
+            _in_one_region(model, _input())
+        except ValueError as error:
+            kept.append(error)  # with its frames, and all that the region saved
+    model.fails = False
+    assert len(kept) == 2 and _in_one_region(model, _input()) == before
+
+
+def test_frames_are_not_held_once_a_region_has_closed() -> None:
+    class Local(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append(weakref.ref(x))
+            return x.exp()
+
+    alive: list[Any] = []
+    with actckpt.region() as region:
+        Local()(_input())
+    assert [one() for one in alive] == [None]
+    assert _places(region.report()) == ["Local::aten.exp.default#0.0"]
+
+
+def test_where_no_module_runs_the_line_of_the_region_stands_for_it() -> None:
+    x = _input()
+    line = sys._getframe().f_lineno + 1
+    with actckpt.region() as region:
+        x.sin().exp().sum()
+    assert _places(region.report()) == [f"test_places.py:{line}::aten.exp.default#0.0"]
+
+
+def test_what_torch_wraps_modules_in_is_left_out() -> None:
+    model = Model()
+    before = _in_one_region(model, _input())
+
+    class _Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self._checkpoint_wrapped_module = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self._checkpoint_wrapped_module(x)
+
+    model.layers[0] = _Checkpointed(model.layers[0])
+    assert _in_one_region(model, _input()) == before
+
+
+# Tables
+
+
+def _becomes(policy: Any, model: nn.Module | None = None) -> dict[str, str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with actckpt.region(policy) as region:
+            y = (model or Model())(_input())
+    y.sum().backward()
+    found = [value.as_dict() for value in region.report().values]
+    return {value["place"]: value["action"] for value in found if value["place"] is not None}
+
+
+def test_a_table_decides_by_place_and_the_rest_is_recomputed() -> None:
+    everything = _becomes("recompute")
+    place = "layers.1.mlp.1::aten.gelu.default#0.0"
+    found = _becomes({Place.parse(place): Action.KEEP})
+    assert {key for key, action in found.items() if action == "keep"} == {place}
+    assert found.keys() == everything.keys()
+    assert _becomes({place: "keep"}) == found
+
+
+def test_selectors_name_sets_of_places_a_place_wins_and_then_the_last_entry() -> None:
+    table = {
+        "layers.0.mlp.1::aten.gelu.default#0.0": "recompute",
+        "**::aten.gelu": "offload",
+        "layers.*.mlp.1::aten.gelu": "keep",
+        torch.ops.aten.tanh: "keep",
+        "**.norm": "keep",
+    }
+    found = _becomes(table)
+    assert found["layers.0.mlp.1::aten.gelu.default#0.0"] == "recompute"
+    assert found["layers.1.mlp.1::aten.gelu.default#0.0"] == "keep"
+    assert {found[f"layers.{i}::aten.tanh.default#0.0"] for i in (0, 1)} == {"keep"}
+    assert {found[f"layers.1.norm::aten.native_layer_norm.default#0.{i}"] for i in (0, 1, 2)} == {"keep"}
+    assert found["layers.0.mlp.0::aten.addmm.default#0.0"] == "recompute"
+
+
+def test_results_of_one_operator_may_have_actions_of_their_own() -> None:
+    found = _becomes({"layers.0.norm::aten.native_layer_norm.default#0.1": "keep"})
+    of = {i: found[f"layers.0.norm::aten.native_layer_norm.default#0.{i}"] for i in (0, 1, 2)}
+    assert of == {0: "recompute", 1: "keep", 2: "recompute"}
+
+
+def test_a_table_goes_by_the_call_of_a_shared_module() -> None:
+    found = _becomes({"inner.1@1::aten.sigmoid.default#0.0": "keep"}, Shared())
+    assert found["inner.1@1::aten.sigmoid.default#0.0"] == "keep"
+    assert found["inner.1::aten.sigmoid.default#0.0"] == "recompute"
+
+
+_TABLES: dict[str, Any] = {
+    "by place": {"layers.1.mlp.1::aten.gelu.default#0.0": "keep", "layers.0.mlp.0::aten.addmm.default#0.0": "offload"},
+    "by selector": {"**::aten.addmm": Action.KEEP, "**.norm": "offload", "head": "prefer_offload"},
+    "all kept": {"**": "keep"},
+    "one result": {"**.norm::**#0.1": "keep"},
+}
+
+
+@pytest.mark.parametrize("name", _TABLES)
+@pytest.mark.parametrize("way", ["region", "checkpoint", "apply"])
+def test_gradients_under_tables_are_those_of_plain_training(name: str, way: str) -> None:
+    model, table = Model(), _TABLES[name]
+    expected = _gradients(model, model)
+
+    def in_region(x: Tensor) -> Tensor:
+        with actckpt.region(table):
+            return model(x)  # type: ignore[no-any-return]
+
+    runs: dict[str, Any] = {"region": in_region, "checkpoint": lambda x: actckpt.checkpoint(model, x, policy=table)}
+    if way == "apply":
+        actckpt.apply(model, policy=table, blocks="layers.*")
+        model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*names in its first.*")
+        for _ in range(3):
+            assert_equal(_gradients(model, runs.get(way, model)), expected)
+
+
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [
+        ({"layers.0::aten.mmm.default#0.0": "keep"}, "aten.mmm.default. Nearest: .*aten.mm"),
+        ({"layers.*::aten.addmn": "keep"}, "aten.addmn. Nearest: .*aten.addmm"),
+        ({"aten.addmn": "keep"}, "aten.addmn. Nearest: .*aten.addmm"),
+        ({"layers.*::addmm": "keep"}, "Operators have a dot"),
+        ({"layers.0::aten.mm": "kep"}, "Did you mean 'keep'"),
+        ({3: "keep"}, "the key 3 of the dict is a int"),
+        ({Model: "keep"}, "is a type. Pass an actckpt.Place"),
+    ],
+)
+def test_a_wrong_table_is_refused_with_what_is_near(table: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        actckpt.region(table)
+
+
+def test_entries_that_match_nothing_are_reported_with_the_nearest_place_and_told_if_none_matches() -> None:
+    model = Model()
+    with actckpt.region({"head": "keep", "layers.0.mpl.1::aten.gelu.default#0.0": "keep"}) as region:
+        model(_input())
+    (idle,) = region.report().operators_not_run
+    assert idle.startswith("layers.0.mpl.1::aten.gelu") and "layers.0.mlp.1::aten.gelu.default#0.0" in idle
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            _in_one_region(model, _input(), {"layer.0": "keep"})
+    assert [str(one.message).count("none of the places that its policy names") for one in told] == [1]
+
+
+def test_a_table_of_a_whole_model_does_not_warn_in_regions_where_none_of_it_runs() -> None:
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            x = _input()
+            for layer in (*model.layers, model.head):
+                with actckpt.region({"Linear": "keep"}):
+                    x = layer(x)
+            x.exp().sum().backward()
+
+
+def test_opaque_takes_selectors() -> None:
+    model = Model()
+    actckpt.configure(opaque=["layers.0.mlp.*::aten.gelu", "layers.1.norm"])
+    try:
+        with actckpt.region() as region:
+            model(_input())
+    finally:
+        actckpt.configure(opaque=())
+    kept = {str(value.place) for value in region.report().values if value.why.startswith("configure(opaque")}
+    norm = "layers.1.norm::aten.native_layer_norm.default#0."
+    assert kept == {"layers.0.mlp.1::aten.gelu.default#0.0", f"{norm}0", f"{norm}1", f"{norm}2"}
+
+
+def test_a_table_under_torch_compile_is_refused_by_name() -> None:
+    layer = nn.Linear(8, 8)
+    run = torch.compile(
+        lambda x: actckpt.checkpoint(layer, x, policy={"aten.addmm": "keep"}), fullgraph=True, backend="eager"
+    )
+    with pytest.raises(Exception, match=r"actckpt.checkpoint: this policy cannot be honoured under torch.compile"):
+        run(_input())
+
+
+_PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+if sys.argv[2] == "1":  # other addresses, other modules
+    import decimal, sqlite3
+    heap = [object() for _ in range(10**5)]
+import torch, actckpt
+from actckpt._replay import audit
+from test_places import Model, _input, _in_one_region, _TABLES
+torch.set_num_threads(1)
+model = Model()
+places = [_in_one_region(model, _input(), table) for table in ("recompute", *_TABLES.values())]
+for _ in range(2):  # later ones go by what was measured
+    with actckpt.region("prefer_offload") as region:
+        y = model(_input())
+    y.sum().backward()
+keys = [str(key).replace(sys.argv[1], "") for key in audit._by_code]
+sites = [(sorted(site.structures), sorted(site.audited), sorted(map(str, site.modules.items())), site.where)
+         for site in audit._by_code.values()]
+plans = [sorted(map(str, site.steps._plan._timings)) for site in audit._by_code.values() if site.steps._plan]
+print(json.dumps([places, keys, sites, plans]))
+"""
+
+
+def test_what_outlives_a_step_is_the_same_in_every_process() -> None:
+    folder = str(Path(__file__).parent)
+    found = []
+    for seed in ("0", "1", "77"):
+        path = f"{os.environ.get('PYTHONPATH', '')}:{folder}/.."
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        run = [sys.executable, "-W", "ignore", "-c", _PROGRAM, folder, str(int(seed != "0"))]
+        found.append(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
+    assert found[0] == found[1] == found[2] and "layers.0.mlp.1::aten.gelu" in found[0]

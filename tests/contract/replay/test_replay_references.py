@@ -1,0 +1,177 @@
+"""2,000 replays of each kind give every reference back: references.py tells how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from oracle import SavingSquare, leaf, ours
+from references import assert_references_flat, chain, fails, sines
+
+import actckpt
+
+_normed = torch.nn.BatchNorm1d(4)
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    before = actckpt.configure()
+    yield
+    actckpt.configure(audit=before.audit, opaque=before.opaque, replay_window=before.replay_window)
+
+
+def _replayed(x: torch.Tensor, policy: Any) -> None:
+    with actckpt.region(policy):
+        y = chain(x)
+    y.sum().backward()
+
+
+def _by_value(info: Any) -> actckpt.Action:
+    return actckpt.Action.KEEP if info.index else actckpt.Action.RECOMPUTE
+
+
+POLICIES: dict[str, Any] = {
+    "keep": "keep",
+    "recompute": "recompute",
+    "offload": "offload",
+    "prefer_offload": "prefer_offload",
+    "list": ["aten.exp"],
+    "per op": actckpt.policies.PerOp({"aten.sin": "keep", "aten.exp": "offload"}, default="recompute"),
+    "by value": _by_value,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_policy_gives_every_reference_back(policy: str) -> None:
+    x = leaf(2, 4)
+    assert_references_flat(lambda: _replayed(x, POLICIES[policy]))
+
+
+def _in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    y[0] = y[1] * 2
+    return y.mul_(2).add_(x).exp_()
+
+
+def _filled(x: torch.Tensor) -> torch.Tensor:
+    buffer = torch.empty(2, 4)
+    buffer[0] = x[0].sin()
+    buffer[1] = x[1].cos()
+    return buffer.exp() * torch.rand(4)
+
+
+_buffer = torch.ones(4)
+
+
+def _buffers(x: torch.Tensor) -> torch.Tensor:
+    _buffer.mul_(0.5).add_(1)
+    return _normed(x.sin()).exp() * _buffer
+
+
+_weight = torch.nn.Parameter(torch.randn(4, 4))
+
+
+def _casts(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ _weight).tanh() @ _weight
+
+
+def _function(x: torch.Tensor) -> torch.Tensor:
+    return SquareAndBack.apply(x.sin()) * x
+
+
+class SquareAndBack(SavingSquare):
+    """Saves its argument."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def _nested(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    with actckpt.region(["aten.tanh"]):
+        y = y.exp().tanh().cos()
+    return ours(sines, y).cos()
+
+
+def _many(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().tanh().cos().sigmoid().exp().sin().sum() + x.sort(0)[0].exp().var(1).sum()
+
+
+PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in place": _in_place,
+    "filled": _filled,
+    "buffers": _buffers,
+    "casts": _casts,
+    "function": _function,
+    "nested": _nested,
+    "many": _many,
+    "failing forward": fails,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_recorded_program_gives_every_reference_back(program: str) -> None:
+    x = leaf(2, 4)
+
+    def step() -> None:
+        with suppress(KeyError):
+            with actckpt.region():
+                y = PROGRAMS[program](x)
+            y.float().sum().backward()
+
+    assert_references_flat(step)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"audit": "always"}, {"audit": "off"}, {"opaque": ["aten.exp", "aten.mul"]}, {"replay_window": 40}],
+    ids=str,
+)
+def test_replays_under_each_setting_give_every_reference_back(changes: dict[str, Any]) -> None:
+    actckpt.configure(**changes)
+    x = leaf(2, 4)
+
+    def step() -> None:
+        with actckpt.region():
+            y = _many(x)
+        y.backward()
+
+    assert_references_flat(step)
+
+
+def _by_retained(y: torch.Tensor, x: torch.Tensor) -> None:
+    torch.autograd.grad(y, x, retain_graph=True)
+    y.backward()
+
+
+def _by_double(y: torch.Tensor, x: torch.Tensor) -> None:
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    grad.sum().backward()
+
+
+def _by_failing(y: torch.Tensor, x: torch.Tensor) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError(grad)
+
+    handle = x.register_hook(fail)
+    with suppress(KeyError):
+        y.backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("backward", [_by_retained, _by_double, _by_failing, lambda y, x: None])
+def test_replays_give_every_reference_back_however_backward_goes(backward: Callable[..., None]) -> None:
+    x = leaf(2, 4)
+
+    def step() -> None:
+        with actckpt.region():
+            y = _many(x)
+        backward(y, x)
+
+    assert_references_flat(step)

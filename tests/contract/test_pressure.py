@@ -1,0 +1,280 @@
+"""Making room: what holders give up comes back bit-identical, whenever, wherever and however often they are asked."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from offload_oracle import flush, store_of_kind
+from test_backward_ends import METHODS, _graph, _layers, _live_bytes, _on_few_bytes, _plain
+from torch import Tensor
+
+import actckpt
+from actckpt import _C, _bind
+from actckpt._core import pressure, torch_private
+from actckpt.memory import LiveStorages
+
+_ALL = 1 << 60
+_METHODS = pytest.mark.parametrize("method", METHODS)
+_PROGRAMS = pytest.mark.parametrize("program", [_layers, _on_few_bytes], ids=["layers", "on few bytes"])
+_RETAINS = pytest.mark.parametrize("retain", [True, False], ids=["retained", "not retained"])
+#: Which holder a way back fills.
+_HOLDERS = {
+    "rerun": "rerun values",
+    "replay from kept values": "replay caches",
+    "replay": "replay caches",
+    "replay from a store": "replay caches",
+    "offload": "read-ahead",
+}
+#: Where a backward frees its graph, what these replayed from is gone soon.
+_FROM_OTHERS = ("replay from kept values", "replay from a store")
+
+
+@pytest.fixture(autouse=True)
+def _setup() -> Iterator[None]:
+    before = actckpt.configure().audit
+    actckpt.configure(audit="off")
+    with store_of_kind("memory"):
+        yield
+    actckpt.configure(audit=before)
+
+
+@contextmanager
+def pressed_inside(press: Callable[[], object]) -> Iterator[None]:
+    """Press wherever the extension asks which backward is under way: before anything is brought back."""
+    is_pressing = threading.local()
+
+    def graph_task_id() -> int:
+        if not getattr(is_pressing, "now", False):
+            is_pressing.now = True
+            try:
+                press()
+            finally:
+                is_pressing.now = False
+        return torch_private.current_graph_task_id()
+
+    _C.connect(_bind.NAMES | {"graph_task_id": graph_task_id})
+    try:
+        yield
+    finally:
+        _C.connect(_bind.NAMES)
+
+
+def _gradients(method: str, program: Any, press: Callable[[], object], retain: bool) -> list[Tensor]:
+    graph = _graph(METHODS[method], program)
+    graph.middle.register_hook(lambda grad: press() and None)
+    graph = graph._replace(middle=graph.loss)
+    found = list(torch.autograd.grad(graph.loss, graph.inputs, retain_graph=retain))
+    if retain:
+        again = torch.autograd.grad(graph.loss, graph.inputs)
+        assert all(map(torch.equal, found, again))
+    return found
+
+
+def _expected(program: Any) -> list[Tensor]:
+    graph = _graph(_plain, program)
+    return list(torch.autograd.grad(graph.loss, graph.inputs))
+
+
+@_METHODS
+@_PROGRAMS
+@_RETAINS
+def test_pressing_in_the_middle_of_a_backward_gives_equal_gradients(method: str, program: Any, retain: bool) -> None:
+    given: list[dict[str, int]] = []
+    found = _gradients(method, program, lambda: given.append(pressure.release(_ALL)), retain)
+    assert all(map(torch.equal, found, _expected(program)))
+    if method in _HOLDERS and (retain or method not in _FROM_OTHERS):
+        assert given[0][_HOLDERS[method]] > 0, given
+
+
+@_METHODS
+@_PROGRAMS
+@_RETAINS
+def test_pressing_before_every_unpack_gives_equal_gradients(method: str, program: Any, retain: bool) -> None:
+    with pressed_inside(lambda: pressure.release(_ALL)):
+        found = _gradients(method, program, lambda: None, retain)
+    assert all(map(torch.equal, found, _expected(program)))
+
+
+@pytest.mark.parametrize("method", ["rerun", "replay", "replay from kept values"])
+def test_as_many_bytes_are_free_as_the_holder_says(method: str) -> None:
+    with LiveStorages() as live:
+        graph = _graph(METHODS[method], _layers)
+        seen: list[tuple[int, int]] = []
+
+        def hook(grad: Tensor) -> None:
+            before = live.live_bytes
+            given = pressure.release(_ALL)
+            seen.append((sum(given.values()), before - live.live_bytes))
+
+        graph.middle.register_hook(hook)
+        torch.autograd.grad(graph.loss, graph.inputs, retain_graph=True)
+        ((said, freed),) = seen
+        assert said == freed > 0
+
+
+def test_bytes_that_wait_for_other_saved_tensors_are_reloads() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with actckpt.offload(min_bytes=0):
+        h = x.exp()
+        y = h.sin()
+        z = (y + h.cos()).sum()
+    flush()
+    given: list[dict[str, int]] = []
+    node: Any = y.grad_fn  # it runs after the one of `cos`; both saved `h`
+    node.register_prehook(lambda grads: given.append(pressure.release(_ALL)))
+    found = torch.autograd.grad(z, x)[0]
+    assert given[0]["reloads"] == h.nbytes
+    plain = x.exp()
+    assert torch.equal(found, torch.autograd.grad((plain.sin() + plain.cos()).sum(), x)[0])
+
+
+def test_only_as_much_is_asked_for_as_is_missing() -> None:
+    graph = _graph(METHODS["replay"], _layers)
+    seen: list[Any] = []
+
+    def hook(grad: Tensor) -> None:
+        seen.append(pressure.release(0))
+        seen.append(pressure.release(1))
+        seen.append(pressure.release(_ALL))
+
+    graph.middle.register_hook(hook)
+    torch.autograd.grad(graph.loss, graph.inputs)
+    nothing, one, rest = seen
+    assert nothing == {}
+    assert list(one) == ["read-ahead", "reloads", "replay caches"]
+    assert one["replay caches"] == 64 * 64 * 4
+    assert list(rest) == list(pressure.ORDER)
+    assert rest["replay caches"] > 0
+
+
+def test_every_holder_is_registered_once() -> None:
+    assert set(pressure._holders) == set(pressure.ORDER)
+    for name in ("replay caches", "unknown"):
+        with pytest.raises(ValueError, match=name):
+            pressure.register(name, lambda nbytes: 0)
+
+
+def test_nothing_is_given_where_nothing_is_held() -> None:
+    assert set(pressure.release(_ALL).values()) == {0}
+
+
+@_METHODS
+def test_pressing_from_another_thread_gives_equal_gradients(method: str) -> None:
+    expected = _expected(_layers)
+    is_over = threading.Event()
+    problems: list[BaseException] = []
+
+    def press() -> None:
+        try:
+            while not is_over.is_set():
+                pressure.release(random.choice((1, 1 << 15, _ALL)))
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        for retain in (False, True, False):
+            found = _gradients(method, _layers, lambda: None, retain)
+            assert all(map(torch.equal, found, expected))
+    finally:
+        is_over.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not problems
+
+
+def test_a_rerun_after_pressing_brings_back_only_what_is_needed_still() -> None:
+    with LiveStorages() as live:
+        held: list[list[int]] = []
+        for presses in (False, True):
+            graph = _graph(METHODS["rerun"], _layers)
+            seen: list[int] = []
+            graph.middle.register_hook(lambda grad, p=presses: (pressure.release(_ALL) and None) if p else None)
+            graph.inputs[0].register_hook(lambda grad, seen=seen: seen.append(live.live_bytes))
+            before = _live_bytes(live)
+            torch.autograd.grad(graph.loss, graph.inputs, retain_graph=True)
+            held.append([bytes_ - before for bytes_ in seen])
+            assert _live_bytes(live) == before
+            del graph
+        assert held[1] <= held[0]
+
+
+def _random_program(rng: random.Random, depth: int, log: list[Callable[[Tensor], Tensor]]) -> Any:
+    """Return a function of a tensor: operators, regions inside of regions, values that are read several times."""
+    methods = [*METHODS.values(), _plain]
+    parts: list[Any] = []
+    for _ in range(rng.randint(2, 6)):
+        kind = rng.choice(["sin", "sigmoid", "mm", "twice", "dropout", "view", "log", "region"])
+        if kind == "region" and depth > 0:
+            parts.append((kind, rng.choice(methods), _random_program(rng, depth - 1, log)))
+        else:
+            parts.append((kind if kind != "region" else "tanh", rng.random(), None))
+
+    def run(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        for kind, what, inner in parts:
+            if kind == "region":
+                x = what(inner, x, weight)[0]
+            elif kind == "mm":
+                x = x @ weight
+            elif kind == "twice":
+                h = x * 0.5
+                x = h.sin() * h.cos() + h.tanh()
+            elif kind == "dropout":
+                x = torch.nn.functional.dropout(x, 0.3)
+            elif kind == "view":
+                x = x.t().contiguous() + x
+            elif kind == "log":
+                x = log[0](x)
+            else:
+                x = getattr(x * 0.5, kind)()
+        return x, x
+
+    return run
+
+
+def _outcome(seed: int, presses: bool, log: list[Callable[[Tensor], Tensor]]) -> list[Tensor]:
+    rng, choices = random.Random(seed), random.Random(-seed)
+
+    def press() -> None:
+        if presses and choices.random() < 0.3:
+            pressure.release(choices.choice((1, 1 << 14, _ALL)))
+
+    def hooked(x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: press())
+        return x
+
+    log[:] = [hooked]
+    program = _random_program(rng, 2, log)
+    torch.manual_seed(seed)
+    x = torch.randn(16, 16, requires_grad=True)
+    weight = (torch.randn(16, 16) / 4).requires_grad_()
+    with pressed_inside(press):
+        y = program(x, weight)[0].square().mean()
+        first = torch.autograd.grad(
+            y, [x, weight], create_graph=rng.random() < 0.3, retain_graph=True, allow_unused=True
+        )
+        second = torch.autograd.grad(y, [x, weight], retain_graph=True, allow_unused=True)
+        last = torch.autograd.grad(y, [x, weight], allow_unused=True)
+    return [grad.detach() for grads in (first, second, last) for grad in grads if grad is not None]
+
+
+@pytest.mark.parametrize("first", range(0, 120, 20))
+def test_pressing_at_random_points_of_random_programs_gives_equal_gradients(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[Callable[[Tensor], Tensor]] = []
+    for seed in range(first, first + 20):
+        with monkeypatch.context() as patched:
+            for name in METHODS:
+                patched.setitem(METHODS, name, _plain)
+            expected = _outcome(seed, False, log)
+        found = _outcome(seed, True, log)
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected)), seed
