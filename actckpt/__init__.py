@@ -39,6 +39,7 @@ from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
 from actckpt.blocks import apply, remove, report
+from actckpt.comparison import ComparedPolicy, Comparison, compare
 from actckpt.config import Settings, configure
 from actckpt.errors import (
     ActckptError,
@@ -74,6 +75,8 @@ __all__ = [
     "CheckpointFunction",
     "CheckpointPolicy",
     "ClosedError",
+    "ComparedPolicy",
+    "Comparison",
     "CostTableError",
     "DefaultDeviceType",
     "DeviceError",
@@ -102,6 +105,7 @@ __all__ = [
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
+    "compare",
     "configure",
     "create_selective_checkpoint_contexts",
     "detach_variable",

@@ -231,6 +231,11 @@ def _applied(model: torch.nn.Module, what: str) -> dict[str, Any]:
     return applied
 
 
+def applied_forwards(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
+    """Return the forwards that `apply` gave to blocks, by block; assigned again after `remove`, they are in use."""
+    return {module: module.forward for module in _applied(model, "report").values()}
+
+
 def _is_applied(module: torch.nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), _CheckpointedForward)
 

@@ -133,6 +133,57 @@ def _run_doctor(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_plan(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="find the fastest plan for a memory budget from a table of costs, or show one that was saved",
+        description="Find what to keep, recompute and offload so that a step is fastest within a memory budget, from a "
+        "table of costs (docs/planning.md); or show a plan that was saved. Exit status: 0 a plan, 1 none fits, 2 bad "
+        "arguments.",
+    )
+    option = parser.add_argument
+    option("file", type=Path, metavar="FILE", help="a JSON file: a table of costs, or a plan")
+    option("--budget", metavar="SIZE", help="most memory at any time, with a unit: 24GiB (for a table of costs)")
+    option("--json", action="store_true", help="print the plan as JSON instead of words")
+    option("--save", type=Path, metavar="FILE", help="write the plan to a JSON file")
+    option("--plot", type=Path, metavar="FILE", help="draw time against memory, and the step, as PNG or SVG")
+    parser.set_defaults(run=_run_plan, fail=parser.error)
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    import json
+
+    from actckpt import planner
+
+    try:
+        content = json.loads(args.file.read_text(encoding="utf-8"))
+    except OSError as error:
+        args.fail(str(error))
+    except ValueError as error:
+        args.fail(f"{args.file} is no JSON: {error}")
+    try:
+        if isinstance(content, dict) and "plan_version" in content:
+            if args.budget is not None:
+                args.fail(f"{args.file} is a plan, which has a budget. Leave --budget out, or pass a table of costs")
+            plan = planner.Plan.from_dict(content)
+        elif args.budget is None:
+            args.fail(f"{args.file} is a table of costs. Pass --budget, for example --budget 24GiB")
+        else:
+            plan = planner.solve(planner.CostTable.from_json(args.file), budget=args.budget)
+    except planner.PlanInfeasibleError as error:
+        print(f"actckpt plan: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        args.fail(str(error))
+    if args.save is not None:
+        plan.save(args.save)
+    print(json.dumps(plan.to_dict(), indent=1) if args.json else f"{plan.explain()}\n\n{plan.table()}")
+    if args.plot is not None:
+        print(f"drawing {args.plot} ...", file=sys.stderr)
+        plan.plot(args.plot)
+    return 0
+
+
 def _whole_number(text: str) -> int:
     try:
         return int(text)
@@ -147,4 +198,4 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
 
 
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo, _add_doctor)
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo, _add_doctor, _add_plan)

@@ -15,7 +15,7 @@ _SOURCES = _ROOT / "csrc"
 
 #: Lower rooms first: a module may import from rooms of the lines before its own, and from its own room.
 _ROOMS = [
-    ["_version", "_error_base", "_text"],
+    ["_version", "_error_base", "_text", "_show"],
     ["action"],
     ["_C"],
     ["errors", "config"],
@@ -29,7 +29,8 @@ _ROOMS = [
     ["_blocks"],
     ["blocks", "statistics"],
     ["te"],
-    ["memory", "_show", "doctor"],
+    ["memory", "doctor"],
+    ["comparison"],
     ["demo"],
     ["cli"],
     ["__main__"],

@@ -10,6 +10,7 @@ from torch import Tensor
 from actckpt._C import Entry, Meter, OffloadSession
 from actckpt._text.places import Place
 from actckpt._text.sizes import format_bytes
+from actckpt._text.tables import aligned
 from actckpt.action import Action
 
 __all__ = ["Entry", "Figures", "Report", "Row", "SavedValue", "explained"]
@@ -124,13 +125,13 @@ class Report:
         if self.note:
             return self.note
         if places:
-            return _aligned([("place", "bytes", "action", "why"), *map(_value_cells, self.values)])
+            return aligned([("place", "bytes", "action", "why"), *map(_value_cells, self.values)], left=4)
         header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "why kept")
         lines = [header, *(_cells(row) for row in self.rows)]
         lines.append(
             ("all", "", "", *map(format_bytes, (self.kept_bytes, self.offloaded_bytes, self.recomputed_bytes)), "", "")
         )
-        table = [_aligned(lines)]
+        table = [aligned(lines, left=len(header))]
         if self.operators_not_run:
             table.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
         table.append(f"peak so far: {format_bytes(self.peak_bytes)}")
@@ -215,11 +216,6 @@ def _place(entry: Entry) -> Place | None:
     if entry.module is None or entry.occurrence < 0:
         return None
     return Place(entry.module, entry.operator, entry.occurrence, entry.result, entry.call)
-
-
-def _aligned(lines: list[tuple[str, ...]]) -> str:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def _value_cells(value: SavedValue) -> tuple[str, ...]:

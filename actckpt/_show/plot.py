@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["plot_panels", "plot_timelines"]
+__all__ = ["COLOURS", "new_figure", "plot_panels", "plot_points", "plot_timelines", "save_figure"]
 
 # Okabe and Ito: eight colours that people with any colour vision can tell apart.
-_COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
+COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 _STYLES = ("-", "-", (0, (4, 2)), (0, (1, 1)))
 _MIB = 2**20
 
@@ -42,10 +43,7 @@ def plot_panels(panels: Mapping[str, Timelines], *, path: Path) -> None:
         panels: the lines of each picture, by its title.
         path: of the file to write; its suffix says in which format.
     """
-    import matplotlib
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
-
-    figure = Figure(figsize=(9 if len(panels) == 1 else 6.5 * len(panels), 4.8), dpi=150, layout="constrained")
+    figure = new_figure(width=9 if len(panels) == 1 else 6.5 * len(panels))
     columns = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, timelines) in zip(columns, panels.items(), strict=True):
         _draw(axes, timelines)
@@ -53,6 +51,45 @@ def plot_panels(panels: Mapping[str, Timelines], *, path: Path) -> None:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)  # hides no line
     columns[0].set_ylim(bottom=0)  # once every panel is drawn, as they share it
     columns[0].set(ylabel="Live activation storages (MiB)")
+    save_figure(figure, path)
+
+
+def plot_points(points: Mapping[str, tuple[float, float, float, float]], *, path: Path) -> None:
+    """Draw time against memory, one point per name, as a PNG or SVG file.
+
+    Args:
+        points: peak bytes, and the time as a ratio to that of the first name: median, lowest and highest.
+        path: of the file to write; its suffix says in which format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    figure = new_figure(width=7)
+    axes = figure.subplots()
+    for index, (name, (nbytes, median, lowest, highest)) in enumerate(points.items()):
+        spread = [[median - lowest], [highest - median]]
+        colour = COLOURS[index % len(COLOURS)]
+        axes.errorbar(nbytes / _MIB, median, yerr=spread, fmt="o", capsize=3, color=colour, label=name)
+    axes.set(xlabel="Peak activation storages (MiB)", ylabel=f"Step time, {next(iter(points))} = 1")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    save_figure(figure, path)
+
+
+def new_figure(width: float) -> Figure:
+    """Return an empty figure, `width` inches wide."""
+    from matplotlib.figure import Figure  # without pyplot: no global state, no display
+
+    return Figure(figsize=(width, 4.8), dpi=150, layout="constrained")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure; its suffix says in which format."""
+    import matplotlib
+
     with matplotlib.rc_context({"svg.hashsalt": "actckpt"}):  # else every run writes other ids
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -61,8 +98,8 @@ def _draw(axes: Axes, timelines: Timelines) -> None:
     for index, (name, timeline) in enumerate(timelines.items()):
         times_ms = [seconds * 1e3 for seconds, _ in timeline]
         sizes_mib = [size / _MIB for _, size in timeline]
-        round_number, place = divmod(index, len(_COLOURS))
-        colour, style = _COLOURS[place], _STYLES[(place + 2 * round_number) % len(_STYLES)]
+        round_number, place = divmod(index, len(COLOURS))
+        colour, style = COLOURS[place], _STYLES[(place + 2 * round_number) % len(_STYLES)]
         peak = f"{name}: peak {max(sizes_mib, default=0):.1f} MiB"
         axes.step(times_ms, sizes_mib, where="post", color=colour, linestyle=style, linewidth=1.3, label=peak)
         axes.fill_between(times_ms, sizes_mib, step="post", color=colour, alpha=0.06, linewidth=0)

@@ -68,6 +68,26 @@ class Plan:
 
         return explained(self)
 
+    def table(self) -> str:
+        """Return a table for people: what becomes of each value in which blocks, the largest values first."""
+        from actckpt.planner.tables import plan_table  # which knows this module
+
+        return plan_table(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw what other budgets would cost beside this plan and simple choices, and the timeline of its step.
+
+        Args:
+            path: of the file to write; its suffix (.png, .svg) says in which format.
+        Raises:
+            ImportError: matplotlib is not installed.
+            OSError: the file cannot be written.
+        Cost: solves the problem a dozen times more, with other budgets.
+        """
+        from actckpt.planner.pictures import plot_plan  # which solves, and so imports this module
+
+        plot_plan(self, Path(path))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, which `from_dict` reads."""
         plan: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,0 +1,123 @@
+"""The state that a training step changes, put back as it was: for calls that run a step in order to measure it."""
+
+import copy
+import hashlib
+import random
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+__all__ = ["TrainingState"]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _hash(tensor: Tensor) -> bytes:
+    return hashlib.sha256(_bits(tensor.detach().cpu()).numpy().data).digest()
+
+
+class _Held:
+    """One tensor: the object, and its bytes in host memory."""
+
+    __slots__ = ("_bytes", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._bytes = None if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+
+    def is_changed(self) -> bool:
+        return self._bytes is not None and not torch.equal(_bits(self.tensor.detach().cpu()), _bits(self._bytes))
+
+    def put_back(self) -> Tensor:
+        if self._bytes is not None:
+            with torch.no_grad():
+                self.tensor.detach().copy_(self._bytes)
+        return self.tensor
+
+
+class TrainingState:
+    """Parameters, buffers, gradients, state of an optimizer and random state, as they are now.
+
+    Args:
+        model: parameters, buffers and gradients of all of its modules.
+        optimizer: its state and the settings of its groups; None: there is none, or the step does not run it.
+
+    Cost: copies of all of it in host memory.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._parameters = {name: _Held(tensor) for name, tensor in model.named_parameters()}
+        self._buffers = [
+            (module, name, None if buffer is None else _Held(buffer))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        self._gradients = [
+            (held.tensor, None if held.tensor.grad is None else _Held(held.tensor.grad))
+            for held in self._parameters.values()
+        ]
+        self._optimizer = optimizer
+        if optimizer is not None:
+            self._groups = [
+                {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+                for group in optimizer.param_groups
+            ]
+            self._states = _states_of(optimizer)
+        self._random = _random_state()
+
+    def changed_parameter(self) -> str | None:
+        """Return the name of the first parameter whose bytes are not what they were."""
+        return next((name for name, held in self._parameters.items() if held.is_changed()), None)
+
+    def digest(self) -> list[bytes]:
+        """Return a digest of each parameter, buffer and gradient as it is now."""
+        tensors: list[Tensor | None] = [held.tensor for held in self._parameters.values()]
+        tensors += [module._buffers[name] for module, name, _ in self._buffers]
+        tensors += [parameter.grad for parameter, _ in self._gradients]
+        return [b"" if tensor is None or tensor.is_meta else _hash(tensor) for tensor in tensors]
+
+    def put_back(self) -> None:
+        """Make everything what it was, in the same tensors."""
+        for held in self._parameters.values():
+            held.put_back()
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = None if buffer is None else buffer.put_back()
+        for parameter, gradient in self._gradients:
+            parameter.grad = None if gradient is None else gradient.put_back()
+        if self._optimizer is not None:
+            for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+                group.update(copy.deepcopy(settings))
+            self._optimizer.state.clear()
+            for parameter, state in self._states.items():
+                self._optimizer.state[parameter] = {
+                    name: value.put_back() if isinstance(value, _Held) else copy.deepcopy(value)
+                    for name, value in state.items()
+                }
+        _set_random_state(self._random)
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> dict[Any, dict[Any, Any]]:
+    return {
+        parameter: {
+            name: _Held(value) if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()
+        }
+        for parameter, state in optimizer.state.items()
+    }
+
+
+def _random_state() -> tuple[Any, ...]:
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return torch.get_rng_state(), devices, random.getstate(), numpy.random.get_state()
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    of_cpu, of_devices, of_python, of_numpy = state
+    torch.set_rng_state(of_cpu)
+    if of_devices:
+        torch.cuda.set_rng_state_all(of_devices)
+    random.setstate(of_python)
+    numpy.random.set_state(of_numpy)

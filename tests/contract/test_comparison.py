@@ -1,0 +1,164 @@
+"""`compare`: what it measures is so, and it leaves everything as it found it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+from transformer_block import Block
+
+import actckpt
+from actckpt.memory import LiveStorages
+
+
+class Model(nn.Module):
+    """Blocks with dropout between them, and a buffer that each forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(32) for _ in range(4))
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.1)
+        return self.norm(x.flatten(0, 1)).square().mean()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Any]:
+    """What a step may change, as bits."""
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    state = {} if optimizer is None else optimizer.state_dict()
+    now = [p.detach().clone() for p in model.parameters()], [b.clone() for b in model.buffers()], gradients, state
+    return [*now, torch.get_rng_state(), random.getstate(), [str(part) for part in numpy.random.get_state()]]
+
+
+@pytest.fixture(name="model")
+def _model() -> nn.Module:
+    return Model()
+
+
+X = torch.randn(2, 16, 32)
+
+
+def test_every_policy_has_a_row_and_the_bits_of_plain_training(model: nn.Module) -> None:
+    policies = {
+        "rerun": "recompute",
+        "sin": [torch.ops.aten.mm, torch.ops.aten.addmm],
+        "inputs": {"offload_inputs": True},
+    }
+    found = actckpt.compare(lambda: model(X).backward(), model=model, policies=policies, rounds=2)
+    assert [row.name for row in found.rows] == ["none", *policies]
+    assert all(row.same_bits for row in found.rows)
+    assert [row.blocks for row in found.rows] == [0, 4, 4, 4]
+    assert found["none"].ratio == 1
+    assert found["rerun"].held_bytes < 0.5 * found["none"].held_bytes
+    assert found["rerun"].peak_bytes < found["none"].peak_bytes
+    assert "rerun" in str(found)
+    assert found.as_dict()["rounds"] == 2
+
+
+def test_held_bytes_and_peak_are_those_of_a_step_by_hand(model: nn.Module) -> None:
+    found = actckpt.compare(lambda: model(X).backward(), model=model, policies={"rerun": "recompute"}, rounds=1)
+    for row in found.rows:
+        if row.name == "rerun":
+            actckpt.apply(model)
+        with LiveStorages(parameters=model.parameters()) as live:
+            loss = model(X)
+            held = live.live_bytes
+            loss.backward()
+        assert (row.held_bytes, row.peak_bytes) == (held, live.peak_bytes)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_model_gradients_optimizer_and_random_state_are_as_before(model: nn.Module, has_gradients: bool) -> None:
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        random.random(), numpy.random.rand()
+        model(X).backward()
+        optimizer.step()
+        if not has_gradients:
+            optimizer.zero_grad()
+
+    step()
+    before, gradients = everything(model, optimizer), [p.grad for p in model.parameters()]
+    actckpt.compare(step, model=model, optimizer=optimizer, rounds=1)
+    assert_equal(everything(model, optimizer), before)
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    with pytest.raises(actckpt.BlocksError):
+        actckpt.remove(model)
+
+
+def test_a_step_that_raises_leaves_everything_as_it_was(model: nn.Module) -> None:
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        model(X).backward()
+        if steps == 4:  # one of a policy
+            raise RuntimeError("no more data")
+
+    before = everything(model)
+    with pytest.raises(RuntimeError, match="no more data"):
+        actckpt.compare(step, model=model, rounds=1)
+    assert_equal(everything(model), before)
+    with pytest.raises(actckpt.BlocksError):
+        actckpt.remove(model)
+
+
+def test_parameters_that_change_without_an_optimizer_are_named_before_a_second_step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        model(X).backward()
+        optimizer.step()
+
+    before = everything(model)
+    with pytest.raises(ValueError, match=r"changed 'layers\.0\..*optimizer="):
+        actckpt.compare(step, model=model)
+    assert steps == 1
+    assert_equal(everything(model), before)
+
+
+def test_gradients_that_differ_are_shown(model: nn.Module) -> None:
+    """A step that asks whether its model is checkpointed gives other gradients there."""
+
+    def step() -> None:
+        is_applied = any("forward" in module.__dict__ for module in model.modules())
+        (model(X) * (2 if is_applied else 1)).backward()
+
+    found = actckpt.compare(step, model=model, policies={"rerun": "recompute"}, rounds=1)
+    assert found["none"].same_bits and not found["rerun"].same_bits
+    assert "DIFFER" in found.table()
+
+
+def test_a_model_that_is_checkpointed_already_is_refused(model: nn.Module) -> None:
+    names = actckpt.apply(model)
+    with pytest.raises(actckpt.BlocksError, match="already"):
+        actckpt.compare(lambda: model(X).backward(), model=model)
+    assert actckpt.remove(model) == names
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_fewer_rounds_than_one_are_refused(model: nn.Module, rounds: int) -> None:
+    with pytest.raises(ValueError, match=f"rounds={rounds}"):
+        actckpt.compare(lambda: model(X).backward(), model=model, rounds=rounds)
+
+
+def test_a_comparison_is_drawn(model: nn.Module, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = actckpt.compare(lambda: model(X).backward(), model=model, rounds=1)
+    found.plot(tmp_path / "found.svg")
+    assert "recompute" in (tmp_path / "found.svg").read_text()

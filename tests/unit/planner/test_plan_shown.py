@@ -1,0 +1,168 @@
+"""Plans as tables and pictures, and `actckpt plan`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actckpt import cli, planner
+from actckpt._text.tables import aligned
+from actckpt.planner.pictures import frontier, simple_plans
+
+GIB, MIB = 2**30, 2**20
+
+
+def _costs() -> dict[str, Any]:
+    values = [
+        {"name": "x0", "bytes": 64 * MIB},
+        {"name": "norm", "bytes": 64 * MIB, "recompute_s": 1e-4, "inputs": ["x0"]},
+        {"name": "up", "bytes": 192 * MIB, "recompute_s": 2e-3, "inputs": ["norm"]},
+        {"name": "gelu", "bytes": 192 * MIB, "recompute_s": 2e-4, "inputs": ["up"]},
+    ]
+    block = {"forward_s": 6e-3, "backward_s": 13e-3, "working_set_bytes": 512 * MIB, "values": values}
+    head = {"forward_s": 2e-3, "backward_s": 4e-3, "working_set_bytes": 300 * MIB}
+    rates = {"d2h_bytes_per_s": 20e9, "h2d_bytes_per_s": 20e9}
+    return {"version": 1, "classes": {"block": block, "head": head}, "stack": ["block"] * 8 + ["head"], **rates}
+
+
+def _cells(table: str) -> dict[str, list[str]]:
+    header, *lines = (line for line in table.splitlines() if not line.startswith("Budget"))
+    starts = [header.index(name) for name in header.split("  ") if name.strip()]
+    assert starts == sorted(starts)
+    return {line.split()[0]: line.split() for line in lines}
+
+
+def test_a_table_has_each_value_once_and_every_block_in_one_column() -> None:
+    plan = planner.solve(_costs(), budget="2GiB")
+    table = plan.table()
+    assert list(_cells(table)) == ["up", "gelu", "x0", "norm"], "largest first"
+    for name, cells in _cells(table).items():
+        listed = [number for cell in cells for number in _numbers(cell)]
+        assert sorted(listed) == list(range(8)), name
+    for index in range(8):
+        for name, action in plan.actions[index].items():
+            column = {"keep": 4, "recompute": 5, "offload": 6}[action.value]
+            line = next(line for line in _columns(table) if line[0] == name)
+            assert index in _numbers(line[column].strip()), (index, name, action)
+    assert "Budget 2.00 GiB" in table
+
+
+def _columns(table: str) -> list[list[str]]:
+    """Cut lines where the header's columns end: all but two are aligned to the right."""
+    lines = table.splitlines()[:-1]
+    ends = [0]
+    for name in ("value", "of", "each", "in all", "keep", "recompute", "offload", "rerun", "recomputing"):
+        ends.append(lines[0].index(name, ends[-1]) + len(name))
+    ends[1], ends[2] = lines[0].index("of"), lines[0].index("of") + len("block") + 2
+    return [[line[start:end].strip() for start, end in itertools.pairwise(ends)] for line in lines]
+
+
+def _numbers(cell: str) -> list[int]:
+    found = []
+    for part in cell.replace(",", " ").split():
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def test_blocks_that_run_again_as_a_whole_have_a_column() -> None:
+    costs = _costs()
+    costs["classes"]["block"]["rerun"] = True
+    for value in costs["classes"]["block"]["values"]:
+        value["replayable"] = False
+    del costs["d2h_bytes_per_s"], costs["h2d_bytes_per_s"]
+    plan = planner.solve(costs, budget="2GiB")
+    reruns = [index for index, rerun in enumerate(plan.rerun) if rerun]
+    assert reruns
+    line = next(line for line in _columns(plan.table()) if line[0] == "up")
+    assert _numbers(line[7]) == reruns
+
+
+def test_cells_are_aligned() -> None:
+    assert aligned([("a", "bb", "c"), ("aaa", "b", "cc")], left=1) == "a    bb   c\naaa   b  cc"
+
+
+def test_the_frontier_falls_and_every_plan_fits() -> None:
+    costs = planner.CostTable.from_dict(_costs())
+    plans = frontier(costs, num_budgets=5)
+    assert plans[-1].overhead_seconds == 0
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+    assert all(more.overhead_seconds <= less.overhead_seconds for less, more in itertools.pairwise(plans))
+    with pytest.raises(planner.PlanInfeasibleError):
+        planner.solve(costs, budget=plans[0].budget_bytes - 1)
+
+
+def test_simple_choices_do_to_every_value_what_can_be_done() -> None:
+    plans = simple_plans(planner.CostTable.from_dict(_costs()))
+    assert list(plans) == ["keep all", "recompute all", "offload all"]
+    assert {action.value for each in plans["recompute all"].actions for action in each.values()} == {
+        "recompute",
+        "keep",
+    }
+    assert all(action.value == "offload" for action in plans["offload all"].actions[0].values())
+    assert plans["keep all"].overhead_seconds == 0 < plans["recompute all"].overhead_seconds
+
+
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    planner.solve(_costs(), budget="2GiB").plot(tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text()
+    assert text.startswith("<?xml") and "path" in text
+
+
+@pytest.fixture(name="table")
+def _table(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(_costs()))
+    return path
+
+
+def test_the_command_plans_saves_and_shows_again(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = table.with_name("plan.json")
+    assert cli.main(["plan", str(table), "--budget=2GiB", "--save", str(saved)]) == 0
+    shown = capsys.readouterr().out
+    plan = planner.solve(_costs(), budget="2GiB")
+    assert plan.table() in shown and plan.explain() in shown
+    assert cli.main(["plan", str(saved)]) == 0
+    assert capsys.readouterr().out == shown
+    assert cli.main(["plan", str(saved), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(saved.read_text())
+
+
+def test_a_budget_that_is_too_small_exits_with_1_and_the_smallest(
+    table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(table), "--budget=100MiB"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "smallest budget" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("costs.json", "Pass --budget"),
+        ("costs.json --budget 2", "budget"),
+        ("costs.json --budget 2GX", "budget"),
+        ("missing.json --budget 2GiB", "missing.json"),
+        ("text.json --budget 2GiB", "text.json"),
+        ("list.json --budget 2GiB", "table"),
+        ("costs.json", "--budget 24GiB"),
+    ],
+)
+def test_a_mistake_is_one_line_with_exit_code_2(
+    words: str, message: str, table: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(table.parent)
+    Path("text.json").write_text("no JSON")
+    Path("list.json").write_text("[]")
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["plan", *words.split()])
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2
+    assert captured.err.startswith("actckpt plan: error") and captured.err.count("\n") == 1
+    assert message in captured.err
