@@ -46,6 +46,7 @@ CALLS = {  # in this order
     "check_backward_validity": lambda f: f([x.clone().requires_grad_()]),
     "checkpoint": lambda f: f(layer, x).sum().backward(),
     "checkpoint_sequential": lambda f: f(model, 2, x).sum().backward(),
+    "compare": lambda f: f(step, model=model, policies={}, rounds=1),
     "create_selective_checkpoint_contexts": lambda f: f([torch.ops.aten.mm.default]),
     "detach_variable": lambda f: f((x,)),
     "get_device_states": lambda f: f(x),

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from offload_oracle import flush, store_of_kind
+from offload_oracle import PythonStore, flush, store_of_kind, using
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import actckpt
 from actckpt import _C
 from actckpt._core import torch_private
+from actckpt._offload.cpu import CpuStore
 from actckpt.memory import LiveStorages
 
 _N = 64
@@ -514,10 +515,45 @@ def test_a_deep_stack_of_backwards_that_fails_tells_all_of_them() -> None:
     assert sorted(told) == list(range(81))
 
 
-def test_the_order_of_a_backward_without_retained_graph_is_learnt() -> None:
-    from actckpt._offload import reading
+class _RecordingStore(PythonStore):
+    """Notes which tickets are asked for, those read ahead too, each once, by their place among those put."""
 
-    reading._learnt.clear()
-    graph = _graph(_offload, _layers)
-    torch.autograd.grad(graph.loss, graph.inputs)
-    assert len(reading._learnt) == 1
+    def __init__(self, inner: CpuStore) -> None:
+        super().__init__(inner)
+        self._put: list[Any] = []
+        self.read: list[int] = []
+
+    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+        ticket = super().put(source, nbytes, must=must)
+        self._put.append(ticket)
+        return ticket
+
+    def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
+        self._note(ticket)
+        return super().fetch(ticket, nbytes, device)
+
+    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
+        self._note(ticket)
+        return super().prefetch(ticket, nbytes, device)
+
+    def _note(self, ticket: Any) -> None:
+        place = next(index for index, each in enumerate(self._put) if each is ticket)
+        if place not in self.read:
+            self.read.append(place)
+
+
+def test_the_order_of_a_backward_without_retained_graph_is_learnt() -> None:
+    """Three values are saved; the first is saved again after the second, so that backward reads it before that."""
+    read = []
+    for _ in range(2):
+        store = _RecordingStore(CpuStore.in_memory())
+        x = torch.linspace(-1, 1, 77 * 78).view(77, 78).requires_grad_()
+        with using(store):
+            with actckpt.offload(min_bytes=0):
+                first = x.exp()
+                y = x.sigmoid().sum() + (first * first).sum() + x.tanh().sum()
+            del first
+            store.inner.flush()
+            y.backward()
+        read.append(store.read)
+    assert read == [[2, 1, 0], [2, 0, 1]]

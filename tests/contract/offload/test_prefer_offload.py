@@ -29,7 +29,7 @@ _KIB = 1024
 @pytest.fixture(autouse=True)
 def _nothing_learnt() -> None:
     audit._by_code.clear()
-    audit._by_identity.clear()
+    audit._by_object.clear()
 
 
 @dataclasses.dataclass

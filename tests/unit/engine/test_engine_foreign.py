@@ -83,6 +83,7 @@ _SANDBOX = """
     if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.addressof(Program(4, filters)), 0, 0):
         print("no sandbox here")
         sys.exit()
+    from actckpt import _C
     from actckpt.doctor import examine
 
     file = _C.SpillFile(sys.argv[1])
