@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -119,3 +120,15 @@ def test_the_hidden_share_needs_its_parts(gpu_offload: dict[str, Any], missing: 
         assert found == {"copy_ms": pytest.approx(200.0), "hidden_share": pytest.approx(0.9)}
     else:
         assert found["hidden_share"] is None and found["because"]
+
+
+def test_a_checkout_compared_with_itself_gives_a_ratio_for_every_row(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    root = str(_BENCHMARKS.parent)
+    command = [sys.executable, str(_BENCHMARKS / "compare_checkouts.py"), root, root, "--rounds=1", f"--out={out}"]
+    subprocess.run(command, check=True, timeout=300)
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 21
+    assert all(
+        row["before_us"] > 0 and row["ratio"] > 0 for name, row in rows.items() if not name.startswith("offload")
+    )
