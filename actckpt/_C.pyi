@@ -314,6 +314,7 @@ class Entry:
     occurrence: int  # -1: it has no place
     result: int
 
+@final
 class Calls:
     """The calls of modules in one step of a thread, as far as they run recorded operators (NOTE [ Places ])."""
 
