@@ -380,12 +380,12 @@ def test_a_double_backward_that_fails_leaves_no_more_bytes_than_it_found(method:
 def test_backwards_in_several_threads_fail_and_succeed_apart(method: str) -> None:
     """Over one graph that all of them retain."""
     graph = _graph(METHODS[method], _layers)
-    failing_threads: set[int] = set()
+    failing_threads: set[threading.Thread] = set()  # not their numbers, which later threads get again
     expected = _expected(_layers)
     problems: list[str] = []
 
     def hook(grad: Tensor) -> None:
-        if threading.get_ident() in failing_threads:
+        if threading.current_thread() in failing_threads:
             raise FailError
 
     graph.middle.register_hook(hook)
@@ -393,7 +393,7 @@ def test_backwards_in_several_threads_fail_and_succeed_apart(method: str) -> Non
 
     def work(fails: bool) -> None:
         if fails:
-            failing_threads.add(threading.get_ident())
+            failing_threads.add(threading.current_thread())
         for _ in range(6):
             try:
                 found = torch.autograd.grad(graph.loss, graph.inputs, retain_graph=True)
