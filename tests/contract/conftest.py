@@ -1,7 +1,6 @@
 """The counter of the oracle counts in forward and in backward, and changes nothing. Fixtures of several modules."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from oracle import CountOperators
@@ -12,17 +11,14 @@ import actckpt
 __all__ = ["settings_as_before"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files by their names, whatever their folder.
+#: What they compare depends on whether torch.compile has run in the process: then Python calls functions in another way,
+#: the references to their arguments are more, and a flag of torch's dispatch modes may be left set.
+_FIRST = {"test_better_than_torch.py", "test_interrupted.py"}
 
-    Once torch.compile has run, Python calls functions in another way, and the references to their arguments that some
-    tests count are more: these come first.
-    """
-    here = Path(__file__).parent
-    places = [place for place, item in enumerate(items) if here in item.path.parents]
-    ours = sorted((items[place] for place in places), key=lambda item: item.path.name)
-    for place, item in zip(places, ours, strict=True):
-        items[place] = item
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run those files first."""
+    items.sort(key=lambda item: item.path.name not in _FIRST)
 
 
 @pytest.fixture(autouse=True, scope="session")
