@@ -11,8 +11,8 @@ import actckpt
 __all__ = ["settings_as_before"]
 
 
-#: What they compare depends on whether torch.compile has run in the process: then Python calls functions in another way,
-#: the references to their arguments are more, and a flag of torch's dispatch modes may be left set.
+#: What they compare depends on whether torch.compile has run in the process: then Python calls functions in another
+#: way, the references to their arguments are more, and a flag of torch's dispatch modes may be left set.
 _FIRST = {"test_better_than_torch.py", "test_interrupted.py"}
 
 
