@@ -337,12 +337,13 @@ class _ResizeWatch:
     def __init__(self) -> None:
         self._watchers: list[Callable[[torch.UntypedStorage], None]] = []
         self._lock = threading.Lock()
+        self._is_patched = False
         self._restore: Callable[[], None] = lambda: None
 
     def add(self, watcher: Callable[[torch.UntypedStorage], None]) -> None:
         """Call `watcher` with every storage that was resized; the first watcher patches the method."""
         with self._lock:
-            if not self._watchers:
+            if not self._is_patched:
                 self._patch(torch.UntypedStorage)
             self._watchers.append(watcher)
 
@@ -363,8 +364,15 @@ class _ResizeWatch:
                 watcher(storage)
             return result
 
+        def restore() -> None:
+            if cls.__dict__.get("resize_") is not resize_:
+                return  # somebody, as the guard of offloading, has wrapped it since and calls it: it stays
+            delattr(cls, "resize_") if inherited else setattr(cls, "resize_", original)
+            self._is_patched = False
+
         cls.resize_ = resize_
-        self._restore = lambda: delattr(cls, "resize_") if inherited else setattr(cls, "resize_", original)
+        self._is_patched = True
+        self._restore = restore
 
 
 _resize_watch = _ResizeWatch()
