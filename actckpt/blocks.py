@@ -222,7 +222,7 @@ def _check_model(model: Any, what: str) -> None:
 def _applied(model: torch.nn.Module, what: str) -> dict[str, Any]:
     """Return the blocks of a model that are checkpointed; raises if there are none."""
     _check_model(model, what)
-    applied = {name: module for name, module in model.named_modules() if _is_applied(module)}
+    applied = applied_blocks(model)
     if not applied:
         raise BlocksError(
             f"{what}: none of the {sum(1 for _ in model.modules())} modules of {type(model).__name__} is "
@@ -231,9 +231,12 @@ def _applied(model: torch.nn.Module, what: str) -> dict[str, Any]:
     return applied
 
 
-def applied_forwards(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
-    """Return the forwards that `apply` gave to blocks, by block; assigned again after `remove`, they are in use."""
-    return {module: module.forward for module in _applied(model, "report").values()}
+def applied_blocks(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the blocks of a model that are checkpointed, by name.
+
+    Their `forward`, assigned again after `remove`, is in use again.
+    """
+    return {name: module for name, module in model.named_modules() if _is_applied(module)}
 
 
 def _is_applied(module: torch.nn.Module) -> bool:

@@ -15,7 +15,8 @@ import torch
 from actckpt._core.training_state import TrainingState
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
-from actckpt.blocks import Blocks, applied_forwards, apply, remove
+from actckpt.blocks import Blocks, applied_blocks, apply, remove
+from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 
 __all__ = ["ComparedPolicy", "Comparison", "compare"]
@@ -41,7 +42,7 @@ class ComparedPolicy:
         held_bytes: alive when the forward of the model returns, beyond what was before the step.
         peak_bytes: alive at the worst moment of the step, beyond what was before it, without gradients of parameters.
         same_bits: gradients, parameters and buffers after the step are those of the step without actckpt.
-        blocks: how many blocks ran under the policy.
+        blocks: to how many blocks the policy was applied.
     """
 
     name: str
@@ -124,18 +125,18 @@ def compare(
     Args:
         step: runs forward and backward, without arguments; may run the optimizer.
         model: what the step trains; nothing of it is checkpointed.
-        policies: by name, each as in `apply`, or a dict of all keywords of `apply`; `"none"`, the step without actckpt,
-            is always compared. None: `recompute` and `keep matmuls` (and convolutions and attention), on a GPU also
-            `offload`.
+        policies: by name, each as in `apply`, or a dict of keywords of `apply`, `"policy"` among them; `"none"`, the
+            step without actckpt, is always compared. None: `recompute` and `keep matmuls` (and convolutions and
+            attention), on a GPU also `offload`.
         blocks: as in `apply`.
         optimizer: the one that the step runs, if it does.
         rounds: how often each policy is timed.
     Returns:
         A row per policy.
     Raises:
-        ValueError: the step changes parameters and `optimizer` is not given; `rounds` is less than 1; the model is
-            checkpointed already.
-        BlocksError: the model has no such blocks.
+        ValueError: the step changes parameters and `optimizer` is not given; it leaves no gradients; `rounds` is less
+            than 1.
+        BlocksError: the model has no such blocks, or some are checkpointed already.
     Cost: `rounds + 2` steps per policy, and a copy of the training state in host memory.
 
     Example::
@@ -150,6 +151,11 @@ def compare(
     """
     if rounds < 1:
         raise ValueError(f"compare: rounds={rounds}. Time each policy at least once.")
+    if applied := list(applied_blocks(model)):
+        raise BlocksError(
+            f"compare: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "
+            "actckpt.remove(model) first: compare applies each policy itself."
+        )
     given = _default_policies(model) if policies is None else dict(policies)
     state = TrainingState(model, optimizer)
     try:
@@ -181,7 +187,8 @@ def _default_policies(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _options(policy: Any, blocks: Blocks | None) -> dict[str, Any]:
-    options = dict(policy) if isinstance(policy, Mapping) else {"policy": policy}
+    """Return keywords of `apply`. A dict without a policy in it is one: a table of places."""
+    options = dict(policy) if isinstance(policy, Mapping) and "policy" in policy else {"policy": policy}
     return {"blocks": blocks, **options}
 
 
@@ -199,7 +206,7 @@ class _Candidate:
         self._forwards: dict[torch.nn.Module, Any] = {}
         if options is not None:
             apply(model, **options)
-            self._forwards = applied_forwards(model)
+            self._forwards = {block: block.forward for block in applied_blocks(model).values()}
             remove(model)
         self.seconds: list[float] = []
         self.same_bits = True
@@ -226,6 +233,8 @@ class _Candidate:
                 f"compare: the step changed {changed!r}, so that a second step would not be the same. Pass the "
                 "optimizer that it runs (optimizer=), or leave the update out of the step."
             )
+        if not may_change and all(parameter.grad is None for parameter in self._model.parameters()):
+            raise ValueError("compare: the step left no gradients. Pass one that runs forward and backward.")
         return state.digest()
 
     def measure_memory(self, step: Callable[[], object], state: TrainingState) -> None:

@@ -13,6 +13,7 @@ __all__ = ["TrainingState"]
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -35,7 +36,7 @@ class _Held:
     def put_back(self) -> Tensor:
         if self._bytes is not None:
             with torch.no_grad():
-                self.tensor.detach().copy_(self._bytes)
+                self.tensor.copy_(self._bytes)
         return self.tensor
 
 

@@ -51,7 +51,7 @@ def test_every_policy_has_a_row_and_the_bits_of_plain_training(model: nn.Module)
     policies = {
         "rerun": "recompute",
         "sin": [torch.ops.aten.mm, torch.ops.aten.addmm],
-        "inputs": {"offload_inputs": True},
+        "inputs": {"policy": "recompute", "offload_inputs": True},
     }
     found = actckpt.compare(lambda: model(X).backward(), model=model, policies=policies, rounds=2)
     assert [row.name for row in found.rows] == ["none", *policies]
@@ -144,11 +144,40 @@ def test_gradients_that_differ_are_shown(model: nn.Module) -> None:
     assert "DIFFER" in found.table()
 
 
-def test_a_model_that_is_checkpointed_already_is_refused(model: nn.Module) -> None:
-    names = actckpt.apply(model)
-    with pytest.raises(actckpt.BlocksError, match="already"):
-        actckpt.compare(lambda: model(X).backward(), model=model)
+@pytest.mark.parametrize("policies", [None, {}, {"rerun": {"policy": "recompute", "blocks": "layers.1"}}])
+def test_a_model_that_is_checkpointed_already_is_refused_and_stays_so(model: nn.Module, policies: Any) -> None:
+    names = actckpt.apply(model, blocks="layers.0")
+    with pytest.raises(actckpt.BlocksError, match=r"'layers\.0'.*remove"):
+        actckpt.compare(lambda: model(X).backward(), model=model, policies=policies)
     assert actckpt.remove(model) == names
+
+
+def test_a_step_without_backward_is_refused(model: nn.Module) -> None:
+    before = everything(model)
+    with pytest.raises(ValueError, match="left no gradients"):
+        actckpt.compare(lambda: model(X), model=model)
+    assert_equal(everything(model), before)
+
+
+def test_a_table_of_places_is_a_policy_like_others(model: nn.Module) -> None:
+    table = {"layers.**::aten.addmm": "keep"}
+    found = actckpt.compare(lambda: model(X).backward(), model=model, policies={"table": table}, rounds=1)
+    assert found["table"].same_bits and found["table"].blocks == 4
+
+
+def test_gradients_of_sparse_embeddings_are_compared_and_put_back() -> None:
+    embedding = nn.Embedding(8, 32, sparse=True)
+    model = nn.Sequential(embedding, *(Block(32) for _ in range(3)))
+    tokens = torch.tensor([[1, 2, 2]])
+
+    def step() -> None:
+        model(tokens).sum().backward()
+
+    step()
+    before = embedding.weight.grad.to_dense()
+    found = actckpt.compare(step, model=model, rounds=1)
+    assert all(row.same_bits for row in found.rows)
+    assert torch.equal(embedding.weight.grad.to_dense(), before)
 
 
 @pytest.mark.parametrize("rounds", [0, -1])
