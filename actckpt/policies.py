@@ -103,7 +103,15 @@ class TorchPolicy(Protocol):
 
 
 #: Every form of a policy; the docstring of `region` says what each means.
-Policy = PolicyName | Action | Operators | PerOp | Callable[[SavedTensorInfo], Action | PolicyName] | TorchPolicy
+Policy = (
+    PolicyName
+    | Action
+    | Operators
+    | PerOp
+    | Mapping[Any, Action | PolicyName]
+    | Callable[[SavedTensorInfo], Action | PolicyName]
+    | TorchPolicy
+)
 
 
 def choice_of(policy: Any) -> Choice:

@@ -21,11 +21,15 @@ Operator = OperatorBase | OpOverloadPacket[..., Any] | str
 
 
 class _OperatorSequence(Protocol):
-    """A list or tuple of operators. A text is none to type checkers, since `in` takes only texts there."""
+    """A list or tuple of operators. To type checkers a text is none, since `in` takes only texts there, nor is a dict,
+    which has no `count`.
+    """
 
     def __contains__(self, value: object, /) -> bool: ...
     def __iter__(self) -> Iterator[Operator]: ...
     def __getitem__(self, index: int, /) -> Operator: ...
+    @property
+    def count(self) -> object: ...
 
 
 Operators = _OperatorSequence | AbstractSet[Operator]

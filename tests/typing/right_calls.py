@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import assert_type
 
 import actckpt
-from actckpt import Action
+from actckpt import Action, Place
 from actckpt.policies import PerOp, Policy
 
 
@@ -65,6 +66,8 @@ def calls_keep_their_types(x: torch.Tensor) -> None:
 
 def policies_of_every_form(model: torch.nn.Module, x: torch.Tensor, policy: Policy, name: str) -> None:
     packets = [torch.ops.aten.mm, torch.ops.aten.addmm]
+    sequence: Sequence[str] = ("aten.mm",)
+    places = {Place("head", "aten.addmm.default"): Action.KEEP}
     for region in (
         actckpt.region(),
         actckpt.region("prefer_offload"),
@@ -72,9 +75,13 @@ def policies_of_every_form(model: torch.nn.Module, x: torch.Tensor, policy: Poli
         actckpt.region(["aten.mm", torch.ops.aten.mm, torch.ops.aten.mm.default]),
         actckpt.region(packets),
         actckpt.region((torch.ops.aten.mm,)),
+        actckpt.region(sequence),
         actckpt.region({torch.ops.aten.mm}),
         actckpt.region([name]),
         actckpt.region(PerOp({torch.ops.aten.mm: "offload", "aten.addmm": Action.KEEP}, default="recompute")),
+        actckpt.region({"layers.*::aten.mm": "keep", Place("head", "aten.addmm.default"): Action.OFFLOAD}),
+        actckpt.region({name: Action.KEEP}),
+        actckpt.region(places),
         actckpt.region(lambda info: Action.KEEP if info.is_input else Action.OFFLOAD),
         actckpt.region(lambda info: "keep" if info.is_input else "offload"),
         actckpt.region(by_size),

@@ -3,7 +3,6 @@
 import torch
 
 import actckpt
-from actckpt import Action
 from actckpt.policies import PerOp
 
 
@@ -39,7 +38,8 @@ def results_and_signatures(x: torch.Tensor) -> None:
 def policies(x: torch.Tensor) -> None:
     actckpt.region("recomptue")  # wrong
     actckpt.region(3)  # wrong
-    actckpt.region({torch.ops.aten.mm: Action.KEEP})  # wrong
+    actckpt.region({"layers.*::aten.mm": "kep"})  # wrong
+    actckpt.region({"layers.*::aten.mm": 3})  # wrong
     actckpt.region([torch.mm])  # wrong
     actckpt.region(lambda info: "kep" if info.is_input else "keep")  # wrong
     actckpt.region(lambda info: 3 if info.is_inputt else 4)  # wrong
