@@ -209,9 +209,10 @@ void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task)
   value->cached_task = task;
   value->cached_version = version;
   stop_reading(value, task, &gone);
-  if (keeps_inputs(value) && call(names().keeps_graph).ptr() == Py_False) {
+  if (core->is_open == 0 && keeps_inputs(value) && call(names().keeps_graph).ptr() == Py_False) {
     // The graph goes with this backward. A kept value then goes with its last need, not with the node that saved what
-    // was made from it.
+    // was made from it. Not in an open region, which holds what it keeps and must know, before that is overwritten,
+    // what is made from it.
     park_step(value);
   }
 }

@@ -90,6 +90,34 @@ def test_rule_9_a_gradient_taken_inside_an_open_region(create_graph: bool) -> No
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.parametrize("is_other_first", [False, True])
+@pytest.mark.parametrize("policy", [["aten.sin"], actckpt.policies.PerOp({"aten.sin": actckpt.Action.OFFLOAD})])
+def test_what_is_kept_may_be_overwritten_while_a_backward_inside_an_open_region_frees_its_graph(
+    policy: Any, is_other_first: bool
+) -> None:
+    found = []
+    for region in (nullcontext, lambda: actckpt.region(policy)):
+        x = torch.linspace(-1, 1, 16).requires_grad_()
+        with region():
+            kept, other = x.sin(), (2 * x).sin()
+            middle = kept.exp()
+            ends = middle.sin(), middle.cos(), other.exp()
+
+            def overwrite(_: Tensor, overwritten: list[Tensor] = [other, kept]) -> None:  # noqa: B006 - for one call
+                with torch.no_grad():
+                    while len(overwritten) > (1 if is_other_first else 0):
+                        overwritten.pop(0).mul_(2)
+
+            hook = middle.register_hook(overwrite)
+            first = torch.autograd.grad(ends[0].sum(), middle)
+            hook.remove()
+            with torch.no_grad():
+                kept.mul_(2)
+        del kept, other, middle
+        found.append((first, torch.autograd.grad(ends[1].sum() + ends[2].sum(), x)))
+    assert_equal(found[1], found[0])
+
+
 def test_rule_7_an_input_changed_after_the_region_raises_and_values_without_it_work() -> None:
     weight, other = leaf(3, 3), leaf(3, 3)
     x = torch.randn(3, 3)
