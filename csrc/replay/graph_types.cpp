@@ -23,12 +23,12 @@ namespace {
 
 void value_dealloc(PyObject* self) {
   auto* value = reinterpret_cast<ValueObject*>(self);
+  if (!is_none(value->cached)) unlist_cached(value);  // first: callbacks of weak references may look at the list
   if (value->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   for (HandleObject* handle : value->handles) {
     if (handle != nullptr) handle->listed_on = nullptr;
   }
   PyMem_Free(value->handles.many);
-  if (!is_none(value->cached)) unlist_cached(value);
   release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,

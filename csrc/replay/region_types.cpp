@@ -44,11 +44,11 @@ namespace {
 void handle_dealloc(PyObject* self) {
   py::error_scope pending;
   auto* handle = reinterpret_cast<HandleObject*>(self);
-  if (handle->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   ValueObject* value = handle->listed_on;
   forget_handle(handle);
+  unlist(handle);  // before any code of Python runs
+  if (handle->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   if (value != nullptr) release_needs(value, value->counted_task);
-  unlist(handle);
   delete std::exchange(handle->original, nullptr);
   using H = HandleObject;
   free_object<H>(self, &H::audit, &H::alias, &H::window, &H::tape);

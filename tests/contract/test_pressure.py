@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 import actckpt
 from actckpt import _C, _bind
 from actckpt._core import pressure, torch_private
+from actckpt._replay import opened
 from actckpt.memory import LiveStorages
 
 _ALL = 1 << 60
@@ -99,6 +101,25 @@ def test_pressing_before_every_unpack_gives_equal_gradients(method: str, program
     with pressed_inside(lambda: pressure.release(_ALL)):
         found = _gradients(method, program, lambda: None, retain)
     assert all(map(torch.equal, found, _expected(program)))
+
+
+def test_pressing_while_a_replayed_value_dies_does_not_free_it_twice() -> None:
+    given: list[int] = []
+    x = torch.randn(4, requires_grad=True)
+    with actckpt.region():
+        y = x.sin().exp()
+        tape = opened._local.tape
+
+    def hook(grad: Tensor) -> None:
+        value = _C.Value(16, x.device, 9)
+        _C.cache(tape, value, torch.randn(4), torch_private.current_graph_task_id())
+        reference = weakref.ref(value, lambda _: given.append(pressure.release(_ALL)["replay caches"]))
+        del value
+        assert reference() is None
+
+    y.register_hook(hook)
+    y.sum().backward()
+    assert given == [0]
 
 
 @pytest.mark.parametrize("method", ["rerun", "replay", "replay from kept values"])
