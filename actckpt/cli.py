@@ -175,12 +175,15 @@ def _run_plan(args: argparse.Namespace) -> int:
         return 1
     except (ValueError, OSError) as error:
         args.fail(str(error))
-    if args.save is not None:
-        plan.save(args.save)
-    print(json.dumps(plan.to_dict(), indent=1) if args.json else f"{plan.explain()}\n\n{plan.table()}")
-    if args.plot is not None:
-        print(f"drawing {args.plot} ...", file=sys.stderr)
-        plan.plot(args.plot)
+    try:
+        if args.save is not None:
+            plan.save(args.save)
+        print(json.dumps(plan.to_dict(), indent=1) if args.json else f"{plan.explain()}\n\n{plan.table()}")
+        if args.plot is not None:
+            print(f"drawing {args.plot} ...", file=sys.stderr)
+            plan.plot(args.plot)
+    except (ImportError, ValueError, OSError) as error:
+        args.fail(str(error))
     return 0
 
 

@@ -142,6 +142,21 @@ def test_a_budget_that_is_too_small_exits_with_1_and_the_smallest(
     assert captured.out == "" and "smallest budget" in captured.err
 
 
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+@pytest.mark.parametrize("name", ["no_folder/file.svg", "folder.svg"])
+def test_a_file_that_cannot_be_written_is_a_mistake_in_one_line(
+    option: str, name: str, table: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(table.parent)
+    Path("folder.svg").mkdir()
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["plan", str(table), "--budget=2GiB", option, name])
+    told = capsys.readouterr().err.replace(f"drawing {name} ...\n", "")
+    assert exit_info.value.code == 2
+    assert told.startswith("actckpt plan: error") and told.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
