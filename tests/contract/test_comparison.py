@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Model(nn.Module):
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Any]:
     """What a step may change, as bits."""
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    state = {} if optimizer is None else optimizer.state_dict()
+    state = {} if optimizer is None else copy.deepcopy(optimizer.state_dict())  # it has the tensors themselves
     now = [p.detach().clone() for p in model.parameters()], [b.clone() for b in model.buffers()], gradients, state
     return [*now, torch.get_rng_state(), random.getstate(), [str(part) for part in numpy.random.get_state()]]
 
