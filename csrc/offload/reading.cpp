@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -41,6 +42,24 @@ py::object held(SpanObject* span) { return py::reinterpret_borrow<py::object>(re
 
 void unload(SpanObject* span) { span->ticket->unload(); }
 
+// Unloads one span after the other, also where some of them raise; `finish` throws the first error.
+class Unloading {
+ public:
+  void add(SpanObject* span) {
+    try {
+      unload(span);
+    } catch (py::error_already_set& error) {
+      if (!first_) first_.emplace(error);
+    }
+  }
+  void finish() const {
+    if (first_) throw py::error_already_set(*first_);
+  }
+
+ private:
+  std::optional<py::error_already_set> first_;
+};
+
 // Begins to bring `span` back if there is room; returns whether there was.
 bool read_ahead(SpanObject* span, long long task) {
   if (span->ahead_task != -1) return true;
@@ -67,14 +86,14 @@ bool read_ahead(SpanObject* span, long long task) {
 }
 
 // Releases what `task` read ahead in vain.
-void release_unread(long long task) {
+void release_unread(long long task, Unloading* unloading) {
   std::vector<py::object> unread;
   for (SpanObject* span : window.spans) {
     if (span->ahead_task == task) unread.push_back(held(span));
   }
   for (const py::object& span : unread) {
     leave_window(span_of(span.ptr()));
-    unload(span_of(span.ptr()));
+    unloading->add(span_of(span.ptr()));
   }
 }
 
@@ -116,19 +135,27 @@ PyObject* release_reloads(PyObject*, PyObject* wanted) {
   });
 }
 
-// The backward `task` has ended, or failed.
-void end_task(Record* record, long long task) {
-  release_unread(task);
-  if (record->task != task) return;
-  record->task = -1;
+// Releases what a backward over `record` kept for saved tensors that share it.
+void release_shared(const Record* record, Unloading* unloading) {
   std::vector<py::object> kept;
   for (SpanObject* span : record->spans) {
     if (span != nullptr && span->num_saved > 1) kept.push_back(held(span));
   }
   for (const py::object& span : kept) {
     shared_reloads.erase(span_of(span.ptr()));
-    unload(span_of(span.ptr()));
+    unloading->add(span_of(span.ptr()));
   }
+}
+
+// The backward `task` has ended, or failed.
+void end_task(Record* record, long long task) {
+  Unloading unloading;
+  release_unread(task, &unloading);
+  if (record->task == task) {
+    record->task = -1;
+    release_shared(record, &unloading);
+  }
+  unloading.finish();
 }
 
 void tell_end(const RecordPointer& record, long long task) {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sim
 import torch
-from offload_oracle import flush, live_tickets, store_of_kind, using
+from offload_oracle import PythonStore, flush, live_tickets, store_of_kind, using
 from oracle import assert_equal, gradients, leaf, mlp
 
 import actckpt
@@ -128,6 +128,52 @@ def test_a_read_ahead_that_fails_raises_once_it_is_needed(tmp_path: Path) -> Non
         io.set(sim.Faults())
         y.backward()
         assert torch.equal(x.grad, _expected(x))
+
+
+class _Ticket:
+    def __init__(self, inner: Any, errors: list[Exception]) -> None:
+        self.inner, self.errors = inner, errors
+
+    def unload(self) -> None:
+        self.inner.unload()
+        if self.errors:
+            raise self.errors.pop()
+
+
+class _FailingUnloads(PythonStore):
+    """A store whose next unloads raise `errors`."""
+
+    errors: list[Exception]
+
+    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> _Ticket:
+        return _Ticket(super().put(source, nbytes, must=must), self.errors)
+
+    def fetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> _C.Bytes:
+        return super().fetch(ticket.inner, nbytes, device)
+
+    def prefetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> _C.Bytes | None:
+        return super().prefetch(ticket.inner, nbytes, device)
+
+
+def test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind() -> None:
+    x = leaf(SIZE, SIZE)
+    store = _FailingUnloads(CpuStore.in_memory())
+    store.errors = []
+    with using(store):
+        with actckpt.offload(min_bytes=0):
+            middle = x.sin().exp().sin().exp().sin()
+            y = middle.exp().square().sum()
+        store.inner.flush()
+        store.inner.poll()
+        fetched = torch.autograd.grad(y, middle, retain_graph=True)  # the rest is read ahead in vain
+        assert len(store.buffers) > 2
+        store.errors += [OSError("the second"), OSError("the first")]
+        with pytest.raises(OSError, match="the first"):
+            torch.autograd.grad(y, middle, retain_graph=True)
+        assert store.errors == []
+        assert _C.release_read_ahead(1 << 40) == 0, "something is in the window still"
+        assert not any(buffer() for buffer in store.buffers)
+        assert_equal(torch.autograd.grad(y, middle, retain_graph=True), fetched)
 
 
 @pytest.mark.parametrize("limit", [0, 4096, TENSOR_BYTES, 2 * TENSOR_BYTES + 100, 1 << 30])
