@@ -176,6 +176,8 @@ PyObject* session_moved_and_small(PyObject* self, PyObject*) {
 }
 
 PyObject* session_unpack(PyObject*, PyObject* handle) {
+  // Autograd lends it: the saved tensor may be released while Python runs below.
+  const auto owner = py::reinterpret_borrow<py::object>(handle);
   return guarded([&]() -> PyObject* { return unpack_handle(handle).release().ptr(); });
 }
 

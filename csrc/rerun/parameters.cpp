@@ -9,11 +9,18 @@
 namespace actckpt {
 namespace {
 
-// Entries of a module's dict of parameters, buffers or modules; null where it has none. Borrowed.
-PyObject* entries_of(const py::object& attributes, PyObject* name) {
-  PyObject* found = PyDict_GetItemWithError(attributes.ptr(), name);
+// What a dict has for a key, held: code of the user may run while it is looked at, and take it out. Null: nothing.
+py::object item_of(PyObject* dict, PyObject* key) {
+  PyObject* found = PyDict_GetItemWithError(dict, key);
   if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return found != nullptr && PyDict_Check(found) && PyDict_GET_SIZE(found) > 0 ? found : nullptr;
+  return py::reinterpret_borrow<py::object>(found);
+}
+
+// Entries of a module's dict of parameters, buffers or modules; null where it has none.
+py::object entries_of(const py::object& attributes, PyObject* name) {
+  py::object found = item_of(attributes.ptr(), name);
+  const bool has_entries = found && PyDict_Check(found.ptr()) && PyDict_GET_SIZE(found.ptr()) > 0;
+  return has_entries ? found : py::object();
 }
 
 bool counts(PyObject* parameter) { return is_plain_tensor(parameter) && reads().requires_grad.is_true(parameter); }
@@ -68,21 +75,23 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
   const py::object attributes = attribute(module, names().dict);
   PyObject *key, *value;
   Py_ssize_t position = 0;
-  if (PyObject* parameters = entries_of(attributes, names().parameters)) {
-    while (is_strict && PyDict_Next(parameters, &position, &key, &value) != 0) {
+  if (const py::object parameters = entries_of(attributes, names().parameters)) {
+    while (is_strict && PyDict_Next(parameters.ptr(), &position, &key, &value) != 0) {
       if (counts(value)) sum_ += version_of(value);
     }
-    if (notes) note(module, names().parameters, parameters, is_strict);
+    if (notes) note(module, names().parameters, parameters.ptr(), is_strict);
   }
-  if (!notes && entries_of(attributes, names().buffers) != nullptr) {
+  if (!notes && entries_of(attributes, names().buffers)) {
     if (!buffered_) buffered_ = py::list();
     if (PyList_Append(buffered_.ptr(), module) < 0) throw py::error_already_set();
   }
   position = 0;
-  if (PyObject* modules = entries_of(attributes, names().modules)) {
-    if (notes) note(module, names().modules, modules, false);
-    while (PyDict_Next(modules, &position, &key, &value) != 0) {
-      if (value != Py_None) walk(value, is_strict, notes);
+  if (const py::object modules = entries_of(attributes, names().modules)) {
+    if (notes) note(module, names().modules, modules.ptr(), false);
+    while (PyDict_Next(modules.ptr(), &position, &key, &value) != 0) {
+      if (value == Py_None) continue;
+      const auto child = py::reinterpret_borrow<py::object>(value);
+      walk(child.ptr(), is_strict, notes);
     }
   }
 }
@@ -91,11 +100,13 @@ void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(dict, &position, &key, &value) != 0) {
-    long long version = is_strict && counts(value) ? 0 : -1;
-    py::object copy;
-    if (version == 0 && !read_version(value, &version)) copy = call(names().own_copy, value);
-    entries_.push_back({py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value), version,
-                        std::move(copy), version >= 0 ? reads().implementation.number(value) : 0});
+    Entry entry{py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value), -1, {}, 0};
+    if (is_strict && counts(value)) {
+      entry.version = 0;
+      if (!read_version(value, &entry.version)) entry.copy = call(names().own_copy, value);
+      entry.implementation = reads().implementation.number(value);
+    }
+    entries_.push_back(std::move(entry));
   }
   groups_.push_back({py::reinterpret_borrow<py::object>(module), name, entries_.size()});
 }
@@ -109,16 +120,15 @@ void Parameters::forward_done() {
   }
 }
 
-// Calls visit(group, entry, dict, what is there now: borrowed, null where nothing is).
+// Calls visit(group, entry, dict, what is there now: null where nothing is).
 template <typename Visit>
 void Parameters::for_each_entry(const Visit& visit) const {
   std::size_t i = 0;
   for (const Group& group : groups_) {
-    PyObject* dict = entries_of(attribute(group.module.ptr(), names().dict), group.name);
+    const py::object dict = entries_of(attribute(group.module.ptr(), names().dict), group.name);
     for (; i < group.end; ++i) {
-      PyObject* found = dict != nullptr ? PyDict_GetItemWithError(dict, entries_[i].key.ptr()) : nullptr;
-      if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-      visit(group, entries_[i], dict, found);
+      const py::object found = dict ? item_of(dict.ptr(), entries_[i].key.ptr()) : py::object();
+      visit(group, entries_[i], dict.ptr(), found.ptr());
     }
   }
 }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Log, assert_equal, leaf, ours, plain, theirs
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actckpt
@@ -206,3 +207,32 @@ def test_unknown_options_of_apply_raise_at_apply() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     with pytest.raises((TypeError, ValueError), match="earlystop"):
         actckpt.apply(model, blocks=torch.nn.Linear, earlystop=False)
+
+
+def test_a_parameter_that_goes_while_it_is_copied_is_held() -> None:
+    # One of inference mode has no version, so it is copied, and code of the user runs then: "make sanitize" sees more.
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.inference_mode():
+                self.spare: torch.nn.Parameter | None = torch.nn.Parameter(torch.randn(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().exp()
+
+    class Removes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.clone:
+                module.spare = None
+            return result
+
+    module, x = Module(), leaf(3)
+    spare = weakref.ref(module.spare)
+    with Removes():
+        y = ours(module, x)
+    assert module.spare is None and spare() is not None
+    assert_equal(torch.autograd.grad(y.sum(), x), torch.autograd.grad(module(x).sum(), x))
+    del y
+    gc.collect()
+    assert spare() is None
