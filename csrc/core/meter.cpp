@@ -106,8 +106,7 @@ void note_alive(PyObject* object, PyObject* storage) {
   death->meter = meter;
   death->storage = storage;
   death->nbytes = reads().nbytes.number(storage);
-  auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(storage, made));
-  if (!reference) throw py::error_already_set();
+  auto reference = owned(PyWeakref_NewRef(storage, made));
   PyObject_GC_UnTrack(reference.ptr());
   meter->alive.emplace(storage, Watch{std::move(reference), std::move(owner)});
   meter->live_bytes += death->nbytes;

@@ -3,14 +3,11 @@
 #include "core/reads.h"
 
 namespace actckpt {
-namespace {
 
 py::object owned(PyObject* result) {
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
-
-}  // namespace
 
 py::object attribute(PyObject* object, PyObject* name) { return owned(PyObject_GetAttr(object, name)); }
 

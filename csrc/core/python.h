@@ -11,6 +11,14 @@ namespace actckpt {
 
 namespace py = pybind11;
 
+// Takes a new reference over; throws the pending error where it is null.
+py::object owned(PyObject* result);
+// The same for types that begin with a PyObject.
+template <typename Object>
+py::object owned(Object* result) {
+  return owned(reinterpret_cast<PyObject*>(result));
+}
+
 py::object attribute(PyObject* object, PyObject* name);
 py::object call(PyObject* function);
 py::object call(PyObject* function, PyObject* argument);

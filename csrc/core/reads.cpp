@@ -27,11 +27,7 @@ PyObject* Read::get(PyObject* object) const noexcept {
   return kind_ == Kind::kAttribute ? PyObject_GetAttr(object, name_) : PyObject_CallMethodNoArgs(object, name_);
 }
 
-py::object Read::operator()(PyObject* object) const {
-  PyObject* found = get(object);
-  if (found == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(found);
-}
+py::object Read::operator()(PyObject* object) const { return owned(get(object)); }
 
 long long Read::number(PyObject* object) const {
   const py::object found = (*this)(object);

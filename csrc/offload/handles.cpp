@@ -59,11 +59,6 @@ Object* create(PyTypeObject* type) {
   return self;
 }
 
-template <typename Object>
-py::object owned(Object* self) {
-  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
-}
-
 [[noreturn]] void raise_changed(PyObject* shape, PyObject* dtype, long long found, long long expected) {
   raise(call_with(names().changed_in_place_error, shape, dtype, number(found).ptr(), number(expected).ptr()));
 }

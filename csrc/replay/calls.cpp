@@ -80,9 +80,7 @@ py::object outer_call(const py::object& frame) {
 // The module whose `__call__` a frame runs.
 py::object module_in(const py::object& frame) {
 #if PY_VERSION_HEX >= 0x030c0000
-  PyObject* found = PyFrame_GetVar(reinterpret_cast<PyFrameObject*>(frame.ptr()), names().self_name);
-  if (found == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(found);
+  return owned(PyFrame_GetVar(reinterpret_cast<PyFrameObject*>(frame.ptr()), names().self_name));
 #else
   const py::object locals = attribute(frame.ptr(), names().locals);
   py::object found = py::reinterpret_borrow<py::object>(PyDict_GetItem(locals.ptr(), names().self_name));
@@ -200,8 +198,7 @@ std::uint64_t number_of(PyObject* root) {
   static std::uint64_t last = 0;
   const auto at = known->find(root);
   if (at != known->end() && referent(at->second.first.ptr()) == root) return at->second.second;
-  auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(root, nullptr));
-  if (!reference) throw py::error_already_set();
+  auto reference = owned(PyWeakref_NewRef(root, nullptr));
   (*known)[root] = {std::move(reference), ++last};
   return last;
 }

@@ -119,8 +119,7 @@ void connect_exchange(PyObject* capsule) {
 }
 
 py::object tuple_of(const std::int64_t* numbers, int count) {
-  auto tuple = py::reinterpret_steal<py::object>(untracked(PyTuple_New(count)));
-  if (!tuple) throw py::error_already_set();
+  auto tuple = owned(untracked(PyTuple_New(count)));
   for (int i = 0; i < count; ++i) {
     PyObject* number = PyLong_FromLongLong(numbers[i]);
     if (number == nullptr) throw py::error_already_set();

@@ -71,9 +71,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       look_at_saver(tape, value, tensor);
       if (!decided(tape, value, tensor)) {
         PyObject* both[] = {arguments[0], found.ptr(), tensor};
-        const auto done =
-            py::reinterpret_steal<py::object>(PyObject_VectorcallMethod(names().decide, both, 3, nullptr));
-        if (!done) throw py::error_already_set();
+        const auto done = owned(PyObject_VectorcallMethod(names().decide, both, 3, nullptr));
       }
     }
     py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr(), &geometry).ptr());

@@ -53,11 +53,7 @@ const Known& known(PyObject* func) {
   return found->emplace(func, std::move(entry)).first->second;
 }
 
-py::object called(PyObject* func, PyObject* args, PyObject* kwargs) {
-  PyObject* result = PyObject_Call(func, args, kwargs);
-  if (result == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(result);
-}
+py::object called(PyObject* func, PyObject* args, PyObject* kwargs) { return owned(PyObject_Call(func, args, kwargs)); }
 
 // Notes an argument of which nobody tells when it changes: what is made from it must not be made again.
 void note_untold(TapeObject* tape, PyObject* why) {
@@ -166,9 +162,8 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
   advance(tape, value, op, geometry->of(tensor));
   py::object why = py::reinterpret_borrow<py::object>(why_opaque);
   if (needs_a_closer_look(tape, value->key)) {
-    const py::object never = py::reinterpret_steal<py::object>(PyObject_CallMethodOneArg(
-        reinterpret_cast<PyObject*>(tape), names().why_never, reinterpret_cast<PyObject*>(value)));
-    if (!never) throw py::error_already_set();
+    const py::object never = owned(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(tape), names().why_never,
+                                                             reinterpret_cast<PyObject*>(value)));
     if (PyObject_IsTrue(why.ptr()) == 0) why = never;
   }
   assign(value->why_opaque, why.ptr());
@@ -221,10 +216,8 @@ py::object action_of(TapeObject* tape, const Known& entry) {
 }
 
 py::object asked(PyObject* choice, PyObject* func, PyObject* args, PyObject* kwargs, PyObject* result) {
-  PyObject* answer = PyObject_CallMethodObjArgs(choice, names().after_call, func, args,
-                                                kwargs == nullptr ? Py_None : kwargs, result, nullptr);
-  if (answer == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(answer);
+  return owned(PyObject_CallMethodObjArgs(choice, names().after_call, func, args, kwargs == nullptr ? Py_None : kwargs,
+                                          result, nullptr));
 }
 
 py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs) {

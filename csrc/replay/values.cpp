@@ -97,9 +97,7 @@ py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry
     look_at(value, tensor, root);
   } else if (last != root.ptr() || version_of(tensor) > value->version) {
     PyObject* name = last != root.ptr() ? names().another_root : names().changed_unseen;
-    PyObject* changed = PyObject_CallMethodObjArgs(self, name, tensor, reinterpret_cast<PyObject*>(holder), nullptr);
-    if (changed == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(changed);
+    return owned(PyObject_CallMethodObjArgs(self, name, tensor, reinterpret_cast<PyObject*>(holder), nullptr));
   }
   return found;
 }

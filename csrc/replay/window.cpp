@@ -43,9 +43,7 @@ py::object reinterpreted(PyObject* base, const WindowObject* window, const py::o
   static PyObject* const zero = PyLong_FromLong(0);
   const py::object device = reads().device(base);
   PyObject* arguments[] = {zero, window->dtype, device.ptr()};
-  py::object tensor = py::reinterpret_steal<py::object>(
-      PyObject_Vectorcall(names().empty, arguments, 1, names().keywords_dtype_device));
-  if (!tensor) throw_pending();
+  py::object tensor = owned(PyObject_Vectorcall(names().empty, arguments, 1, names().keywords_dtype_device));
   const py::object storage = reads().untyped_storage(base);
   call_method_with(tensor.ptr(), names().set, storage.ptr(), offset.ptr(), shape.ptr(), stride.ptr());
   if (window->is_conj != 0) tensor = call_method(tensor.ptr(), names().conj);

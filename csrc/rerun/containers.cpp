@@ -9,11 +9,6 @@ namespace {
 
 using Kind = Container::Kind;
 
-py::object owned(PyObject* result) {
-  if (result == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(result);
-}
-
 void done(int result) {
   if (result < 0) throw py::error_already_set();
 }

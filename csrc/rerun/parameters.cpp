@@ -27,9 +27,7 @@ bool counts(PyObject* parameter) { return is_plain_tensor(parameter) && reads().
 
 bool has_same_bytes(const py::object& copy, PyObject* parameter) {
   PyObject* both[] = {copy.ptr(), parameter};
-  PyObject* same = PyObject_Vectorcall(names().has_same_bytes, both, 2, nullptr);
-  if (same == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(same).ptr() == Py_True;
+  return owned(PyObject_Vectorcall(names().has_same_bytes, both, 2, nullptr)).ptr() == Py_True;
 }
 
 bool is_module(PyObject* object) { return is_instance(object, names().module_type); }
