@@ -45,12 +45,12 @@ void states_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyMethodDef methods[] = {{"restore", states_restore, METH_NOARGS, "Write the states back into the generators."},
-                         {"now", states_now, METH_NOARGS, "The states of the same generators as they are now."},
-                         {nullptr, nullptr, 0, nullptr}};
+PyMethodDef states_methods[] = {{"restore", states_restore, METH_NOARGS, "Write the states back into the generators."},
+                                {"now", states_now, METH_NOARGS, "The states of the same generators as they are now."},
+                                {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot generators_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(states_dealloc)},
-                                  {Py_tp_methods, methods},
+                                  {Py_tp_methods, states_methods},
                                   {Py_tp_doc, const_cast<char*>("States of torch.Generators, by value.")},
                                   {0, nullptr}};
 PyType_Spec generators_spec = {"actckpt._C.GeneratorStates", sizeof(StatesObject), 0,

@@ -92,7 +92,7 @@ PyObject* when_backward_ends(PyObject*, PyObject* function) {
   });
 }
 
-PyMethodDef functions[] = {
+PyMethodDef task_end_functions[] = {
     {"when_backward_ends", when_backward_ends, METH_O,
      "when_backward_ends(function): call it when the backward under way ends, also if it fails."},
     {nullptr, nullptr, 0, nullptr}};
@@ -104,7 +104,7 @@ void at_task_end(long long task, AtTaskEnd function) { task_end_of(task)->functi
 void add_task_end(py::module_& module) {
   task_end_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&task_end_spec));
   if (task_end_type == nullptr) throw_pending();
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw_pending();
+  if (PyModule_AddFunctions(module.ptr(), task_end_functions) < 0) throw_pending();
 }
 
 }  // namespace actckpt

@@ -216,7 +216,7 @@ void session_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyMethodDef methods[] = {
+PyMethodDef session_methods[] = {
     {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(session_pack)), METH_FASTCALL | METH_KEYWORDS,
      "pack(tensor, may_share=True) -> handle: the pack hook."},
     {"unpack", session_unpack, METH_O | METH_STATIC, "unpack(handle) -> Tensor: the unpack hook."},
@@ -244,7 +244,7 @@ PyGetSetDef properties[] = {
 PyType_Slot session_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(session_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(session_dealloc)},
-    {Py_tp_methods, methods},
+    {Py_tp_methods, session_methods},
     {Py_tp_getset, properties},
     {Py_tp_doc, const_cast<char*>("Session(to, min_bytes, must=True): one `offload` block.")},
     {0, nullptr}};

@@ -26,10 +26,11 @@ PyObject* exit(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
-                         {"__exit__", exit, METH_VARARGS, nullptr},
-                         {nullptr, nullptr, 0, nullptr}};
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(PyType_GenericNew)}, {Py_tp_methods, methods}, {0, nullptr}};
+PyMethodDef paused_methods[] = {{"__enter__", enter, METH_NOARGS, nullptr},
+                                {"__exit__", exit, METH_VARARGS, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(PyType_GenericNew)}, {Py_tp_methods, paused_methods}, {0, nullptr}};
 
 }  // namespace
 

@@ -255,11 +255,7 @@ bool is_changed_outsider(const Saved& saved, PyObject* tensor, long long version
   return version_at_start != -1 && version_at_start != saved.outsider_version && alive(saved.outsider).ptr() == tensor;
 }
 
-py::object pack_of(const py::object& frame) {
-  PyObject* method = PyCFunction_New(&frame_methods[0], frame.ptr());
-  if (method == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(method);
-}
+py::object pack_of(const py::object& frame) { return owned(PyCFunction_New(&frame_methods[0], frame.ptr())); }
 
 py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
   Values* values = frame->find(key);
@@ -336,9 +332,9 @@ PyObject* release_rerun_values(PyObject*, PyObject* argument) {
   });
 }
 
-PyMethodDef functions[] = {{"release_rerun_values", release_rerun_values, METH_O,
-                            "release_rerun_values(nbytes) -> released bytes of what reruns brought back."},
-                           {nullptr, nullptr, 0, nullptr}};
+PyMethodDef frame_functions[] = {{"release_rerun_values", release_rerun_values, METH_O,
+                                  "release_rerun_values(nbytes) -> released bytes of what reruns brought back."},
+                                 {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
@@ -349,7 +345,7 @@ void add_frame_types(py::module_& module) {
   if (slot_type == nullptr) throw py::error_already_set();
   module.add_object("Frame", reinterpret_cast<PyObject*>(frame_type));
   module.add_object("Slot", reinterpret_cast<PyObject*>(slot_type));
-  if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
+  if (PyModule_AddFunctions(module.ptr(), frame_functions) < 0) throw py::error_already_set();
 }
 
 }  // namespace actckpt

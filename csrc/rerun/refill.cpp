@@ -159,7 +159,7 @@ void refill_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyMethodDef methods[] = {
+PyMethodDef refill_methods[] = {
     {"pack", refill_pack, METH_O, "Pack hook of the rerun."},
     {"stop_if", refill_stop_if, METH_O, "stop_if(may_stop): end early only where this returns True, else at the end."},
     {"run_to_the_end", refill_run_to_the_end, METH_NOARGS, "Do not stop this rerun early."},
@@ -173,7 +173,7 @@ PyGetSetDef getset[] = {{"frame", refill_get_frame, nullptr, "The frame that is 
                         {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyType_Slot refill_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(refill_dealloc)},
-                              {Py_tp_methods, methods},
+                              {Py_tp_methods, refill_methods},
                               {Py_tp_getset, getset},
                               {Py_tp_doc, const_cast<char*>("Collects the values of one rerun.")},
                               {0, nullptr}};
@@ -220,11 +220,7 @@ py::object new_refill(FrameObject* frame, std::size_t index, const py::object& k
   return owner;
 }
 
-py::object refill_pack_of(const py::object& refill) {
-  PyObject* method = PyCFunction_New(&methods[0], refill.ptr());
-  if (method == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(method);
-}
+py::object refill_pack_of(const py::object& refill) { return owned(PyCFunction_New(&refill_methods[0], refill.ptr())); }
 
 namespace {
 
