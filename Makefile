@@ -43,9 +43,8 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks $(ARGS)
 
-# A compiler is all it needs.
-sanitize:
-	scripts/engine_sanitize
+sanitize: $(STAMP)
+	PYTHON="$(BIN)/python" scripts/sanitize
 
 # TransformerEngine's Python code on the CPU, in an environment of its own. ARGS="-k ..." picks tests.
 te: $(STAMP)
