@@ -39,6 +39,7 @@ from actckpt._version import __version__
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
 from actckpt.blocks import apply, remove, report
+from actckpt.budgets import plan
 from actckpt.comparison import ComparedPolicy, Comparison, compare
 from actckpt.config import Settings, configure
 from actckpt.errors import (
@@ -62,6 +63,7 @@ from actckpt.errors import (
     StillOpenError,
     TransformerEngineError,
 )
+from actckpt.planner.plans import Plan
 from actckpt.regions import region
 from actckpt.statistics import Stats, reset_stats, stats
 
@@ -86,6 +88,7 @@ __all__ = [
     "InputChangedError",
     "ModelReport",
     "Place",
+    "Plan",
     "PlanInfeasibleError",
     "ReplayGraph",
     "RerunMismatchError",
@@ -113,6 +116,7 @@ __all__ = [
     "memory",
     "noop_context_fn",
     "offload",
+    "plan",
     "planner",
     "policies",
     "region",

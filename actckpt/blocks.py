@@ -1,34 +1,26 @@
 """`apply` and `remove`: checkpoint the blocks of a model without changing its code.
 
-The forward of each block is replaced by an attribute of the instance, so the block keeps its type,
-its `state_dict` keys and its hooks; hooks of the block itself run outside of the region, once.
+How blocks are patched is in actckpt/_blocks/applied.py.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
-import types
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypedDict, overload
 
 import torch
 from typing_extensions import Unpack
 
-from actckpt._blocks.finding import has_forward, repeated_blocks
-from actckpt._blocks.key_value_caches import without_cache
-from actckpt._blocks.model_report import AppliedBlocks, ModelReport
+from actckpt._blocks.applied import Blocks, blocks_of, check_model, find_blocks, patch, unpatch
+from actckpt._blocks.model_report import ModelReport
+from actckpt._budget.running import settings_of
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
-from actckpt._text.selectors import is_pattern, matches
 from actckpt.action import Action
-from actckpt.api import checkpoint_call, offload
-from actckpt.errors import BlocksError
+from actckpt.api import offload
+from actckpt.planner.plans import Plan
 from actckpt.policies import Policy, choice_of
 
 __all__ = ["apply", "remove", "report"]
-
-Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
 
 
 class OffloadKeywords(TypedDict, total=False):
@@ -64,7 +56,8 @@ def apply(
     Args:
         model: changed in place.
         policy: `"recompute"` or None: as in `checkpoint`. `"offload"`: each call runs under `offload`. Any other policy
-            of `region`: each call is such a region.
+            of `region`: each call is such a region. A `Plan` that `actckpt.plan` made for this model: its blocks run as
+            it says, without further keywords.
         blocks: which of its modules: a type or several, qualified names (`"layers.0"`), also with wildcards, which
             stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp), or a predicate on modules. Of matches inside
             each other the outermost are taken; a name without wildcards is always taken. None: the repeated blocks.
@@ -90,25 +83,24 @@ def apply(
         >>> actckpt.remove(model)
         ('0', '1', '2')
     """
-    _check_model(model, "apply")
+    check_model(model, "apply")
+    if isinstance(policy, Plan):
+        return _apply_plan(model, policy, blocks, options)
     if policy is Action.OFFLOAD:
         policy = "offload"
     if policy is not None:
         choice_of(policy)  # raises if it is none
     _check_options(policy, options)
-    chosen = _find(model, blocks)
-    if not chosen:
-        raise BlocksError(_nothing_found(model, blocks))
-    applied = [name for name, block in chosen.items() if _is_applied(block)]
-    if applied:
-        raise BlocksError(
-            f"apply: {len(applied)} of {len(chosen)} blocks are checkpointed already, the first is {applied[0]!r}.\n"
-            "Call actckpt.remove(model) first, or pass other blocks."
-        )
-    together = AppliedBlocks()
-    for name, block in chosen.items():
-        block.forward = together.forwards[name] = _CheckpointedForward(block, policy, options, together)
-    return tuple(chosen)
+    chosen = find_blocks(model, blocks, "apply")
+    return patch(chosen, {name: {"policy": policy, **options} for name in chosen})
+
+
+def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, options: dict[str, Any]) -> tuple[str, ...]:
+    if blocks is not None or options:
+        given = ", ".join(["blocks"] * (blocks is not None) + sorted(options))
+        raise ValueError(f"apply: {given} beside a plan, which has blocks and options of its own. Leave them out.")
+    settings = settings_of(plan, model)
+    return patch(find_blocks(model, list(settings), "apply"), settings)
 
 
 def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
@@ -130,59 +122,9 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
     Raises:
         BlocksError: there are none.
     """
-    applied = _applied(model, "remove")
-    for module in applied.values():
-        forward = module.__dict__.pop("forward")
-        if forward.replaced is not None:
-            module.forward = forward.replaced
+    applied = blocks_of(model, "remove")
+    unpatch(applied)
     return tuple(applied)
-
-
-class _CheckpointedForward:
-    """The forward of one block, checkpointed. An object, so that deepcopy and pickle follow the block."""
-
-    def __init__(
-        self, block: torch.nn.Module, policy: Policy | None, options: dict[str, Any], together: AppliedBlocks
-    ) -> None:
-        self.block = block
-        self.together = together
-        self.has_run = False
-        offloads = policy == "offload"
-        #: The keywords of `offload`, None: the block is checkpointed.
-        self.offloading = options if offloads else None
-        self.options = CheckpointOptions() if offloads else CheckpointOptions(policy=policy, **options)
-        #: A forward that the instance had of its own, for example from another library's patch.
-        self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
-        self.__wrapped__ = block.forward  # the signature, for `inspect`
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.has_run = True
-        if not torch.compiler.is_compiling() and not self.together.is_checked:
-            return self.together.watched(self._run(*args, **kwargs))
-        return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.offloading is not None:
-            # Looked up inside: torch.compile breaks the graph here, and would make `self.block.forward` of a bound
-            # method that it must carry over, which is this very object.
-            with offload(**self.offloading):
-                return self._original()(*args, **kwargs)
-        original = self._original()
-        reruns = self.options.policy in (None, "recompute", Action.RECOMPUTE)
-        if reruns and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            arguments = without_cache(self.block, original, args, kwargs)
-            if arguments is None:
-                return original(*args, **kwargs)
-            args, kwargs = arguments
-        matches = None if torch.compiler.is_compiling() else self.together.matches
-        return checkpoint_call(original, args, kwargs, self.options, matches=matches)
-
-    def _original(self) -> Callable[..., Any]:
-        if self.replaced is not None:
-            return self.replaced
-        if torch.compiler.is_compiling():  # before torch 2.13 it knows no way to make a bound method
-            return functools.partial(type(self.block).forward, self.block)
-        return types.MethodType(type(self.block).forward, self.block)
 
 
 def report(model: torch.nn.Module) -> ModelReport:
@@ -201,105 +143,8 @@ def report(model: torch.nn.Module) -> ModelReport:
         >>> actckpt.report(model).blocks_ran
         ('0', '1')
     """
-    applied = _applied(model, "report")
+    applied = blocks_of(model, "report")
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
     together = {id(module.forward.together): module.forward.together for module in applied.values()}
     idle = dict.fromkeys(operator for blocks in together.values() for operator in blocks.matches.idle())
     return ModelReport(blocks_patched=tuple(applied), blocks_ran=ran, operators_not_run=tuple(idle))
-
-
-def _check_model(model: Any, what: str) -> None:
-    if isinstance(model, torch.nn.Module):
-        return
-    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-    owner = getattr(model, "__self__", None)
-    instead = "the model itself, a torch.nn.Module"
-    if isinstance(owner, torch.nn.Module):
-        instead = f"the {type(owner).__name__} that it belongs to"
-    raise TypeError(f"{what}: model is {kind}, not a module. Pass {instead}: actckpt.{what}(model).")
-
-
-def _applied(model: torch.nn.Module, what: str) -> dict[str, Any]:
-    """Return the blocks of a model that are checkpointed; raises if there are none."""
-    _check_model(model, what)
-    applied = applied_blocks(model)
-    if not applied:
-        raise BlocksError(
-            f"{what}: none of the {sum(1 for _ in model.modules())} modules of {type(model).__name__} is "
-            f"checkpointed. Call {what} on the model that was given to apply."
-        )
-    return applied
-
-
-def applied_blocks(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the blocks of a model that are checkpointed, by name.
-
-    Their `forward`, assigned again after `remove`, is in use again.
-    """
-    return {name: module for name, module in model.named_modules() if _is_applied(module)}
-
-
-def _is_applied(module: torch.nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), _CheckpointedForward)
-
-
-def _find(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.Module]:
-    if blocks is None:
-        return repeated_blocks(model)
-    several = blocks if isinstance(blocks, Sequence) and not isinstance(blocks, str) else [blocks]
-    named: set[str] = set()
-    matched: set[str] = set()
-    for block in several:
-        is_name = isinstance(block, str) and not is_pattern(block)
-        (named if is_name else matched).update(_find_one(model, block))
-    around = named | matched
-    outermost = {name for name in matched if around.isdisjoint(_names_around(name))}
-    return {name: module for name, module in model.named_modules() if name in named | outermost}
-
-
-def _names_around(name: str) -> Iterator[str]:
-    """Yield the names of the modules that a module is in, but for the whole model."""
-    while name := name.rpartition(".")[0]:
-        yield name
-
-
-def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
-    named = {name: module for name, module in model.named_modules() if name}
-    modules: dict[str, torch.nn.Module] = {name: module for name, module in named.items() if has_forward(module)}
-    if isinstance(block, str):
-        found = {name: module for name, module in modules.items() if matches(block, name)}
-        if block in named and block not in modules:
-            raise BlocksError(
-                f"apply: {block!r} is a {type(named[block]).__name__}, which is never called: it has no "
-                f"forward. Pass {block + '.*'!r} for the modules in it."
-            )
-        if not found:
-            near = difflib.get_close_matches(block, modules, n=3)
-            some = f"Nearest: {', '.join(near)}" if near else f"The first: {', '.join(list(modules)[:5]) or 'none'}"
-            raise BlocksError(
-                f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}. {some}. "
-                "Names are those of model.named_modules()."
-            )
-        return found
-    if isinstance(block, type):
-        return {name: module for name, module in modules.items() if isinstance(module, block)}
-    if isinstance(block, torch.nn.Module):
-        name = next((name for name, module in named.items() if module is block), None)
-        meant = "It is not in the model" if name is None else f"Pass its name, {name!r}"
-        raise BlocksError(f"apply: blocks has a module, a {type(block).__name__}. {meant}; a type means all of a kind.")
-    if callable(block):
-        accepts: Callable[[torch.nn.Module], bool] = block
-        return {name: module for name, module in modules.items() if accepts(module)}
-    raise BlocksError(
-        f"apply: blocks={block!r} is a {type(block).__name__}. Pass module types, qualified names (texts, also for "
-        "numbers: '3'), or a predicate."
-    )
-
-
-def _nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:
-    types = sorted({type(module).__name__ for module in model.modules()})
-    what = "no repeated blocks" if blocks is None else f"no block that matches {blocks!r}"
-    return (
-        f"apply: found {what} among the {sum(1 for _ in model.modules())} modules of {type(model).__name__}, whose "
-        f"types are {', '.join(types)}.\nPass blocks=: a module type, qualified names, or a predicate."
-    )

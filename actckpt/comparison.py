@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from actckpt._blocks.applied import Blocks, applied_blocks
+from actckpt._budget.running import Candidate, device_of
 from actckpt._core.training_state import TrainingState
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
-from actckpt.blocks import Blocks, applied_blocks, apply, remove
+from actckpt.blocks import apply, remove
 from actckpt.errors import BlocksError
-from actckpt.memory import LiveStorages
 
 __all__ = ["ComparedPolicy", "Comparison", "compare"]
 
@@ -159,122 +158,61 @@ def compare(
     given = _default_policies(model) if policies is None else dict(policies)
     state = TrainingState(model, optimizer)
     try:
-        candidates = [_Candidate(PLAIN, model, None)]
+        candidates = [Candidate(PLAIN, model, {}, step, state)]
         for name, policy in given.items():
             if name != PLAIN:
-                candidates.append(_Candidate(name, model, _options(policy, blocks)))
-        expected = None
+                candidates.append(Candidate(name, model, _forwards(model, policy, blocks), step, state))
+        found = []
         for candidate in candidates:
-            found = candidate.first_step(step, state, may_change=optimizer is not None)
-            expected = expected or found
-            candidate.same_bits = found == expected
-            candidate.measure_memory(step, state)
+            found.append(_first_step(candidate, model, state, may_change=optimizer is not None))
+            candidate.measure_memory()
         for _ in range(rounds):
             for candidate in candidates:
-                candidate.time(step, state)
+                candidate.time()
     finally:
         state.put_back()
     plain = candidates[0].seconds
-    return Comparison(tuple(candidate.row(plain) for candidate in candidates), rounds)
+    rows = (_row(each, plain, bits == found[0]) for each, bits in zip(candidates, found, strict=True))
+    return Comparison(tuple(rows), rounds)
 
 
 def _default_policies(model: torch.nn.Module) -> dict[str, Any]:
     expensive = [getattr(torch.ops.aten, name) for name in _EXPENSIVE if hasattr(torch.ops.aten, name)]
     policies: dict[str, Any] = {"recompute": "recompute", "keep matmuls": expensive}
-    if _device_of(model).type == "cuda":
+    if device_of(model).type == "cuda":
         policies["offload"] = "offload"
     return policies
 
 
-def _options(policy: Any, blocks: Blocks | None) -> dict[str, Any]:
-    """Return keywords of `apply`. A dict without a policy in it is one: a table of places."""
+def _forwards(model: torch.nn.Module, policy: Any, blocks: Blocks | None) -> dict[torch.nn.Module, Any]:
+    """Return the forwards that `apply` gives to blocks. A dict without a policy in it is one: a table of places."""
     options = dict(policy) if isinstance(policy, Mapping) and "policy" in policy else {"policy": policy}
-    return {"blocks": blocks, **options}
+    apply(model, **{"blocks": blocks, **options})
+    forwards = {block: block.forward for block in applied_blocks(model).values()}
+    remove(model)
+    return forwards
 
 
-def _device_of(model: torch.nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+def _first_step(candidate: Candidate, model: torch.nn.Module, state: TrainingState, *, may_change: bool) -> list[bytes]:
+    """Warm up; return a digest of what the step leaves."""
+    candidate.run()
+    state.check("compare", may_change=may_change)
+    if not may_change and all(parameter.grad is None for parameter in model.parameters()):
+        raise ValueError("compare: the step left no gradients. Pass one that runs forward and backward.")
+    return state.digest()
 
 
-class _Candidate:
-    """One policy of a comparison: the forwards that it gives to blocks, and what was measured."""
-
-    def __init__(self, name: str, model: torch.nn.Module, options: dict[str, Any] | None) -> None:
-        self._name = name
-        self._model = model
-        self._device = _device_of(model)
-        self._forwards: dict[torch.nn.Module, Any] = {}
-        if options is not None:
-            apply(model, **options)
-            self._forwards = {block: block.forward for block in applied_blocks(model).values()}
-            remove(model)
-        self.seconds: list[float] = []
-        self.same_bits = True
-        self._held_bytes = self._peak_bytes = 0
-
-    @contextlib.contextmanager
-    def _applied(self) -> Iterator[None]:
-        for block, forward in self._forwards.items():
-            block.forward = forward
-        try:
-            yield
-        finally:
-            if self._forwards:
-                remove(self._model)
-
-    def first_step(self, step: Callable[[], object], state: TrainingState, *, may_change: bool) -> list[Any]:
-        """Warm up; return a digest of what the step leaves."""
-        state.put_back()
-        with self._applied():
-            step()
-        changed = None if may_change else state.changed_parameter()
-        if changed is not None:
-            raise ValueError(
-                f"compare: the step changed {changed!r}, so that a second step would not be the same. Pass the "
-                "optimizer that it runs (optimizer=), or leave the update out of the step."
-            )
-        if not may_change and all(parameter.grad is None for parameter in self._model.parameters()):
-            raise ValueError("compare: the step left no gradients. Pass one that runs forward and backward.")
-        return state.digest()
-
-    def measure_memory(self, step: Callable[[], object], state: TrainingState) -> None:
-        """Count what is alive during one step."""
-        state.put_back()
-        held = [0]
-        live = LiveStorages(parameters=self._model.parameters(), device=self._device)
-        hook = self._model.register_forward_hook(lambda *_: held.append(live.live_bytes))
-        try:
-            with self._applied(), live:
-                step()
-        finally:
-            hook.remove()
-        self._held_bytes, self._peak_bytes = max(held), live.peak_bytes
-
-    def time(self, step: Callable[[], object], state: TrainingState) -> None:
-        """Time one step."""
-        state.put_back()
-        with self._applied():
-            self._wait()
-            start = time.perf_counter()
-            step()
-            self._wait()
-            self.seconds.append(time.perf_counter() - start)
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def row(self, plain: list[float]) -> ComparedPolicy:
-        """Return what was measured, beside the times without actckpt of the same rounds."""
-        ratios = [ours / theirs for ours, theirs in zip(self.seconds, plain, strict=True)]
-        return ComparedPolicy(
-            name=self._name,
-            seconds=statistics.median(self.seconds),
-            ratio=statistics.median(ratios),
-            lowest_ratio=min(ratios),
-            highest_ratio=max(ratios),
-            held_bytes=self._held_bytes,
-            peak_bytes=self._peak_bytes,
-            same_bits=self.same_bits,
-            blocks=len(self._forwards),
-        )
+def _row(candidate: Candidate, plain: list[float], same_bits: bool) -> ComparedPolicy:
+    """Return what was measured, beside the times without actckpt of the same rounds."""
+    ratios = [ours / theirs for ours, theirs in zip(candidate.seconds, plain, strict=True)]
+    return ComparedPolicy(
+        name=candidate.name,
+        seconds=statistics.median(candidate.seconds),
+        ratio=statistics.median(ratios),
+        lowest_ratio=min(ratios),
+        highest_ratio=max(ratios),
+        held_bytes=candidate.held_bytes,
+        peak_bytes=candidate.peak_bytes,
+        same_bits=same_bits,
+        blocks=len(candidate.forwards),
+    )

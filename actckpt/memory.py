@@ -29,24 +29,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt._core.subclasses import parts_of
+from actckpt._core.storages import storages_of
 
 __all__ = ["LiveStorages", "StepMemory", "measure_step"]
-
-_COMPRESSED_PARTS: dict[torch.layout, tuple[str, ...]] = {
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_coo: ("_indices", "_values"),
-}
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
@@ -174,7 +166,7 @@ class LiveStorages(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the subclass takes itself apart; we see its inner operators
         kwargs = kwargs or {}
-        before = {id(storage): storage for storage in _storages((args, kwargs))}
+        before = {id(storage): storage for storage in storages_of((args, kwargs))}
         result = func(*args, **kwargs)
         # `torch.tensor` makes its storage without an operator and passes it through this one first.
         known = {} if func is torch.ops.aten.lift_fresh.default else before
@@ -182,7 +174,7 @@ class LiveStorages(TorchDispatchMode):
             self._settle_deaths()
             for storage in before.values():
                 self._note_resize(storage)  # an argument may have been resized in place
-            for storage in _storages(result):
+            for storage in storages_of(result):
                 self._note_output(storage, is_new=id(storage) not in known)
         return result
 
@@ -219,7 +211,7 @@ class LiveStorages(TorchDispatchMode):
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         with self._lock:
             self._settle_deaths()
-            for storage in _storages(parameter.grad):
+            for storage in storages_of(parameter.grad):
                 entry = self._entry(storage)
                 if entry is not None and not entry.is_gradient:
                     self._change(entry, -entry.nbytes)
@@ -306,29 +298,6 @@ def _reset_allocator_peak(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
-
-
-def _storages(value: object) -> Iterator[torch.UntypedStorage]:
-    """Every storage that is reachable from an operator's arguments or results."""
-    if isinstance(value, torch.Tensor):
-        yield from _tensor_storages(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _storages(item)
-    elif isinstance(value, dict):
-        yield from _storages(tuple(value.values()))
-    elif isinstance(value, torch.UntypedStorage):
-        yield value
-
-
-def _tensor_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    if hasattr(tensor, "__tensor_flatten__"):
-        parts, _ = parts_of(tensor)
-        yield from _storages(list(parts.values()))
-    elif tensor.layout in _COMPRESSED_PARTS:
-        yield from _storages([getattr(tensor, part)() for part in _COMPRESSED_PARTS[tensor.layout]])
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
 
 
 class _ResizeWatch:

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import os
 import re
 import subprocess
 import sys
@@ -27,10 +28,11 @@ _ROOMS = [
     ["_compile"],
     ["regions", "api"],
     ["_blocks"],
-    ["blocks", "statistics"],
+    ["statistics", "memory"],
+    ["_budget"],
+    ["blocks"],
     ["te"],
-    ["memory", "doctor"],
-    ["comparison"],
+    ["budgets", "comparison", "doctor"],
     ["demo"],
     ["cli"],
     ["__main__"],
@@ -124,10 +126,14 @@ def test_every_module_has_a_room() -> None:
     assert rooms - {"__init__"} <= set(_RANKS)
 
 
-def test_import_adds_less_than_300_ms_to_torch() -> None:
+def test_import_adds_less_than_300_ms_to_torch(tmp_path: Path) -> None:
+    # With bytecode at hand, as an installed package has it: the first import writes it.
+    environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     code = "import torch, time; start = time.process_time(); import actckpt; print(time.process_time() - start)"
     seconds = [
-        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
-        for _ in range(3)
+        float(
+            subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environ).stdout
+        )
+        for _ in range(4)
     ]
     assert min(seconds) < 0.3

@@ -47,6 +47,7 @@ CALLS = {  # in this order
     "checkpoint": lambda f: f(layer, x).sum().backward(),
     "checkpoint_sequential": lambda f: f(model, 2, x).sum().backward(),
     "compare": lambda f: f(step, model=model, policies={}, rounds=1),
+    "plan": lambda f: f(step, model=model, activation_budget="100%", race=False),
     "create_selective_checkpoint_contexts": lambda f: f([torch.ops.aten.mm.default]),
     "detach_variable": lambda f: f((x,)),
     "get_device_states": lambda f: f(x),

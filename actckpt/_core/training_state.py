@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["TrainingState"]
+__all__ = ["TrainingState", "random_state", "set_random_state"]
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -68,11 +68,16 @@ class TrainingState:
                 for group in optimizer.param_groups
             ]
             self._states = _states_of(optimizer)
-        self._random = _random_state()
+        self._random = random_state()
 
-    def changed_parameter(self) -> str | None:
-        """Return the name of the first parameter whose bytes are not what they were."""
-        return next((name for name, held in self._parameters.items() if held.is_changed()), None)
+    def check(self, who: str, *, may_change: bool) -> None:
+        """Raise where a step changed parameters, unless it may: a second one would not be the same."""
+        changed = None if may_change else next((n for n, held in self._parameters.items() if held.is_changed()), None)
+        if changed is not None:
+            raise ValueError(
+                f"{who}: the step changed {changed!r}, so that a second step would not be the same. Pass the optimizer "
+                "that it runs (optimizer=), or leave the update out of the step."
+            )
 
     def digest(self) -> list[bytes]:
         """Return a digest of each parameter, buffer and gradient as it is now."""
@@ -98,7 +103,7 @@ class TrainingState:
                     name: value.put_back() if isinstance(value, _Held) else copy.deepcopy(value)
                     for name, value in state.items()
                 }
-        _set_random_state(self._random)
+        set_random_state(self._random)
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> dict[Any, dict[Any, Any]]:
@@ -110,12 +115,14 @@ def _states_of(optimizer: torch.optim.Optimizer) -> dict[Any, dict[Any, Any]]:
     }
 
 
-def _random_state() -> tuple[Any, ...]:
+def random_state() -> tuple[Any, ...]:
+    """Return the states of all default generators: of torch per device, of Python and NumPy."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return torch.get_rng_state(), devices, random.getstate(), numpy.random.get_state()
 
 
-def _set_random_state(state: tuple[Any, ...]) -> None:
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Make the states of all default generators what they were."""
     of_cpu, of_devices, of_python, of_numpy = state
     torch.set_rng_state(of_cpu)
     if of_devices:

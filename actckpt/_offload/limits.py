@@ -18,12 +18,12 @@ def default_host_limit(root: Path = Path("/"), environ: dict[str, str] | None = 
         root: where `proc` and `sys` are found; tests pass their own.
         environ: where LOCAL_WORLD_SIZE is looked up; the process's environment by default.
     """
-    return _share_bytes(root, environ) // 2
+    return available_host_bytes(root, environ) // 2
 
 
 def default_pageable_limit(host_limit: int, root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
     """Return what pageable memory may take beside `host_limit` pinned bytes: three quarters in all."""
-    return max(0, _share_bytes(root, environ) * 3 // 4 - host_limit)
+    return max(0, available_host_bytes(root, environ) * 3 // 4 - host_limit)
 
 
 def bounce_sizes(host_limit: int) -> tuple[int, int]:
@@ -38,22 +38,31 @@ def bounce_sizes(host_limit: int) -> tuple[int, int]:
     return min(host_limit // 4, _MAX_BOUNCE_BYTES) // (2 * buffer) * 2 * buffer, buffer
 
 
-def _share_bytes(root: Path, environ: dict[str, str] | None) -> int:
-    available = min([_available_bytes(root), *_cgroup_headrooms(root)])
+def available_host_bytes(root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
+    """Return what the machine and this process's cgroups leave, per local rank, in bytes."""
+    headrooms = [limit - used for limit, used in _cgroup_limits(root)]
+    return max(min([_meminfo_bytes(root, "MemAvailable"), *headrooms]), 0) // _num_ranks(environ)
+
+
+def total_host_bytes(root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
+    """Return what the machine or this process's cgroups have, whichever is less, per local rank, in bytes."""
+    return min([_meminfo_bytes(root, "MemTotal"), *(limit for limit, _ in _cgroup_limits(root))]) // _num_ranks(environ)
+
+
+def _num_ranks(environ: dict[str, str] | None) -> int:
     ranks = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "1")
-    num_ranks = int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1
-    return max(available, 0) // num_ranks
+    return int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1
 
 
-def _available_bytes(root: Path) -> int:
+def _meminfo_bytes(root: Path, name: str) -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
 
 
-def _cgroup_headrooms(root: Path) -> Iterator[int]:
-    """Yield limit minus use of this process's cgroup and of each of its parents, v1 and v2."""
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and use of this process's cgroup and of each of its parents, v1 and v2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -74,13 +83,7 @@ def _cgroup_headrooms(root: Path) -> Iterator[int]:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(mount):
                 break
-            headroom = _headroom(folder / limit, folder / used)
-            if headroom is not None:
-                yield headroom
-
-
-def _headroom(limit: Path, used: Path) -> int | None:
-    try:
-        return int(limit.read_text()) - int(used.read_text())
-    except (OSError, ValueError):  # no such group here, or "max"
-        return None
+            try:
+                yield int((folder / limit).read_text()), int((folder / used).read_text())
+            except (OSError, ValueError):  # no such group here, or "max"
+                continue

@@ -12,9 +12,23 @@ from actckpt._version import __version__
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
 
-__all__ = ["PLAN_VERSION", "Plan"]
+__all__ = ["PLAN_VERSION", "Plan", "Raced"]
 
 PLAN_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Raced:
+    """What running a plan, or a simple choice beside it, showed."""
+
+    name: str
+    peak_bytes: float
+    #: Whether the peak fits into the budget; what does not is not timed.
+    fits: bool
+    #: Of a step, the median; None: not timed.
+    seconds: float | None = None
+    #: To the plan's.
+    ratio: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +58,13 @@ class Plan:
     #: What the plan was made of.
     costs: CostTable
     pins: tuple[tuple[Any, Action], ...] = ()
-    #: Where the values are in a model: per block, the place of each value by name. None: the plan knows no model.
+    #: Where the plan's blocks and values are in a model: per entry of the stack, the qualified name of the block (None:
+    #: what runs outside of blocks), and the place of each value by name. None: the plan knows no model.
+    blocks: tuple[str | None, ...] | None = None
     places: tuple[Mapping[str, Any], ...] | None = None
+    #: What was run against it to find the fastest, and which of them this is: `"plan"`, or the name of a simple choice.
+    race: tuple[Raced, ...] = ()
+    chosen: str = "plan"
     #: The version of actckpt that made it.
     version: str = __version__
 
@@ -95,6 +114,7 @@ class Plan:
         plan["rerun"] = list(self.rerun)
         plan["pins"] = [[list(key) if isinstance(key, tuple) else key, action.value] for key, action in self.pins]
         plan["places"] = None if self.places is None else [dict(places) for places in self.places]
+        plan["race"] = [dataclasses.asdict(raced) for raced in self.race]
         plan["costs"] = self.costs.to_dict()
         sums = {"overhead_seconds": self.overhead_seconds, "step_seconds": self.step_seconds}  # for other readers
         return {"plan_version": PLAN_VERSION, **sums, **plan}
@@ -121,7 +141,9 @@ class Plan:
         fields["rerun"] = tuple(plan["rerun"])
         pins = ((tuple(key) if isinstance(key, list) else key, each) for key, each in plan["pins"])
         fields["pins"] = tuple((key, Action(each)) for key, each in pins)
+        fields["blocks"] = None if plan["blocks"] is None else tuple(plan["blocks"])
         fields["places"] = None if plan["places"] is None else tuple(plan["places"])
+        fields["race"] = tuple(Raced(**raced) for raced in plan["race"])
         fields["costs"] = CostTable.from_dict(plan["costs"])
         return cls(**fields)
 

@@ -1,0 +1,228 @@
+"""Blocks of a model, and what stands in for their forwards while they are checkpointed.
+
+The forward of each block is replaced by an attribute of the instance, so the block keeps its type, its `state_dict`
+keys and its hooks; hooks of the block itself run outside of the region, once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from actckpt._blocks.finding import has_forward, repeated_blocks
+from actckpt._blocks.key_value_caches import without_cache
+from actckpt._blocks.model_report import AppliedBlocks
+from actckpt._options import CheckpointOptions
+from actckpt._text.selectors import is_pattern, matches
+from actckpt.action import Action
+from actckpt.api import checkpoint_call, offload
+from actckpt.errors import BlocksError
+
+__all__ = [
+    *("Blocks", "CheckpointedForward", "Settings"),
+    *("applied_blocks", "blocks_of", "check_model", "find_blocks", "patch", "unpatch"),
+]
+
+#: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
+Settings = Mapping[str, Any] | None
+Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
+
+
+def find_blocks(model: torch.nn.Module, blocks: Blocks | None, what: str) -> dict[str, torch.nn.Module]:
+    """Return the blocks of a model by their qualified names.
+
+    Raises:
+        BlocksError: there are none, or one is checkpointed already.
+    """
+    check_model(model, what)
+    chosen = _find(model, blocks)
+    if not chosen:
+        raise BlocksError(_nothing_found(model, blocks))
+    applied = [name for name, block in chosen.items() if _is_applied(block)]
+    if applied:
+        raise BlocksError(
+            f"{what}: {len(applied)} of {len(chosen)} blocks are checkpointed already, the first is {applied[0]!r}.\n"
+            "Call actckpt.remove(model) first, or pass other blocks."
+        )
+    return chosen
+
+
+def patch(blocks: Mapping[str, torch.nn.Module], settings: Mapping[str, Settings]) -> tuple[str, ...]:
+    """Let blocks run checkpointed.
+
+    Args:
+        blocks: by qualified name.
+        settings: of each block, by the same names.
+    Returns:
+        Their names.
+    """
+    together = AppliedBlocks()
+    for name, block in blocks.items():
+        block.forward = together.forwards[name] = CheckpointedForward(block, settings[name], together)
+    return tuple(blocks)
+
+
+def unpatch(blocks: Mapping[str, Any]) -> None:
+    """Give blocks back the forwards that they had."""
+    for module in blocks.values():
+        forward = module.__dict__.pop("forward")
+        if forward.replaced is not None:
+            module.forward = forward.replaced
+
+
+class CheckpointedForward:
+    """The forward of one block, checkpointed. An object, so that deepcopy and pickle follow the block."""
+
+    def __init__(self, block: torch.nn.Module, settings: Settings, together: AppliedBlocks) -> None:
+        self.block = block
+        self.together = together
+        self.has_run = False
+        self.use(settings)
+        #: A forward that the instance had of its own, for example from another library's patch.
+        self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
+        self.__wrapped__ = block.forward  # the signature, for `inspect`
+
+    def use(self, settings: Settings) -> None:
+        """Run with these settings from the next call on."""
+        options = dict(settings or {})
+        offloads = options.get("policy") == "offload"
+        if offloads:
+            del options["policy"]
+        self.is_plain = settings is None
+        #: The keywords of `offload`, None: the block is checkpointed.
+        self.offloading = options if offloads else None
+        self.options = CheckpointOptions() if offloads else CheckpointOptions(**options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.has_run = True
+        if not torch.compiler.is_compiling() and not self.together.is_checked:
+            return self.together.watched(self._run(*args, **kwargs))
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_plain:
+            return self.original()(*args, **kwargs)
+        if self.offloading is not None:
+            # Looked up inside: torch.compile breaks the graph here, and would make `self.block.forward` of a bound
+            # method that it must carry over, which is this very object.
+            with offload(**self.offloading):
+                return self.original()(*args, **kwargs)
+        original = self.original()
+        reruns = self.options.policy in (None, "recompute", Action.RECOMPUTE)
+        if reruns and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            arguments = without_cache(self.block, original, args, kwargs)
+            if arguments is None:
+                return original(*args, **kwargs)
+            args, kwargs = arguments
+        matches = None if torch.compiler.is_compiling() else self.together.matches
+        return checkpoint_call(original, args, kwargs, self.options, matches=matches)
+
+    def original(self) -> Callable[..., Any]:
+        """Return the forward that the block would have."""
+        if self.replaced is not None:
+            return self.replaced
+        if torch.compiler.is_compiling():  # before torch 2.13 it knows no way to make a bound method
+            return functools.partial(type(self.block).forward, self.block)
+        return types.MethodType(type(self.block).forward, self.block)
+
+
+def check_model(model: Any, what: str) -> None:
+    if isinstance(model, torch.nn.Module):
+        return
+    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    owner = getattr(model, "__self__", None)
+    instead = "the model itself, a torch.nn.Module"
+    if isinstance(owner, torch.nn.Module):
+        instead = f"the {type(owner).__name__} that it belongs to"
+    raise TypeError(f"{what}: model is {kind}, not a module. Pass {instead}: actckpt.{what}(model).")
+
+
+def blocks_of(model: torch.nn.Module, what: str) -> dict[str, Any]:
+    """Return the blocks of a model that are checkpointed; raises if there are none."""
+    check_model(model, what)
+    applied = applied_blocks(model)
+    if not applied:
+        raise BlocksError(
+            f"{what}: none of the {sum(1 for _ in model.modules())} modules of {type(model).__name__} is "
+            f"checkpointed. Call {what} on the model that was given to apply."
+        )
+    return applied
+
+
+def applied_blocks(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the blocks of a model that are checkpointed, by name.
+
+    Their `forward`, assigned again after `remove`, is in use again.
+    """
+    return {name: module for name, module in model.named_modules() if _is_applied(module)}
+
+
+def _is_applied(module: torch.nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), CheckpointedForward)
+
+
+def _find(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.Module]:
+    if blocks is None:
+        return repeated_blocks(model)
+    several = blocks if isinstance(blocks, Sequence) and not isinstance(blocks, str) else [blocks]
+    named: set[str] = set()
+    matched: set[str] = set()
+    for block in several:
+        is_name = isinstance(block, str) and not is_pattern(block)
+        (named if is_name else matched).update(_find_one(model, block))
+    around = named | matched
+    outermost = {name for name in matched if around.isdisjoint(_names_around(name))}
+    return {name: module for name, module in model.named_modules() if name in named | outermost}
+
+
+def _names_around(name: str) -> Iterator[str]:
+    """Yield the names of the modules that a module is in, but for the whole model."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
+    named = {name: module for name, module in model.named_modules() if name}
+    modules: dict[str, torch.nn.Module] = {name: module for name, module in named.items() if has_forward(module)}
+    if isinstance(block, str):
+        found = {name: module for name, module in modules.items() if matches(block, name)}
+        if block in named and block not in modules:
+            raise BlocksError(
+                f"apply: {block!r} is a {type(named[block]).__name__}, which is never called: it has no "
+                f"forward. Pass {block + '.*'!r} for the modules in it."
+            )
+        if not found:
+            near = difflib.get_close_matches(block, modules, n=3)
+            some = f"Nearest: {', '.join(near)}" if near else f"The first: {', '.join(list(modules)[:5]) or 'none'}"
+            raise BlocksError(
+                f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}. {some}. "
+                "Names are those of model.named_modules()."
+            )
+        return found
+    if isinstance(block, type):
+        return {name: module for name, module in modules.items() if isinstance(module, block)}
+    if isinstance(block, torch.nn.Module):
+        name = next((name for name, module in named.items() if module is block), None)
+        meant = "It is not in the model" if name is None else f"Pass its name, {name!r}"
+        raise BlocksError(f"apply: blocks has a module, a {type(block).__name__}. {meant}; a type means all of a kind.")
+    if callable(block):
+        accepts: Callable[[torch.nn.Module], bool] = block
+        return {name: module for name, module in modules.items() if accepts(module)}
+    raise BlocksError(
+        f"apply: blocks={block!r} is a {type(block).__name__}. Pass module types, qualified names (texts, also for "
+        "numbers: '3'), or a predicate."
+    )
+
+
+def _nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:
+    types = sorted({type(module).__name__ for module in model.modules()})
+    what = "no repeated blocks" if blocks is None else f"no block that matches {blocks!r}"
+    return (
+        f"apply: found {what} among the {sum(1 for _ in model.modules())} modules of {type(model).__name__}, whose "
+        f"types are {', '.join(types)}.\nPass blocks=: a module type, qualified names, or a predicate."
+    )

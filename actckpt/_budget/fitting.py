@@ -1,0 +1,176 @@
+"""The fastest plan whose peak, as it is seen when the plan runs, fits into a budget.
+
+NOTE [ Fitting a plan ]
+
+The cost table takes for the working set of a block what the block needed with everything kept. A block that drops
+values and gets them back one by one needs less; a block whose input something else holds needs more. How much depends
+on the plan, so the plan is tried: its peak is measured, all working sets are changed by the difference between that and
+what was predicted, and the problem is solved again. A plan that was tried before, or whose peak leaves less than a
+hundredth of the budget, ends the search. Of all plans that fit, the one that adds least to the step is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from actckpt._error_base import PlanInfeasibleError
+from actckpt._text.sizes import format_bytes
+from actckpt.action import Action
+from actckpt.planner.costs import CostTable
+from actckpt.planner.plans import Plan
+from actckpt.planner.solving import solve
+
+__all__ = ["fitted"]
+
+_MAX_TRIALS = 8
+#: A plan that leaves less than this share of the budget is not tried to be improved.
+_GOOD = 0.01
+
+
+def fitted(
+    costs: CostTable,
+    budget_bytes: float,
+    pins: Mapping[Any, Action | str] | None,
+    peak_of: Callable[[Plan], float],
+    others: Iterable[Plan],
+) -> Plan:
+    """Return the plan that adds least to a step among those whose measured peak fits into a budget.
+
+    Args:
+        peak_of: runs a plan and returns its peak, in bytes.
+        others: tried where no plan that was solved for the budget fits.
+    Returns:
+        A plan whose cost table predicts the peak that was measured.
+    Raises:
+        PlanInfeasibleError: none fits.
+    """
+    search = _Search(costs, budget_bytes, pins, peak_of, list(others))
+    for _ in range(_MAX_TRIALS):
+        if search.is_done():
+            break
+        search.try_one()
+    return search.result()
+
+
+class _Search:
+    """Plans for a budget, and how much their working sets were changed for them."""
+
+    def __init__(
+        self,
+        costs: CostTable,
+        budget_bytes: float,
+        pins: Mapping[Any, Action | str] | None,
+        peak_of: Callable[[Plan], float],
+        others: list[Plan],
+    ) -> None:
+        self._costs, self._budget, self._pins, self._peak_of = costs, budget_bytes, pins, peak_of
+        self._others = others
+        #: Bytes that are taken off working sets: for the next trial, the most that gave a plan that fits, and the least
+        #: that gave one that does not.
+        self._less = 0.0
+        self._fits: float | None = None
+        self._exceeds: float | None = None
+        self._best: Plan | None = None
+        self._is_done = False
+        self._tried: dict[tuple[Any, ...], float] = {}
+        #: Of the plan that needs least: its peak, and what to take off so that it is predicted.
+        self._smallest = (math.inf, 0.0)
+        self._smallest_other = math.inf
+
+    def is_done(self) -> bool:
+        """Return whether there is nothing more to be gained."""
+        return self._is_done
+
+    def try_one(self) -> None:
+        """Solve, run the plan, and decide how the next one is made."""
+        less = self._less
+        plan, is_smallest = self._solved(less)
+        key = (*(tuple(each.items()) for each in plan.actions), plan.rerun)
+        is_known = key in self._tried
+        if not is_known:
+            self._tried[key] = self._peak_of(plan)
+        peak = self._tried[key]
+        right = less + plan.peak_bytes - peak  # with it, the prediction would have been right
+        if peak <= self._budget:
+            self._note(dataclasses.replace(plan, costs=_with_less(self._costs, right)), peak)
+            self._fits = less if self._fits is None else max(self._fits, less)
+            self._is_done = plan.overhead_seconds == 0.0 or peak >= (1 - _GOOD) * self._budget
+        else:
+            self._exceeds = less if self._exceeds is None else min(self._exceeds, less)
+            if is_smallest:
+                self._smallest = min(self._smallest, (peak, right))
+                if self._others:
+                    self._less = self._try_others()
+                    self._exceeds = None
+                    return
+                self._is_done = self._fits is None and right >= less
+        self._is_done = self._is_done or (is_known and self._best is not None)
+        self._less = self._between(right)
+
+    def _note(self, plan: Plan, peak: float) -> None:
+        """Take down a plan that fits."""
+        if self._best is None or plan.overhead_seconds < self._best.overhead_seconds:
+            self._best = dataclasses.replace(plan, peak_bytes=peak, budget_bytes=self._budget)
+
+    def _try_others(self) -> float:
+        """Try the other plans; return the most that may be taken off working sets, as they show it."""
+        less = 0.0
+        for plan in self._others:
+            peak = self._peak_of(plan)
+            self._smallest_other = min(self._smallest_other, peak)
+            if peak <= self._budget:
+                self._note(dataclasses.replace(plan, costs=_with_less(self._costs, plan.peak_bytes - peak)), peak)
+                less = max(less, plan.peak_bytes - peak)
+        self._others = []
+        self._is_done = self._best is None
+        return less
+
+    def _solved(self, less: float) -> tuple[Plan, bool]:
+        """Return the plan for the budget, or the one that needs least, and whether it is that."""
+        costs = _with_less(self._costs, less)
+        try:
+            return solve(costs, budget=self._budget, pins=self._pins), False
+        except PlanInfeasibleError as error:
+            if error.smallest_bytes is None:
+                raise
+            return solve(costs, budget=error.smallest_bytes, pins=self._pins), True
+
+    def _between(self, wanted: float) -> float:
+        """Return what to take off next: what is wanted, or the middle where that was tried already."""
+        low, high = self._fits, self._exceeds
+        if low is not None and high is not None and not low < wanted < high:
+            return (low + high) / 2
+        return wanted
+
+    def result(self) -> Plan:
+        """Return the best plan."""
+        if self._best is None:
+            raise self._infeasible()
+        return self._best
+
+    def _infeasible(self) -> PlanInfeasibleError:
+        smallest_bytes, less = self._smallest
+        try:
+            solve(_with_less(self._costs, less), budget=self._budget, pins=self._pins)
+        except PlanInfeasibleError as error:
+            if smallest_bytes <= self._smallest_other:
+                return error
+        smallest_bytes = min(smallest_bytes, self._smallest_other, *self._tried.values())
+        return PlanInfeasibleError(
+            f"No plan that was tried fits into {format_bytes(self._budget)}: the smallest peak was "
+            f"{format_bytes(smallest_bytes)} ({smallest_bytes:.0f} bytes). Pass that budget or a larger one, or make "
+            "the batch smaller.",
+            smallest_bytes,
+        )
+
+
+def _with_less(costs: CostTable, less: float) -> CostTable:
+    """Return a cost table with so many bytes taken off each working set."""
+    classes = {
+        name: dataclasses.replace(block, working_set_bytes=max(block.working_set_bytes - less, 0.0))
+        for name, block in costs.classes.items()
+    }
+    return dataclasses.replace(costs, classes=classes)

@@ -1,0 +1,274 @@
+"""What a training step costs, block by block: the cost table that the planner works on.
+
+NOTE [ Measuring a step ]
+
+Rule 1. Nothing runs that needs much more memory than a step in which all blocks are checkpointed.
+Rule 2. Blocks are profiled at their calls (NOTE [ Profiling a block ]). What runs outside of blocks is watched at
+        marks, in steps in which all blocks are rerun: where a block's forward begins and ends, and where backward
+        reaches the output of a block. What runs before the first block, and after its backward, is the *stem*; what
+        runs after the last one is the *head*. What runs between two blocks belongs to the first of them.
+Rule 3. Blocks whose costs are the same but for their times are one class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
+from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
+from actckpt._core.training_state import TrainingState
+from actckpt.errors import BlocksError
+from actckpt.memory import LiveStorages
+from actckpt.planner.costs import BlockClass, CostTable, Value
+
+__all__ = ["MeasuredStep", "Outside", "cost_table", "measure"]
+
+_NUM_TIMED = 2
+_STEM, _HEAD = "(stem)", "(head)"
+_HELD = "(held)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """What runs outside of blocks, before the first or after the last one: seconds, and bytes."""
+
+    forward_s: float
+    backward_s: float
+    working_set_bytes: float
+    held_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+
+    def block_class(self) -> BlockClass:
+        """Return it as a class of blocks."""
+        held = (Value(_HELD, self.held_bytes, offloadable=False, replayable=False),) if self.held_bytes else ()
+        return BlockClass(self.forward_s, self.backward_s, self.working_set_bytes, self.gradient_bytes, held)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredStep:
+    """A cost table, and which blocks its stack is made of."""
+
+    costs: CostTable
+    #: Qualified names of the blocks, for each entry of the stack; None for stem and head.
+    names: tuple[str | None, ...]
+    #: Per entry of the stack, the place of each value by its name in the cost table.
+    places: tuple[dict[str, str], ...]
+
+
+def measure(
+    step: Callable[[], object],
+    *,
+    blocks: dict[str, torch.nn.Module],
+    model: torch.nn.Module,
+    state: TrainingState,
+    may_change: bool,
+) -> MeasuredStep:
+    """Run a step a few times and return what it costs.
+
+    Args:
+        step: runs forward and backward once, through each of the blocks once.
+        blocks: by qualified name.
+        state: what is put back before each run.
+        may_change: the step may change parameters, since `state` has those of its optimizer.
+    Raises:
+        BlocksError: a block does not run, or not once.
+    Cost: four steps, and of each distinct block four more.
+    """
+    watched = _Watched(step, blocks, state)
+    profiled = watched.profiled()
+    state.check("plan", may_change=may_change)
+    order = [each.name for each in profiled]
+    live = LiveStorages(parameters=model.parameters())
+    marks = watched.marked(live)
+    seconds = [_outside_seconds(watched.marked(None), order) for _ in range(_NUM_TIMED)]
+    stem, head = _outside_bytes(marks, order)
+    between = _held_between(marks, order)
+    profiled = [each.with_more(more) for each, more in zip(profiled, between, strict=True)]
+    stem, head = (
+        dataclasses.replace(each, forward_s=min(f for f, _ in runs), backward_s=min(b for _, b in runs))
+        for each, runs in zip((stem, head), zip(*seconds, strict=True), strict=True)
+    )
+    return cost_table(profiled, stem, head)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """A moment of a step: `"forward"` of a block begins, `"end"`s, or `"backward"` reaches its output."""
+
+    what: str
+    block: str
+    seconds: float
+    live_bytes: int
+    #: Most bytes alive since the mark before.
+    peak_bytes: int
+    #: Of the block's input where its forward begins, of its output where it ends.
+    nbytes: int
+
+
+class _Marks:
+    """Takes down marks of one step."""
+
+    def __init__(self, live: LiveStorages | None) -> None:
+        self._live = live
+        self.found: list[_Mark] = []
+
+    def note(self, what: str, block: str = "", nbytes: int = 0) -> None:
+        live_bytes = peak_bytes = 0
+        if self._live is not None:
+            live_bytes, peak_bytes = self._live.live_bytes, self._live.peak_bytes
+            self._live.reset_peak()
+        self.found.append(_Mark(what, block, time.perf_counter(), live_bytes, peak_bytes, nbytes))
+
+
+class _Watched:
+    """Runs the step of a model with its blocks rerun, and watches them."""
+
+    def __init__(self, step: Callable[[], object], blocks: dict[str, torch.nn.Module], state: TrainingState) -> None:
+        self._step, self._blocks, self._state = step, blocks, state
+
+    @contextlib.contextmanager
+    def _calls(self, call: _BlockCall) -> Iterator[None]:
+        """Let each block call `call(name, checkpointed forward, args, kwargs)`."""
+        patch(self._blocks, dict.fromkeys(self._blocks, _RERUN))
+        try:
+            forwards: dict[str, Any] = {name: block.forward for name, block in self._blocks.items()}
+            for name, block in self._blocks.items():
+                block.forward = functools.partial(_called, call, name, forwards[name])
+            yield
+        finally:
+            for name, block in self._blocks.items():
+                block.forward = forwards[name]
+            unpatch(self._blocks)
+
+    def profiled(self) -> list[ProfiledBlock]:
+        """Return what each block costs, in the order in which they run."""
+        found: list[ProfiledBlock] = []
+        reached: set[str] = set()
+        profiler = Profiler()
+
+        def call(name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            result, block = profiler.call(name, self._blocks[name], forward.original(), args, kwargs)
+            found.append(block)
+            _on_gradient(result, lambda: reached.add(name))
+            return result
+
+        self._state.put_back()
+        with self._calls(call):
+            self._step()
+        _check(self._blocks, [each.name for each in found], reached)
+        return found
+
+    def marked(self, live: LiveStorages | None) -> list[_Mark]:
+        """Return the marks of one step."""
+        marks = _Marks(live)
+        first = iter((True,))
+
+        def call(name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            source = first_tensor((args, kwargs))
+            marks.note("forward", name, bytes_of(source))
+            if next(first, False):
+                _on_gradient(source, lambda: marks.note("stem"))
+            result = forward(*args, **kwargs)
+            marks.note("end", name, bytes_of(result))
+            _on_gradient(result, lambda: marks.note("backward", name))
+            return result
+
+        self._state.put_back()
+        with self._calls(call), live or contextlib.nullcontext():
+            marks.note("start")
+            self._step()
+            marks.note("done")
+        return marks.found
+
+
+_RERUN = {"policy": "recompute"}
+
+
+_BlockCall = Callable[[str, CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _called(call: _BlockCall, name: str, forward: CheckpointedForward, *args: Any, **kwargs: Any) -> Any:
+    return call(name, forward, args, kwargs)
+
+
+def _on_gradient(value: Any, note: Callable[[], None]) -> None:
+    tensor = first_tensor(value)
+    if tensor is not None and tensor.requires_grad:
+        tensor.register_hook(lambda _: note())
+
+
+def _check(blocks: dict[str, torch.nn.Module], ran: list[str], reached: set[str]) -> None:
+    for name in blocks:
+        if (num := ran.count(name)) != 1:
+            raise BlocksError(
+                f"plan: block {name!r} ran {num} times in the step, expected once. Pass a step with one forward of the "
+                "model, or other blocks=."
+            )
+        if name not in reached:
+            raise BlocksError(f"plan: backward did not run through block {name!r}. Pass a step with its backward.")
+
+
+def _outside_seconds(marks: list[_Mark], order: list[str]) -> list[tuple[float, float]]:
+    """Return forward and backward seconds of stem and head."""
+    stem, head = [0.0, 0.0], [0.0, 0.0]
+    for mark, after in itertools.pairwise(marks):
+        seconds = after.seconds - mark.seconds
+        if mark.what in ("start", "stem"):
+            stem[mark.what == "stem"] += seconds
+        elif mark.what == "end" and mark.block == order[-1]:
+            head[1] += seconds
+    return [(stem[0], stem[1]), (head[0], head[1])]
+
+
+def _outside_bytes(marks: list[_Mark], order: list[str]) -> tuple[Outside, Outside]:
+    """Return what stem and head need, without their seconds."""
+    first = next(mark for mark in marks if mark.what == "forward")
+    end = next(mark for mark in marks if mark.what == "end" and mark.block == order[-1])
+    held = first.live_bytes - first.nbytes
+    stem_peak = head_peak = 0
+    for mark, after in itertools.pairwise(marks):
+        if mark.what in ("start", "stem"):
+            stem_peak = max(stem_peak, after.peak_bytes)
+        elif mark is end:
+            head_peak = after.peak_bytes
+    head_bytes = head_peak - (end.live_bytes - end.nbytes)  # the last output is the head's own
+    return Outside(0.0, 0.0, float(stem_peak), float(max(held, 0))), Outside(0.0, 0.0, float(max(head_bytes, 0)))
+
+
+def _held_between(marks: list[_Mark], order: list[str]) -> list[int]:
+    """Return for each block what is held of what runs between it and the next one."""
+    begins = {mark.block: mark for mark in marks if mark.what == "forward"}
+    ends = {mark.block: mark for mark in marks if mark.what == "end"}
+    found = []
+    for name, after in itertools.pairwise(order):
+        before_bytes = ends[name].live_bytes - ends[name].nbytes
+        found.append(begins[after].live_bytes - begins[after].nbytes - before_bytes)
+    return [*found, 0]
+
+
+def cost_table(blocks: list[ProfiledBlock], stem: Outside, head: Outside, **machine: Any) -> MeasuredStep:
+    """Return the cost table of a stack of blocks between stem and head.
+
+    Args:
+        machine: further fields of the table.
+    """
+    classes: dict[str, BlockClass] = {_STEM: stem.block_class()}
+    names: dict[BlockClass, str] = {}
+    for block in blocks:
+        names.setdefault(block.costs, f"block {len(names)}")
+    classes |= {name: costs for costs, name in names.items()} | {_HEAD: head.block_class()}
+    stack = (_STEM, *(names[block.costs] for block in blocks), _HEAD)
+    costs = CostTable.from_dict(CostTable(classes=classes, stack=stack, **machine).to_dict())
+    return MeasuredStep(
+        costs, (None, *(block.name for block in blocks), None), ({}, *(block.places for block in blocks), {})
+    )

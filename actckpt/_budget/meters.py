@@ -1,0 +1,78 @@
+"""What counts toward a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from actckpt._budget.measuring import MeasuredStep
+from actckpt._budget.running import device_of
+from actckpt._budget.sizes import budget_bytes
+from actckpt._core.storages import storages_of
+from actckpt.memory import LiveStorages
+
+__all__ = ["Meter"]
+
+
+class Meter:
+    """Measures peaks, of all memory or of activations alone.
+
+    Of all memory, on a device what its allocator has given out; on a CPU parameters, buffers, gradients, the state of
+    an optimizer, and tensors that the step makes. Of activations, tensors that the step makes, without gradients of
+    parameters once they are accumulated.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, total: bool) -> None:
+        self._model, self._total = model, total
+        self._device = device_of(model)
+        self._fixed_bytes = _static_bytes(model, optimizer, self._device) if total else 0
+
+    def budget_bytes(self, budget: object) -> float:
+        """Return a budget of all memory in bytes."""
+        return budget_bytes(budget, self._device, held_bytes=self._fixed_bytes)
+
+    def complete(self, measured: MeasuredStep) -> MeasuredStep:
+        """Return what was measured of a step with what is there all the time, and with gradients where they count."""
+        if not self._total:
+            return measured
+        named = dict(self._model.named_modules())
+        inside = {id(p) for name in measured.names if name is not None for p in named[name].parameters()}
+        costs, classes, stack = measured.costs, {}, []
+        for name, old in zip(measured.names, costs.stack, strict=True):
+            parameters = named[name].parameters() if name is not None else ()
+            gradients = sum(_gradient_bytes(parameter) for parameter in parameters)
+            if old == costs.stack[0]:
+                gradients = sum(_gradient_bytes(p) for p in self._model.parameters() if id(p) not in inside)
+            new = f"{old}, {gradients}" if gradients and name is not None else old
+            classes[new] = dataclasses.replace(costs.classes[old], gradient_bytes=float(gradients))
+            stack.append(new)
+        costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack), fixed_bytes=float(self._fixed_bytes))
+        return dataclasses.replace(measured, costs=costs)
+
+    def peak_of(self, run: Callable[[], object]) -> float:
+        """Run a step and return its peak, in bytes."""
+        if self._total and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            run()
+            return float(torch.cuda.max_memory_allocated(self._device))
+        with LiveStorages(parameters=() if self._total else self._model.parameters(), device=self._device) as live:
+            run()
+        return float(self._fixed_bytes + live.peak_bytes)
+
+
+def _gradient_bytes(parameter: torch.nn.Parameter) -> int:
+    """Return the bytes that backward allocates for a gradient."""
+    return parameter.nbytes if parameter.requires_grad and parameter.grad is None else 0
+
+
+def _static_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    held: list[object] = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    if optimizer is not None:
+        held += [list(state.values()) for state in optimizer.state.values()]
+    storages = {id(storage): storage for storage in storages_of(held)}
+    return sum(storage.nbytes() for storage in storages.values() if storage.device.type == device.type)

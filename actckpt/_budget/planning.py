@@ -1,0 +1,82 @@
+"""A training step is measured, solved for a budget, and run: what `actckpt.plan` does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from actckpt._budget.fitting import fitted
+from actckpt._budget.measuring import MeasuredStep, measure
+from actckpt._budget.meters import Meter
+from actckpt._budget.racing import race_plans
+from actckpt._budget.running import Candidate, forwards_of, settings_of
+from actckpt._budget.simple import NOTHING, plain_plan, simple_plans
+from actckpt._budget.sizes import activation_budget_bytes
+from actckpt._core.training_state import TrainingState
+from actckpt.action import Action
+from actckpt.planner.plans import Plan
+
+__all__ = ["planned"]
+
+
+def planned(
+    step: Callable[[], object],
+    model: torch.nn.Module,
+    blocks: dict[str, torch.nn.Module],
+    budget: float | str | None,
+    activation_budget: int | str | None,
+    optimizer: torch.optim.Optimizer | None,
+    pins: Mapping[Any, Action | str] | None,
+    *,
+    race: bool,
+) -> Plan:
+    """Return the fastest plan that fits. Arguments and errors are those of `actckpt.plan`, which see."""
+    state = TrainingState(model, optimizer)
+    try:
+        measured = measure(step, model=model, blocks=blocks, state=state, may_change=optimizer is not None)
+        meter = Meter(model, optimizer, total=budget is not None)
+        measured = meter.complete(measured)
+        if activation_budget is None:
+            nbytes = meter.budget_bytes(budget)
+        else:
+            nbytes = activation_budget_bytes(activation_budget, plain_bytes=plain_plan(measured.costs).peak_bytes)
+        trials = _Trials(step, model, state, meter, measured)
+        others = [] if pins else [other for name, other in simple_plans(measured.costs) if name != NOTHING]
+        found = fitted(measured.costs, nbytes, pins, trials.peak_of, others)
+        if race:
+            found = race_plans(found, simple_plans(measured.costs), trials)
+    finally:
+        state.put_back()
+    return trials.with_places(found)
+
+
+class _Trials:
+    """Runs plans."""
+
+    def __init__(
+        self,
+        step: Callable[[], object],
+        model: torch.nn.Module,
+        state: TrainingState,
+        meter: Meter,
+        measured: MeasuredStep,
+    ) -> None:
+        self._step, self._model, self._state, self._meter, self._measured = step, model, state, meter, measured
+
+    def with_places(self, plan: Plan) -> Plan:
+        """Return a plan that knows the model."""
+        return dataclasses.replace(plan, blocks=self._measured.names, places=self._measured.places)
+
+    def candidate(self, name: str, plan: Plan) -> Candidate:
+        """Return a plan as a way to run the step."""
+        forwards = forwards_of(self._model, settings_of(self.with_places(plan), self._model))
+        return Candidate(name, self._model, forwards, self._step, self._state)
+
+    def peak_of(self, plan: Plan) -> float:
+        """Run a plan and return its peak, in bytes."""
+        candidate = self.candidate("", plan)
+        candidate.run()  # the first run of a structure is audited, which needs more
+        return self._meter.peak_of(candidate.run)

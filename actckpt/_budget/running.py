@@ -1,0 +1,137 @@
+"""A plan as settings of the blocks of a model, one way to run a step, and what running it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from actckpt._blocks.applied import Settings, applied_blocks, find_blocks, patch, unpatch
+from actckpt._core.training_state import TrainingState
+from actckpt.action import Action
+from actckpt.errors import BlocksError
+from actckpt.memory import LiveStorages
+from actckpt.planner.costs import BlockClass
+from actckpt.planner.plans import Plan
+
+__all__ = ["Candidate", "device_of", "forwards_of", "settings_of"]
+
+
+def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
+    """Return how each block of a model runs under a plan: a table of places, a rerun, or as it is.
+
+    Raises:
+        BlocksError: the plan is one of another model.
+        ValueError: the plan knows no model.
+    """
+    if plan.blocks is None or plan.places is None:
+        raise ValueError(
+            "apply: this plan was made from a cost table and knows no model. Make one with "
+            "actckpt.plan(step, model=...)."
+        )
+    names = [name for name in plan.blocks if name is not None]
+    named = dict(model.named_modules())
+    if missing := [name for name in names if name not in named]:
+        raise BlocksError(
+            f"apply: the plan is one of another model: {len(missing)} of its {len(names)} blocks are not in "
+            f"{type(model).__name__}, the first is {missing[0]!r}. Make the plan again."
+        )
+    stack = zip(plan.blocks, plan.costs.blocks, plan.actions, plan.places, plan.rerun, strict=True)
+    return {
+        name: _settings(block, actions, places, rerun)
+        for name, block, actions, places, rerun in stack
+        if name is not None
+    }
+
+
+def _settings(block: BlockClass, actions: Mapping[str, Action], places: Mapping[str, str], rerun: bool) -> Settings:
+    if rerun:
+        return {"policy": "recompute", "offload_inputs": Action.OFFLOAD in actions.values()}
+    if all(actions[value.name] is Action.KEEP for value in block.values if value.needed):
+        return None
+    return {"policy": {place: actions[name] for name, place in places.items()}}
+
+
+def forwards_of(model: torch.nn.Module, settings: Mapping[str, Settings]) -> dict[torch.nn.Module, Any]:
+    """Return what stands in for the forwards of blocks with these settings; the model stays as it is."""
+    blocks = find_blocks(model, list(settings), "apply")
+    patch(blocks, settings)
+    forwards = {block: block.forward for block in blocks.values()}
+    unpatch(blocks)
+    return forwards
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device of the first parameter of a model."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+class Candidate:
+    """One way to run a step, and what was measured of it.
+
+    Args:
+        name: for people.
+        model: what the step trains.
+        forwards: what stands in for the forwards of its blocks.
+        step: runs forward and backward, without arguments.
+        state: what is put back before each step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: torch.nn.Module,
+        forwards: dict[torch.nn.Module, Any],
+        step: Callable[[], object],
+        state: TrainingState,
+    ) -> None:
+        self.name = name
+        self.forwards = forwards
+        self._model, self._step, self._state = model, step, state
+        self._device = device_of(model)
+        self.seconds: list[float] = []
+        self.held_bytes = self.peak_bytes = 0
+
+    @contextlib.contextmanager
+    def _applied(self) -> Iterator[None]:
+        for block, forward in self.forwards.items():
+            block.forward = forward
+        try:
+            yield
+        finally:
+            unpatch({name: block for name, block in applied_blocks(self._model).items() if block in self.forwards})
+
+    def run(self) -> None:
+        """Run one step."""
+        self._state.put_back()
+        with self._applied():
+            self._step()
+
+    def measure_memory(self) -> None:
+        """Count what is alive during one step, without gradients of parameters."""
+        held = [0]
+        live = LiveStorages(parameters=self._model.parameters(), device=self._device)
+        hook = self._model.register_forward_hook(lambda *_: held.append(live.live_bytes))
+        try:
+            with live:
+                self.run()
+        finally:
+            hook.remove()
+        self.held_bytes, self.peak_bytes = max(held), live.peak_bytes
+
+    def time(self) -> None:
+        """Time one step."""
+        self._state.put_back()
+        with self._applied():
+            self._wait()
+            start = time.perf_counter()
+            self._step()
+            self._wait()
+            self.seconds.append(time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

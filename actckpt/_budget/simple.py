@@ -1,0 +1,99 @@
+"""Simple choices that people make by hand, as plans: what a plan must not lose against."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from actckpt.action import Action
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Value
+from actckpt.planner.plans import Plan
+from actckpt.planner.simulation import simulate
+from actckpt.planner.solving import solve
+
+__all__ = ["NOTHING", "plain_plan", "simple_plans"]
+
+NOTHING = "nothing"
+#: More than any machine has: with this budget everything is kept.
+_UNLIMITED = 2**62
+_MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
+_ATTENTION = "_scaled_dot_product_"
+
+
+def plain_plan(costs: CostTable) -> Plan:
+    """Return the plan that keeps everything."""
+    return solve(costs, budget=_UNLIMITED)
+
+
+def simple_plans(costs: CostTable) -> Iterator[tuple[str, Plan]]:
+    """Yield simple choices by name, with what they are predicted to cost: nothing done, first."""
+    plain = plain_plan(costs)
+    yield NOTHING, plain
+    if any(block.rerun for block in costs.blocks):
+        yield "recompute", _rerun(plain, offload_inputs=False)
+    yield "keep attention", _chosen(plain, lambda value: _is_attention(value.name))
+    yield "keep matmuls", _chosen(plain, lambda value: _is_attention(value.name) or _is_matmul(value.name))
+    if costs.d2h_bytes_per_s:
+        yield "offload", _predicted(plain, [_offloaded(block) for block in costs.blocks])
+        if any(block.rerun for block in costs.blocks):
+            yield "recompute, offload inputs", _rerun(plain, offload_inputs=True)
+
+
+def _operator(place: str) -> str:
+    return place.rpartition("::")[2].rpartition("#")[0]
+
+
+def _is_attention(place: str) -> bool:
+    return _ATTENTION in _operator(place)
+
+
+def _is_matmul(place: str) -> bool:
+    return _operator(place).startswith(_MATMULS)
+
+
+def _can_be_dropped(value: Value) -> bool:
+    return value.replayable or not value.needed
+
+
+def _chosen(plain: Plan, keeps: Callable[[Value], bool]) -> Plan:
+    """Keep some values and recompute the others, as far as they can be."""
+    return _predicted(
+        plain,
+        [
+            {
+                value.name: Action.KEEP if keeps(value) or not _can_be_dropped(value) else Action.RECOMPUTE
+                for value in block.values
+            }
+            for block in plain.costs.blocks
+        ],
+    )
+
+
+def _offloaded(block: BlockClass) -> dict[str, Action]:
+    otherwise = {value.name: Action.KEEP if value.needed else Action.RECOMPUTE for value in block.values}
+    return otherwise | {v.name: Action.OFFLOAD for v in block.values if v.needed and v.offloadable}
+
+
+def _rerun(plain: Plan, *, offload_inputs: bool) -> Plan:
+    blocks = plain.costs.blocks
+    actions = [
+        {v.name: Action.RECOMPUTE if block.rerun and _can_be_dropped(v) else Action.KEEP for v in block.values}
+        for block in blocks
+    ]
+    for block, each in zip(blocks, actions, strict=True):
+        if offload_inputs and block.rerun and BLOCK_INPUT in each:
+            each[BLOCK_INPUT] = Action.OFFLOAD
+    return _predicted(plain, actions, tuple(block.rerun for block in blocks))
+
+
+def _predicted(plain: Plan, actions: list[dict[str, Action]], rerun: tuple[bool, ...] | None = None) -> Plan:
+    plan = dataclasses.replace(plain, actions=tuple(actions), rerun=rerun or plain.rerun, max_inflight=_UNLIMITED)
+    found = simulate(plain.costs, plan)
+    return dataclasses.replace(
+        plan,
+        recompute_seconds=found.recompute_seconds,
+        write_wait_seconds=found.write_wait_seconds,
+        read_wait_seconds=found.read_wait_seconds,
+        bound_seconds=0.0,
+        peak_bytes=found.peak_bytes,
+    )

@@ -1,0 +1,99 @@
+"""What people may write for a budget, in bytes."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+
+from actckpt._offload.limits import available_host_bytes, total_host_bytes
+from actckpt._text.sizes import format_bytes, parse_bytes
+
+__all__ = ["activation_budget_bytes", "budget_bytes"]
+
+#: Fewer bytes were meant as something else: 24 is not a budget, "24GiB" is.
+_LEAST_BYTES = 2**20
+#: Shares of predicted bytes are rounded up to this many.
+_ROUND_BYTES = 2**10
+#: Of what is free, `"auto"` leaves this much.
+_AUTO = 0.95
+
+
+def budget_bytes(budget: object, device: torch.device, *, held_bytes: float) -> float:
+    """Return a budget for all memory.
+
+    Args:
+        budget: a number of bytes, a text with a unit, a share of the device in (0, 1], or `"auto"`.
+        held_bytes: what this process holds already, by the same measure as the peak.
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(budget, str):
+        text = budget.strip()
+        if text == "auto":
+            return _AUTO * (_free_bytes(device) + held_bytes)
+        if text.endswith("%"):
+            raise ValueError(
+                f"budget={budget!r} is a share. Of the device: pass a number in (0, 1]. Of the activations: pass "
+                f"activation_budget={budget!r}."
+            )
+        if text[-1:].isdigit():
+            raise ValueError(
+                f"budget={budget!r} has no unit. Pass a text like '24GiB' or '24GB', or bytes as a whole number."
+            )
+        return _checked(parse_bytes(budget, what="budget"))
+    if isinstance(budget, numbers.Real) and not isinstance(budget, bool):
+        if isinstance(budget, numbers.Integral):
+            return _checked(int(budget))
+        if 0.0 < float(budget) <= 1.0:
+            return float(budget) * _total_bytes(device)
+    raise ValueError(
+        f"budget={budget!r} is no budget. Pass bytes as a whole number, a text like '24GiB', a share of the device in "
+        "(0, 1], or 'auto'."
+    )
+
+
+def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
+    """Return a budget for activations alone.
+
+    Args:
+        budget: a number of bytes, a text with a unit, or a percentage of what the step needs without actckpt.
+        plain_bytes: that.
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        try:
+            share = float(budget.strip()[:-1]) / 100
+        except ValueError:
+            share = math.nan
+        if not 0 < share <= 1:
+            raise ValueError(f"activation_budget={budget!r} is no share. Pass a percentage above 0, up to '100%'.")
+        return float(math.ceil(share * plain_bytes / _ROUND_BYTES) * _ROUND_BYTES)
+    if isinstance(budget, float):
+        raise ValueError(
+            f"activation_budget={budget!r} is no size. For a share pass a percentage: '{100 * budget:g}%'."
+        )
+    return float(parse_bytes(budget, what="activation_budget"))
+
+
+def _checked(nbytes: int) -> float:
+    if nbytes < _LEAST_BYTES:
+        raise ValueError(
+            f"budget={nbytes} bytes is less than {format_bytes(_LEAST_BYTES)}. Pass a text with a unit: '{nbytes}GiB'?"
+        )
+    return float(nbytes)
+
+
+def _total_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(total_host_bytes())
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    return float(available_host_bytes())

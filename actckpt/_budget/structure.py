@@ -1,0 +1,178 @@
+"""What the blocks of a model make: values, the operators that lead to them, and what each takes to compute again.
+
+NOTE [ Structure of a block ]
+
+Rule 1. A forward of each block runs in a region, so that the recorder names values by the places that the tables of a
+        plan have later, and says which of them it could replay. Around it runs a mode that times each operator and
+        notes which storages it reads and makes: a graph of places.
+Rule 2. A value is a storage that an operator of the block made. An operator that writes to it in place is part of what
+        computing it again takes; where that operator reads what was made after the value, the value is not replayable.
+Rule 3. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
+        input, and what several blocks share (masks, angles), are held by whoever made them or by the region.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actckpt._core.sites import module_name
+from actckpt._core.storages import storages_of
+from actckpt.action import Action, SavedTensorInfo
+from actckpt.planner.costs import BLOCK_INPUT, Value
+from actckpt.regions import region
+
+__all__ = ["BlockStructure", "run_recorded"]
+
+
+@dataclasses.dataclass
+class _Made:
+    """A storage that the block made."""
+
+    #: One for each operator that wrote to it; the last one counts, or the one at which autograd saved it.
+    places: list[str]
+    order: int
+    nbytes: int
+    seconds: float
+    inputs: list[_Made]
+    storage: weakref.ref[torch.UntypedStorage]
+    replayable: bool = True
+
+
+class BlockStructure:
+    """The values of one call of a block, in the order in which it makes them."""
+
+    def __init__(self, input_bytes: int) -> None:
+        self._input_bytes = input_bytes
+        self._saved: dict[str, SavedTensorInfo] = {}
+        self._made: list[_Made] = []
+
+    def note_saved(self, info: SavedTensorInfo) -> Action:
+        """Take down what autograd saves; a policy that recomputes everything."""
+        if info.place is not None and not info.is_parameter:
+            self._saved[str(info.place)] = info
+        return Action.RECOMPUTE
+
+    def saved_bytes(self) -> int:
+        """Return the bytes of the values that backward needs."""
+        return sum(made.nbytes for made in self._made if self._info(made) is not None)
+
+    def _info(self, made: _Made) -> SavedTensorInfo | None:
+        return next((self._saved[place] for place in made.places if place in self._saved), None)
+
+    def _name(self, made: _Made) -> str:
+        return next((place for place in made.places if place in self._saved), made.places[-1])
+
+    def note_made(self, made: _Made) -> None:
+        """Take down a storage that an operator made."""
+        self._made.append(made)
+
+    def values(self) -> tuple[Value, ...]:
+        """Return what the planner is told about: the block's input, what backward needs, and what leads to it."""
+        wanted = self._leading_to_saved()
+        found = [Value(BLOCK_INPUT, self._input_bytes, offloadable=False, replayable=False)]
+        for made in self._made:
+            if id(made) in wanted:
+                info = self._info(made)
+                replayable = made.replayable and (info is None or info.replayable)
+                inputs = tuple(dict.fromkeys(self._name(each) for each in made.inputs if id(each) in wanted))
+                name = self._name(made)
+                found.append(Value(name, made.nbytes, made.seconds, inputs, info is not None, replayable=replayable))
+        return tuple(found)
+
+    def _leading_to_saved(self) -> set[int]:
+        wanted: set[int] = set()
+        left = [made for made in self._made if self._info(made) is not None]
+        while left:
+            made = left.pop()
+            if id(made) not in wanted:
+                wanted.add(id(made))
+                left.extend(made.inputs)
+        return wanted
+
+
+def run_recorded(call: Callable[[], Any], argument: Tensor | None) -> tuple[Any, BlockStructure]:
+    """Run the forward of a block once; return its result, and what it made.
+
+    Args:
+        call: runs it.
+        argument: its input.
+    """
+    structure = BlockStructure(0 if argument is None else argument.untyped_storage().nbytes())
+    with _Graph(structure), region(structure.note_saved):
+        result = call()
+    return result, structure
+
+
+class _Graph(TorchDispatchMode):
+    """Notes which operators make and read which storages, and times them."""
+
+    def __init__(self, structure: BlockStructure) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._structure = structure
+        self._by_storage: dict[int, _Made] = {}
+        self._occurrences: Counter[tuple[str | None, str]] = Counter()
+        self._num_made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {id(storage): storage for storage in storages_of((args, kwargs or {}))}
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        _wait(result)
+        seconds = time.perf_counter() - start
+        read = [found for storage in before.values() if (found := self._known(storage)) is not None]
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        new = {index: storage for index, each in enumerate(results) for storage in storages_of(each)}
+        new = {index: storage for index, storage in new.items() if id(storage) not in before}
+        place = self._place(func)
+        if new:
+            self._note_made(place, new, seconds, read)
+        elif func._schema.is_mutable:
+            self._note_written(place, args, seconds, read)
+        return result
+
+    def _known(self, storage: torch.UntypedStorage) -> _Made | None:
+        made = self._by_storage.get(id(storage))
+        return made if made is not None and made.storage() is storage else None
+
+    def _place(self, func: Any) -> str:
+        """Return the place of an operator that ran, without its result."""
+        module, name = module_name(), str(func)
+        occurrence = self._occurrences[module, name]
+        self._occurrences[module, name] += 1
+        return f"{module}::{name}#{occurrence}"
+
+    def _note_made(self, place: str, new: dict[int, torch.UntypedStorage], seconds: float, read: list[_Made]) -> None:
+        for result, storage in new.items():
+            reference = weakref.ref(storage)
+            made = _Made([f"{place}.{result}"], self._num_made, storage.nbytes(), seconds, list(read), reference)
+            self._num_made += 1
+            self._by_storage[id(storage)] = made
+            self._structure.note_made(made)
+
+    def _note_written(self, place: str, args: tuple[Any, ...], seconds: float, read: list[_Made]) -> None:
+        """An operator in place: its first argument is what it writes to (Rule 2)."""
+        written = next(
+            (found for storage in storages_of(args[:1]) if (found := self._known(storage)) is not None), None
+        )
+        if written is None:
+            return
+        written.places.append(f"{place}.0")
+        written.seconds += seconds
+        for other in read:
+            if other is not written:
+                written.inputs.append(other)
+                written.replayable = written.replayable and other.order < written.order
+
+
+def _wait(result: Any) -> None:
+    if torch.cuda.is_available() and any(storage.device.type == "cuda" for storage in storages_of(result)):
+        torch.cuda.synchronize()

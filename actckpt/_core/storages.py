@@ -1,0 +1,42 @@
+"""The storages behind tensors and whatever holds tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from actckpt._core.subclasses import parts_of
+
+__all__ = ["storages_of"]
+
+_COMPRESSED_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_coo: ("_indices", "_values"),
+}
+
+
+def storages_of(value: object) -> Iterator[torch.UntypedStorage]:
+    """Every storage that is reachable from an operator's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        yield from _tensor_storages(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from storages_of(item)
+    elif isinstance(value, dict):
+        yield from storages_of(tuple(value.values()))
+    elif isinstance(value, torch.UntypedStorage):
+        yield value
+
+
+def _tensor_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts, _ = parts_of(tensor)
+        yield from storages_of(list(parts.values()))
+    elif tensor.layout in _COMPRESSED_PARTS:
+        yield from storages_of([getattr(tensor, part)() for part in _COMPRESSED_PARTS[tensor.layout]])
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()

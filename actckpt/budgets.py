@@ -1,0 +1,76 @@
+"""`plan`: the fastest way through a training step within a memory budget, measured and solved for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from actckpt._blocks.applied import Blocks, find_blocks
+from actckpt.action import Action
+from actckpt.planner.plans import Plan
+
+__all__ = ["plan"]
+
+
+def plan(
+    step: Callable[[], object],
+    *,
+    model: torch.nn.Module,
+    budget: float | str | None = None,
+    activation_budget: int | str | None = None,
+    blocks: Blocks | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    pins: Mapping[Any, Action | str] | None = None,
+    race: bool = True,
+) -> Plan:
+    """Measure a training step and find the fastest plan whose peak fits into a budget.
+
+    `actckpt.apply(model, policy=plan)` then runs it. Model, gradients, optimizer and random state are as before
+    afterwards, also when the step raises. No step runs that needs much more memory than one with all blocks
+    checkpointed, or than the budget.
+
+    Args:
+        step: runs forward and backward, without arguments, through each block once; may run the optimizer.
+        model: what the step trains; nothing of it is checkpointed.
+        budget: most bytes at the worst moment of a step, all of it: bytes as a whole number, a text with a unit
+            (`"24GiB"`), a share of the device in (0, 1], or `"auto"`: what is free now and what this process holds,
+            less 5 %. On a device everything allocated counts; on a CPU parameters, buffers, gradients, the state of
+            the optimizer and the tensors that the step makes.
+        activation_budget: instead of `budget`, most bytes alive beyond what was there before the step, without
+            gradients of parameters: bytes, a text with a unit, or a share of what the step needs without actckpt
+            (`"40%"`).
+        blocks: as in `apply`.
+        optimizer: the one that the step runs, if it does.
+        pins: as in `actckpt.planner.solve`.
+        race: run the plan against simple choices that fit (nothing, recompute, keep attention, keep matmuls), and
+            return the fastest. All give the same gradients.
+    Returns:
+        A plan, whose `blocks` and `places` say where its values are in the model, and whose `race` says what was
+        measured. `explain()`, `table()` and `plot()` show it.
+    Raises:
+        PlanInfeasibleError: no plan fits. Its `smallest_bytes` is the smallest peak of a plan that was tried.
+        BlocksError: there are no such blocks, or one does not run once.
+        ValueError: the budget is none, or the step changes parameters and `optimizer` is not given.
+    Cost: ten to twenty steps, with `race` two dozen more, and a copy of the training state in host memory.
+
+    Example::
+
+        >>> import torch, actckpt
+        >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> model = torch.nn.Sequential(*(block() for _ in range(6)))
+        >>> x = torch.randn(32, 64)
+        >>> found = actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="60%", race=False)
+        >>> found.peak_bytes <= found.budget_bytes
+        True
+        >>> actckpt.apply(model, policy=found)
+        ('0', '1', '2', '3', '4', '5')
+    """
+    if (budget is None) == (activation_budget is None):
+        given = "neither" if budget is None else "both"
+        raise ValueError(f"plan: {given} of budget and activation_budget given. Pass one of them.")
+    chosen = find_blocks(model, blocks, "plan")
+    from actckpt._budget.planning import planned  # with the solver, which takes a while to import
+
+    return planned(step, model, chosen, budget, activation_budget, optimizer, pins, race=race)

@@ -1,0 +1,294 @@
+"""`plan`: the fastest way through a step whose measured peak fits into a budget."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+from torch.nn import functional
+
+import actckpt
+from actckpt.memory import LiveStorages
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm = nn.BatchNorm1d(32)
+        self.head = nn.Linear(32, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Training:
+    """A model and its step."""
+
+    def __init__(self, **optimizer: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Model()
+        self.tokens = torch.randint(16, (8, 32))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), **optimizer) if optimizer else None
+
+    def step(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        functional.cross_entropy(self.model(self.tokens).flatten(0, 1), self.tokens.flatten()).backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def state(self) -> list[Any]:
+        """What a step may change, as copies."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), *(p.grad for p in self.model.parameters())]
+        found: list[Any] = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+        if self.optimizer is not None:
+            found += [v.clone() for state in self.optimizer.state.values() for v in state.values()]
+        return [*found, torch.get_rng_state(), random.getstate()]
+
+    def gradients(self) -> list[Tensor]:
+        torch.manual_seed(1)
+        self.model.zero_grad()
+        self.step()
+        return [p.grad.clone() for p in self.model.parameters()]
+
+    def peak(self) -> int:
+        self.model.zero_grad()
+        with LiveStorages(parameters=self.model.parameters()) as live:
+            self.step()
+        return live.peak_bytes
+
+
+@pytest.fixture(scope="module")
+def bounds() -> tuple[int, int]:
+    """The smallest budget for the model, and what it needs plainly."""
+    training = Training()
+    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+        actckpt.plan(training.step, model=training.model, activation_budget=1, race=False)
+    assert error.value.smallest_bytes is not None
+    return int(error.value.smallest_bytes), training.peak()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8, 0.99, 1.0])
+def test_the_measured_peak_fits_and_gradients_are_those_of_plain_training(
+    share: float, bounds: tuple[int, int]
+) -> None:
+    smallest, plain = bounds
+    budget = int(smallest + share * (plain - smallest))
+    training = Training()
+    expected = training.gradients()
+    plan = actckpt.plan(training.step, model=training.model, activation_budget=budget, race=False)
+    actckpt.apply(training.model, policy=plan)
+    assert_equal(training.gradients(), expected)
+    peak = training.peak()
+    assert peak <= budget
+    assert peak == pytest.approx(plan.peak_bytes, rel=0.03)
+    # Four tenths of a block are the largest value of it: what is left could not hold one more.
+    assert peak >= 0.8 * budget
+    assert (plan.overhead_seconds == 0.0) == (share == 1.0)
+
+
+def test_a_budget_for_everything_counts_parameters_gradients_and_optimizer_state() -> None:
+    training = Training(lr=1e-3)
+    training.step()
+    parameters = sum(p.nbytes for p in training.model.parameters())
+    static = 3 * parameters + sum(b.nbytes for b in training.model.buffers())
+    plan = actckpt.plan(
+        training.step, model=training.model, optimizer=training.optimizer, budget=static + 2 * 2**20, race=False
+    )
+    assert static <= plan.costs.fixed_bytes <= static + parameters + 2**10
+    training.optimizer = None
+    actckpt.apply(training.model, policy=plan)
+    assert training.peak() <= 2 * 2**20
+
+
+def test_everything_is_as_before_also_after_a_step_that_raises() -> None:
+    training = Training(lr=1e-3)
+    training.step()
+    before = training.state()
+    actckpt.plan(training.step, model=training.model, optimizer=training.optimizer, activation_budget="60%")
+    assert_equal(training.state()[:-1], before[:-1])
+    assert training.state()[-1] == before[-1]
+    assert not any("forward" in vars(module) for module in training.model.modules())
+
+    calls = []
+
+    def failing() -> None:
+        training.step()
+        calls.append(None)
+        if len(calls) == 3:
+            raise OSError("no more data")
+
+    with pytest.raises(OSError, match="no more data"):
+        actckpt.plan(failing, model=training.model, optimizer=training.optimizer, activation_budget="60%")
+    assert_equal(training.state()[:-1], before[:-1])
+    assert not any("forward" in vars(module) for module in training.model.modules())
+
+
+def test_what_fits_needs_no_region_and_no_hook() -> None:
+    training = Training()
+    plan = actckpt.plan(training.step, model=training.model, activation_budget="100%", race=False)
+    assert plan.overhead_seconds == 0.0
+    actckpt.apply(training.model, policy=plan)
+    packed: list[None] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(None)
+        return tensor
+
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        training.model.blocks[0].requires_grad_(False)(x)
+    num_plain = len(packed)
+    actckpt.remove(training.model)
+    packed.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        training.model.blocks[0](x)
+    assert len(packed) == num_plain > 0  # hooks around the block see what it saves: no region is between
+
+
+def test_the_race_names_what_fits_and_what_does_not_and_the_fastest_is_returned() -> None:
+    training = Training()
+    plan = actckpt.plan(training.step, model=training.model, activation_budget="60%")
+    rows = {row.name: row for row in plan.race}
+    assert not rows["nothing"].fits and rows["nothing"].seconds is None
+    assert rows["recompute"].fits and rows["plan"].fits
+    timed = {name: row.seconds for name, row in rows.items() if row.seconds is not None}
+    assert plan.chosen in timed
+    assert plan.peak_bytes == rows[plan.chosen].peak_bytes <= plan.budget_bytes
+    actckpt.apply(training.model, policy=plan)
+    assert training.peak() <= plan.budget_bytes
+
+
+def test_a_plan_that_was_saved_is_loaded_and_applied(tmp_path: Path) -> None:
+    training = Training()
+    plan = actckpt.plan(training.step, model=training.model, activation_budget="50%", race=False)
+    plan.save(tmp_path / "plan.json")
+    loaded = actckpt.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    expected = training.gradients()
+    assert actckpt.apply(training.model, policy=loaded) == tuple(f"blocks.{number}" for number in range(6))
+    assert_equal(training.gradients(), expected)
+
+
+def test_pins_decide() -> None:
+    training = Training()
+    pinned = "up::aten.addmm.default#0.0"
+    pins = {pinned: "recompute"}
+    plan = actckpt.plan(training.step, model=training.model, activation_budget="90%", pins=pins, race=False)
+    assert all(a[pinned] is actckpt.Action.RECOMPUTE for a, name in zip(plan.actions, plan.blocks, strict=True) if name)
+
+
+def test_blocks_that_read_results_of_earlier_ones_and_blocks_with_data_dependent_sizes_fit_too() -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(6)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            held = []
+            for number, block in enumerate(self.blocks):
+                x = block(x + held.pop()).tanh() if number >= 3 else block(x)
+                held += [x.sin()] if number < 3 else []
+            return x[x[:, 0] > 0]
+
+    torch.manual_seed(0)
+    model, x = Skipping(), torch.randn(64, 32)
+
+    def step() -> None:
+        model(x).square().sum().backward()
+
+    step()
+    expected = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+        actckpt.plan(step, model=model, activation_budget=1, race=False)
+    for share in (1.0, 1.1, 1.3, 1.6):
+        budget = int(share * error.value.smallest_bytes)
+        plan = actckpt.plan(step, model=model, activation_budget=budget, race=False)
+        actckpt.apply(model, policy=plan)
+        model.zero_grad()
+        with LiveStorages(parameters=model.parameters()) as live:
+            step()
+        assert live.peak_bytes <= budget
+        assert_equal([p.grad for p in model.parameters()], expected)
+        actckpt.remove(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "neither of budget and activation_budget"),
+        ({"budget": "1GiB", "activation_budget": "40%"}, "both of budget and activation_budget"),
+        ({"budget": 24}, "budget=24 bytes is less than 1.00 MiB.*'24GiB'"),
+        ({"budget": "24"}, "budget='24' has no unit"),
+        ({"budget": "40%"}, "activation_budget='40%'"),
+        ({"budget": 1.5}, "budget=1.5 is no budget"),
+        ({"budget": "lots"}, "budget='lots' is not a size"),
+        ({"budget": True}, "budget=True is no budget"),
+        ({"activation_budget": "0%"}, "activation_budget='0%' is no share"),
+        ({"activation_budget": "140%"}, "activation_budget='140%' is no share"),
+        ({"activation_budget": 0.4}, "activation_budget=0.4 is no size. For a share pass a percentage: '40%'"),
+        ({"activation_budget": "40%", "pins": {"nothing like it": "keep"}}, "nothing like it"),
+    ],
+)
+def test_what_is_no_budget_is_one_clear_error(options: dict[str, Any], message: str) -> None:
+    training = Training()
+    with pytest.raises(ValueError, match=message):
+        actckpt.plan(training.step, model=training.model, **options)
+
+
+def test_a_step_that_cannot_be_measured_is_one_clear_error() -> None:
+    training = Training()
+    plan = actckpt.plan
+
+    def twice() -> None:
+        training.step()
+        training.step()
+
+    with pytest.raises(actckpt.BlocksError, match=r"'blocks.0' ran 2 times in the step, expected once"):
+        plan(twice, model=training.model, activation_budget="40%")
+    with pytest.raises(actckpt.BlocksError, match=r"backward did not run through block 'blocks.0'"):
+        plan(lambda: training.model(training.tokens), model=training.model, activation_budget="40%")
+    with pytest.raises(actckpt.BlocksError, match=r"'blocks.0' ran 0 times"):
+        plan(lambda: None, model=training.model, activation_budget="40%")
+    with_optimizer = Training(lr=1e-3)
+    with pytest.raises(ValueError, match=r"plan: the step changed 'embedding.weight'.*optimizer="):
+        plan(with_optimizer.step, model=with_optimizer.model, activation_budget="40%")
+    actckpt.apply(training.model)
+    with pytest.raises(actckpt.BlocksError, match="checkpointed already"):
+        plan(training.step, model=training.model, activation_budget="40%")
+
+
+def test_a_plan_of_another_model_or_of_none_is_refused() -> None:
+    training = Training()
+    plan = actckpt.plan(training.step, model=training.model, activation_budget="50%", race=False)
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(actckpt.BlocksError, match=r"6 of its 6 blocks are not in Sequential, the first is 'blocks.0'"):
+        actckpt.apply(other, policy=plan)
+    with pytest.raises(ValueError, match="blocks beside a plan"):
+        actckpt.apply(training.model, policy=plan, blocks="blocks.*")
+    pure = actckpt.planner.solve(plan.costs, budget=plan.budget_bytes)
+    with pytest.raises(ValueError, match="made from a cost table and knows no model"):
+        actckpt.apply(training.model, policy=pure)
