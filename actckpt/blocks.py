@@ -5,14 +5,16 @@ How blocks are patched is in actckpt/_blocks/applied.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, overload
 
 import torch
 from typing_extensions import Unpack
 
-from actckpt._blocks.applied import Blocks, blocks_of, check_model, find_blocks, patch, unpatch
+from actckpt._blocks.applied import Blocks, blocks_of, check_model, find_blocks, forwards_in, patch, unpatch
 from actckpt._blocks.model_report import ModelReport
 from actckpt._budget.running import settings_of
+from actckpt._budget.training import RERUN, BudgetedTraining, Wanted
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt.action import Action
@@ -30,6 +32,26 @@ class OffloadKeywords(TypedDict, total=False):
     min_bytes: int | str
 
 
+class BudgetKeywords(TypedDict, total=False):
+    """What `apply` takes to find a plan while the model trains."""
+
+    budget: float | str
+    activation_budget: int | str
+    optimizer: torch.optim.Optimizer
+    pins: Mapping[Any, Action | str]
+    race: bool
+
+
+class _Default:
+    """Stands for a policy that was not given."""
+
+    def __repr__(self) -> str:
+        return "'recompute'"
+
+
+_DEFAULT = _Default()
+
+
 @overload
 def apply(
     model: torch.nn.Module,
@@ -37,6 +59,16 @@ def apply(
     blocks: Blocks | None = None,
     **options: Unpack[OffloadKeywords],
 ) -> tuple[str, ...]: ...
+
+
+@overload
+def apply(
+    model: torch.nn.Module, *, blocks: Blocks | None = None, **options: Unpack[BudgetKeywords]
+) -> tuple[str, ...]: ...
+
+
+@overload
+def apply(model: torch.nn.Module, policy: Plan) -> tuple[str, ...]: ...
 
 
 @overload
@@ -49,7 +81,7 @@ def apply(
 
 
 def apply(
-    model: torch.nn.Module, policy: Policy | None = "recompute", blocks: Blocks | None = None, **options: Any
+    model: torch.nn.Module, policy: Any = _DEFAULT, blocks: Blocks | None = None, **options: Any
 ) -> tuple[str, ...]:
     """Checkpoint the blocks of `model`: each call of such a block becomes a region.
 
@@ -64,14 +96,21 @@ def apply(
             These are modules of a kind that repeats, in rows (ModuleList, Sequential, ModuleDict, numbered attributes),
             neither stages of many blocks nor small parts of blocks, such that the least is held at the peak; NOTE [
             Blocks of a model ] in actckpt/_blocks/finding.py says how.
-        **options: keywords of `checkpoint`, or of `offload`, for every block.
+        **options: keywords of `checkpoint`, or of `offload`, for every block. In place of a policy, a budget:
+            `budget` (all memory) or `activation_budget`, as in `actckpt.plan`, with `optimizer`, `pins` and `race`. The
+            plan is then made while the model trains: the first step runs with all blocks checkpointed and measures;
+            from the second on the fastest plan that is predicted to fit runs; with `race` (on unless `pins` are given
+            or several ranks train) it takes turns with simple choices in the next steps, and the fastest stays. Each
+            size of inputs has a plan of its own, up to 16 sizes. `actckpt.report(model).plan` is the plan, None until
+            it is made. What is computed from the model's outputs is taken to need three times their bytes.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.
     Raises:
         BlocksError: no block matches, a name matches nothing, or a block is checkpointed already.
         TypeError: `model` is no module.
-        ValueError: the policy, or an option, is not known, or `offload` does not take its value.
+        ValueError: the policy, the budget or an option is not known, or `offload` does not take its value.
+        PlanInfeasibleError: at the forward that would first run the plan: no plan is predicted to fit the budget.
 
     Example::
 
@@ -84,6 +123,10 @@ def apply(
         ('0', '1', '2')
     """
     check_model(model, "apply")
+    if not {"budget", "activation_budget"}.isdisjoint(options):
+        return _apply_budget(model, policy, blocks, options)
+    if isinstance(policy, _Default):
+        policy = "recompute"
     if isinstance(policy, Plan):
         return _apply_plan(model, policy, blocks, options)
     if policy is Action.OFFLOAD:
@@ -95,12 +138,35 @@ def apply(
     return patch(chosen, {name: {"policy": policy, **options} for name in chosen})
 
 
+def _apply_budget(
+    model: torch.nn.Module, policy: Any, blocks: Blocks | None, options: dict[str, Any]
+) -> tuple[str, ...]:
+    if not isinstance(policy, _Default):
+        raise ValueError(f"apply: a budget beside policy={policy!r}. Pass one of them: the budget decides the policy.")
+    if unknown := sorted(set(options) - set(BudgetKeywords.__annotations__)):
+        known = ", ".join(sorted(BudgetKeywords.__annotations__))
+        raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget. Known: {known}.")
+    wanted = Wanted(**{**dict.fromkeys(("budget", "activation_budget", "optimizer", "pins")), "race": True, **options})
+    wanted.check(model)
+    chosen = find_blocks(model, blocks, "apply")
+    names = patch(chosen, dict.fromkeys(chosen, RERUN))
+    forwards = forwards_in(chosen)
+    training = BudgetedTraining(model, forwards, wanted)
+    for forward in forwards.values():
+        forward.together.training = training
+    return names
+
+
 def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, options: dict[str, Any]) -> tuple[str, ...]:
     if blocks is not None or options:
         given = ", ".join(["blocks"] * (blocks is not None) + sorted(options))
         raise ValueError(f"apply: {given} beside a plan, which has blocks and options of its own. Leave them out.")
     settings = settings_of(plan, model)
-    return patch(find_blocks(model, list(settings), "apply"), settings)
+    chosen = find_blocks(model, list(settings), "apply")
+    names = patch(chosen, settings)
+    for forward in forwards_in(chosen).values():
+        forward.together.plan = plan
+    return names
 
 
 def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
@@ -147,4 +213,5 @@ def report(model: torch.nn.Module) -> ModelReport:
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
     together = {id(module.forward.together): module.forward.together for module in applied.values()}
     idle = dict.fromkeys(operator for blocks in together.values() for operator in blocks.matches.idle())
-    return ModelReport(blocks_patched=tuple(applied), blocks_ran=ran, operators_not_run=tuple(idle))
+    plan = next((blocks.plan for blocks in together.values() if blocks.plan is not None), None)
+    return ModelReport(blocks_patched=tuple(applied), blocks_ran=ran, operators_not_run=tuple(idle), plan=plan)

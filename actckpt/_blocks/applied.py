@@ -25,7 +25,7 @@ from actckpt.errors import BlocksError
 
 __all__ = [
     *("Blocks", "CheckpointedForward", "Settings"),
-    *("applied_blocks", "blocks_of", "check_model", "find_blocks", "patch", "unpatch"),
+    *("applied_blocks", "blocks_of", "check_model", "find_blocks", "forwards_in", "patch", "unpatch"),
 ]
 
 #: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
@@ -67,10 +67,17 @@ def patch(blocks: Mapping[str, torch.nn.Module], settings: Mapping[str, Settings
     return tuple(blocks)
 
 
+def forwards_in(blocks: Mapping[str, Any]) -> dict[str, CheckpointedForward]:
+    """Return what stands in for the forwards of patched blocks."""
+    return {name: block.forward for name, block in blocks.items()}
+
+
 def unpatch(blocks: Mapping[str, Any]) -> None:
     """Give blocks back the forwards that they had."""
     for module in blocks.values():
         forward = module.__dict__.pop("forward")
+        if forward.together.training is not None:
+            forward.together.training.close()
         if forward.replaced is not None:
             module.forward = forward.replaced
 
@@ -82,6 +89,8 @@ class CheckpointedForward:
         self.block = block
         self.together = together
         self.has_run = False
+        #: Takes calls in place of this: `instead(self, args, kwargs)`.
+        self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.use(settings)
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
@@ -105,6 +114,8 @@ class CheckpointedForward:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.instead is not None and not torch.compiler.is_compiling():
+            return self.instead(self, args, kwargs)
         if self.is_plain:
             return self.original()(*args, **kwargs)
         if self.offloading is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from actckpt._replay.matches import Matches
+from actckpt.planner.plans import Plan
 
 __all__ = ["AppliedBlocks", "ModelReport"]
 
@@ -25,10 +26,13 @@ class ModelReport:
     blocks_ran: tuple[str, ...]
     #: Operators that the policy names and that did not run in the first step, with what ran in their place.
     operators_not_run: tuple[str, ...] = ()
+    #: Of `apply(budget=...)` and `apply(policy=plan)`; None: not made yet, or another policy.
+    plan: Plan | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
-        return dataclasses.asdict(self)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "plan": None if self.plan is None else self.plan.to_dict()}
 
     def table(self) -> str:
         """Return a text for people."""
@@ -38,6 +42,8 @@ class ModelReport:
             lines.append(f"not run: {', '.join(not_run)}")
         if self.operators_not_run:
             lines.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
+        if self.plan is not None:
+            lines += [self.plan.explain(), self.plan.table()]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -50,6 +56,17 @@ class Block(Protocol):
     has_run: bool
 
 
+class Training(Protocol):
+    """Finds a plan for blocks while their model trains."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None: not made yet."""
+
+    def close(self) -> None:
+        """Watch the model no more. May be called more than once."""
+
+
 class AppliedBlocks:
     """The blocks of one `apply`, watched until a backward tells that a first step is complete."""
 
@@ -57,8 +74,20 @@ class AppliedBlocks:
         #: By name.
         self.forwards: dict[str, Block] = {}
         self.is_checked = False
+        #: What finds a plan for them while the model trains.
+        self.training: Training | None = None
+        self._plan: Plan | None = None
         #: Which operators that the policy names ran in any of them.
         self.matches = Matches()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that they run under, None where there is none."""
+        return self._plan if self.training is None else self.training.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
 
     def watched(self, result: Any) -> Any:
         """Return what a block returned; as soon as backward comes to it, the blocks are checked."""

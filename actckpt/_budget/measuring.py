@@ -15,41 +15,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
+from actckpt._budget.marks import Mark, Marks, Outside, held_between, outside_bytes, outside_seconds
 from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
 from actckpt._core.training_state import TrainingState
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
-from actckpt.planner.costs import BlockClass, CostTable, Value
+from actckpt.planner.costs import BlockClass, CostTable
 
-__all__ = ["MeasuredStep", "Outside", "cost_table", "measure"]
+__all__ = ["MeasuredStep", "cost_table", "measure"]
 
 _NUM_TIMED = 2
 _STEM, _HEAD = "(stem)", "(head)"
-_HELD = "(held)"
-
-
-@dataclasses.dataclass(frozen=True)
-class Outside:
-    """What runs outside of blocks, before the first or after the last one: seconds, and bytes."""
-
-    forward_s: float
-    backward_s: float
-    working_set_bytes: float
-    held_bytes: float = 0.0
-    gradient_bytes: float = 0.0
-
-    def block_class(self) -> BlockClass:
-        """Return it as a class of blocks."""
-        held = (Value(_HELD, self.held_bytes, offloadable=False, replayable=False),) if self.held_bytes else ()
-        return BlockClass(self.forward_s, self.backward_s, self.working_set_bytes, self.gradient_bytes, held)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,44 +70,15 @@ def measure(
     order = [each.name for each in profiled]
     live = LiveStorages(parameters=model.parameters())
     marks = watched.marked(live)
-    seconds = [_outside_seconds(watched.marked(None), order) for _ in range(_NUM_TIMED)]
-    stem, head = _outside_bytes(marks, order)
-    between = _held_between(marks, order)
+    seconds = [outside_seconds(watched.marked(None), order) for _ in range(_NUM_TIMED)]
+    stem, head = outside_bytes(marks, order)
+    between = held_between(marks, order)
     profiled = [each.with_more(more) for each, more in zip(profiled, between, strict=True)]
     stem, head = (
         dataclasses.replace(each, forward_s=min(f for f, _ in runs), backward_s=min(b for _, b in runs))
         for each, runs in zip((stem, head), zip(*seconds, strict=True), strict=True)
     )
     return cost_table(profiled, stem, head)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mark:
-    """A moment of a step: `"forward"` of a block begins, `"end"`s, or `"backward"` reaches its output."""
-
-    what: str
-    block: str
-    seconds: float
-    live_bytes: int
-    #: Most bytes alive since the mark before.
-    peak_bytes: int
-    #: Of the block's input where its forward begins, of its output where it ends.
-    nbytes: int
-
-
-class _Marks:
-    """Takes down marks of one step."""
-
-    def __init__(self, live: LiveStorages | None) -> None:
-        self._live = live
-        self.found: list[_Mark] = []
-
-    def note(self, what: str, block: str = "", nbytes: int = 0) -> None:
-        live_bytes = peak_bytes = 0
-        if self._live is not None:
-            live_bytes, peak_bytes = self._live.live_bytes, self._live.peak_bytes
-            self._live.reset_peak()
-        self.found.append(_Mark(what, block, time.perf_counter(), live_bytes, peak_bytes, nbytes))
 
 
 class _Watched:
@@ -168,9 +121,9 @@ class _Watched:
         _check(self._blocks, [each.name for each in found], reached)
         return found
 
-    def marked(self, live: LiveStorages | None) -> list[_Mark]:
+    def marked(self, live: LiveStorages | None) -> list[Mark]:
         """Return the marks of one step."""
-        marks = _Marks(live)
+        marks = Marks(live)
         first = iter((True,))
 
         def call(name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -216,44 +169,6 @@ def _check(blocks: dict[str, torch.nn.Module], ran: list[str], reached: set[str]
             )
         if name not in reached:
             raise BlocksError(f"plan: backward did not run through block {name!r}. Pass a step with its backward.")
-
-
-def _outside_seconds(marks: list[_Mark], order: list[str]) -> list[tuple[float, float]]:
-    """Return forward and backward seconds of stem and head."""
-    stem, head = [0.0, 0.0], [0.0, 0.0]
-    for mark, after in itertools.pairwise(marks):
-        seconds = after.seconds - mark.seconds
-        if mark.what in ("start", "stem"):
-            stem[mark.what == "stem"] += seconds
-        elif mark.what == "end" and mark.block == order[-1]:
-            head[1] += seconds
-    return [(stem[0], stem[1]), (head[0], head[1])]
-
-
-def _outside_bytes(marks: list[_Mark], order: list[str]) -> tuple[Outside, Outside]:
-    """Return what stem and head need, without their seconds."""
-    first = next(mark for mark in marks if mark.what == "forward")
-    end = next(mark for mark in marks if mark.what == "end" and mark.block == order[-1])
-    held = first.live_bytes - first.nbytes
-    stem_peak = head_peak = 0
-    for mark, after in itertools.pairwise(marks):
-        if mark.what in ("start", "stem"):
-            stem_peak = max(stem_peak, after.peak_bytes)
-        elif mark is end:
-            head_peak = after.peak_bytes
-    head_bytes = head_peak - (end.live_bytes - end.nbytes)  # the last output is the head's own
-    return Outside(0.0, 0.0, float(stem_peak), float(max(held, 0))), Outside(0.0, 0.0, float(max(head_bytes, 0)))
-
-
-def _held_between(marks: list[_Mark], order: list[str]) -> list[int]:
-    """Return for each block what is held of what runs between it and the next one."""
-    begins = {mark.block: mark for mark in marks if mark.what == "forward"}
-    ends = {mark.block: mark for mark in marks if mark.what == "end"}
-    found = []
-    for name, after in itertools.pairwise(order):
-        before_bytes = ends[name].live_bytes - ends[name].nbytes
-        found.append(begins[after].live_bytes - begins[after].nbytes - before_bytes)
-    return [*found, 0]
 
 
 def cost_table(blocks: list[ProfiledBlock], stem: Outside, head: Outside, **machine: Any) -> MeasuredStep:

@@ -27,11 +27,12 @@ class Meter:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, total: bool) -> None:
         self._model, self._total = model, total
         self._device = device_of(model)
-        self._fixed_bytes = _static_bytes(model, optimizer, self._device) if total else 0
+        #: Of what counts, there all the time.
+        self.fixed_bytes = _static_bytes(model, optimizer, self._device) if total else 0
 
     def budget_bytes(self, budget: object) -> float:
         """Return a budget of all memory in bytes."""
-        return budget_bytes(budget, self._device, held_bytes=self._fixed_bytes)
+        return budget_bytes(budget, self._device, held_bytes=self.fixed_bytes)
 
     def complete(self, measured: MeasuredStep) -> MeasuredStep:
         """Return what was measured of a step with what is there all the time, and with gradients where they count."""
@@ -48,7 +49,7 @@ class Meter:
             new = f"{old}, {gradients}" if gradients and name is not None else old
             classes[new] = dataclasses.replace(costs.classes[old], gradient_bytes=float(gradients))
             stack.append(new)
-        costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack), fixed_bytes=float(self._fixed_bytes))
+        costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack), fixed_bytes=float(self.fixed_bytes))
         return dataclasses.replace(measured, costs=costs)
 
     def peak_of(self, run: Callable[[], object]) -> float:
@@ -60,7 +61,7 @@ class Meter:
             return float(torch.cuda.max_memory_allocated(self._device))
         with LiveStorages(parameters=() if self._total else self._model.parameters(), device=self._device) as live:
             run()
-        return float(self._fixed_bytes + live.peak_bytes)
+        return float(self.fixed_bytes + live.peak_bytes)
 
 
 def _gradient_bytes(parameter: torch.nn.Parameter) -> int:

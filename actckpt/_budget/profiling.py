@@ -77,7 +77,7 @@ class Profiler:
             name: the block's qualified name.
             forward: the forward of the block.
         """
-        result, structure = run_recorded(lambda: forward(*args, **kwargs), first_tensor((args, kwargs)))
+        result, structure = run_recorded(forward, args, kwargs, first_tensor((args, kwargs)))
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)

@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._core.sites import module_name
 from actckpt._core.storages import storages_of
+from actckpt._options import CheckpointOptions
 from actckpt.action import Action, SavedTensorInfo
+from actckpt.api import checkpoint_call
 from actckpt.planner.costs import BLOCK_INPUT, Value
-from actckpt.regions import region
 
 __all__ = ["BlockStructure", "run_recorded"]
 
@@ -99,16 +100,19 @@ class BlockStructure:
         return wanted
 
 
-def run_recorded(call: Callable[[], Any], argument: Tensor | None) -> tuple[Any, BlockStructure]:
+def run_recorded(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argument: Tensor | None
+) -> tuple[Any, BlockStructure]:
     """Run the forward of a block once; return its result, and what it made.
 
+    It runs as `apply` lets it run, so that what is audited here is not audited again when a plan runs.
+
     Args:
-        call: runs it.
         argument: its input.
     """
     structure = BlockStructure(0 if argument is None else argument.untyped_storage().nbytes())
-    with _Graph(structure), region(structure.note_saved):
-        result = call()
+    with _Graph(structure):
+        result = checkpoint_call(forward, args, kwargs, CheckpointOptions(policy=structure.note_saved))
     return result, structure
 
 

@@ -96,6 +96,11 @@ def policies_of_every_form(model: torch.nn.Module, x: torch.Tensor, policy: Poli
 
 def models(model: torch.nn.Module, policy: Policy) -> None:
     assert_type(actckpt.apply(model), tuple[str, ...])
+    actckpt.apply(model, budget="70GiB", race=False, pins={"qkv": "keep"})
+    actckpt.apply(model, activation_budget="40%", blocks="layers.*", optimizer=torch.optim.SGD(model.parameters()))
+    plan = actckpt.plan(lambda: None, model=model, budget=0.9)
+    assert_type(plan, actckpt.Plan)
+    actckpt.apply(model, plan)
     actckpt.apply(model, "offload", min_bytes="1MiB", to="host")
     actckpt.apply(model, Action.OFFLOAD, blocks="layers.*", min_bytes=4096)
     actckpt.apply(model, policy, blocks=torch.nn.Linear)

@@ -66,6 +66,10 @@ def models(model: torch.nn.Module) -> None:
     actckpt.apply(model, "offload", to="hots")  # wrong
     actckpt.apply(model, "recompute", early_stopp=False)  # wrong
     actckpt.apply(model, blocks=3)  # wrong
+    actckpt.apply(model, budgt="70GiB")  # wrong
+    actckpt.apply(model, budget=None)  # wrong
+    actckpt.plan(model=model, budget="70GiB")  # wrong
+    actckpt.plan(lambda: None, model=model, budgt="70GiB")  # wrong
     actckpt.apply(model, blocks=[3])  # wrong
     actckpt.apply(model, blocks=torch.Tensor)  # wrong
     actckpt.apply(double)  # wrong

@@ -1,0 +1,99 @@
+"""Marks of a step: when blocks begin and end, and what is alive then; and what runs outside of blocks, from marks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+from actckpt.memory import LiveStorages
+from actckpt.planner.costs import BlockClass, Value
+
+__all__ = ["Mark", "Marks", "Outside", "held_between", "outside_bytes", "outside_seconds"]
+
+#: Name of the value that stands for what the stem leaves.
+_HELD = "(held)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """What runs outside of blocks, before the first or after the last one: seconds, and bytes."""
+
+    forward_s: float
+    backward_s: float
+    working_set_bytes: float
+    held_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+
+    def block_class(self) -> BlockClass:
+        """Return it as a class of blocks."""
+        held = (Value(_HELD, self.held_bytes, offloadable=False, replayable=False),) if self.held_bytes else ()
+        return BlockClass(self.forward_s, self.backward_s, self.working_set_bytes, self.gradient_bytes, held)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A moment of a step: `"forward"` of a block begins, `"end"`s, or `"backward"` reaches its output."""
+
+    what: str
+    block: str
+    seconds: float
+    live_bytes: int
+    #: Most bytes alive since the mark before.
+    peak_bytes: int
+    #: Of the block's input where its forward begins, of its output where it ends.
+    nbytes: int
+
+
+class Marks:
+    """Takes down marks of one step."""
+
+    def __init__(self, live: LiveStorages | None) -> None:
+        self._live = live
+        self.found: list[Mark] = []
+
+    def note(self, what: str, block: str = "", nbytes: int = 0) -> None:
+        """Take down a mark."""
+        live_bytes = peak_bytes = 0
+        if self._live is not None:
+            live_bytes, peak_bytes = self._live.live_bytes, self._live.peak_bytes
+            self._live.reset_peak()
+        self.found.append(Mark(what, block, time.perf_counter(), live_bytes, peak_bytes, nbytes))
+
+
+def outside_seconds(marks: list[Mark], order: list[str]) -> list[tuple[float, float]]:
+    """Return forward and backward seconds of stem and head."""
+    stem, head = [0.0, 0.0], [0.0, 0.0]
+    for mark, after in itertools.pairwise(marks):
+        seconds = after.seconds - mark.seconds
+        if mark.what in ("start", "stem"):
+            stem[mark.what == "stem"] += seconds
+        elif mark.what == "end" and mark.block == order[-1]:
+            head[1] += seconds
+    return [(stem[0], stem[1]), (head[0], head[1])]
+
+
+def outside_bytes(marks: list[Mark], order: list[str]) -> tuple[Outside, Outside]:
+    """Return what stem and head need, without their seconds."""
+    first = next(mark for mark in marks if mark.what == "forward")
+    end = next(mark for mark in marks if mark.what == "end" and mark.block == order[-1])
+    held = first.live_bytes - first.nbytes
+    stem_peak = head_peak = 0
+    for mark, after in itertools.pairwise(marks):
+        if mark.what in ("start", "stem"):
+            stem_peak = max(stem_peak, after.peak_bytes)
+        elif mark is end:
+            head_peak = after.peak_bytes
+    head_bytes = head_peak - (end.live_bytes - end.nbytes)  # the last output is the head's own
+    return Outside(0.0, 0.0, float(stem_peak), float(max(held, 0))), Outside(0.0, 0.0, float(max(head_bytes, 0)))
+
+
+def held_between(marks: list[Mark], order: list[str]) -> list[int]:
+    """Return for each block what is held of what runs between it and the next one."""
+    begins = {mark.block: mark for mark in marks if mark.what == "forward"}
+    ends = {mark.block: mark for mark in marks if mark.what == "end"}
+    found = []
+    for name, after in itertools.pairwise(order):
+        before_bytes = ends[name].live_bytes - ends[name].nbytes
+        found.append(begins[after].live_bytes - begins[after].nbytes - before_bytes)
+    return [*found, 0]

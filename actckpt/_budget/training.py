@@ -1,0 +1,326 @@
+"""`apply(budget=...)`: a plan is found while a model trains.
+
+NOTE [ A budget in training ]
+
+Rule 1. A step is a forward of the model with gradients, up to the end of the backward that reads it. Forwards without
+        gradients (evaluation, generation) count for nothing.
+Rule 2. In the first step of each size (shapes and dtypes of what the model is called with) everything is checkpointed,
+        and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
+        checkpointed as well. What is computed from the model's outputs is not seen: it is taken to need three times
+        their bytes (a loss, its intermediate result, a gradient).
+Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
+        once (pipelines), each gets its share of what is not fixed. Where what is fixed changes in the next steps, the
+        plan is made again.
+Rule 4. Where the plan is not predicted to be much faster than the best simple choice that fits, they take turns in the
+        next steps, and the fastest stays. All give the same gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from actckpt import _C
+from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
+from actckpt._budget.measuring import MeasuredStep, cost_table
+from actckpt._budget.meters import Meter
+from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor, tensors_in
+from actckpt._budget.running import device_of, settings_of
+from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
+from actckpt.action import Action
+from actckpt.errors import BlocksError
+from actckpt.memory import LiveStorages
+from actckpt.planner.plans import Plan, Raced
+
+__all__ = ["RERUN", "BudgetedTraining", "Wanted"]
+
+RERUN: Settings = {"policy": "recompute"}
+#: Of so many sizes plans are remembered; what comes after stays checkpointed.
+_MAX_SIZES = 16
+#: What is computed from the outputs of the model needs so many times their bytes.
+_LOSS = 3
+#: A plan that is predicted to be faster than simple choices by this share of the step does not race.
+_SURE = 0.03
+_ROUNDS = 5
+#: In so many steps after the plan it is looked whether what is fixed has changed, by more than this share.
+_WATCHED_STEPS, _CHANGE = 3, 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What was asked of `apply`."""
+
+    budget: float | str | None
+    activation_budget: int | str | None
+    optimizer: torch.optim.Optimizer | None
+    pins: Mapping[Any, Action | str] | None
+    race: bool
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise a ValueError where a budget is none."""
+        if (self.budget is None) == (self.activation_budget is None):
+            given = "neither" if self.budget is None else "both"
+            raise ValueError(f"{given} of budget and activation_budget given. Pass one of them.")
+        if self.activation_budget is not None:
+            activation_budget_bytes(self.activation_budget, plain_bytes=1.0)
+        else:
+            budget_bytes(self.budget, device_of(model), held_bytes=0.0)
+
+
+class BudgetedTraining:
+    """The blocks of a model, and what was found for them (NOTE [ A budget in training ])."""
+
+    def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:
+        self._model, self._forwards, self._wanted = model, forwards, wanted
+        self._sizes: dict[Any, _Size] = {}
+        self._current: _Size | None = None
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the size that ran last, None until it is made."""
+        return None if self._current is None else self._current.plan
+
+    def close(self) -> None:
+        """Watch the model no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        key = (self._model.training, *((tensor.shape, tensor.dtype) for tensor in tensors_in((args, kwargs))))
+        if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
+            self._sizes[key] = _Size(self._model, self._forwards, self._wanted)
+        self._current = self._sizes.get(key)
+        if self._current is None:
+            _use(self._forwards, {})
+        else:
+            self._current.begin()
+
+    def _end(self, _: torch.nn.Module, args: Any, result: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and self._current is not None:
+            self._current.end(result)
+
+
+def _use(forwards: dict[str, CheckpointedForward], settings: Mapping[str, Settings]) -> None:
+    for name, forward in forwards.items():
+        forward.use(settings.get(name, RERUN))
+
+
+class _Size:
+    """Steps in which the model is called with tensors of the same shapes."""
+
+    def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:
+        self._model, self._forwards, self._wanted = model, forwards, wanted
+        self._watching: _Watching | None = None
+        self._measured: MeasuredStep | None = None
+        self._fixed_bytes = 0.0
+        self._num_alive = self._most_alive = 0
+        self._num_planned = 0
+        self._has_ended = False
+        self._race: _Race | None = None
+        self.plan: Plan | None = None
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self._num_alive += 1
+        self._most_alive = max(self._most_alive, self._num_alive)
+        if self._measured is None:
+            self._watching = _Watching(self._forwards)
+            return
+        if self.plan is None and not self._has_ended:
+            _use(self._forwards, {})
+            return
+        if self.plan is None or (self._num_planned < _WATCHED_STEPS and self._is_changed()):
+            self._make_plan()
+        self._num_planned += 1
+        if self._race is not None:
+            self.plan = self._race.next()
+            if self._race.is_over:
+                self._race = None
+        assert self.plan is not None
+        _use(self._forwards, settings_of(self.plan, self._model))
+
+    def end(self, result: Any) -> None:
+        """A forward has ended, also where it failed."""
+        watching, self._watching = self._watching, None
+        outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+        if watching is not None:
+            watching.close()
+        if not outputs:  # it failed, or nothing is to be trained
+            self._num_alive -= 1
+            return
+        if watching is not None:
+            self._measured = watching.measured(outputs)
+        turn = None if self._race is None else self._race.turn()
+        is_first = iter((True,))
+
+        def reached(_: torch.Tensor) -> None:
+            if next(is_first, False):
+                _C.when_backward_ends(lambda: self._backward_ended(turn))
+
+        outputs[0].register_hook(reached)
+
+    def _backward_ended(self, turn: _Turn | None) -> None:
+        self._num_alive -= 1
+        self._has_ended = True
+        if turn is not None:
+            turn.seconds.append(time.perf_counter() - turn.began_s)
+
+    def _meter(self) -> Meter:
+        return Meter(self._model, self._wanted.optimizer, total=self._wanted.budget is not None)
+
+    def _is_changed(self) -> bool:
+        return abs(self._meter().fixed_bytes - self._fixed_bytes) > _CHANGE * self._fixed_bytes
+
+    def _make_plan(self) -> None:
+        from actckpt._budget.simple import NOTHING, plain_plan, simple_plans  # with the solver: half a second to import
+        from actckpt.planner.solving import solve
+
+        assert self._measured is not None
+        meter = self._meter()
+        measured = meter.complete(self._measured)
+        self._fixed_bytes = meter.fixed_bytes
+        wanted = self._wanted
+        if wanted.activation_budget is None:
+            nbytes = meter.budget_bytes(wanted.budget)
+        else:
+            plain = plain_plan(measured.costs).peak_bytes
+            nbytes = activation_budget_bytes(wanted.activation_budget, plain_bytes=plain)
+        nbytes = self._fixed_bytes + (nbytes - self._fixed_bytes) / max(self._most_alive, 1)
+        plan = solve(measured.costs, budget=nbytes, pins=wanted.pins)
+        plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
+        self.plan, self._race = plan, None
+        if not wanted.race or wanted.pins or _num_ranks() > 1:
+            return
+        others = [
+            (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=nbytes))
+            for name, other in simple_plans(measured.costs)
+            if name != NOTHING and other.peak_bytes <= nbytes
+        ]
+        best = min((other.overhead_seconds for _, other in others), default=float("inf"))
+        if plan.overhead_seconds > 0.0 and best - plan.overhead_seconds < _SURE * plan.plain_seconds:
+            self._race = _Race([("plan", plan), *others])
+
+
+def _num_ranks() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+class _Watching:
+    """A forward in which everything is checkpointed and profiled."""
+
+    def __init__(self, forwards: dict[str, CheckpointedForward]) -> None:
+        self._forwards = forwards
+        self._profiler = Profiler()
+        self._profiled: list[ProfiledBlock] = []
+        self._live = LiveStorages()
+        self._marks = Marks(self._live)
+        for name, forward in forwards.items():
+            forward.instead = _Instead(self, name)
+        self._live.__enter__()
+        self._marks.note("start")
+
+    def call(self, name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a block."""
+        self._marks.note("forward", name, bytes_of(first_tensor((args, kwargs))))
+        result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
+        self._profiled.append(profiled)
+        self._marks.note("end", name, bytes_of(result))
+        return result
+
+    def close(self) -> None:
+        """The forward has ended."""
+        self._marks.note("done")
+        self._live.__exit__(None, None, None)
+        for forward in self._forwards.values():
+            forward.instead = None
+
+    def measured(self, outputs: list[torch.Tensor]) -> MeasuredStep | None:
+        """Return what was found, None where no block ran.
+
+        Raises:
+            BlocksError: a block ran more than once.
+        """
+        order = [each.name for each in self._profiled]
+        if twice := next((name for name in order if order.count(name) > 1), None):
+            raise BlocksError(
+                f"apply: block {twice!r} ran {order.count(twice)} times in one forward, expected once: no plan can be "
+                "made for it. Pass other blocks=, or a policy in place of the budget."
+            )
+        if not order:
+            return None
+        marks = self._marks.found
+        stem, head = outside_bytes(marks, order)
+        last = next(mark for mark in marks if mark.what == "end" and mark.block == order[-1])
+        held = marks[-1].live_bytes - (last.live_bytes - last.nbytes)
+        loss = _LOSS * sum(tensor.nbytes for tensor in outputs if tensor.is_floating_point())
+        needed = max(head.working_set_bytes, float(held + loss))
+        forward_s = marks[-1].seconds - last.seconds
+        head = Outside(forward_s, 2 * forward_s, needed)
+        profiled = [each.with_more(more) for each, more in zip(self._profiled, held_between(marks, order), strict=True)]
+        return cost_table(profiled, stem, head)
+
+
+class _Instead:
+    """Takes the call of one block."""
+
+    def __init__(self, watching: _Watching, name: str) -> None:
+        self._watching, self._name = watching, name
+
+    def __call__(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._watching.call(self._name, forward, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """One step of a race."""
+
+    began_s: float
+    #: Of the plan that runs in it, step by step.
+    seconds: list[float]
+
+
+class _Race:
+    """Plans that take turns in real steps."""
+
+    def __init__(self, entries: list[tuple[str, Plan]]) -> None:
+        self._entries = entries
+        self._seconds: list[list[float]] = [[] for _ in entries]
+        self._at = 0
+        self._began_s = 0.0
+        self.is_over = False
+
+    def next(self) -> Plan:
+        """Return the plan that runs next, or the one that has won."""
+        if all(len(each) > _ROUNDS for each in self._seconds):
+            self.is_over = True
+            return self._winner()
+        self._at = min(range(len(self._entries)), key=lambda at: len(self._seconds[at]))
+        self._began_s = time.perf_counter()
+        return self._entries[self._at][1]
+
+    def turn(self) -> _Turn:
+        """Return the step that runs now."""
+        return _Turn(self._began_s, self._seconds[self._at])
+
+    def _winner(self) -> Plan:
+        medians = [statistics.median(each[1:]) for each in self._seconds]  # the first of each warms up
+        rows = tuple(
+            Raced(name, plan.peak_bytes, fits=True, seconds=seconds, ratio=seconds / medians[0])
+            for (name, plan), seconds in zip(self._entries, medians, strict=True)
+        )
+        best = min(range(len(medians)), key=medians.__getitem__)
+        name, plan = self._entries[best]
+        return dataclasses.replace(plan, race=rows, chosen=name)

@@ -1,0 +1,262 @@
+"""`apply(budget=...)`: a plan is made while the model trains."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from test_budgets import Model, Training
+from torch import Tensor, nn
+from torch.nn import functional
+
+import actckpt
+from actckpt._budget import training as in_training
+from actckpt.memory import LiveStorages
+
+
+def _steps(training: Training, num: int) -> Iterator[tuple[list[Tensor], int]]:
+    """Yield gradients and peak of each step."""
+    for _ in range(num):
+        torch.manual_seed(1)
+        training.model.zero_grad()
+        with LiveStorages(parameters=training.model.parameters()) as live:
+            training.step()
+        yield [p.grad.clone() for p in training.model.parameters()], live.peak_bytes
+
+
+@pytest.mark.parametrize("share", ["45%", "60%", "80%", "100%"])
+def test_every_step_gives_plain_gradients_and_those_under_the_plan_fit(share: str) -> None:
+    training = Training()
+    ((expected, plain),) = _steps(training, 1)
+    buffers = [b.clone() for b in training.model.buffers()]
+    training = Training()
+    names = actckpt.apply(training.model, activation_budget=share)
+    assert names == tuple(f"blocks.{number}" for number in range(6))
+    assert actckpt.report(training.model).plan is None
+    for number, (gradients, peak) in enumerate(_steps(training, 12)):
+        assert_equal(gradients, expected)
+        if number == 0:
+            assert_equal(list(training.model.buffers()), buffers)
+            continue
+        plan = actckpt.report(training.model).plan
+        assert plan is not None
+        # In the first step of a plan, checksums are taken, in pieces of 2**15 elements.
+        audit = 16 * 2**15 if number == 1 else 0
+        assert peak <= plan.budget_bytes + audit
+        assert peak <= float(share[:-1]) / 100 * plain * 1.01 + audit  # the loss outside of the model is estimated
+    assert (plan.overhead_seconds == 0.0) == (share == "100%")
+
+
+def test_the_race_runs_in_real_steps_and_its_winner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_training, "_SURE", 1.0)  # nothing is sure: always race
+    training = Training()
+    ((expected, _),) = _steps(training, 1)
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%")
+    plans = []
+    for gradients, _ in _steps(training, 40):
+        assert_equal(gradients, expected)
+        plans.append(actckpt.report(training.model).plan)
+    final = plans[-1]
+    rows = {row.name: row for row in final.race}
+    assert {"plan", "recompute"} <= set(rows)
+    assert final.chosen == min(rows, key=lambda name: rows[name].seconds)
+    assert rows["plan"].ratio == 1.0
+    raced = [plan for plan in plans if plan is not None and not plan.race]
+    assert len({plan.rerun for plan in raced}) > 1, "nothing but one plan ran"
+    assert all(plan is final for plan in plans[-3:])
+
+
+def test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_state() -> None:
+    training = Training(lr=1e-3)
+    parameters = sum(p.nbytes for p in training.model.parameters())
+    actckpt.apply(training.model, budget=4 * parameters + 2 * 2**20, optimizer=training.optimizer)
+    training.step()
+    training.step()
+    plan = actckpt.report(training.model).plan
+    assert plan.costs.fixed_bytes == pytest.approx(3 * parameters, rel=0.05)
+    for _ in range(3):
+        training.step()
+    again = actckpt.report(training.model).plan
+    assert again.peak_bytes <= again.budget_bytes == 4 * parameters + 2 * 2**20
+
+
+def test_forwards_without_gradients_use_up_no_step() -> None:
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%")
+    for _ in range(3):
+        with torch.no_grad():
+            training.model(training.tokens)
+        training.model.eval()
+        with torch.inference_mode():
+            training.model(training.tokens)
+        training.model.train()
+    assert actckpt.report(training.model).plan is None
+    list(_steps(training, 2))
+    assert actckpt.report(training.model).plan is not None
+
+
+def test_a_forward_that_raises_leaves_nothing_behind() -> None:
+    training = Training()
+    ((expected, _),) = _steps(training, 1)
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%")
+    good = training.tokens
+    training.tokens = torch.full((8, 32), 99)  # no such token
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            training.step()
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    training.tokens = good
+    for gradients, _ in _steps(training, 3):
+        assert_equal(gradients, expected)
+    assert actckpt.report(training.model).plan is not None
+
+
+def test_each_size_has_a_plan_of_its_own_and_too_many_stay_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_training, "_MAX_SIZES", 2)
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%")
+    all_tokens, budgets = training.tokens, {}
+    for length in (32, 16, 8, 32, 16, 8):
+        training.tokens = all_tokens[:, :length]
+        found = Training()
+        found.tokens = training.tokens
+        ((expected, _),) = _steps(found, 1)
+        ((gradients, _),) = _steps(training, 1)
+        assert_equal(gradients, expected)
+        budgets[length] = actckpt.report(training.model).plan
+    assert budgets[8] is None
+    assert budgets[32].budget_bytes > budgets[16].budget_bytes
+
+
+def test_several_forwards_that_are_alive_at_once_share_the_budget() -> None:
+    training = Training()
+    model, tokens = training.model, training.tokens
+    ((_, plain),) = _steps(training, 1)
+    actckpt.apply(model, activation_budget=int(1.4 * plain))
+    for number in range(4):
+        model.zero_grad()
+        with LiveStorages(parameters=model.parameters()) as live:
+            losses = [model(tokens).float().square().mean() for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+        assert number == 0 or live.peak_bytes <= 1.4 * plain
+    plan = actckpt.report(model).plan
+    assert plan.budget_bytes == pytest.approx(0.7 * plain, rel=0.01)
+
+
+def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan() -> None:
+    training = Training()
+    actckpt.apply(training.model, activation_budget=1000)
+    training.step()
+    with pytest.raises(actckpt.PlanInfeasibleError, match="the smallest budget is"):
+        training.step()
+    assert actckpt.remove(training.model)
+    training.step()
+
+
+def test_remove_gives_the_model_back_and_copies_train_on() -> None:
+    training = Training()
+    ((expected, _),) = _steps(training, 1)
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%")
+    list(_steps(training, 3))
+    for copied in (copy.deepcopy(training.model), pickle.loads(pickle.dumps(training.model))):
+        other = Training()
+        other.model = copied
+        for gradients, _ in _steps(other, 2):
+            assert_equal(gradients, expected)
+        assert actckpt.report(copied).plan is not None
+    actckpt.remove(training.model)
+    assert not training.model._forward_hooks and not training.model._forward_pre_hooks
+    assert not any("forward" in vars(module) for module in training.model.modules())
+    for gradients, _ in _steps(training, 1):
+        assert_equal(gradients, expected)
+
+
+def test_accumulation_and_retain_graph_give_plain_gradients() -> None:
+    def train(model: Model, tokens: Tensor) -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        for part in tokens.chunk(2):
+            loss = functional.cross_entropy(model(part).flatten(0, 1), part.flatten())
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain, ours = Training(), Training()
+    actckpt.apply(ours.model, activation_budget="50%")
+    for _ in range(4):
+        assert_equal(train(ours.model, ours.tokens), train(plain.model, plain.tokens))
+
+
+def test_blocks_of_unlike_shapes_and_outputs_in_dicts_are_planned() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(32, 8 * n), nn.SiLU(), nn.Linear(8 * n, 32)) for n in (9, 8, 7)
+            )
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            for block in self.blocks:
+                x = block(x) + x
+            return {"loss": x.square().mean(), "last": x.detach()}
+
+    models: list[Odd] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Odd())
+    x = torch.randn(64, 32)
+    actckpt.apply(models[1], blocks="blocks.*", activation_budget="70%")
+    for _ in range(3):
+        for model in models:
+            model.zero_grad()
+            model(x)["loss"].backward()
+        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
+    plan = actckpt.report(models[1]).plan
+    assert plan is not None and len(plan.costs.classes) == 5
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: actckpt.apply(model, "recompute", budget="1GiB"), "a budget beside policy='recompute'"),
+        (lambda model: actckpt.apply(model, budget="1GiB", activation_budget="40%"), "both of budget and"),
+        (lambda model: actckpt.apply(model, budget=24), "budget=24 bytes is less"),
+        (lambda model: actckpt.apply(model, budget="40%"), "activation_budget='40%'"),
+        (lambda model: actckpt.apply(model, activation_budget="0%"), "is no share"),
+        (
+            lambda model: actckpt.apply(model, budget="1GiB", early_stop=False),
+            "unknown option early_stop beside a budget",
+        ),
+    ],
+)
+def test_what_is_no_budget_is_one_clear_error_at_apply(call: Callable[[Any], object], message: str) -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=message):
+        call(model)
+    assert not model._forward_pre_hooks
+
+
+def test_blocks_that_run_twice_in_a_forward_are_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in [*self.blocks, *self.blocks]:
+                x = block(x)
+            return x
+
+    model = Twice()
+    actckpt.apply(model, activation_budget="50%")
+    with pytest.raises(actckpt.BlocksError, match=r"block 'blocks\.0' ran 2 times in one forward"):
+        model(torch.randn(2, 4))
