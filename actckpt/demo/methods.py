@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actckpt.demo.model import LanguageModel
 
-__all__ = ["METHODS", "REFERENCE", "Method", "choose_methods"]
+__all__ = ["METHODS", "REFERENCE", "Method", "budgeted", "choose_methods"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,18 @@ def _recompute_by_replay(model: LanguageModel) -> None:
 
     for block in model.blocks:
         block.forward = actckpt.region("recompute")(block.forward)
+
+
+def budgeted(activation_budget: str) -> Method:
+    """Return the method that finds a plan for a budget while it trains."""
+
+    def apply(model: LanguageModel) -> None:
+        import actckpt
+        from actckpt.demo.model import Block
+
+        actckpt.apply(model, blocks=Block, activation_budget=activation_budget)
+
+    return Method("budget", f"find the fastest plan for {activation_budget} of activations", apply)
 
 
 REFERENCE = Method("none", "keep every activation", _keep_everything)

@@ -18,7 +18,7 @@ from actckpt._version import __version__
 from actckpt.demo.settings import DemoSettings
 from actckpt.demo.train import MethodResult
 
-__all__ = ["describe_run", "draw_picture", "make_table", "write_json"]
+__all__ = ["describe_plan", "describe_run", "draw_picture", "make_table", "write_json"]
 
 _MIB = 2**20
 
@@ -32,6 +32,19 @@ def describe_run(settings: DemoSettings, device: torch.device) -> str:
     return (
         f"{settings.layers} layers, width {settings.dim}, batch {settings.batch} x {settings.seq} bytes, "
         f"dropout {settings.dropout:g}; {place}"
+    )
+
+
+def describe_plan(result: MethodResult, reference: MethodResult) -> str:
+    """The plan of a method in words, and what it predicted beside what was measured."""
+    plan = result.plan
+    assert plan is not None
+    predicted, measured = plan.step_seconds / plan.plain_seconds, result.median_step_seconds
+    return (
+        f"\nPlan of {result.method!r}:\n{plan.explain()}\n"
+        f"Predicted: peak {plan.peak_bytes / _MIB:.1f} MiB, step {predicted:.2f} x none. Measured: peak "
+        f"{result.memory.peak_bytes / _MIB:.1f} MiB, step {measured / reference.median_step_seconds:.2f} x none "
+        "(forward, backward and optimizer, the steps of the race among them).\n"
     )
 
 

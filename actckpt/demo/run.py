@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from actckpt._budget.sizes import activation_budget_bytes
 from actckpt.demo.comparison import find_differences
 from actckpt.demo.data import batches, read_text
-from actckpt.demo.methods import Method, choose_methods
-from actckpt.demo.output import describe_run, draw_picture, make_table, write_json
+from actckpt.demo.methods import Method, budgeted, choose_methods
+from actckpt.demo.output import describe_plan, describe_run, draw_picture, make_table, write_json
 from actckpt.demo.settings import DemoSettings
 from actckpt.demo.train import MethodResult, train
 
@@ -58,6 +59,9 @@ def prepare_demo(settings: DemoSettings) -> Demo:
         OSError: the standard library's source is not there or cannot be read.
     """
     methods = choose_methods(settings.methods)
+    if settings.activation_budget is not None:
+        activation_budget_bytes(settings.activation_budget, plain_bytes=1.0)  # raises if it is none
+        methods += (budgeted(settings.activation_budget),)
     device = _find_device(settings.device)
     text = read_text()
     next(batches(text, batch=1, seq=settings.seq, seed=settings.seed))
@@ -84,6 +88,9 @@ def run_demo(demo: Demo) -> int:
     differences = find_differences(results)
     title = describe_run(settings, demo.device)
     console.print(make_table(results, title=title))
+    for result in results:
+        if result.plan is not None:
+            console.print(describe_plan(result, results[0]), soft_wrap=True, highlight=False, markup=False)
     files = [folder / "demo.json"]
     write_json(files[0], results, settings=settings, device=demo.device, differences=differences)
     if settings.plot:

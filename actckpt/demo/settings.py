@@ -22,6 +22,8 @@ class DemoSettings:
         dropout: probability of dropping a value on each residual branch, 0 <= dropout < 1.
         seed: of initialisation, batches and dropout.
         device: "auto" (the GPU where there is one), "cpu", "cuda" or "cuda:N".
+        activation_budget: for a method of its own, which finds a plan: bytes as text, or a share of what training
+            without checkpointing needs ("30%"); None: without that method.
         methods: names in the registry of methods; empty means all.
         out: directory for the JSON file and the picture.
         plot: whether to draw the picture.
@@ -39,6 +41,7 @@ class DemoSettings:
     dropout: float = 0.1
     seed: int = 0
     device: str = "auto"
+    activation_budget: str | None = None
     methods: tuple[str, ...] = ()
     out: Path = Path("demo-out")
     plot: bool = True

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from actckpt._blocks.applied import applied_blocks
+from actckpt.blocks import report
 from actckpt.demo.data import batches
 from actckpt.demo.methods import Method
 from actckpt.demo.model import BYTE_VALUES, LanguageModel
 from actckpt.demo.settings import DemoSettings
 from actckpt.memory import StepMemory, measure_step
+from actckpt.planner.plans import Plan
 
 __all__ = ["MethodResult", "train"]
 
@@ -33,6 +36,7 @@ class MethodResult:
         step_seconds: of every step: forward, backward and optimizer, without the memory counter.
         digests: SHA-256 of each parameter's bytes after the last step, by name.
         memory: of one further forward and backward, under the counter.
+        plan: what `apply` found for a budget, if the method has one.
     """
 
     method: str
@@ -40,6 +44,7 @@ class MethodResult:
     step_seconds: tuple[float, ...]
     digests: dict[str, str]
     memory: StepMemory
+    plan: Plan | None = None
 
     @property
     def median_step_seconds(self) -> float:
@@ -84,7 +89,8 @@ def train(
         memory = measure_step(
             lambda: _forward_backward(model, inputs, targets), device=device, parameters=model.parameters()
         )
-    return MethodResult(method.name, tuple(losses), tuple(seconds), digests, memory)
+    plan = report(model).plan if applied_blocks(model) else None
+    return MethodResult(method.name, tuple(losses), tuple(seconds), digests, memory, plan)
 
 
 def _make_model(settings: DemoSettings) -> LanguageModel:

@@ -25,7 +25,17 @@ _MORE_BYTES = 2**30
 def explained(plan: Plan) -> str:
     """Say what sets the peak, what is done with which values and why, and what more memory would buy."""
     lines = [_times(plan), _peak(plan), *_offloaded(plan), *_recomputed(plan), *_reruns(plan)]
-    return "\n".join([*lines, *_other_budgets(plan)])
+    return "\n".join([*lines, *_raced(plan), *_other_budgets(plan)])
+
+
+def _raced(plan: Plan) -> Iterator[str]:
+    """Say what was run, and which of it was fastest."""
+    timed = [f"{row.name} {row.ratio:.3f}" for row in plan.race if row.ratio is not None]
+    if timed:
+        yield f"Raced, time over the plan's: {', '.join(timed)}. Fastest: {plan.chosen}."
+    others = [f"{row.name} ({format_bytes(row.peak_bytes)})" for row in plan.race if not row.fits]
+    if others:
+        yield f"Too large for the budget: {', '.join(others)}."
 
 
 def _times(plan: Plan) -> str:
