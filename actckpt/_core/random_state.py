@@ -85,6 +85,11 @@ def unregister_tracker(get_tracker: GetTracker) -> None:
 
 def known_trackers(get_trackers: Sequence[GetTracker]) -> list[Tracker]:
     """Return the trackers of extensions, and those that these callables return, each once."""
+    if callable(get_trackers) or not all(map(callable, get_trackers)):
+        raise TypeError(
+            f"checkpoint: rng_trackers={get_trackers!r}. Pass a list of functions that return trackers, for example "
+            "[get_cuda_rng_tracker], not their results."
+        )
     found = [extension.tracker() for extension in extensions.around_regions]
     found += [get_tracker() for get_tracker in get_trackers]
     return list({id(tracker): tracker for tracker in found if tracker is not None}.values())
