@@ -140,3 +140,24 @@ def test_running_out_of_memory_says_what_to_make_smaller(tmp_path: Path, monkeyp
     monkeypatch.setattr(demo_run, "train", exhaust)
     with pytest.raises(MemoryError, match=r"method none does not fit.*9 bytes\. Try a smaller --batch"):
         run_demo(prepare_demo(_toy(tmp_path)))
+
+
+def test_methods_are_not_blamed_where_plain_training_does_not_repeat_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times: list[int] = []
+
+    def wrong_once(model: LanguageModel) -> None:
+        times.append(1)
+        if len(times) == 1:
+            _wrong(model)
+
+    demo = prepare_demo(_toy(tmp_path))
+    plain, other = demo.methods[:2]
+    broken = Method("broken", "turns a gradient around", _wrong)
+    assert run_demo(replace(demo, methods=(replace(plain, apply=wrong_once), other))) == 0
+    captured = capsys.readouterr()
+    assert "Equal bit for bit" in captured.out and "plain training, which no method touches, gave" in captured.err
+    times.clear()
+    assert run_demo(replace(demo, methods=(replace(plain, apply=wrong_once), other, broken))) == 1
+    assert "FAILED: broken differs from none at step 2" in capsys.readouterr().err
