@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from offload_oracle import store_of_kind
 from oracle import CountOperators
 from settings_seen import settings_as_before
 
@@ -27,3 +28,16 @@ def _counters_only_observe() -> Iterator[None]:
     actckpt.configure(observers=[CountOperators])
     yield
     actckpt.configure(observers=())
+
+
+@pytest.fixture
+def no_audit() -> None:
+    """Let nothing that is wrong be put right by an audit, and no checksums count as operators or bytes."""
+    actckpt.configure(audit="off")  # until the fixture of all tests puts it back
+
+
+@pytest.fixture
+def store_in_memory() -> Iterator[None]:
+    """Let what is offloaded stay in memory."""
+    with store_of_kind("memory"):
+        yield

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from offload_oracle import PythonStore, flush, store_of_kind, using
+from offload_oracle import PythonStore, flush, using
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
@@ -117,13 +117,7 @@ _PROGRAMS = pytest.mark.parametrize("program", [_layers, _on_few_bytes], ids=["l
 _RETAINS = pytest.mark.parametrize("retain", [True, False], ids=["retained", "not retained"])
 
 
-@pytest.fixture(autouse=True)
-def _setup() -> Iterator[None]:
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    with store_of_kind("memory"):
-        yield
-    actckpt.configure(audit=before)
+pytestmark = pytest.mark.usefixtures("no_audit", "store_in_memory")
 
 
 def _graph(method: Callable[..., Pair], program: Callable[..., Pair]) -> Graph:

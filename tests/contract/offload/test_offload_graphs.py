@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
 import torch
-from offload_oracle import KINDS, PythonStore, assert_same, flush, live_tickets, store_of_kind, using
+from offload_oracle import PythonStore, assert_same, flush, using
 from oracle import assert_equal, gradients, leaf, mlp, ours, theirs
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -19,12 +19,7 @@ from actckpt._offload.cpu import CpuStore
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-@pytest.fixture(params=KINDS, autouse=True)
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    with store_of_kind(request.param):
-        actckpt.reset_stats()
-        yield request.param
-        assert live_tickets() == 0, "every graph of the test is gone"
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 def _deep(x: torch.Tensor) -> torch.Tensor:
