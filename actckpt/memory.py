@@ -11,7 +11,7 @@ NOTE [What is counted]
    memory made without an operator (NumPy arrays, files mapped by hand, raw kernels), nor an operator's own
    workspace, which is gone before it returns.
 2. Bytes are those of the storage, not of the tensor: a view keeps all of it alive and costs nothing more.
-3. A storage stops counting when its last owner lets go. torch keeps the Python object of a storage as long as
+3. A storage stops counting when its last owner releases it. torch keeps the Python object of a storage as long as
    the C++ storage lives, so a weak reference to it dies exactly then.
 4. The gradient of a parameter counts as an activation from its computation until it has been accumulated, as
    long as backward needs room for it. What `param.grad` then keeps is reported apart, or was there before.

@@ -158,7 +158,7 @@ OTHER_MEMORY = "was given other memory (an assignment to its .data, or swap_tens
 
 
 class HeldTensorChanged(Exception):  # noqa: N818 - never leaves the runtime
-    """What `HeldTensor.thaw` raises; `changed_error` words it."""
+    """What `HeldTensor.restore` raises; `changed_error` words it."""
 
     def __init__(self, held: "_C.HeldTensor") -> None:
         super().__init__()

@@ -45,7 +45,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
-from actckpt._C import add_results, add_value, frozen
+from actckpt._C import add_results, add_value, with_windows
 from actckpt._core import random_state
 from actckpt._replay import filling, saved
 from actckpt._replay.coverage import Filling
@@ -100,8 +100,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     choice = tape.choice
     inputs: list[Value] = []
     num_untold = tape.num_untold
-    arguments = [frozen(tape, arg, inputs) for arg in args]
-    keywords = {k: frozen(tape, v, inputs) for k, v in kwargs.items()}
+    arguments = [with_windows(tape, arg, inputs) for arg in args]
+    keywords = {k: with_windows(tape, v, inputs) for k, v in kwargs.items()}
     step = Step(operator, arguments, keywords, inputs)
     written = _written_tensors(operator, args, kwargs)
     hidden = _hidden_tensors(operator, args, bool(written))

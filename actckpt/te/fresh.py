@@ -149,7 +149,7 @@ class _FreshRegion:
             yield next(found, None) if is_needed else None
 
     def _rerun(self) -> tuple[list[Tensor], list[Tensor]]:
-        function, args, kwargs = self._held.thaw()
+        function, args, kwargs = self._held.restore()
         leaves, args, kwargs = _with_leaves(args, kwargs, None)
         with ExitStack() as stack:
             stack.enter_context(self._held.as_in_forward())

@@ -60,12 +60,12 @@ PyObject* value_new(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 PyObject* step_new(PyTypeObject*, PyObject* args, PyObject*) {
-  PyObject *op, *frozen, *kwargs, *inputs;
-  if (PyArg_ParseTuple(args, "OOOO", &op, &frozen, &kwargs, &inputs) == 0) return nullptr;
+  PyObject *op, *arguments, *kwargs, *inputs;
+  if (PyArg_ParseTuple(args, "OOOO", &op, &arguments, &kwargs, &inputs) == 0) return nullptr;
   return guarded([&] {
     const auto held = [](PyObject* object) { return py::reinterpret_borrow<py::object>(object); };
     const auto which = is_true(op, names().is_elementwise) ? Numerics::kOfElements : Numerics::kAll;
-    return new_step(op, which, held(frozen), held(kwargs), held(inputs)).release().ptr();
+    return new_step(op, which, held(arguments), held(kwargs), held(inputs)).release().ptr();
   });
 }
 

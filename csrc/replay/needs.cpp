@@ -103,7 +103,7 @@ std::unordered_set<CachedBytes*>& lists_in_use() {
   return *lists;
 }
 
-// What is in a list now, held: letting go of one may free others.
+// What is in a list now, held: releasing one may free others.
 std::vector<py::object> values_in(const CachedBytes* cached) {
   std::vector<py::object> values;
   for (ValueObject* value : cached->values) {
@@ -112,7 +112,7 @@ std::vector<py::object> values_in(const CachedBytes* cached) {
   return values;
 }
 
-// The backward `task` has ended or failed: lets go of what was cached for it. What cannot be replayed any more is held
+// The backward `task` has ended or failed: releases what was cached for it. What cannot be replayed any more is held
 // from now on: it was a backward of a part of the graph.
 void end_task(CachedBytes* cached, long long task) {
   cached->tasks.erase(std::find(cached->tasks.begin(), cached->tasks.end(), task));
