@@ -140,7 +140,7 @@ def swapped_in(states: "_C.GeneratorStates", trackers: "Sequence[_TrackerState]"
 
 
 def swap_timeout_error() -> ActckptError:
-    """Word a lock that was not to be had for minutes."""
+    """Return the error for a lock that was not to be had for minutes."""
     return ActckptError(
         "A rerun waited 300 s for a rerun in another thread to give random state back.\nDoes the function of "
         "that region run a backward of its own, on a second device, through another region? Pass "

@@ -187,7 +187,7 @@ class OpenRegion:
         else:
             _local.idle.append(self._recorder)
         self._recorder = None
-        self._settle(has_failed=kind is not None)
+        self._close_tape(has_failed=kind is not None)
 
     def _leave_shared(self, tape: Tape, outer_choice: Choice) -> None:
         tape.choice, tape.depth = outer_choice, self._depth - 1
@@ -217,13 +217,13 @@ class OpenRegion:
             recording.discard(self.tape)
             if _local.tape is self.tape:
                 _local.tape = self._outer_tape
-            self._settle(has_failed=True)
+            self._close_tape(has_failed=True)
         self._hooks = None
 
     __enter__ = all_or_nothing(_enter, unwind)
     __exit__ = all_or_nothing(_exit, unwind)
 
-    def _settle(self, *, has_failed: bool) -> None:
+    def _close_tape(self, *, has_failed: bool) -> None:
         assert self.tape is not None
         if has_failed:
             self.tape.outer = None  # what is left of the graph, if anything, belongs to who catches the error
@@ -231,7 +231,7 @@ class OpenRegion:
             self.tape.calls.end()
             self.tape.calls.is_over |= has_failed
         self.tape.pack_hook = None  # refers to the tape
-        saved.settle(self.tape)
+        saved.close(self.tape)
 
     def _check_can_close(self) -> None:
         if self._hooks is None and self._outer_choice is None:

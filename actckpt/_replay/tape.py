@@ -54,7 +54,7 @@ class Tape(TapeCore):
         self.holding = []
         #: Values that autograd saved.
         self.saved = []
-        #: Values that are dropped, but whose bytes stay until the region closes (see `settle`).
+        #: Values that are dropped, but whose bytes stay until the region closes (see `saved.close`).
         self.candidates = []
         #: See NOTE [ Filling ].
         self.filling: dict[Value, Filling] | None = None
@@ -274,7 +274,7 @@ class Tape(TapeCore):
         return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
 
     def audit_late(self, value: Value) -> None:
-        """Leave the checksums of a value that is dropped, although it might have been kept (see `settle`)."""
+        """Leave the checksums of a value that is dropped, although it might have been kept (see `saved.close`)."""
         for begin in self.late_audits.pop(value, ()):
             begin()
 

@@ -164,7 +164,7 @@ def refill(refill: "_C.Refill") -> None:
 
 
 def mismatch_error(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> ActckptError | None:
-    """Word a mismatch that the pack hook found, None if it does no harm (see Rule 5)."""
+    """Return the error for a mismatch that the pack hook found, None if it does no harm (see Rule 5)."""
     if problem == "version":
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         region = refill.frame.region
