@@ -61,8 +61,7 @@ class Tape(TapeCore):
         #: See `aliases`.
         self.roots: aliases.Roots | None = None
         #: Calls of modules, None: nobody asks for places. And how many other tapes are open around it.
-        self.calls = None
-        self.nesting = 0
+        self.calls, self.nesting = None, 0
         #: How many regions are open that record for this one.
         self.depth = 0
         #: By id(), see `wrappers`.
