@@ -322,7 +322,6 @@ void add_region_functions(py::module_& module) {
   unpack_function = PyCFunction_New(&unpack_definition, nullptr);
   same_function = PyCFunction_New(&same_definition, nullptr);
   if (unpack_function == nullptr || same_function == nullptr) throw py::error_already_set();
-  module.add_object("unpack", py::reinterpret_borrow<py::object>(unpack_function));
   if (PyModule_AddFunctions(module.ptr(), region_functions) < 0) throw py::error_already_set();
 }
 
