@@ -263,3 +263,10 @@ def test_errors_of_sizes_name_the_call() -> None:
         actckpt.configure(host_limit="3 apples")
     with pytest.raises(ValueError, match=r"^offload: min_bytes='3 apples' is not a size"):
         actckpt.offload(min_bytes="3 apples")
+
+
+def test_options_of_offload_are_named_as_such_where_another_policy_gets_them() -> None:
+    with pytest.raises(ValueError, match=r"unknown option min_bytes for policy='recompute'\. With policy='offload' it"):
+        actckpt.apply(_model(), min_bytes=1)
+    with pytest.raises(ValueError, match=r"unknown option min_byte for policy='recompute'\. Known: "):
+        actckpt.apply(_model(), min_byte=1)
