@@ -91,6 +91,16 @@ class CheckpointOptions(NamedTuple):
                     f"actckpt, which honours its default {NEWER_KEYWORDS[name]!r} only. Leave it out."
                 )
 
+    def make_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of the forward and of the reruns."""
+        contexts = self.context_fn()
+        if not isinstance(contexts, (tuple, list)) or len(contexts) != 2:
+            raise TypeError(
+                f"checkpoint: context_fn returned {contexts!r}. It returns two context managers, one for the forward "
+                "and one for the reruns; contextlib.nullcontext() is one that does nothing."
+            )
+        return contexts
+
     def check_replays(self, what: str) -> None:
         """Raise where an option is for reruns only, and `what` has operators replayed."""
         if self.offload_inputs:

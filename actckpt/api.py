@@ -230,7 +230,7 @@ def _run(
     """Run the function in a region of any kind, but for those of a policy."""
     preserve_rng_state, contexts = options.preserve_rng_state, None
     if options.context_fn is not noop_context_fn and not options.debug:
-        contexts = options.context_fn()
+        contexts = options.make_contexts()
         selective = selective_choice(contexts[0])
         if selective is not None:
             options.check_replays("context_fn")
@@ -342,7 +342,7 @@ def offload(to: Destination = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTE
             "CPU tensors are in host memory already: pass 'disk' or 'auto'."
         )
     extensions.register_awaited()
-    return Offloading(to, parse_bytes(min_bytes, what="min_bytes"))
+    return Offloading(to, parse_bytes(min_bytes, what="offload: min_bytes"))
 
 
 def _run_in_turn(functions: Sequence[Callable[..., Any]], value: Any) -> Any:

@@ -173,8 +173,10 @@ def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
     known = set(OffloadKeywords.__annotations__ if policy == "offload" else CheckpointOptions._fields) - {"policy"}
     unknown = sorted(set(options) - known)
     if unknown:
+        hint = " With policy='offload' it is one." if set(unknown) <= set(OffloadKeywords.__annotations__) else ""
         raise ValueError(
-            f"apply: unknown option {', '.join(unknown)} for policy={policy!r}. Known: {', '.join(sorted(known))}."
+            f"apply: unknown option {', '.join(unknown)} for policy={policy!r}.{hint} "
+            f"Known: {', '.join(sorted(known))}."
         )
     if policy == "offload":
         offload(**options)  # raises if it cannot be called so

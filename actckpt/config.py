@@ -161,7 +161,7 @@ def _checked_size(name: str, size: object) -> int | str | None:
     """Return a size in bytes, or what else the setting `name` takes."""
     if size is None and name != "max_inflight":
         return None
-    return "auto" if size == "auto" and name in _AUTOMATIC else parse_bytes(size, what=name)
+    return "auto" if size == "auto" and name in _AUTOMATIC else parse_bytes(size, what=f"configure: {name}")
 
 
 def _check_replay(changes: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ NOTE [What is counted]
    memory made without an operator (NumPy arrays, files mapped by hand, raw kernels), nor an operator's own
    workspace, which is gone before it returns.
 2. Bytes are those of the storage, not of the tensor: a view keeps all of it alive and costs nothing more.
-3. A storage stops counting when its last owner lets go. torch keeps the Python object of a storage as long as
+3. A storage stops counting when its last owner releases it. torch keeps the Python object of a storage as long as
    the C++ storage lives, so a weak reference to it dies exactly then.
 4. The gradient of a parameter counts as an activation from its computation until it has been accumulated, as
    long as backward needs room for it. What `param.grad` then keeps is reported apart, or was there before.
@@ -114,14 +114,14 @@ class LiveStorages(TorchDispatchMode):
     def live_bytes(self) -> int:
         """Bytes alive now, without accumulated gradients of `parameters`."""
         with self._lock:
-            self._settle_deaths()
+            self._count_deaths()
             return self._live_bytes
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes alive now in gradients of `parameters` that were accumulated inside the block."""
         with self._lock:
-            self._settle_deaths()
+            self._count_deaths()
             return self._gradient_bytes
 
     @property
@@ -133,13 +133,13 @@ class LiveStorages(TorchDispatchMode):
     def timeline(self) -> tuple[tuple[float, int], ...]:
         """`(seconds since the counter was made, live bytes)` after every change; empty unless asked for."""
         with self._lock:
-            self._settle_deaths()
+            self._count_deaths()
             return tuple(self._timeline or ())
 
     def reset_peak(self) -> None:
         """Start the peak again from what is alive now."""
         with self._lock:
-            self._settle_deaths()
+            self._count_deaths()
             self._peak_bytes = self._live_bytes
 
     def __enter__(self) -> LiveStorages:
@@ -171,7 +171,7 @@ class LiveStorages(TorchDispatchMode):
         # `torch.tensor` makes its storage without an operator and passes it through this one first.
         known = {} if func is torch.ops.aten.lift_fresh.default else before
         with self._lock:
-            self._settle_deaths()
+            self._count_deaths()
             for storage in before.values():
                 self._note_resize(storage)  # an argument may have been resized in place
             for storage in storages_of(result):
@@ -179,7 +179,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _entry(self, storage: torch.UntypedStorage) -> _Entry | None:
-        """The entry of a counted storage. An unsettled death may have left another one at its address."""
+        """The entry of a counted storage. A death not counted yet may have left another one at its address."""
         entry = self._entries.get(id(storage))
         return entry if entry is not None and entry() is storage else None
 
@@ -210,7 +210,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         with self._lock:
-            self._settle_deaths()
+            self._count_deaths()
             for storage in storages_of(parameter.grad):
                 entry = self._entry(storage)
                 if entry is not None and not entry.is_gradient:
@@ -218,7 +218,7 @@ class LiveStorages(TorchDispatchMode):
                     entry.is_gradient = True
                     self._change(entry, entry.nbytes)
 
-    def _settle_deaths(self) -> None:
+    def _count_deaths(self) -> None:
         while self._deaths:
             died_s, entry = self._deaths.popleft()
             if self._entries.get(entry.key) is entry:  # the address may already belong to a younger storage

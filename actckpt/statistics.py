@@ -1,7 +1,6 @@
 """`stats` and `reset_stats`: what was moved and rerun, in bytes, counts and seconds."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator
 
 from actckpt import _C
@@ -98,6 +97,12 @@ _OF_STORES = (
 )
 
 
+_HELD = (
+    *("store_bytes", "peak_store_bytes", "host_bytes", "pageable_bytes", "disk_bytes"),
+    *("inflight_bytes", "peak_inflight_bytes"),
+)
+
+
 def _totals() -> dict[str, float]:
     totals: dict[str, float] = dict(_C.offload_sums())
     totals["rerun_regions"] = _C.num_reruns()
@@ -128,54 +133,35 @@ def stats() -> Stats:
         >>> actckpt.stats().rerun_regions
         0
     """
-    totals = _totals()
-    sums = {name: value - _baseline.get(name, 0) for name, value in totals.items()}
-    held: Counter[str] = Counter()
+    sums = {name: value - _baseline.get(name, 0) for name, value in _totals().items()}
+    stall_seconds = float(sums.pop("stall_seconds"))
+    counts_and_bytes = {name: int(value) for name, value in sums.items()}
+    return Stats(stall_seconds=stall_seconds, **counts_and_bytes, **_held_bytes())
+
+
+def _held_bytes() -> dict[str, int]:
+    """Return the fields that are not sums."""
+    held = dict.fromkeys(_HELD, 0)
     for found in _engines():
-        held["inflight"] += found.inflight_bytes
-        held["peak_inflight"] += found.peak_inflight_bytes
+        held["inflight_bytes"] += found.inflight_bytes
+        held["peak_inflight_bytes"] += found.peak_inflight_bytes
         if isinstance(found, _C.DeviceStats):
-            held["disk"] += found.disk_bytes
-            held["pageable"] += found.pageable_bytes
-            held["host"] += found.bounce_bytes
-            held["store"] += found.disk_bytes + found.pageable_bytes
-            held["peak_store"] += found.peak_tier_bytes
+            held["disk_bytes"] += found.disk_bytes
+            held["pageable_bytes"] += found.pageable_bytes
+            held["host_bytes"] += found.bounce_bytes
+            held["store_bytes"] += found.disk_bytes + found.pageable_bytes
+            held["peak_store_bytes"] += found.peak_tier_bytes
         else:
-            held["disk"] += found.stored_bytes
-            held["store"] += found.stored_bytes
-            held["peak_store"] += found.peak_stored_bytes
+            held["disk_bytes"] += found.stored_bytes
+            held["store_bytes"] += found.stored_bytes
+            held["peak_store_bytes"] += found.peak_stored_bytes
     device = stores.device_store()
     if device is not None:
         pool = device.engine.pool_stats()
-        held["host"] += pool.pool_bytes
-        held["store"] += pool.stored_bytes
-        held["peak_store"] += pool.peak_stored_bytes
-    return Stats(
-        offloaded_bytes=int(sums["offloaded_bytes"]),
-        reloaded_bytes=int(sums["reloaded_bytes"]),
-        deduplicated_bytes=int(sums["deduplicated_bytes"]),
-        store_bytes=held["store"],
-        peak_store_bytes=held["peak_store"],
-        host_bytes=held["host"],
-        pageable_bytes=held["pageable"],
-        disk_bytes=held["disk"],
-        inflight_bytes=held["inflight"],
-        peak_inflight_bytes=held["peak_inflight"],
-        prefetched_reloads=int(sums["prefetched_reloads"]),
-        late_reloads=int(sums["late_reloads"]),
-        stall_seconds=float(sums["stall_seconds"]),
-        kept_small=int(sums["kept_small"]),
-        idle_offloads=int(sums["idle_offloads"]),
-        kept_full=int(sums["kept_full"]),
-        kept_failed=int(sums["kept_failed"]),
-        kept_busy=int(sums["kept_busy"]),
-        kept_capturing=int(sums["kept_capturing"]),
-        failed_writes=int(sums["failed_writes"]),
-        rerun_regions=int(sums["rerun_regions"]),
-        replayed_operators=int(sums["replayed_operators"]),
-        kept_opaque=int(sums["kept_opaque"]),
-        copied_on_write_bytes=int(sums["copied_on_write_bytes"]),
-    )
+        held["host_bytes"] += pool.pool_bytes
+        held["store_bytes"] += pool.stored_bytes
+        held["peak_store_bytes"] += pool.peak_stored_bytes
+    return held
 
 
 def reset_stats() -> None:

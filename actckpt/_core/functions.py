@@ -3,7 +3,6 @@
 import dis
 import inspect
 import types
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -31,8 +30,10 @@ def contents_of(cell: types.CellType) -> Any:
         return EMPTY_CELL
 
 
-def check_runs_when_called(function: Callable[..., Any], who: str) -> None:
-    """Raise where the body of a function to decorate runs after the call: nothing of it would be seen."""
+def check_runs_when_called(function: object, who: str) -> None:
+    """Raise where what is to be decorated is no function, or its body runs after the call: none of it would be seen."""
+    if not callable(function):
+        raise TypeError(f"{who}: {function!r} is not a function to decorate. Put @actckpt.{who}(...) above a def.")
     kinds = {
         "generator": inspect.isgeneratorfunction,
         "coroutine": inspect.iscoroutinefunction,

@@ -79,7 +79,7 @@ def parameter_name(tensor: Tensor) -> str:
 
 
 def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> RerunMismatchError:
-    """Word a tensor that the rerun saved and the forward did not save like that."""
+    """Return the error for a tensor that the rerun saved and the forward did not save like that."""
     frame = refill.frame
     name = _name(frame)
     module = next(modules_on_stack(), None)
@@ -115,7 +115,7 @@ def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> R
 
 
 def fewer_saved(refill: "_C.Refill") -> RerunMismatchError:
-    """Word a rerun that returned before it saved everything needed."""
+    """Return the error for a rerun that returned before it saved everything needed."""
     frame = refill.frame
     return RerunMismatchError(
         f"The rerun of {_name(frame)} saved a different number of tensors than its forward: it returned early.\n"
@@ -125,7 +125,7 @@ def fewer_saved(refill: "_C.Refill") -> RerunMismatchError:
 
 
 def not_saved(frame: "_C.Frame") -> RerunMismatchError:
-    """Word a rerun that ended without the tensor that backward asked for."""
+    """Return the error for a rerun that ended without the tensor that backward asked for."""
     return RerunMismatchError(
         f"A rerun of {_name(frame)} did not bring back a saved tensor that backward asked for; its forward "
         f"saved {frame.num_saved}, autograd still holds {frame.num_live}.\n"
@@ -136,7 +136,7 @@ def not_saved(frame: "_C.Frame") -> RerunMismatchError:
 def saved_tensor_changed(
     frame: "_C.Frame", index: int, tensor: Tensor, found: int, expected: int
 ) -> SavedTensorChangedError:
-    """Word a tensor that was changed in place after an operator saved it."""
+    """Return the error for a tensor that was changed in place after an operator saved it."""
     return SavedTensorChangedError(
         f"One of the variables needed for gradient computation has been modified by an inplace operation "
         f"inside {_name(frame)}: saved tensor {index} of {frame.num_saved}, shape {tuple(tensor.shape)}, "
@@ -146,7 +146,7 @@ def saved_tensor_changed(
 
 
 def changed_in_place(shape: torch.Size, dtype: torch.dtype, found: int, expected: int) -> SavedTensorChangedError:
-    """Word a saved tensor whose bytes changed in place."""
+    """Return the error for a saved tensor whose bytes changed in place."""
     return SavedTensorChangedError(
         "One of the variables needed for gradient computation has been modified by an inplace operation: saved "
         f"tensor of shape {tuple(shape)}, {dtype}.\nIt is at version {found}; expected version {expected}.\n"
@@ -158,7 +158,7 @@ OTHER_MEMORY = "was given other memory (an assignment to its .data, or swap_tens
 
 
 class HeldTensorChanged(Exception):  # noqa: N818 - never leaves the runtime
-    """What `HeldTensor.thaw` raises; `changed_error` words it."""
+    """What `HeldTensor.restore` raises; `changed_error` is the error for the user."""
 
     def __init__(self, held: "_C.HeldTensor") -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class HeldTensorChanged(Exception):  # noqa: N818 - never leaves the runtime
 
 
 def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChangedError:
-    """Word a held tensor that was changed in place."""
+    """Return the error for a held tensor that was changed in place."""
     held = changed.held
     index = next((i for i, value in enumerate(args) if value is held), None)
     place = "A tensor in a container or closure" if index is None else f"Argument {index}"
@@ -176,7 +176,7 @@ def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChang
 
 
 def input_changed(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
-    """Word an input that is not as it was after the forward."""
+    """Return the error for an input that is not as it was after the forward."""
     message = (
         f"{place}, an input of a checkpointed region, {how} since the region began, by its own function or after it, "
         "and backward has to run that again"
@@ -196,7 +196,7 @@ def input_changed(place: str, how: str, tensor: Tensor | None = None, before: in
 
 
 def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now: int) -> RerunMismatchError:
-    """Word a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
+    """Return the error for a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
     name = next((name for name, found in module.named_parameters() if found is parameter), "?")
     how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
     if parameter.is_inference() and now == before:

@@ -85,6 +85,11 @@ def unregister_tracker(get_tracker: GetTracker) -> None:
 
 def known_trackers(get_trackers: Sequence[GetTracker]) -> list[Tracker]:
     """Return the trackers of extensions, and those that these callables return, each once."""
+    if callable(get_trackers) or not all(map(callable, get_trackers)):
+        raise TypeError(
+            f"checkpoint: rng_trackers={get_trackers!r}. Pass a list of functions that return trackers, for example "
+            "[get_cuda_rng_tracker], not their results."
+        )
     found = [extension.tracker() for extension in extensions.around_regions]
     found += [get_tracker() for get_tracker in get_trackers]
     return list({id(tracker): tracker for tracker in found if tracker is not None}.values())
@@ -135,7 +140,7 @@ def swapped_in(states: "_C.GeneratorStates", trackers: "Sequence[_TrackerState]"
 
 
 def swap_timeout_error() -> ActckptError:
-    """Word a lock that was not to be had for minutes."""
+    """Return the error for a lock that was not to be had for minutes."""
     return ActckptError(
         "A rerun waited 300 s for a rerun in another thread to give random state back.\nDoes the function of "
         "that region run a backward of its own, on a second device, through another region? Pass "

@@ -1,14 +1,12 @@
 """What tells that a tensor is not as it was: its version, its memory, or a copy of its bytes."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from actckpt._C import storage_of
+from actckpt._C import memory_of
 from actckpt._core import torch_private
 
-__all__ = ["Watched", "has_same_bytes", "memory_of", "own_copy", "version_of"]
+__all__ = ["Watched", "has_same_bytes", "own_copy", "version_of"]
 
 
 class Watched:
@@ -43,11 +41,6 @@ class Watched:
 def version_of(value: object) -> int:
     """Return the version of a tensor; 0 for what has none."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def memory_of(tensor: Tensor | None) -> Any:
-    """Return what tells that `tensor` still has its memory; parameters are given other memory by what shards them."""
-    return storage_of(tensor) if type(tensor) is Tensor else None
 
 
 def own_copy(tensor: Tensor) -> Tensor:

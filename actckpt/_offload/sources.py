@@ -57,7 +57,7 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
     def wait_and_call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         if _C.is_source(storage):
             _finish_copies(storage.device)
-            _C.settle_sources(storage)
+            _C.end_sources(storage)
         return method(storage, *args, **kwargs)
 
     return wait_and_call

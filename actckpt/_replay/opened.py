@@ -122,23 +122,29 @@ class OpenRegion:
         outer_hooks = torch_private.outer_hooks()
         current = _local.tape
         if current is not None and outer_hooks is not None and outer_hooks[0] is current.pack_hook:
-            self._counted = (current.recompute_bytes, current.opaque_bytes, current.compiled_bytes)
-            self._outer_choice = current.choice
-            self._depth = current.depth + 1
-            self.tape = current  # Rule 11
-            current.choice, current.depth = self._choice, self._depth
-            if current.calls is None and self._choice.asks_places:
-                current.calls = _calls_of(current.nesting, current.site.where)
-            return self
-        if self._choice.always is Action.KEEP:
-            return self
-        if self._choice.always is Action.OFFLOAD:
+            self._share(current)
+        elif self._choice.always is Action.OFFLOAD:
             session = Session("auto", DEFAULT_MIN_BYTES)
             if self._figures is not None:
                 self._figures.watch(session)
             self._hooks = session.hooks
             torch_private.push_hooks(*self._hooks)
-            return self
+        elif self._choice.always is not Action.KEEP:
+            self._record(current, outer_hooks)
+        return self
+
+    def _share(self, current: Tape) -> None:
+        """Use the tape of the region around this one (Rule 11)."""
+        self._counted = (current.recompute_bytes, current.opaque_bytes, current.compiled_bytes)
+        self._outer_choice = current.choice
+        self._depth = current.depth + 1
+        self.tape = current
+        current.choice, current.depth = self._choice, self._depth
+        if current.calls is None and self._choice.asks_places:
+            current.calls = _calls_of(current.nesting, current.site.where)
+
+    def _record(self, current: Tape | None, outer_hooks: torch_private.Hooks | None) -> None:
+        """Begin a tape, and have what this thread does recorded on it."""
         site = self._caller if isinstance(self._caller, Site) else site_of(self._caller)
         tape = Tape(self._choice, outer_hooks, site)
         if unknown := unknown_modes():
@@ -162,7 +168,6 @@ class OpenRegion:
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
         _local.tape = tape
         recording.add(tape)
-        return self
 
     def _exit(self, kind: type[BaseException] | None, *_: object) -> None:
         self._check_can_close()
@@ -187,7 +192,7 @@ class OpenRegion:
         else:
             _local.idle.append(self._recorder)
         self._recorder = None
-        self._settle(has_failed=kind is not None)
+        self._close_tape(has_failed=kind is not None)
 
     def _leave_shared(self, tape: Tape, outer_choice: Choice) -> None:
         tape.choice, tape.depth = outer_choice, self._depth - 1
@@ -217,13 +222,13 @@ class OpenRegion:
             recording.discard(self.tape)
             if _local.tape is self.tape:
                 _local.tape = self._outer_tape
-            self._settle(has_failed=True)
+            self._close_tape(has_failed=True)
         self._hooks = None
 
     __enter__ = all_or_nothing(_enter, unwind)
     __exit__ = all_or_nothing(_exit, unwind)
 
-    def _settle(self, *, has_failed: bool) -> None:
+    def _close_tape(self, *, has_failed: bool) -> None:
         assert self.tape is not None
         if has_failed:
             self.tape.outer = None  # what is left of the graph, if anything, belongs to who catches the error
@@ -231,7 +236,7 @@ class OpenRegion:
             self.tape.calls.end()
             self.tape.calls.is_over |= has_failed
         self.tape.pack_hook = None  # refers to the tape
-        saved.settle(self.tape)
+        saved.close(self.tape)
 
     def _check_can_close(self) -> None:
         if self._hooks is None and self._outer_choice is None:

@@ -45,7 +45,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
-from actckpt._C import add_results, add_value, frozen
+from actckpt._C import add_results, add_value, with_windows
 from actckpt._core import random_state
 from actckpt._replay import filling, saved
 from actckpt._replay.coverage import Filling
@@ -100,8 +100,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     choice = tape.choice
     inputs: list[Value] = []
     num_untold = tape.num_untold
-    arguments = [frozen(tape, arg, inputs) for arg in args]
-    keywords = {k: frozen(tape, v, inputs) for k, v in kwargs.items()}
+    arguments = [with_windows(tape, arg, inputs) for arg in args]
+    keywords = {k: with_windows(tape, v, inputs) for k, v in kwargs.items()}
     step = Step(operator, arguments, keywords, inputs)
     written = _written_tensors(operator, args, kwargs)
     hidden = _hidden_tensors(operator, args, bool(written))
@@ -124,11 +124,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     if generators is not None and not _has_moved(generators):
         step.random = None
     action = choice.after_call(func, args, kwargs, result) if choice.asks_calls else choice.of(operator.name)
-    why_unfilled = filled.written(written[0]) if filled is not None else ""
-    for tensor, value in zip(written, old, strict=True):
-        _end_write(tape, step, tensor, value, action, why_opaque or why_unfilled)
-    if filled is not None and why_unfilled:
-        filling.continue_lineage(tape, step, filled, written[0])
+    _end_writes(tape, step, filled, list(zip(written, old, strict=True)), action, why_opaque)
     for tensor in hidden:
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
     if early is not None:
@@ -257,6 +253,22 @@ def _begin_write(tape: Tape, step: Step | None, tensor: Tensor, filled: Filling 
         step.add_written(value)
     tape.protect(tape.value_of(tensor))
     return value
+
+
+def _end_writes(
+    tape: Tape,
+    step: Step,
+    filled: Filling | None,
+    written: list[tuple[Tensor, Value | None]],
+    action: Action | None,
+    why_opaque: str,
+) -> None:
+    """Give what a step wrote to its new values; with each tensor comes what `_begin_write` returned for it."""
+    why_unfilled = filled.written(written[0][0]) if filled is not None else ""
+    for tensor, old in written:
+        _end_write(tape, step, tensor, old, action, why_opaque or why_unfilled)
+    if filled is not None and why_unfilled:
+        filling.continue_lineage(tape, step, filled, written[0][0])
 
 
 def _end_write(

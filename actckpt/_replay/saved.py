@@ -22,7 +22,7 @@ from actckpt._replay.tape import Tape
 from actckpt.action import Action
 from actckpt.errors import AuditError
 
-__all__ = ["audited", "begin_audit", "is_much", "pack", "pack_other", "settle", "unpack", "unpacked_inside"]
+__all__ = ["audited", "begin_audit", "close", "is_much", "pack", "pack_other", "unpack", "unpacked_inside"]
 
 
 #: What autograd holds in the place of a saved tensor.
@@ -168,30 +168,30 @@ def _described(handle: Handle) -> str:
     return f"result {value.index} of {made_by}{where}, shape {tuple(handle.window.shape)}, {handle.window.dtype}"
 
 
-def settle(tape: Tape) -> None:
+def close(tape: Tape) -> None:
     """Close a tape: release what no saved tensor needs, hold the rest under watch (Rules 7 and 11)."""
     if torch_private.innermost_transform() is None:
-        _settle(tape)
+        _close(tape)
     else:
         with torch_private.below_transforms():
-            _settle(tape)
+            _close(tape)
 
 
-def _settle(tape: Tape) -> None:
+def _close(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
     casts.note(tape)
     made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
     tape.storages.clear()
     tape.filling = None
-    _settle_candidates(tape)
+    _decide_candidates(tape)
     casts.replay_from_parameters(tape)
     if is_much(tape.opaque_bytes, tape.recompute_bytes + tape.opaque_bytes):
         _warn_of_opaque(tape)
     reads = reads_of(tape) if tape.outer is not None else {}
     tape.saved.clear()
-    for value in _C.settle_held(tape):
-        _settle_one(tape, value, reads.get(value))
+    for value in _C.release_unneeded(tape):
+        _hold_or_store(tape, value, reads.get(value))
     if (tape.roots is not None or made_of) and tape.outer is None:
         aliases.watch_roots(tape.roots, made_of)
     tape.roots = None
@@ -231,7 +231,7 @@ def _note_backward_inside(tape: Tape) -> None:
         )
 
 
-def _settle_one(tape: Tape, value: Value, reads: Reads | None) -> None:
+def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
     given = _C.seen_last(value)
     with Paused():
         is_as_recorded = _C.watch(value)
@@ -252,7 +252,7 @@ def _settle_one(tape: Tape, value: Value, reads: Reads | None) -> None:
         value.held = alias
 
 
-def _settle_candidates(tape: Tape) -> None:
+def _decide_candidates(tape: Tape) -> None:
     """Keep a dropped value where recomputing it would hold more bytes than keeping it, now that all is known."""
     candidates, tape.candidates = tape.candidates, []
     for value in candidates:

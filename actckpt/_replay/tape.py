@@ -54,15 +54,14 @@ class Tape(TapeCore):
         self.holding = []
         #: Values that autograd saved.
         self.saved = []
-        #: Values that are dropped, but whose bytes stay until the region closes (see `settle`).
+        #: Values that are dropped, but whose bytes stay until the region closes (see `saved.close`).
         self.candidates = []
         #: See NOTE [ Filling ].
         self.filling: dict[Value, Filling] | None = None
         #: See `aliases`.
         self.roots: aliases.Roots | None = None
         #: Calls of modules, None: nobody asks for places. And how many other tapes are open around it.
-        self.calls = None
-        self.nesting = 0
+        self.calls, self.nesting = None, 0
         #: How many regions are open that record for this one.
         self.depth = 0
         #: By id(), see `wrappers`.
@@ -274,7 +273,7 @@ class Tape(TapeCore):
         return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
 
     def audit_late(self, value: Value) -> None:
-        """Leave the checksums of a value that is dropped, although it might have been kept (see `settle`)."""
+        """Leave the checksums of a value that is dropped, although it might have been kept (see `saved.close`)."""
         for begin in self.late_audits.pop(value, ()):
             begin()
 

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt._C import storage_of
+from actckpt._C import memory_of, storage_of
 from actckpt._core import messages
-from actckpt._core.watched import memory_of, version_of
+from actckpt._core.watched import version_of
 
 __all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
 

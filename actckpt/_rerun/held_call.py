@@ -47,7 +47,7 @@ class HeldCall:
         self._inputs.forward_done()
         self._parameters.forward_done()
 
-    def thaw(self) -> Call:
+    def restore(self) -> Call:
         """Return the call, to make it again.
 
         Raises:
@@ -55,7 +55,7 @@ class HeldCall:
             RerunMismatchError: a parameter was changed since.
         """
         self._parameters.check()
-        return self._inputs.thaw().call
+        return self._inputs.restore().call
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:

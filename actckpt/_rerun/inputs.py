@@ -43,8 +43,8 @@ from actckpt._rerun.found import modules_as_found, reads_checked, structure_as_f
 __all__ = [
     "Inputs",
     "Originals",
+    "Restored",
     "Survey",
-    "Thawed",
 ]
 
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type}
@@ -116,7 +116,7 @@ def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Thawed:
+class Restored:
     """What one rerun is called with."""
 
     call: Call
@@ -160,7 +160,7 @@ class Originals:
         for found in self._tensors if kept else ():
             found.watched.hold_instead(kept.get(id(found.watched.tensor), found.watched.tensor))
 
-    def thaw(self) -> Thawed:
+    def restore(self) -> Restored:
         """Return what one rerun is called with.
 
         Raises:
@@ -178,7 +178,7 @@ class Originals:
         if rebound:
             call = _Rebinding(rebound).call(call)
         unchanged = [(cell, value) for cell, value in self._cells if id(cell) not in rebound]
-        return Thawed(call, [found.watched.tensor for found in self._tensors], self._rebound, unchanged)
+        return Restored(call, [found.watched.tensor for found in self._tensors], self._rebound, unchanged)
 
 
 class _Rebinding:
@@ -295,18 +295,18 @@ class Inputs:
         if self._buffers is not None:
             self._buffers.forward_done()
 
-    def thaw(self) -> Thawed:
+    def restore(self) -> Restored:
         """Return what one rerun is called with.
 
         Raises:
             InputChangedError: something was changed after the forward.
         """
-        thawed: Thawed = self._held.thaw()
-        return thawed
+        restored: Restored = self._held.restore()
+        return restored
 
-    def is_half_done(self, thawed: Thawed) -> bool:
+    def is_half_done(self, restored: Restored) -> bool:
         """Whether a rerun has yet to change back what its forward changed back (Rule 7 of Found by the forward)."""
-        is_bound_anew = any(contents_of(cell) is not value for cell, value in thawed.unchanged_cells)
+        is_bound_anew = any(contents_of(cell) is not value for cell, value in restored.unchanged_cells)
         return is_bound_anew or self._structure.is_half_done()
 
     def as_found(self, *, checks: bool) -> AbstractContextManager[Any]:

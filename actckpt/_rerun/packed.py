@@ -25,7 +25,7 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._core import messages, torch_private
 from actckpt._core.functions import EMPTY_CELL, contents_of, is_of_module
-from actckpt._rerun.inputs import Call, Inputs, Originals, Survey, Thawed
+from actckpt._rerun.inputs import Call, Inputs, Originals, Restored, Survey
 
 __all__ = ["held_inputs"]
 
@@ -82,22 +82,22 @@ class Packed:
         self._watched = Originals((_nothing, (), {}), survey, watch_cells=False)
 
     def forward_done(self, kept: dict[int, Tensor]) -> None:
-        """Decide which closure variables stay live (Rule 3), and let go of the originals."""
+        """Decide which closure variables stay live (Rule 3), and release the originals."""
         assert self._holding is not None
         self._rebound = self._holding.forward_done()
         self._holding = None
         self._watched.forward_done(kept)
 
-    def thaw(self) -> Thawed:
+    def restore(self) -> Restored:
         """Return what one rerun is called with."""
-        self._watched.thaw()
-        thawing = _Thawing()
+        self._watched.restore()
+        restoring = _Restoring()
         try:
-            args = tuple([thawing.thaw(value) for value in self._args])
-            kwargs = {name: thawing.thaw(value) for name, value in self._kwargs.items()}
-            call = (thawing.thaw(self._function), args, kwargs)
-            cells = [(held.cell, thawing.thaw(held.held)) for held in self._rebound if held.cell is not None]
-            return Thawed(call, thawing.tensors, cells)
+            args = tuple([restoring.restore(value) for value in self._args])
+            kwargs = {name: restoring.restore(value) for name, value in self._kwargs.items()}
+            call = (restoring.restore(self._function), args, kwargs)
+            cells = [(held.cell, restoring.restore(held.held)) for held in self._rebound if held.cell is not None]
+            return Restored(call, restoring.tensors, cells)
         except messages.HeldTensorChanged as changed:
             raise messages.changed_error(changed, self._args) from None
 
@@ -216,14 +216,14 @@ class _HeldPartial:
         self.parts = parts
 
 
-class _Thawing:
+class _Restoring:
     """One rerun's inputs; what was one object is one object (Rule 1)."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._built: dict[int, Any] = {}
 
-    def thaw(self, value: Any) -> Any:
+    def restore(self, value: Any) -> Any:
         kind = type(value)
         if kind not in (_C.HeldTensor, _HeldContainer, _HeldFunction, _HeldCell, _HeldPartial):
             return value
@@ -234,20 +234,20 @@ class _Thawing:
     def _build(self, value: Any) -> Any:
         if isinstance(value, _C.HeldTensor):
             with torch.no_grad():
-                tensor = value.thaw()
+                tensor = value.restore()
             self.tensors.append(tensor)
             return tensor
         if isinstance(value, _HeldContainer):
-            return value.build([self.thaw(part) for part in value.parts])
+            return value.build([self.restore(part) for part in value.parts])
         if isinstance(value, _HeldCell):
-            return value.cell if value.cell is not None else types.CellType(self.thaw(value.held))
+            return value.cell if value.cell is not None else types.CellType(self.restore(value.held))
         if isinstance(value, _HeldPartial):
-            function, args, keywords = (self.thaw(part) for part in value.parts)
+            function, args, keywords = (self.restore(part) for part in value.parts)
             return partial(function, *args, **keywords)
         code, namespace, name, attributes = value.function
-        cells = tuple(self.thaw(cell) for cell in value.cells)
-        function = types.FunctionType(code, namespace, name, self.thaw(value.defaults), cells)
-        function.__kwdefaults__ = self.thaw(value.kwdefaults)
+        cells = tuple(self.restore(cell) for cell in value.cells)
+        function = types.FunctionType(code, namespace, name, self.restore(value.defaults), cells)
+        function.__kwdefaults__ = self.restore(value.kwdefaults)
         function.__dict__.update(attributes)
         return function
 

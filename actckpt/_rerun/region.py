@@ -47,8 +47,8 @@ class Region:
         "inputs",
         "random",
         "rerun_context",
+        "restored",
         "state",
-        "thawed",
         "trace",
     )
 
@@ -63,7 +63,7 @@ class Region:
         self.forward_context: AbstractContextManager[Any] | None = None
         self.rerun_context: AbstractContextManager[Any] | None = None
         #: Inputs of the rerun under way.
-        self.thawed: Sequence[Any] = ()
+        self.restored: Sequence[Any] = ()
         #: Operators of both runs, for debug=True.
         self.trace: messages.Trace | None = None
 
@@ -107,17 +107,17 @@ class Region:
         is_checked = refill.frame.metadata_is_checked
         if is_checked:
             self.inputs.parameters.check(may_be_replaced=True)
-        thawed = self.inputs.thaw()
-        function, args, kwargs = thawed.call
-        self.thawed = thawed.tensors
-        refill.stop_if(lambda: not self.inputs.is_half_done(thawed))
+        restored = self.inputs.restore()
+        function, args, kwargs = restored.call
+        self.restored = restored.tensors
+        refill.stop_if(lambda: not self.inputs.is_half_done(restored))
         try:
             with (
                 self.random.swapped_in() if self.random is not None else nullcontext(),
                 state.restored(self.state, state.capture()),
                 self.carried.rerun() if self.carried is not None else nullcontext(),
                 self.rerun_context or nullcontext(),
-                _filled(thawed.cells),
+                _filled(restored.cells),
                 self.inputs.as_found(checks=is_checked),
             ):
                 _C.rerun(refill, function, args, kwargs)
@@ -126,7 +126,7 @@ class Region:
         except _Failed:
             pass  # the extension words it
         finally:
-            self.thawed = ()
+            self.restored = ()
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def refill(refill: "_C.Refill") -> None:
         frame.region.rerun(refill)
         return
     # Of the common kind, but it draws random numbers, or global state or its modules are different now.
-    args = thaw_common(frame)
+    args = _C.restore_inputs(frame.args)
     with (
         random_state.swapped_in(frame.random) if frame.random is not None else nullcontext(),
         state.restored(frame.state, state.capture()),
@@ -163,21 +163,13 @@ def refill(refill: "_C.Refill") -> None:
         _C.rerun(refill, frame.function, args, {})
 
 
-def thaw_common(frame: "_C.Frame") -> tuple[Any, ...]:
-    """Return the arguments of a region of the common kind for one rerun."""
-    try:
-        return _C.thaw_arguments(frame.args)
-    except messages.HeldTensorChanged as changed:
-        raise messages.changed_error(changed, frame.args or ()) from None
-
-
 def mismatch_error(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> ActckptError | None:
-    """Word a mismatch that the pack hook found, None if it does no harm (see Rule 5)."""
+    """Return the error for a mismatch that the pack hook found, None if it does no harm (see Rule 5)."""
     if problem == "version":
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         region = refill.frame.region
-        thawed = region.thawed if region is not None else ()
-        if not (base.is_leaf and base.requires_grad) or any(base is known for known in thawed):
+        restored = region.restored if region is not None else ()
+        if not (base.is_leaf and base.requires_grad) or any(base is known for known in restored):
             return None
     return messages.mismatch(refill, index, tensor, problem)
 

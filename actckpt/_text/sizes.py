@@ -13,7 +13,7 @@ def parse_bytes(size: object, *, what: str) -> int:
 
     Args:
         size: a whole number of bytes, or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`.
-        what: its name, for the error.
+        what: the call and its name, for the error.
     Raises:
         ValueError: it is not a size.
     """

@@ -149,7 +149,7 @@ class _FreshRegion:
             yield next(found, None) if is_needed else None
 
     def _rerun(self) -> tuple[list[Tensor], list[Tensor]]:
-        function, args, kwargs = self._held.thaw()
+        function, args, kwargs = self._held.restore()
         leaves, args, kwargs = _with_leaves(args, kwargs, None)
         with ExitStack() as stack:
             stack.enter_context(self._held.as_in_forward())
@@ -163,7 +163,7 @@ class _FreshRegion:
         if kinds != self._outputs:
             raise RerunMismatchError(
                 f"{self._held.name}, wrapped with retain_graph=True, returned other tensors when it was run again.\n"
-                f"Forward: {_worded(self._outputs)}. Rerun: {_worded(kinds)}.\nIt must do the same in both runs."
+                f"Forward: {_described(self._outputs)}. Rerun: {_described(kinds)}.\nIt must do the same in both runs."
             )
         return leaves, outputs
 
@@ -249,5 +249,5 @@ def _lost_gradient(what: str) -> TransformerEngineError:
     )
 
 
-def _worded(kinds: Sequence[tuple[torch.Size, torch.dtype] | None]) -> str:
+def _described(kinds: Sequence[tuple[torch.Size, torch.dtype] | None]) -> str:
     return ", ".join("no grad" if kind is None else f"{tuple(kind[0])} {kind[1]}" for kind in kinds) or "none"

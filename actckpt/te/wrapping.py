@@ -76,7 +76,7 @@ def wrap(
     if wrapped:
         raise BlocksError(f"te.wrap: {wrapped[0]!r} is wrapped already. Call actckpt.te.unwrap(module) first.")
     options = CheckpointOptions(rng_trackers=() if get_rng_state_tracker is None else (get_rng_state_tracker,))
-    smallest = parse_bytes(min_bytes, what="min_bytes")
+    smallest = parse_bytes(min_bytes, what="te.wrap: min_bytes")
     for part, action in chosen.items():
         part.forward = _WrappedForward(part, action, options, smallest, retain_graph=retain_graph)
     return module

@@ -88,7 +88,6 @@ EnginePtr make_engine(int num_workers, std::optional<std::uint64_t> window_bytes
 void bind_host_stats(py::module_& module) {
   py::class_<HostStats>(module, "HostStats")
       .def_readonly("num_puts", &HostStats::num_puts)
-      .def_readonly("put_bytes", &HostStats::put_bytes)
       .def_readonly("written_bytes", &HostStats::written_bytes)
       .def_readonly("loaded_bytes", &HostStats::loaded_bytes)
       .def_readonly("stored_bytes", &HostStats::stored_bytes)

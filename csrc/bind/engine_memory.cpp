@@ -41,7 +41,6 @@ void bind_pool(py::module_& module) {
       .def_readonly("largest_free_bytes", &PoolStats::largest_free_bytes)
       .def_readonly("num_slabs", &PoolStats::num_slabs)
       .def_readonly("num_blocks", &PoolStats::num_blocks)
-      .def_readonly("num_growths", &PoolStats::num_growths)
       .def_readonly("num_refused_pins", &PoolStats::num_refused_pins);
 
   py::class_<PoolBlock>(module, "PoolBlock")
@@ -87,14 +86,6 @@ void bind_spill(py::module_& module) {
   py::class_<DiskBlock>(module, "SpillBlock")
       .def_property_readonly("nbytes", [](const DiskBlock& self) { return self.block.bytes(); })
       .def_property_readonly("checksum", [](const DiskBlock& self) { return self.block.checksum(); })
-      .def_property_readonly("extents",
-                             [](const DiskBlock& self) {
-                               std::vector<std::pair<std::uint64_t, std::uint64_t>> extents;
-                               for (const Extent& extent : self.block.extents()) {
-                                 extents.emplace_back(extent.start, extent.bytes);
-                               }
-                               return extents;
-                             })
       // Keeps the GIL: a leaf lock, no system call.
       .def("free", [](DiskBlock& self) { self.block = SpillBlock(); });
 

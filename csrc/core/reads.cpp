@@ -50,6 +50,10 @@ py::object storage_of(PyObject* tensor) {
   return py::reinterpret_steal<py::object>(storage);
 }
 
+py::object memory_of(PyObject* tensor) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == names().tensor_type ? storage_of(tensor) : py::object();
+}
+
 py::object strided_storage_of(PyObject* tensor) {
   return reads().is_nested.is_true(tensor) ? py::object() : storage_of(tensor);
 }
@@ -62,6 +66,13 @@ void add_read_functions(py::module_& module) {
         return found ? found : py::none();
       },
       "The storage of a plain tensor or parameter, None for all else and where it has none that can be read.");
+  module.def(
+      "memory_of",
+      [](const py::object& tensor) {
+        const py::object found = memory_of(tensor.ptr());
+        return found ? found : py::none();
+      },
+      "The storage that a tensor must keep while reruns need it, None for all but plain tensors.");
   module.def(
       "strided_storage_of",
       [](const py::object& tensor) {

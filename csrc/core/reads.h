@@ -74,7 +74,10 @@ Reads& reads();
 
 // The storage; null where the tensor has none that can be read: sparse ones, and those of function transforms.
 py::object storage_of(PyObject* tensor);
-// The same; null too where strides do not say what lies where: nested tensors.
+// The storage that a tensor must keep while reruns need it; null for all but plain tensors: parameters are given other
+// memory by what shards them.
+py::object memory_of(PyObject* tensor);
+// The same as `storage_of`; null too where strides do not say what lies where: nested tensors.
 py::object strided_storage_of(PyObject* tensor);
 
 void add_read_functions(py::module_& module);

@@ -15,7 +15,7 @@ class Released {
   bool is_enough() const { return nbytes_ >= wanted_; }
   long long nbytes() const { return nbytes_; }
 
-  // Lets go of tensors, and counts the storages that are gone then: others may hold some of them. Freeing may run
+  // Releases tensors, and counts the storages that are gone then: others may hold some of them. Freeing may run
   // Python code.
   void free(std::vector<py::object> tensors);
 

@@ -47,9 +47,9 @@ PyObject* get_bytes_start(PyObject* self, void*) { return PyLong_FromLongLong(ob
 // is_source(storage) -> bool
 PyObject* tell_source(PyObject*, PyObject* storage) { return PyBool_FromLong(is_source(storage)); }
 
-// settle_sources(storage)
-PyObject* settle(PyObject*, PyObject* storage) {
-  settle_sources(storage);
+// end_sources(storage)
+PyObject* end_sources_function(PyObject*, PyObject* storage) {
+  end_sources(storage);
   Py_RETURN_NONE;
 }
 
@@ -75,7 +75,7 @@ PyType_Spec bytes_spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS
 
 PyMethodDef bytes_functions[] = {
     {"is_source", tell_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
-    {"settle_sources", settle, METH_O, "settle_sources(storage): all copies out of it have ended."},
+    {"end_sources", end_sources_function, METH_O, "end_sources(storage): all copies out of it have ended."},
     {"allocate_bytes", fast(allocate), METH_FASTCALL, "allocate_bytes(nbytes, device) -> Bytes to read into."},
     {nullptr, nullptr, 0, nullptr}};
 

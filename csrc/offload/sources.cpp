@@ -60,7 +60,7 @@ void SourceWatch::end() noexcept {
 
 bool is_source(PyObject* storage) { return watches().count(storage) != 0; }
 
-void settle_sources(PyObject* storage) noexcept {
+void end_sources(PyObject* storage) noexcept {
   for (auto found = watches().find(storage); found != watches().end(); found = watches().find(storage)) {
     SourceWatch* const watch = found->second.back();
     if (watch->replaced_storage() == nullptr) watch->end();

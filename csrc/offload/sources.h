@@ -43,6 +43,6 @@ using SourceWatchPointer = std::shared_ptr<SourceWatch>;
 bool is_source(PyObject* storage);
 
 // Ends all watches of `storage`.
-void settle_sources(PyObject* storage) noexcept;
+void end_sources(PyObject* storage) noexcept;
 
 }  // namespace actckpt

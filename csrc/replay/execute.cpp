@@ -72,7 +72,7 @@ class Bases {
   }
 
   // A recorded argument with tensors in the place of windows.
-  py::object thawed(PyObject* argument) const {
+  py::object with_tensors(PyObject* argument) const {
     if (Py_TYPE(argument) == window_type) {
       const auto* window = reinterpret_cast<WindowObject*>(argument);
       return on(find(window->value), window);
@@ -80,26 +80,26 @@ class Bases {
     if (!PyList_CheckExact(argument)) return py::reinterpret_borrow<py::object>(argument);
     py::list items(PyList_GET_SIZE(argument));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(argument); ++i) {
-      PyList_SET_ITEM(items.ptr(), i, thawed(PyList_GET_ITEM(argument, i)).release().ptr());
+      PyList_SET_ITEM(items.ptr(), i, with_tensors(PyList_GET_ITEM(argument, i)).release().ptr());
     }
     return std::move(items);
   }
 
-  py::tuple thawed_args(const StepObject* step) const {
+  py::tuple args_of(const StepObject* step) const {
     py::tuple args(PyList_GET_SIZE(step->args));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->args); ++i) {
-      PyTuple_SET_ITEM(args.ptr(), i, thawed(PyList_GET_ITEM(step->args, i)).release().ptr());
+      PyTuple_SET_ITEM(args.ptr(), i, with_tensors(PyList_GET_ITEM(step->args, i)).release().ptr());
     }
     return args;
   }
 
   // Null: none.
-  py::object thawed_kwargs(const StepObject* step) const {
+  py::object kwargs_of(const StepObject* step) const {
     if (is_none(step->kwargs) || PyDict_GET_SIZE(step->kwargs) == 0) return py::object();
     py::dict kwargs;
     PyObject *name, *argument;
     Py_ssize_t position = 0;
-    while (PyDict_Next(step->kwargs, &position, &name, &argument) != 0) kwargs[name] = thawed(argument);
+    while (PyDict_Next(step->kwargs, &position, &name, &argument) != 0) kwargs[name] = with_tensors(argument);
     return std::move(kwargs);
   }
 
@@ -210,8 +210,8 @@ class Run {
 
   // Calls the operator of a step in the grad mode of its forward; no argument requires grad.
   py::object called(StepObject* step, const Bases& bases) {
-    const py::tuple args = bases.thawed_args(step);
-    const py::object kwargs = bases.thawed_kwargs(step);
+    const py::tuple args = bases.args_of(step);
+    const py::object kwargs = bases.kwargs_of(step);
     const GradMode grad(step->grad_enabled != 0);
     if (!is_plain(step)) {
       return call_with(names().replay_specially, reinterpret_cast<PyObject*>(step), args.ptr(),

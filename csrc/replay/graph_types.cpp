@@ -60,12 +60,12 @@ PyObject* value_new(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 PyObject* step_new(PyTypeObject*, PyObject* args, PyObject*) {
-  PyObject *op, *frozen, *kwargs, *inputs;
-  if (PyArg_ParseTuple(args, "OOOO", &op, &frozen, &kwargs, &inputs) == 0) return nullptr;
+  PyObject *op, *arguments, *kwargs, *inputs;
+  if (PyArg_ParseTuple(args, "OOOO", &op, &arguments, &kwargs, &inputs) == 0) return nullptr;
   return guarded([&] {
     const auto held = [](PyObject* object) { return py::reinterpret_borrow<py::object>(object); };
     const auto which = is_true(op, names().is_elementwise) ? Numerics::kOfElements : Numerics::kAll;
-    return new_step(op, which, held(frozen), held(kwargs), held(inputs)).release().ptr();
+    return new_step(op, which, held(arguments), held(kwargs), held(inputs)).release().ptr();
   });
 }
 
@@ -134,16 +134,6 @@ PyObject* step_outputs(PyObject* self, void*) {
   return outputs == nullptr ? PyTuple_New(0) : Py_NewRef(outputs);
 }
 
-PyObject* step_results(PyObject* self, void*) {
-  return guarded([&] {
-    py::list places;
-    const auto* results = reinterpret_cast<StepObject*>(self)->results;
-    if (results == nullptr) return places.release().ptr();
-    for (const auto& [kind, index] : *results) places.append(py::make_tuple(kind, index));
-    return places.release().ptr();
-  });
-}
-
 PyObject* step_written(PyObject* self, void*) {
   PyObject* written = reinterpret_cast<StepObject*>(self)->written;
   return written == nullptr ? PyTuple_New(0) : Py_NewRef(written);
@@ -203,12 +193,8 @@ PyMemberDef value_members[] = {
     NUMBER(ValueObject, "occurrence", occurrence),
     NUMBER(ValueObject, "result", result),
     NUMBER(ValueObject, "version", version),
-    NUMBER(ValueObject, "cached_task", cached_task),
     NUMBER(ValueObject, "key", key),
-    NUMBER(ValueObject, "cached_version", cached_version),
-    NUMBER(ValueObject, "first_use", first_use),
     NUMBER(ValueObject, "last_use", last_use),
-    FLAG(ValueObject, "is_needed", is_needed),
     FLAG(ValueObject, "is_input", is_input),
     FLAG(ValueObject, "is_parameter", is_parameter),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(ValueObject, weak_references), READONLY, nullptr},
@@ -225,7 +211,6 @@ PyMemberDef window_members[] = {OBJECT(WindowObject, "value", value),   OBJECT(W
 PyGetSetDef value_getters[] = {{"num_handles", num_handles, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyGetSetDef step_getters[] = {{"outputs", step_outputs, nullptr, nullptr, nullptr},
-                              {"results", step_results, nullptr, nullptr, nullptr},
                               {"written", step_written, nullptr, nullptr, nullptr},
                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyGetSetDef window_getters[] = {{"shape", window_shape, nullptr, nullptr, nullptr},

@@ -103,7 +103,7 @@ std::unordered_set<CachedBytes*>& lists_in_use() {
   return *lists;
 }
 
-// What is in a list now, held: letting go of one may free others.
+// What is in a list now, held: releasing one may free others.
 std::vector<py::object> values_in(const CachedBytes* cached) {
   std::vector<py::object> values;
   for (ValueObject* value : cached->values) {
@@ -112,7 +112,7 @@ std::vector<py::object> values_in(const CachedBytes* cached) {
   return values;
 }
 
-// The backward `task` has ended or failed: lets go of what was cached for it. What cannot be replayed any more is held
+// The backward `task` has ended or failed: releases what was cached for it. What cannot be replayed any more is held
 // from now on: it was a backward of a part of the graph.
 void end_task(CachedBytes* cached, long long task) {
   cached->tasks.erase(std::find(cached->tasks.begin(), cached->tasks.end(), task));
@@ -246,21 +246,15 @@ void release_needs(ValueObject* value, long long task) noexcept {
 }
 
 void add_needs_functions(py::module_& module) {
-  module.def("count_needs", [](const py::handle& tape, long long task) {
-    count_needs(reinterpret_cast<TapeObject*>(tape.ptr()), task);
-  });
   module.def("is_pending", [](const py::handle& value, long long task) { return is_pending(value_of(value), task); });
   module.def("is_asked", [](const py::handle& value, long long task) { return is_asked(value_of(value), task); });
   module.def("cache", [](const py::handle& tape, const py::handle& value, const py::handle& tensor, long long task) {
     cache(tape.ptr(), value_of(value), tensor.ptr(), task);
   });
-  module.def("uncache", [](const py::handle& value) { uncache(value_of(value)); });
-  module.def("evict", [](const py::handle& value, long long task) { evict(value_of(value), task); });
   module.def("evict_leftovers", [](const py::handle& tape, long long task, long long clock) {
     evict_leftovers(reinterpret_cast<TapeObject*>(tape.ptr()), task, clock);
   });
   module.def("release_replay_caches", release_replay_caches);
-  module.def("release_needs", [](const py::handle& value, long long task) { release_needs(value_of(value), task); });
 }
 
 }  // namespace actckpt::replay

@@ -25,7 +25,7 @@ struct CachedBytes {
   long long references = 0;
   long long bytes = 0;
   std::vector<ValueObject*> values;  // with cached bytes; borrowed
-  std::vector<long long> tasks;      // backwards under way, whose ends let go of them
+  std::vector<long long> tasks;      // backwards under way, whose ends release them
 };
 
 // The saved tensors on a value, in the order in which they were saved; borrowed, null where one is gone. Not a list of

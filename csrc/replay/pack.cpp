@@ -128,9 +128,9 @@ void cut_off_views(ValueObject* parameter) {
   }
 }
 
-// settle_held(tape): releases what no saved tensor needs, and watches what is kept. Returns the values for which
+// release_unneeded(tape): releases what no saved tensor needs, and watches what is kept. Returns the values for which
 // more is to be done.
-PyObject* settle_held(PyObject*, PyObject* self) {
+PyObject* release_unneeded(PyObject*, PyObject* self) {
   return guarded([&]() -> PyObject* {
     auto* tape = reinterpret_cast<TapeObject*>(self);
     py::object holding = py::reinterpret_borrow<py::object>(tape->holding);
@@ -168,7 +168,7 @@ PyObject* settle_held(PyObject*, PyObject* self) {
 
 void add_pack_functions(py::module_& module) {
   static PyMethodDef methods[] = {{"pack_recorded", fast(pack), METH_FASTCALL, "pack_recorded(tape, tensor)"},
-                                  {"settle_held", settle_held, METH_O, "settle_held(tape)"},
+                                  {"release_unneeded", release_unneeded, METH_O, "release_unneeded(tape)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
   module.def("seen_last",

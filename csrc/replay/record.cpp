@@ -61,7 +61,7 @@ void note_untold(TapeObject* tape, PyObject* why) {
   assign(tape->why_untold, why);
 }
 
-py::object frozen(TapeObject* tape, PyObject* argument, PyObject* inputs) {
+py::object with_windows(TapeObject* tape, PyObject* argument, PyObject* inputs) {
   if (PyObject_TypeCheck(argument, reinterpret_cast<PyTypeObject*>(names().tensor_type))) {
     Geometry geometry(argument);
     py::object value = value_of(tape, argument, geometry);
@@ -76,29 +76,29 @@ py::object frozen(TapeObject* tape, PyObject* argument, PyObject* inputs) {
   if (PyList_CheckExact(argument) || PyTuple_CheckExact(argument)) {
     py::list items;
     for (const py::handle item : py::reinterpret_borrow<py::sequence>(argument)) {
-      items.append(frozen(tape, item.ptr(), inputs));
+      items.append(with_windows(tape, item.ptr(), inputs));
     }
     return std::move(items);
   }
   return py::reinterpret_borrow<py::object>(argument);
 }
 
-py::object frozen_args(TapeObject* tape, PyObject* args, PyObject* inputs) {
+py::object args_with_windows(TapeObject* tape, PyObject* args, PyObject* inputs) {
   const Py_ssize_t size = PyTuple_GET_SIZE(args);
   py::object list = py::reinterpret_steal<py::object>(PyList_New(size));
   for (Py_ssize_t i = 0; i < size; ++i) {
-    PyList_SET_ITEM(list.ptr(), i, frozen(tape, PyTuple_GET_ITEM(args, i), inputs).release().ptr());
+    PyList_SET_ITEM(list.ptr(), i, with_windows(tape, PyTuple_GET_ITEM(args, i), inputs).release().ptr());
   }
   return list;
 }
 
-py::object frozen_kwargs(TapeObject* tape, PyObject* kwargs, PyObject* inputs) {
+py::object kwargs_with_windows(TapeObject* tape, PyObject* kwargs, PyObject* inputs) {
   if (kwargs == nullptr || kwargs == Py_None || PyDict_GET_SIZE(kwargs) == 0) return py::none();
   py::dict copied;
   PyObject *name, *argument;
   Py_ssize_t position = 0;
   while (PyDict_Next(kwargs, &position, &name, &argument) != 0) {
-    copied[name] = frozen(tape, argument, inputs);
+    copied[name] = with_windows(tape, argument, inputs);
   }
   return std::move(copied);
 }
@@ -229,8 +229,8 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   py::object step;
   if (!stays) {  // what stays is never made again, so nobody will ask what it was made from
     const py::list inputs;
-    py::object list = frozen_args(tape, args, inputs.ptr());
-    py::object dict = frozen_kwargs(tape, kwargs, inputs.ptr());
+    py::object list = args_with_windows(tape, args, inputs.ptr());
+    py::object dict = kwargs_with_windows(tape, kwargs, inputs.ptr());
     step = new_step(entry.op.ptr(), entry.which, std::move(list), std::move(dict), inputs);
   }
   py::object result = called(entry.callee.ptr(), args, kwargs);
@@ -336,8 +336,8 @@ void add_record_functions(py::module_& module) {
   module.def("look_at", [](const py::handle& value, const py::handle& tensor) {
     look_at(reinterpret_cast<ValueObject*>(value.ptr()), tensor.ptr(), root_of(tensor.ptr()));
   });
-  module.def("frozen", [](const py::handle& tape, const py::handle& argument, const py::list& inputs) {
-    return frozen(tape_of(tape), argument.ptr(), inputs.ptr());
+  module.def("with_windows", [](const py::handle& tape, const py::handle& argument, const py::list& inputs) {
+    return with_windows(tape_of(tape), argument.ptr(), inputs.ptr());
   });
   module.def("add_value",
              [](const py::handle& tape, const py::handle& value, const py::object& step, const py::handle& op,

@@ -105,8 +105,6 @@ PyMemberDef handle_members[] = {
     OBJECT(HandleObject, "window", window),
     OBJECT(HandleObject, "alias", alias),
     OBJECT(HandleObject, "audit", audit),
-    NUMBER(HandleObject, "task", task),
-    NUMBER(HandleObject, "clock", clock),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
 PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),

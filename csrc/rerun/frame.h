@@ -8,7 +8,7 @@
 // per saved tensor and a vectorcall costs a third of a bound method of pybind11.
 //
 // Thread rule: everything here runs with the GIL held. Ownership: autograd owns Slots, a Slot owns
-// its Frame, a Frame owns what its reruns need and never a Slot. So when autograd lets go of the
+// its Frame, a Frame owns what its reruns need and never a Slot. So when autograd releases the
 // last saved tensor of a region, everything the region held is freed at once.
 #pragma once
 
@@ -58,7 +58,7 @@ struct Saved {
 // What a rerun of a region needs.
 struct Recipe {
   py::object function;
-  py::object args;                         // held: what held.h's thaw_arguments takes. Null where `region` is set.
+  py::object args;                         // held: what held.h's restore_arguments takes. Null where `region` is set.
   py::object state;                        // global state of the forward, a tuple; null where `region` is set
   py::object random;                       // GeneratorStates of the forward; null: random state is left alone
   py::object region;                       // Python's Region, for all that the fields above cannot say; else null

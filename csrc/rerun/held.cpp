@@ -27,13 +27,6 @@ HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self)
 
 bool is_tensor(PyObject* object) { return is_of_type(object, names().tensor_type); }
 
-// The storage that it must still have when it is thawed; null for all but plain tensors: parameters are given other
-// memory by what shards them.
-py::object lasting_storage(PyObject* tensor) {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != names().tensor_type) return {};
-  return storage_of(tensor);
-}
-
 py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   HeldObject* self = PyObject_New(HeldObject, held_type);
   if (self == nullptr) throw py::error_already_set();
@@ -60,17 +53,17 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
   }
   if (self->held.ptr() != tensor) self->version = self->is_tensor ? version_of(self->held.ptr()) : 0;
   if (self->is_tensor) {
-    self->storage = lasting_storage(self->held.ptr());
+    self->storage = memory_of(self->held.ptr());
     self->implementation = reads().implementation.number(self->held.ptr());
   }
   return owner;
 }
 
-py::object thaw(PyObject* object) {
+py::object restore(PyObject* object) {
   HeldObject* self = held_of(object);
   if (self->is_tensor && (version_of(self->held.ptr()) != self->version ||
                           reads().implementation.number(self->held.ptr()) != self->implementation ||
-                          (self->storage && lasting_storage(self->held.ptr()).ptr() != self->storage.ptr()))) {
+                          (self->storage && memory_of(self->held.ptr()).ptr() != self->storage.ptr()))) {
     raise(call(names().changed_error, object));
   }
   if (!self->unpack) return self->is_copy ? call(names().own_copy, self->held.ptr()) : self->held;
@@ -91,8 +84,8 @@ Py_ssize_t first_same(PyObject* tuple, Py_ssize_t end) {
   return i;
 }
 
-PyObject* held_thaw(PyObject* self, PyObject*) {
-  return guarded([&] { return thaw(self).release().ptr(); });
+PyObject* held_restore(PyObject* self, PyObject*) {
+  return guarded([&] { return restore(self).release().ptr(); });
 }
 
 PyObject* held_get_held(PyObject* self, void*) { return Py_NewRef(held_of(self)->held.ptr()); }
@@ -116,8 +109,9 @@ PyObject* hold_one(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   });
 }
 
-PyMethodDef held_methods[] = {{"thaw", held_thaw, METH_NOARGS, "The tensor for one rerun; raises if it was changed."},
-                              {nullptr, nullptr, 0, nullptr}};
+PyMethodDef held_methods[] = {
+    {"restore", held_restore, METH_NOARGS, "The tensor for one rerun; raises if it was changed."},
+    {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef held_getset[] = {
     {"held", held_get_held, nullptr, "Tensor, or what the hooks outside packed it into.", nullptr},
@@ -172,9 +166,9 @@ py::object hold_arguments(PyObject* args, bool* on_device) {
   return std::move(held);
 }
 
-py::object thaw_arguments(PyObject* held) {
+py::object restore_arguments(PyObject* held) {
   const Py_ssize_t count = PyTuple_GET_SIZE(held);
-  py::tuple thawed(count);
+  py::tuple restored(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* value = PyTuple_GET_ITEM(held, i);
     const Py_ssize_t same = first_same(held, i);
@@ -182,13 +176,13 @@ py::object thaw_arguments(PyObject* held) {
     if (Py_TYPE(value) != held_type) {
       item = py::reinterpret_borrow<py::object>(value);
     } else if (same < i) {
-      item = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(thawed.ptr(), same));
+      item = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(restored.ptr(), same));
     } else {
-      item = thaw(value);
+      item = restore(value);
     }
-    PyTuple_SET_ITEM(thawed.ptr(), i, item.release().ptr());
+    PyTuple_SET_ITEM(restored.ptr(), i, item.release().ptr());
   }
-  return std::move(thawed);
+  return std::move(restored);
 }
 
 void add_held_types(py::module_& module) {

@@ -17,7 +17,7 @@ constexpr const char* kParameterMark = "_actckpt_parameter";
 py::object hold_arguments(PyObject* args, bool* on_device);
 
 // The arguments of one rerun. Throws where a tensor was changed in place since it was held.
-py::object thaw_arguments(PyObject* held);
+py::object restore_arguments(PyObject* held);
 
 // A leaf with the bytes and the version counter of `tensor`, which requires grad if that does, but does
 // not lead to its graph.

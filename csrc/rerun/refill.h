@@ -27,7 +27,7 @@ bool refill_has_failed(const py::object& refill);
 // Gives the values to the frame; the rerun is over.
 void store_refill(const py::object& refill);
 
-// Ends the rerun for good: lets go of the frame and of what was collected.
+// Ends the rerun for good: releases the frame and of what was collected.
 void close_refill(const py::object& refill) noexcept;
 
 void add_refill_type(py::module_& module);

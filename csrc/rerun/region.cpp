@@ -103,14 +103,12 @@ void run_with_random_state(const py::object& random, const py::object& refill, P
 }
 
 // The arguments of one rerun. Throws an error for the user where a tensor was changed in place.
-py::object thaw_inputs(const py::object& held) {
+py::object restore_inputs(PyObject* held) {
   try {
-    return thaw_arguments(held.ptr());
+    return restore_arguments(held);
   } catch (py::error_already_set& error) {
     if (!error.matches(names().changed_error)) throw;
-    PyObject* worded = PyObject_CallFunctionObjArgs(names().input_error, error.value().ptr(), held.ptr(), nullptr);
-    if (worded == nullptr) throw py::error_already_set();
-    raise(py::reinterpret_steal<py::object>(worded));
+    raise(call_with(names().input_error, error.value().ptr(), held));
   }
 }
 
@@ -130,7 +128,7 @@ bool rerun_common(const py::object& refill) {
   const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
   if (same < 0) throw py::error_already_set();
   if (same == 0 || call(names().is_inference_mode_enabled).ptr() == Py_True) return false;
-  const py::object args = thaw_inputs(recipe.args);
+  const py::object args = restore_inputs(recipe.args.ptr());
   if (recipe.random) {
     run_with_random_state(recipe.random, refill, recipe.function.ptr(), args.ptr());
   } else {
@@ -291,8 +289,8 @@ PyObject* capture_state_function(PyObject*, PyObject*) {
   return guarded([&] { return capture_state().release().ptr(); });
 }
 
-PyObject* thaw_arguments_function(PyObject*, PyObject* held) {
-  return guarded([&] { return thaw_arguments(held).release().ptr(); });
+PyObject* restore_inputs_function(PyObject*, PyObject* held) {
+  return guarded([&] { return restore_inputs(held).release().ptr(); });
 }
 
 PyObject* is_rerunning(PyObject*, PyObject*) { return PyBool_FromLong(is_in_rerun() ? 1 : 0); }
@@ -315,7 +313,7 @@ PyMethodDef region_functions[] = {
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
     {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
     {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
-    {"thaw_arguments", thaw_arguments_function, METH_O, "Arguments of one rerun."},
+    {"restore_inputs", restore_inputs_function, METH_O, "Arguments of one rerun of the common kind."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -324,7 +322,6 @@ void add_region_functions(py::module_& module) {
   unpack_function = PyCFunction_New(&unpack_definition, nullptr);
   same_function = PyCFunction_New(&same_definition, nullptr);
   if (unpack_function == nullptr || same_function == nullptr) throw py::error_already_set();
-  module.add_object("unpack", py::reinterpret_borrow<py::object>(unpack_function));
   if (PyModule_AddFunctions(module.ptr(), region_functions) < 0) throw py::error_already_set();
 }
 

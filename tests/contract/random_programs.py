@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from oracle import Checkpoint
 
@@ -86,16 +87,39 @@ def _region(passing: str, body: list[Any], pool: Tensors, checkpoint: Checkpoint
     return checkpoint(lambda a: _run(body, [a, *rest], checkpoint), first)
 
 
-def outcome(
-    checkpoint: Checkpoint, program: list[Any], with_grad: list[bool], used: list[bool], retain: bool, seed: int
-) -> Any:
-    torch.manual_seed(seed)
-    inputs = [torch.randn(SIZE, SIZE).requires_grad_(needed) for needed in with_grad]
+class Drawn(NamedTuple):
+    """A program, and how it is run."""
+
+    program: list[Any]
+    #: Of its three inputs.
+    with_grad: list[bool]
+    #: Of its first outputs, those that the loss is made of.
+    used: list[bool]
+    retain: bool
+    seed: int
+
+
+draws = st.builds(
+    Drawn,
+    program=regions,
+    with_grad=st.lists(st.booleans(), min_size=3, max_size=3).map(lambda flags: flags if any(flags) else [True] * 3),
+    used=st.lists(st.booleans(), min_size=2, max_size=2),
+    retain=st.booleans(),
+    seed=st.integers(0, 3),
+)
+many_draws = settings(
+    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+
+
+def outcome(checkpoint: Checkpoint, drawn: Drawn) -> Any:
+    torch.manual_seed(drawn.seed)
+    inputs = [torch.randn(SIZE, SIZE).requires_grad_(needed) for needed in drawn.with_grad]
     pool = [inputs[0], *(x * 1.5 for x in inputs[1:])]
-    outputs = _run(program, pool, checkpoint)
+    outputs = _run(drawn.program, pool, checkpoint)
     values = [output.detach().clone() for output in outputs]
     after_forward = torch.get_rng_state()
-    chosen = [o for o, is_used in zip(outputs, used, strict=False) if is_used and o.requires_grad] or [
+    chosen = [o for o, is_used in zip(outputs, drawn.used, strict=False) if is_used and o.requires_grad] or [
         o for o in outputs if o.requires_grad
     ]
     del outputs
@@ -103,7 +127,7 @@ def outcome(
     if chosen:
         loss = sum(output.square().sum() for output in chosen)
         wanted = [x for x in inputs if x.requires_grad]
-        if retain:
+        if drawn.retain:
             grads.append(torch.autograd.grad(loss, wanted[-1:], retain_graph=True, allow_unused=True))
             grads.append(torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True))
         grads.append(torch.autograd.grad(loss, wanted, allow_unused=True))

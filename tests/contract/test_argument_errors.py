@@ -238,3 +238,35 @@ async def _asynchronous(x: Any) -> Any:
 def test_a_function_whose_body_runs_after_its_call_is_not_decorated(decorator: Any, function: Any) -> None:
     with pytest.raises(TypeError, match="Its call returns before its body runs"):
         decorator()(function)
+
+
+@pytest.mark.parametrize("wrong", [3, None, (torch.enable_grad(),)])
+def test_a_context_fn_that_does_not_return_a_pair_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^checkpoint: context_fn returned .* two context managers"):
+        actckpt.checkpoint(torch.exp, torch.ones(2, requires_grad=True), context_fn=lambda: wrong)
+
+
+@pytest.mark.parametrize("wrong", [_model, [3], ["get_cuda_rng_tracker"]])
+def test_rng_trackers_that_are_no_list_of_functions_are_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^checkpoint: rng_trackers=.* a list of functions that return trackers"):
+        actckpt.checkpoint(torch.exp, torch.ones(2, requires_grad=True), rng_trackers=wrong)
+
+
+@pytest.mark.parametrize("decorator", [actckpt.checkpoint(), actckpt.offload()], ids=["checkpoint", "offload"])
+def test_what_cannot_be_called_cannot_be_decorated(decorator: Any) -> None:
+    with pytest.raises(TypeError, match=r"5 is not a function to decorate\. Put @actckpt\."):
+        decorator(5)
+
+
+def test_errors_of_sizes_name_the_call() -> None:
+    with pytest.raises(ValueError, match=r"^configure: host_limit='3 apples' is not a size"):
+        actckpt.configure(host_limit="3 apples")
+    with pytest.raises(ValueError, match=r"^offload: min_bytes='3 apples' is not a size"):
+        actckpt.offload(min_bytes="3 apples")
+
+
+def test_options_of_offload_are_named_as_such_where_another_policy_gets_them() -> None:
+    with pytest.raises(ValueError, match=r"unknown option min_bytes for policy='recompute'\. With policy='offload' it"):
+        actckpt.apply(_model(), min_bytes=1)
+    with pytest.raises(ValueError, match=r"unknown option min_byte for policy='recompute'\. Known: "):
+        actckpt.apply(_model(), min_byte=1)

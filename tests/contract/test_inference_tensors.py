@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,11 +31,8 @@ POLICIES: dict[str, Any] = {
 
 
 @pytest.fixture(params=["first", "off"])
-def _audit(request: Any) -> Iterator[None]:
-    before = actckpt.configure().audit
+def _audit(request: Any) -> None:
     actckpt.configure(audit=request.param)
-    yield
-    actckpt.configure(audit=before)
 
 
 def inference(*shape: int) -> Tensor:

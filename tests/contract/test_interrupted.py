@@ -27,6 +27,16 @@ class InterruptError(Exception):
     """What the signal handler raises."""
 
 
+@pytest.fixture(autouse=True)
+def _flags_as_without_modes() -> None:
+    """Clear flags that earlier tests left set.
+
+    torch keeps them per process, and sets them back to what each mode found: modes that overlap in several threads, as
+    regions of several threads do, leave them set (torch 2.13).
+    """
+    torch_private.remove_dispatch_mode(None)
+
+
 def thread_state() -> tuple[Any, ...]:
     """What a region changes in its thread."""
     modes: Any = torch.utils._python_dispatch

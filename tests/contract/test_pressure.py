@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import flush, store_of_kind
+from offload_oracle import flush
 from test_backward_ends import METHODS, _graph, _layers, _live_bytes, _on_few_bytes, _plain
 from torch import Tensor
 
@@ -37,13 +37,7 @@ _HOLDERS = {
 _FROM_OTHERS = ("replay from kept values", "replay from a store")
 
 
-@pytest.fixture(autouse=True)
-def _setup() -> Iterator[None]:
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    with store_of_kind("memory"):
-        yield
-    actckpt.configure(audit=before)
+pytestmark = pytest.mark.usefixtures("no_audit", "store_in_memory")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ One command runs them all, unattended: `python -m pytest tests/gpu`.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts; deterministic products need it
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # oracle, offload_oracle
 
 
 #: Warnings are errors; these of torch are about the device, or about how we look at it.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from gpu_oracle import TIERS, assert_same_here, only, settle
 from layout_programs import PROGRAMS
+from offload_oracle import deep
 from oracle import assert_equal, mlp, ours
 from torch.autograd.graph import save_on_cpu
 
@@ -37,10 +38,6 @@ def _leaf(*shape: int, **options: Any) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", requires_grad=True, **options)
 
 
-def _deep(x: torch.Tensor) -> torch.Tensor:
-    return ((x * 1.5).sin().exp() @ x.cos().T).tanh().square().sum()
-
-
 @pytest.mark.parametrize("is_synchronised", [True, False], ids=["after the copies", "in flight"])
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in _NOT_HERE])
 def test_gradients_are_bit_equal(tier: str, name: str, is_synchronised: bool) -> None:
@@ -59,7 +56,7 @@ def test_double_backward_and_graphs_in_any_order(tier: str) -> None:
     def program(context: Context) -> Any:
         x = _leaf(64, 64)
         with context():
-            outputs = [_deep(x * n) for n in (0.1, 0.2, 0.3)]
+            outputs = [deep(x * n) for n in (0.1, 0.2, 0.3)]
         (first,) = torch.autograd.grad(outputs[1], x, create_graph=True)
         grads = [torch.autograd.grad(outputs[n], x) for n in (2, 0)]
         return grads, torch.autograd.grad(first.square().sum(), x)
@@ -108,13 +105,13 @@ def test_forward_runs_ahead_of_the_device() -> None:
     x = _leaf(1024, 1024)
     for _ in range(2):
         with actckpt.offload(min_bytes=0):
-            _deep(x)
+            deep(x)
     torch.cuda.synchronize()
     ended = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)
     ended.record()
     with actckpt.offload(min_bytes=0):
-        y = _deep(x)
+        y = deep(x)
     assert not ended.query(), "the host waited"
     y.backward()
 
@@ -167,7 +164,7 @@ def test_threads_with_streams_of_their_own(tier: str) -> None:
     expected = []
     for value in inputs:
         x = value.clone().requires_grad_()
-        expected.append(torch.autograd.grad(_deep(x), x)[0])
+        expected.append(torch.autograd.grad(deep(x), x)[0])
     torch.cuda.synchronize()
 
     def train(n: int) -> None:
@@ -175,7 +172,7 @@ def test_threads_with_streams_of_their_own(tier: str) -> None:
             for _ in range(10):
                 x = inputs[n].clone().requires_grad_()
                 with actckpt.offload(min_bytes=0):
-                    y = _deep(x)
+                    y = deep(x)
                 (found[n],) = torch.autograd.grad(y, x)
             torch.cuda.current_stream().synchronize()
 
@@ -237,10 +234,10 @@ def test_the_store_is_empty_after_backward() -> None:
     x = _leaf(256, 256)
     for _ in range(50):
         with actckpt.offload(min_bytes=0):
-            y = _deep(x)
+            y = deep(x)
         y.backward()
     with actckpt.offload(min_bytes=0):
-        y = _deep(x)
+        y = deep(x)
     del y
     torch.cuda.synchronize()
     with actckpt.offload(min_bytes=0):  # any call lets go of what has ended

@@ -12,6 +12,7 @@ import pytest
 import sim
 import torch
 from gpu_oracle import only, settle
+from offload_oracle import deep
 
 import actckpt
 from actckpt import _C, config
@@ -32,12 +33,8 @@ def restored() -> Iterator[None]:
     )
 
 
-def _deep(x: torch.Tensor) -> torch.Tensor:
-    return ((x * 1.5).sin().exp() @ x.cos().T).tanh().square().sum()
-
-
 def _gradient(x: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(_deep(x), x)[0]
+    return torch.autograd.grad(deep(x), x)[0]
 
 
 def _bytes(nbytes: int) -> _C.Bytes:
@@ -133,7 +130,7 @@ def test_little_or_no_pinned_memory_gives_the_right_gradients(
     expected = _gradient(x)
     for _ in range(3):
         with actckpt.offload(min_bytes=0):
-            y = _deep(x)
+            y = deep(x)
         settle()
         assert torch.equal(torch.autograd.grad(y, x)[0], expected)
     figures = actckpt.stats()
@@ -153,7 +150,7 @@ def test_a_disk_that_fails_gives_the_right_gradients(tmp_path: Path, position: i
     with only("disk", tmp_path, io=io.capsule) as engine:
         for _ in range(4):
             with actckpt.offload(min_bytes=0):
-                y = _deep(x)
+                y = deep(x)
             settle()
             assert torch.equal(torch.autograd.grad(y, x)[0], expected)
         assert engine.stats().num_failed_writes > 0
@@ -165,7 +162,7 @@ def test_altered_bytes_raise_and_the_next_try_is_right(tmp_path: Path) -> None:
     expected = _gradient(x)
     with only("disk", tmp_path, io=io.capsule) as engine:
         with actckpt.offload(min_bytes=0):
-            y = _deep(x)
+            y = deep(x)
         settle()
         _wait_for_drains(engine, 16 * MIB)
         faults.alter_read_at = 77

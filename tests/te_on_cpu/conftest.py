@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,6 @@ import pytest
 
 if TYPE_CHECKING:
     from te_on_cpu.training import Setting
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # oracle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

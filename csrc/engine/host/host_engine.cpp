@@ -71,7 +71,6 @@ TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes, std::shar
   stats_.peak_inflight_bytes = std::max(stats_.peak_inflight_bytes, stats_.inflight_bytes);
   ++stats_.num_puts;
   ++stats_.num_live;
-  stats_.put_bytes += bytes;
   window_.add(bytes);
   if (num_idle_ > 0 && stats_.inflight_bytes >= kWakeBytes) {
     work_.notify_one();

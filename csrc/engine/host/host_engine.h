@@ -45,7 +45,6 @@ struct HostConfig {
 
 struct HostStats {
   std::uint64_t num_puts = 0;
-  std::uint64_t put_bytes = 0;
   std::uint64_t written_bytes = 0;
   std::uint64_t loaded_bytes = 0;
   std::uint64_t stored_bytes = 0;  // held by stores for live tickets

@@ -135,7 +135,6 @@ bool Pool::grow(std::size_t bytes, std::string* why) {
     extents_.add_region({reinterpret_cast<std::uintptr_t>(start), slab_bytes});
     stats_.pool_bytes += slab_bytes;
     stats_.peak_pool_bytes = std::max(stats_.peak_pool_bytes, stats_.pool_bytes);
-    ++stats_.num_growths;
     return true;
   } catch (const PinRefusedError& refused) {
     *why = refused.what();

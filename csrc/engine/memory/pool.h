@@ -71,7 +71,6 @@ struct PoolStats {
   std::uint64_t largest_free_bytes = 0;
   std::uint64_t num_slabs = 0;
   std::uint64_t num_blocks = 0;
-  std::uint64_t num_growths = 0;
   std::uint64_t num_refused_pins = 0;
 };
 

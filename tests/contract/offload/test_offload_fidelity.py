@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from layout_programs import PROGRAMS
-from offload_oracle import KINDS, TwoTensor, assert_same, flush, live_tickets, store_of_kind, two_tensor
+from offload_oracle import TwoTensor, assert_same, flush, two_tensor
 from oracle import assert_equal, leaf
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -18,12 +18,7 @@ from actckpt._offload.session import Session
 Context = Callable[[], Any]
 
 
-@pytest.fixture(params=KINDS, autouse=True)
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    with store_of_kind(request.param):
-        actckpt.reset_stats()
-        yield request.param
-        assert live_tickets() == 0, "every graph of the test is gone"
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 @pytest.mark.parametrize("is_flushed", [True, False], ids=["flushed", "in flight"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
 import torch
-from offload_oracle import KINDS, PythonStore, assert_same, flush, live_tickets, store_of_kind, using
+from offload_oracle import PythonStore, assert_same, deep, flush, using
 from oracle import assert_equal, gradients, leaf, mlp, ours, theirs
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -19,23 +19,14 @@ from actckpt._offload.cpu import CpuStore
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-@pytest.fixture(params=KINDS, autouse=True)
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    with store_of_kind(request.param):
-        actckpt.reset_stats()
-        yield request.param
-        assert live_tickets() == 0, "every graph of the test is gone"
-
-
-def _deep(x: torch.Tensor) -> torch.Tensor:
-    return ((x * 1.5).sin().exp() @ x.cos().T).tanh().square().sum()
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 def test_backward_three_times_over_one_graph() -> None:
     def program(context: Context) -> Any:
         x = leaf(8, 8)
         with context():
-            y = _deep(x)
+            y = deep(x)
         flush()
         return [torch.autograd.grad(y, x, retain_graph=n < 2) for n in range(3)]
 
@@ -49,7 +40,7 @@ def test_a_retained_graph_does_not_grow() -> None:
     with using(store):
         with actckpt.offload(min_bytes=0):
             h = x * 1
-            y = (h.sin() + h.cos() + _deep(h)).sum()
+            y = (h.sin() + h.cos() + deep(h)).sum()
         del h
         store.inner.flush()
         held = store.inner.stats().stored_bytes
@@ -64,7 +55,7 @@ def test_double_backward() -> None:
     def program(context: Context) -> Any:
         x = leaf(8, 8)
         with context():
-            y = _deep(x)
+            y = deep(x)
             (first,) = torch.autograd.grad(y, x, create_graph=True)
         flush()
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
@@ -77,7 +68,7 @@ def test_double_backward_with_only_the_forward_inside() -> None:
     def program(context: Context) -> Any:
         x = leaf(8, 8)
         with context():
-            y = _deep(x)
+            y = deep(x)
         flush()
         (first,) = torch.autograd.grad(y, x, create_graph=True)
         return first.detach(), torch.autograd.grad(first.square().sum(), x)
@@ -99,7 +90,7 @@ def test_hessian_vector_products_and_batched_gradients() -> None:
 
 def test_a_graph_whose_backward_never_runs_gives_its_bytes_back() -> None:
     with actckpt.offload(min_bytes=0):
-        y = _deep(leaf(32, 32))
+        y = deep(leaf(32, 32))
     flush()
     assert actckpt.stats().store_bytes > 0
     del y
@@ -109,7 +100,7 @@ def test_a_graph_whose_backward_never_runs_gives_its_bytes_back() -> None:
 def test_a_graph_dropped_while_it_is_written_gives_its_bytes_back() -> None:
     for _ in range(20):
         with actckpt.offload(min_bytes=0):
-            _deep(leaf(64, 64))
+            deep(leaf(64, 64))
     flush()
     assert actckpt.stats().store_bytes == 0
 
@@ -125,7 +116,7 @@ def test_several_graphs_alive_run_in_any_order(order: tuple[int, ...], in_one_co
                 stack.enter_context(context())
             for n in range(3):
                 with context() if not in_one_context else ExitStack():
-                    outputs.append(_deep(x * (n + 1)))
+                    outputs.append(deep(x * (n + 1)))
         flush()
         return [torch.autograd.grad(outputs[n], x) for n in order]
 
@@ -189,7 +180,7 @@ def test_saved_tensors_are_read_twice_outside_of_backward() -> None:
 def test_an_exception_in_forward_leaves_nothing() -> None:
     x = leaf(8, 8)
     with pytest.raises(ZeroDivisionError), actckpt.offload(min_bytes=0):
-        y = _deep(x)
+        y = deep(x)
         raise ZeroDivisionError
     del y
     flush()
@@ -215,7 +206,7 @@ def test_an_exception_in_backward_and_another_try() -> None:
     def program(context: Context) -> Any:
         x = leaf(8, 8)
         with context():
-            y = _Fails.apply(_deep(x) * x.sin()).exp().sum()
+            y = _Fails.apply(deep(x) * x.sin()).exp().sum()
         flush()
         _Fails.fails = True
         with pytest.raises(ZeroDivisionError):
@@ -232,7 +223,7 @@ def test_eight_threads_train_at_once() -> None:
         w = torch.randn(16, 16, generator=generator).requires_grad_()
         for _ in range(10):
             with context():
-                y = _deep(w * 0.5)
+                y = deep(w * 0.5)
             (grad,) = torch.autograd.grad(y, w)
             w = (w - 0.1 * grad).detach().requires_grad_()
         results[seed] = w.detach()
@@ -254,9 +245,9 @@ def test_eight_threads_train_at_once() -> None:
 
 def test_eight_threads_run_backward_over_graphs_of_one_context() -> None:
     x = leaf(16, 16)
-    expected = [torch.autograd.grad(_deep(x * n), x)[0] for n in range(8)]
+    expected = [torch.autograd.grad(deep(x * n), x)[0] for n in range(8)]
     with actckpt.offload(min_bytes=0):
-        outputs = [_deep(x * n) for n in range(8)]
+        outputs = [deep(x * n) for n in range(8)]
     flush()
     found: dict[int, torch.Tensor] = {}
 
@@ -372,7 +363,7 @@ def test_blocks_compiled_before_run_inside() -> None:
 def test_as_a_decorator_and_again() -> None:
     @actckpt.offload(min_bytes=0)
     def forward(x: torch.Tensor, depth: int) -> torch.Tensor:
-        return _deep(x) if depth == 0 else forward(x.sin(), depth - 1)
+        return deep(x) if depth == 0 else forward(x.sin(), depth - 1)
 
     x = leaf(8, 8)
     for depth in (0, 2):
@@ -381,18 +372,18 @@ def test_as_a_decorator_and_again() -> None:
         h = x
         for _ in range(depth):
             h = h.sin()
-        assert_equal(torch.autograd.grad(y, x), torch.autograd.grad(_deep(h), x))
+        assert_equal(torch.autograd.grad(y, x), torch.autograd.grad(deep(h), x))
     del y, h
 
 
 def test_nothing_is_moved_without_grad_or_below_the_minimum() -> None:
     x = leaf(16, 16)
     with actckpt.offload(min_bytes=0), torch.no_grad():
-        _deep(x)
+        deep(x)
     with actckpt.offload(min_bytes=0), torch.inference_mode():
-        _deep(x)
+        deep(x)
     with actckpt.offload(min_bytes=16 * 16 * 4 + 1):
-        y = _deep(x)
+        y = deep(x)
     with actckpt.offload(min_bytes="1KiB"):
         z = (x * 1).sin()
     assert actckpt.stats().offloaded_bytes == 16 * 16 * 4

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from offload_oracle import KINDS, assert_same, flush, live_tickets, store_of_kind, unique_saved_bytes
+from offload_oracle import assert_same, flush, unique_saved_bytes
 from oracle import leaf
 
 import actckpt
@@ -17,12 +17,7 @@ from actckpt.errors import SavedTensorChangedError
 ROWS, COLUMNS = 64, 16
 
 
-@pytest.fixture(params=KINDS, autouse=True)
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    with store_of_kind(request.param):
-        actckpt.reset_stats()
-        yield request.param
-        assert live_tickets() == 0, "every graph of the test is gone"
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 def _windows(*stretches: tuple[int, int]) -> Callable[[torch.Tensor], torch.Tensor]:

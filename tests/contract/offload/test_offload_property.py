@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offload_oracle import KINDS, flush, live_tickets, store_of_kind
 from oracle import assert_equal, ours, plain, theirs
-from random_programs import outcome, regions
+from random_programs import Drawn, draws, many_draws, outcome
 
 import actckpt
 
@@ -51,31 +51,17 @@ def _call(way: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(
-    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
-)
+@many_draws
 @given(
-    program=regions,
-    with_grad=st.lists(st.booleans(), min_size=3, max_size=3).map(lambda flags: flags if any(flags) else [True] * 3),
-    used=st.lists(st.booleans(), min_size=2, max_size=2),
-    retain=st.booleans(),
-    seed=st.integers(0, 3),
+    drawn=draws,
     ways=st.lists(st.sampled_from(_WAYS), min_size=1, max_size=5),
     is_offloaded=st.booleans(),
     is_flushed=st.booleans(),
 )
 def test_random_programs_are_bit_equal_to_plain_autograd(
-    kind: str,
-    program: list[Any],
-    with_grad: list[bool],
-    used: list[bool],
-    retain: bool,
-    seed: int,
-    ways: list[str],
-    is_offloaded: bool,
-    is_flushed: bool,
+    kind: str, drawn: Drawn, ways: list[str], is_offloaded: bool, is_flushed: bool
 ) -> None:
-    expected = outcome(plain, program, with_grad, used, retain, seed)
+    expected = outcome(plain, drawn)
     depth = _Depth()
 
     def region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +83,6 @@ def test_random_programs_are_bit_equal_to_plain_autograd(
         with ExitStack() as stack:
             if is_offloaded:
                 stack.enter_context(actckpt.offload(min_bytes=0))
-            found = outcome(region, program, with_grad, used, retain, seed)
+            found = outcome(region, drawn)
         assert_equal(found, expected)
         assert live_tickets() == 0

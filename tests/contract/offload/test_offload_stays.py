@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's name
-from offload_oracle import KINDS, flush, store_of_kind, two_tensor, unique_saved_bytes
+from offload_oracle import flush, two_tensor, unique_saved_bytes
 from oracle import leaf, mlp
 
 import actckpt
 from actckpt.demo.model import LanguageModel
 from actckpt.errors import SavedTensorChangedError
 
-
-@pytest.fixture(params=KINDS, autouse=True)
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    with store_of_kind(request.param):
-        actckpt.reset_stats()
-        yield request.param
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 class _Owner(torch.nn.Module):

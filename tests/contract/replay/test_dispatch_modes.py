@@ -172,11 +172,8 @@ def _gradients(run: Run, forward: Any, backward: Any, function: Any = _body) -> 
 
 
 @pytest.fixture(params=["first", "off"])
-def _audit(request: Any) -> Iterator[None]:
-    before = actckpt.configure().audit
+def _audit(request: Any) -> None:
     actckpt.configure(audit=request.param)
-    yield
-    actckpt.configure(audit=before)
 
 
 @pytest.mark.usefixtures("_audit")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,12 +20,7 @@ OFFLOAD = actckpt.policies.PerOp({"aten.mul": "offload", "aten.sin": "offload"})
 Program = Callable[[Tensor, Any], tuple[list[Tensor], Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def _no_audit() -> Iterator[None]:
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before)
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _data(x: Tensor, region: Any) -> tuple[list[Tensor], Tensor]:

@@ -6,7 +6,6 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,14 +18,8 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name
 import actckpt
 from actckpt.memory import LiveStorages
 
-
-@pytest.fixture(autouse=True)
-def _no_audit() -> Iterator[None]:
-    """Checksums are operators too, and some of these tests count operators."""
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before)
+#: Checksums are operators too, and some of these tests count operators.
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _chain(x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,12 +17,7 @@ _SIZE = 64
 _CAST_BYTES = _SIZE * _SIZE * 2
 
 
-@pytest.fixture(autouse=True)
-def _no_audit() -> Iterator[None]:
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before)
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _loss(layer: torch.nn.Linear, x: Tensor, policy: Any, num_regions: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,8 @@ aten = torch.ops.aten
 KEPT = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
 
 
-@pytest.fixture(autouse=True)
-def _no_audit() -> Iterator[None]:
-    """Checksums need memory too, in the first step."""
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before)
+#: Checksums need memory too, in the first step.
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _measure(run: Any) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -20,13 +20,8 @@ from actckpt.memory import LiveStorages
 Run = Callable[[Any, Tensor], Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _no_audit() -> Iterator[None]:
-    """Let nothing that is wrong be put right by an audit, nor anything be parked."""
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before)
+#: Let nothing that is wrong be put right by an audit, nor anything be parked.
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _region(model: Any, x: Tensor) -> Tensor:

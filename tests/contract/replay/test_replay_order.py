@@ -15,10 +15,9 @@ from actckpt._replay.schedule import ReplayGraph
 
 @pytest.fixture(autouse=True)
 def _no_audit_and_no_order_afterwards() -> Iterator[None]:
-    before = actckpt.configure().audit
     actckpt.configure(audit="off")
     yield
-    actckpt.configure(audit=before, replay_order=None)
+    actckpt.configure(replay_order=None)
 
 
 def _gradient(order: Callable[[ReplayGraph], Any] | None) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,8 @@ from actckpt import Action
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def _no_audit() -> Iterator[None]:
-    """Checksums are operators too, and these tests count operators."""
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before)
+#: Checksums are operators too, and these tests count operators.
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _with(policy: Any) -> dict[str, Any]:

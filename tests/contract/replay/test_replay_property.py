@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,11 +30,8 @@ programs = st.lists(operators | st.tuples(st.just("region"), policies, bodies), 
 
 
 @pytest.fixture(params=["off", "always"])
-def _audited(request: Any) -> Iterator[None]:
-    before = actckpt.configure().audit
+def _audited(request: Any) -> None:
     actckpt.configure(audit=request.param)
-    yield
-    actckpt.configure(audit=before)
 
 
 @pytest.mark.filterwarnings(r"ignore:Use of \w+ on expanded tensors:UserWarning")

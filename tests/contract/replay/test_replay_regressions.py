@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,13 +17,8 @@ import actckpt
 KEPT = [["aten.mul"], ["aten.mul_"], "recompute"]
 
 
-@pytest.fixture(autouse=True)
-def _no_audit() -> Iterator[None]:
-    """Let nothing that is wrong be put right by an audit."""
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before)
+#: Let nothing that is wrong be put right by an audit.
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _gradients(program: Any, region: Any) -> Any:

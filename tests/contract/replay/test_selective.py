@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -129,15 +129,6 @@ def _held_bytes(method: Checkpoint, program: Callable[..., torch.Tensor], *input
         held = live.live_bytes - y.untyped_storage().nbytes()
         y.sum().backward()
     return held
-
-
-@pytest.fixture
-def no_audit() -> Iterator[None]:
-    """Hold no checksums, so that bytes can be counted in the first call."""
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before)
 
 
 def test_results_that_backward_does_not_need_are_not_held(no_audit: None) -> None:

@@ -14,16 +14,10 @@ import pytest
 import torch
 import torch.distributed
 from oracle import assert_equal, leaf
-from te_fakes import FakeTracker, installed
+from te_fakes import FakeTracker
 from te_oracle import make_model
 
 import actckpt
-
-
-@pytest.fixture
-def te() -> Iterator[Any]:
-    with installed() as found:
-        yield found
 
 
 def test_without_transformer_engine_it_is_actckpts_checkpoint() -> None:

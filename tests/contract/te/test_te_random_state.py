@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +12,6 @@ from te_fakes import VERSIONS, ByteTracker, FakeTracker, installed
 from te_oracle import make_model, plain, train
 
 import actckpt
-
-
-@pytest.fixture
-def te() -> Iterator[Any]:
-    with installed() as found:
-        yield found
 
 
 def _drawing(get_tracker: Callable[[], Any], drawn: Log) -> Callable[[torch.Tensor], torch.Tensor]:

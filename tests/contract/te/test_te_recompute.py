@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +13,7 @@ from te_oracle import RECIPES, fp8_state, make_model, plain, queued, train
 import actckpt
 from actckpt.errors import RerunMismatchError, TransformerEngineError
 
-
-@pytest.fixture(params=VERSIONS)
-def te(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with installed(request.param) as found:
-        yield found
+pytestmark = pytest.mark.parametrize("te", VERSIONS, indirect=True)
 
 
 def _nested(layer: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:

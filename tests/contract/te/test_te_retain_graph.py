@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ from te_oracle import RECIPES, make_model, plain, queued, train
 import actckpt
 from actckpt.errors import InputChangedError, RerunMismatchError, TransformerEngineError
 from actckpt.memory import LiveStorages
-
-
-@pytest.fixture
-def te() -> Iterator[Any]:
-    with installed() as found:
-        yield found
 
 
 def _retained(model: Any, policy: Any = "recompute") -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,12 +24,6 @@ POLICIES = {
     "keep inside offload": {"TransformerLayer": "offload", "core_attention": "keep"},
     "recompute inside offload": {"TransformerLayer": "offload", "layernorm_mlp": "recompute"},
 }
-
-
-@pytest.fixture
-def te() -> Iterator[Any]:
-    with installed() as found:
-        yield found
 
 
 @pytest.mark.parametrize("version", VERSIONS)

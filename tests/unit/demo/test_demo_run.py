@@ -59,6 +59,19 @@ def test_toy_run_reports_equal_methods_a_saving_and_both_files(
     assert (tmp_path / "new" / "folder" / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_budget_shows_plan_prediction_and_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = _toy(tmp_path, methods=("none",), dim=64, seq=64, activation_budget="60%")
+    assert run_demo(prepare_demo(settings)) == 0
+    out = capsys.readouterr().out
+    assert "Plan of 'budget'" in out and "Recomputed:" in out and "Predicted: peak" in out
+    results = {result["method"]: result for result in json.loads((tmp_path / "demo.json").read_text())["results"]}
+    assert 30 < results["budget"]["saved_percent"] < 60
+    with pytest.raises(ValueError, match="activation_budget='lots' is not a size"):
+        prepare_demo(_toy(tmp_path, activation_budget="lots"))
+
+
 def test_a_wrong_method_fails_loudly_with_method_step_and_both_losses_in_hex(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,3 +153,24 @@ def test_running_out_of_memory_says_what_to_make_smaller(tmp_path: Path, monkeyp
     monkeypatch.setattr(demo_run, "train", exhaust)
     with pytest.raises(MemoryError, match=r"method none does not fit.*9 bytes\. Try a smaller --batch"):
         run_demo(prepare_demo(_toy(tmp_path)))
+
+
+def test_methods_are_not_blamed_where_plain_training_does_not_repeat_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times: list[int] = []
+
+    def wrong_once(model: LanguageModel) -> None:
+        times.append(1)
+        if len(times) == 1:
+            _wrong(model)
+
+    demo = prepare_demo(_toy(tmp_path))
+    plain, other = demo.methods[:2]
+    broken = Method("broken", "turns a gradient around", _wrong)
+    assert run_demo(replace(demo, methods=(replace(plain, apply=wrong_once), other))) == 0
+    captured = capsys.readouterr()
+    assert "Equal bit for bit" in captured.out and "plain training, which no method touches, gave" in captured.err
+    times.clear()
+    assert run_demo(replace(demo, methods=(replace(plain, apply=wrong_once), other, broken))) == 1
+    assert "FAILED: broken differs from none at step 2" in capsys.readouterr().err

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))  # te_fakes
-
 from te_fakes import VERSIONS, installed
 
 import actckpt

@@ -1,0 +1,17 @@
+"""The stores that tests of offloading run with."""
+
+from collections.abc import Iterator
+
+import pytest
+from offload_oracle import KINDS, live_tickets, store_of_kind
+
+import actckpt
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Use a store of each kind, which must be empty in the end."""
+    with store_of_kind(request.param):
+        actckpt.reset_stats()
+        yield request.param
+        assert live_tickets() == 0, "every graph of the test is gone"
