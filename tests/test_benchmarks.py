@@ -132,3 +132,16 @@ def test_a_checkout_compared_with_itself_gives_a_ratio_for_every_row(tmp_path: P
     assert all(
         row["before_us"] > 0 and row["ratio"] > 0 for name, row in rows.items() if not name.startswith("offload")
     )
+
+
+def test_plans_for_three_budgets_fit_as_predicted(tmp_path: Path) -> None:
+    command = [sys.executable, str(_BENCHMARKS / "budgets.py"), "--models", "unet", "--budgets", "3", "--pairs", "1"]
+    subprocess.run([*command, "--out", str(tmp_path / "budgets.json")], check=True, capture_output=True)
+    found = json.loads((tmp_path / "budgets.json").read_text())["models"]["unet"]
+    assert [row["fits"] for row in found["rows"]] == [True] * 3
+    for row in found["rows"]:
+        assert row["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03)
+        assert row["ratio_to_plain"] > 0.0
+    peaks = [row["peak_bytes"] for row in found["rows"]]
+    assert found["smallest_bytes"] <= peaks[0] + 1 and peaks == sorted(peaks) and peaks[-1] == found["plain_peak_bytes"]
+    assert found["rows"][-1]["best_simple"] in ("nothing", "recompute", "keep attention", "keep matmuls")
