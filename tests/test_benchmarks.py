@@ -132,3 +132,14 @@ def test_a_checkout_compared_with_itself_gives_a_ratio_for_every_row(tmp_path: P
     assert all(
         row["before_us"] > 0 and row["ratio"] > 0 for name, row in rows.items() if not name.startswith("offload")
     )
+
+
+def test_estimates_of_the_shape_that_is_too_large_to_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The other parts run in tests/contract/test_estimation.py."""
+    main = runpy.run_path(str(_BENCHMARKS / "estimate.py"))["main"]
+    out = tmp_path / "out.json"
+    assert main(["--parts", "longchat", "--tokens", "1024", "--out", str(out)]) == 0
+    assert "torch checkpoint" in capsys.readouterr().out
+    figures = json.loads(out.read_text())["figures"]
+    held = {name: row["held_bytes"] for name, row in figures["longchat"].items()}
+    assert held["actckpt, recompute"] <= held["torch checkpoint"] < held["actckpt, keep matmuls"]
