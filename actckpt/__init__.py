@@ -63,6 +63,7 @@ from actckpt.errors import (
     StillOpenError,
     TransformerEngineError,
 )
+from actckpt.estimation import Estimate, EstimatedPolicy, Target, estimate
 from actckpt.planner.plans import Plan
 from actckpt.regions import region
 from actckpt.statistics import Stats, reset_stats, stats
@@ -83,6 +84,8 @@ __all__ = [
     "DefaultDeviceType",
     "DeviceError",
     "EngineError",
+    "Estimate",
+    "EstimatedPolicy",
     "ForkedError",
     "HostPoolFullError",
     "InputChangedError",
@@ -102,6 +105,7 @@ __all__ = [
     "SpillWriteError",
     "Stats",
     "StillOpenError",
+    "Target",
     "TransformerEngineError",
     "__version__",
     "apply",
@@ -112,6 +116,7 @@ __all__ = [
     "configure",
     "create_selective_checkpoint_contexts",
     "detach_variable",
+    "estimate",
     "get_device_states",
     "memory",
     "noop_context_fn",

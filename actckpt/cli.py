@@ -202,4 +202,10 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
 
 
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo, _add_doctor, _add_plan)
+def _add_estimate(commands: _Commands) -> None:
+    from actckpt._commands.estimate import add_estimate
+
+    add_estimate(commands, _whole_number, _number)
+
+
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo, _add_doctor, _add_plan, _add_estimate)

@@ -155,7 +155,7 @@ def compare(
             f"compare: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "
             "actckpt.remove(model) first: compare applies each policy itself."
         )
-    given = _default_policies(model) if policies is None else dict(policies)
+    given = default_policies(offloads=device_of(model).type == "cuda") if policies is None else dict(policies)
     state = TrainingState(model, optimizer)
     try:
         candidates = [Candidate(PLAIN, model, {}, step, state)]
@@ -176,18 +176,24 @@ def compare(
     return Comparison(tuple(rows), rounds)
 
 
-def _default_policies(model: torch.nn.Module) -> dict[str, Any]:
+def default_policies(*, offloads: bool) -> dict[str, Any]:
+    """Return what is compared where nothing is named."""
     expensive = [getattr(torch.ops.aten, name) for name in _EXPENSIVE if hasattr(torch.ops.aten, name)]
     policies: dict[str, Any] = {"recompute": "recompute", "keep matmuls": expensive}
-    if device_of(model).type == "cuda":
+    if offloads:
         policies["offload"] = "offload"
     return policies
 
 
-def _forwards(model: torch.nn.Module, policy: Any, blocks: Blocks | None) -> dict[torch.nn.Module, Any]:
-    """Return the forwards that `apply` gives to blocks. A dict without a policy in it is one: a table of places."""
+def options_of(policy: Any, blocks: Blocks | None) -> dict[str, Any]:
+    """Return keywords of `apply` for a policy. A dict without a policy in it is one: a table of places."""
     options = dict(policy) if isinstance(policy, Mapping) and "policy" in policy else {"policy": policy}
-    apply(model, **{"blocks": blocks, **options})
+    return {"blocks": blocks, **options}
+
+
+def _forwards(model: torch.nn.Module, policy: Any, blocks: Blocks | None) -> dict[torch.nn.Module, Any]:
+    """Return the forwards that `apply` gives to blocks."""
+    apply(model, **options_of(policy, blocks))
     forwards = {block: block.forward for block in applied_blocks(model).values()}
     remove(model)
     return forwards

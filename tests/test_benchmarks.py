@@ -145,3 +145,14 @@ def test_plans_for_three_budgets_fit_as_predicted(tmp_path: Path) -> None:
     peaks = [row["peak_bytes"] for row in found["rows"]]
     assert found["smallest_bytes"] <= peaks[0] + 1 and peaks == sorted(peaks) and peaks[-1] == found["plain_peak_bytes"]
     assert found["rows"][-1]["best_simple"] in ("nothing", "recompute", "keep attention", "keep matmuls")
+
+
+def test_estimates_of_the_shape_that_is_too_large_to_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The other parts run in tests/contract/test_estimation.py."""
+    main = runpy.run_path(str(_BENCHMARKS / "estimate.py"))["main"]
+    out = tmp_path / "out.json"
+    assert main(["--parts", "longchat", "--tokens", "1024", "--out", str(out)]) == 0
+    assert "torch checkpoint" in capsys.readouterr().out
+    figures = json.loads(out.read_text())["figures"]
+    held = {name: row["held_bytes"] for name, row in figures["longchat"].items()}
+    assert held["actckpt, recompute"] <= held["torch checkpoint"] < held["actckpt, keep matmuls"]

@@ -15,6 +15,7 @@ import actckpt
 import actckpt.api
 import actckpt.blocks
 import actckpt.comparison
+import actckpt.estimation
 import actckpt.planner.costs
 import actckpt.policies
 import actckpt.regions
@@ -46,7 +47,15 @@ def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     "module",
-    [actckpt.api, actckpt.blocks, actckpt.comparison, actckpt.planner.costs, actckpt.policies, actckpt.regions],
+    [
+        actckpt.api,
+        actckpt.blocks,
+        actckpt.comparison,
+        actckpt.estimation,
+        actckpt.planner.costs,
+        actckpt.policies,
+        actckpt.regions,
+    ],
     ids=lambda module: module.__name__,
 )
 def test_docstring_examples_run(module: ModuleType) -> None:

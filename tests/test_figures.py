@@ -83,3 +83,18 @@ def test_what_parts_of_a_rerun_cost_is_that_of_the_results() -> None:
     without = [ratios["actckpt"] - ratios[f"actckpt, no {part}"] for part in ("early stop", "random state")]
     assert f"({ratios['actckpt'] - 1:.2f} x plain training" in text
     assert f"{without[0]:.2f} goes with the early stop" in text and f"{without[1]:.2f} with the random state" in text
+
+
+def test_estimates_in_the_documentation_are_those_of_the_results() -> None:
+    figures = _figures("estimate")
+    for rows in figures["bytes"].values():
+        for row in rows:
+            assert row["estimated_held_bytes"] == row["measured_held_bytes"]
+            assert row["estimated_peak_bytes"] == row["measured_peak_bytes"]
+    assert all(row["estimated"] == row["true"] for row in figures["batches"].values())
+    text = (_ROOT / "docs/estimate.md").read_text()
+    assert "all were equal to the byte, the batches equal" in text
+    for name, row in figures["longchat"].items():
+        if name != "actckpt, replay":  # as recompute
+            sizes = [row[f"{key}_bytes"] / 1e9 for key in ("held", "peak", "total_peak")]
+            _says("docs/estimate.md", name, [*sizes, row["times_none"]])

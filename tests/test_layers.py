@@ -31,9 +31,10 @@ _ROOMS = [
     ["statistics", "memory"],
     ["_budget"],
     ["blocks"],
-    ["te"],
+    ["te", "_estimate"],
     ["budgets", "comparison", "doctor"],
-    ["demo"],
+    ["estimation"],
+    ["demo", "_commands"],
     ["cli"],
     ["__main__"],
 ]

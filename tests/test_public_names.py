@@ -50,6 +50,7 @@ CALLS = {  # in this order
     "plan": lambda f: f(step, model=model, activation_budget="100%", race=False),
     "create_selective_checkpoint_contexts": lambda f: f([torch.ops.aten.mm.default]),
     "detach_variable": lambda f: f((x,)),
+    "estimate": lambda f: f(step, model=model, policies={}),
     "get_device_states": lambda f: f(x),
     "set_device_states": lambda f: f([], []),
     "offload": lambda f: f(min_bytes=1)(layer)(x).sum().backward(),

@@ -7,6 +7,7 @@ the name public, use that one and delete the entry.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,11 @@ NAMES = [
     (torch._C, "_dispatch_get_all_op_names"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (torch._subclasses.fake_tensor, "FakeTensor"),
+    (torch._subclasses.fake_tensor, "FakeTensorMode"),
+    (torch._subclasses.fake_tensor, "DataDependentOutputException"),
+    (torch._subclasses.fake_tensor, "DynamicOutputShapeException"),
+    (torch._C, "_DisableTorchDispatch"),
+    (torch.utils._device, "_device_constructors"),
     (torch, "_disable_dynamo"),
     (torch._C, "_get_deterministic_algorithms"),
     (torch._C, "_get_deterministic_algorithms_warn_only"),
@@ -124,7 +130,10 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "Any",
         "Callable",
         "CodeType",
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
         "FakeTensor",
+        "FakeTensorMode",
         "Flag",
         "Hooks",
         "Iterator",
@@ -143,6 +152,9 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "are_on_top",
         "callee_of",
         "disable_dynamo",
+        "factories",
+        "fake_mode",
+        "new_fake",
         "is_compiled_function",
         "forced_by_context",
         "function_modes",
@@ -182,6 +194,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "get_precision",
         "innermost_transform",
         "is_zero_tangent",
+        "needs_numbers",
         "function_node_type",
         "keeps_graph",
         "must_be_deterministic",
@@ -220,6 +233,21 @@ def _program(checkpoint: Callable[..., Any]) -> list[torch.Tensor]:
 
 def _plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+def test_fake_tensors_of_one_storage_share_it_and_let_go_of_it() -> None:
+    mode = torch_private.fake_mode()
+    storage = torch.UntypedStorage(64, device="meta")
+    one = torch_private.new_fake(mode, storage, torch.float32, (2, 4), (4, 1), 0)
+    two = torch_private.new_fake(mode, storage, torch.int8, (8,), (2,), 3)
+    assert one.untyped_storage() is two.untyped_storage() is storage
+    assert (two.shape, two.stride(), two.storage_offset(), two.dtype) == ((8,), (2,), 3, torch.int8)
+    assert (one + one).device.type == "cpu"
+    with mode:
+        torch.empty(0).set_(storage, 0, (2, 4), (4, 1))
+    gone = weakref.ref(storage)
+    del one, two, storage
+    assert gone() is None  # torch's cache of fake operators holds storages that it was given
 
 
 def test_without_graph_exec_groups_regions_are_bit_equal() -> None:

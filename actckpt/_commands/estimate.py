@@ -1,0 +1,217 @@
+"""`actckpt estimate script.py`: what a step would hold and take on a device, and the largest size that fits."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import json
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_estimate"]
+
+_QUIET_SECONDS = 2.0
+_RESERVE = 0.05
+_SEQUENCE_TOLERANCE = 0.005
+
+_EPILOG = (
+    "The script defines model(), which returns a module, and step(model, batch=..., seq=...), which runs forward and "
+    "backward; it may define optimizer(model). All are called on tensors without bytes: devices that they name are "
+    "replaced, and nothing is allocated."
+)
+
+
+def add_estimate(commands: Any, whole_number: Callable[[str], int], number: Callable[[str], float]) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser(
+        "estimate",
+        help="say what a training step would hold and take on a device that is not here, or the largest that fits",
+        description="Say what a training step would hold and take on a device, per policy, without running it. Exit "
+        "status: 0 estimated, 1 nothing fits the budget, 2 bad arguments.",
+        epilog=_EPILOG,
+    )
+    option = parser.add_argument
+    option("script", type=Path, metavar="SCRIPT", help="a Python file, see below")
+    option("--target", default="h100", metavar="NAME", help="the device: h100 (default), h200, a100, b200, ...")
+    option("--flops", type=number, metavar="F", help="its operations per second on 16-bit numbers: 989e12")
+    option("--bandwidth", type=number, metavar="B", help="bytes per second of its memory: 3.35e12")
+    option("--link", type=number, metavar="B", help="bytes per second to the memory of the host, one way: 64e9")
+    option("--batch", type=whole_number, metavar="N", help="passed to step")
+    option("--seq", type=whole_number, metavar="N", help="passed to step")
+    option(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help="recompute, keep matmuls, offload, or aten.mm,aten.bmm,...: "
+        "operators whose results are kept; may be repeated (default: the first three)",
+    )
+    option("--blocks", nargs="+", metavar="NAME", help="qualified names of blocks, also with wildcards")
+    option("--find", choices=("batch", "seq"), help="find the largest one that fits the budget")
+    option("--budget", metavar="SIZE", help="with a unit: 70GiB (default: the target's memory less 5 %%)")
+    option("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_run, fail=parser.error)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from actckpt.errors import ActckptError
+
+    try:
+        command = _Command(args)
+        with command.prepared():
+            return command.find() if args.find else command.estimate()
+    except (ValueError, OSError, ActckptError) as error:
+        args.fail(str(error))
+        raise AssertionError from error  # fail does not return
+
+
+class _Progress:
+    """Says on the standard error stream what is under way, once it takes long."""
+
+    def __init__(self) -> None:
+        self._start_s = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        elapsed = time.monotonic() - self._start_s
+        if elapsed > _QUIET_SECONDS:
+            print(f"actckpt estimate: {elapsed:.0f} s: {what}", file=sys.stderr, flush=True)
+
+
+class _Command:
+    """One run of the command."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from actckpt._text.sizes import parse_bytes
+        from actckpt.estimation import chosen_policies
+
+        self._args = args
+        self._target = _target(args)
+        self._policies = chosen_policies(_policies(args, self._target), self._target)
+        memory = int(self._target.memory_bytes * (1 - _RESERVE))
+        self._budget = memory if args.budget is None else parse_bytes(args.budget, what="--budget")
+        self._progress = _Progress()
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Load the script, make its model and run a first step, all on fakes."""
+        from actckpt._estimate.estimating import Stepper, explained
+        from actckpt._estimate.fakes import Fakes
+
+        with Fakes(self._target) as fakes:
+            script = _load(self._args.script)
+            with explained(None):
+                self._model = script["model"]()
+                if not hasattr(self._model, "named_modules"):
+                    raise ValueError(
+                        f"{self._args.script}: model() returned a {type(self._model).__name__}, no module."
+                    )
+                optimizer = script["optimizer"](self._model) if "optimizer" in script else None
+            self._function = script["step"]
+            self._stepper = Stepper(fakes, self._target, self._model, optimizer)
+            with self._stepper:
+                self._progress("the first step")
+                self._stepper.warm_up(self._step())
+                yield
+
+    def _step(self, **sizes: int) -> Callable[[], object]:
+        """Return the step at the sizes of the command line, or at others."""
+        given = {name: getattr(self._args, name) for name in ("batch", "seq")}
+        given = {name: size for name, size in given.items() if size is not None} | sizes
+        if self._args.find is not None:
+            given.setdefault(self._args.find, 1)
+        try:
+            inspect.signature(self._function).bind(self._model, **given)
+        except TypeError as error:
+            options = " ".join(f"--{name} {size}" for name, size in given.items()) or "no --batch, no --seq"
+            raise ValueError(
+                f"{self._args.script}: step(model, batch=..., seq=...) cannot be called with {options}: {error}."
+            ) from None
+        return lambda: self._function(self._model, **given)
+
+    def estimate(self) -> int:
+        """Print the estimate of one size."""
+        from actckpt.estimation import estimate_with
+
+        found = estimate_with(
+            self._stepper, self._step(), self._target, self._policies, self._args.blocks, self._progress
+        )
+        print(json.dumps(found.as_dict(), indent=1) if self._args.json else found.table())
+        return 0
+
+    def find(self) -> int:
+        """Print the largest size that fits, per policy."""
+        rows = [self._largest(name, policy) for name, policy in {"none": None, **self._policies}.items()]
+        if self._args.json:
+            print(json.dumps({"find": self._args.find, "budget_bytes": self._budget, "rows": rows}, indent=1))
+        else:
+            print(self._table(rows))
+        return 0 if any(row["size"] for row in rows) else 1
+
+    def _largest(self, name: str, policy: Any) -> dict[str, Any]:
+        from actckpt._estimate.largest import largest_that_fits
+        from actckpt.estimation import checked_options
+
+        options = None if policy is None else checked_options(name, policy, self._args.blocks)
+        what = self._args.find
+        found: dict[int, Any] = {}
+
+        def peak(size: int) -> int:
+            self._progress(f"{name}, {what} {size}")
+            found[size] = self._stepper.run(self._step(**{what: size}), options)
+            return int(found[size].total_peak_bytes)
+
+        tolerance = _SEQUENCE_TOLERANCE if what == "seq" else 0.0
+        size = largest_that_fits(peak, self._budget, tolerance=tolerance)
+        figures = found[size or 1]
+        seconds = figures.busy_seconds + figures.stall_seconds
+        return {"name": name, "size": size, "total_peak_bytes": figures.total_peak_bytes, "seconds": seconds}
+
+    def _table(self, rows: list[dict[str, Any]]) -> str:
+        from actckpt._text.sizes import format_bytes, format_seconds
+        from actckpt._text.tables import aligned
+
+        lines = [("policy", f"largest {self._args.find}", "all", "step")]
+        for row in rows:
+            size = str(row["size"]) if row["size"] else "not even 1"
+            lines.append((row["name"], size, format_bytes(row["total_peak_bytes"]), format_seconds(row["seconds"])))
+        return f"{aligned(lines, left=1)}\nEstimated for {self._target.name} within {format_bytes(self._budget)}."
+
+
+def _target(args: argparse.Namespace) -> Any:
+    from actckpt._estimate.targets import named_target
+
+    rates = {"flops_per_s": args.flops, "memory_bytes_per_s": args.bandwidth, "link_bytes_per_s": args.link}
+    given = {name: rate for name, rate in rates.items() if rate is not None}
+    return dataclasses.replace(named_target(args.target), **given)
+
+
+def _policies(args: argparse.Namespace, target: Any) -> dict[str, Any] | None:
+    """Return the policies of the command line; None where it names none."""
+    from actckpt.comparison import default_policies
+
+    if args.policy is None:
+        return None
+    known = {**default_policies(offloads=not target.is_cpu), "keep": "keep"}
+    return {name: known[name] if name in known else [op.strip() for op in name.split(",")] for name in args.policy}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Run a script and return what it defines."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file. Pass a Python script that defines model() and step(model, ...).")
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        script = runpy.run_path(str(path), run_name="__actckpt__")
+    finally:
+        sys.path.pop(0)
+    if missing := [name for name in ("model", "step") if not callable(script.get(name))]:
+        raise ValueError(
+            f"{path} defines no {' and no '.join(f'{name}()' for name in missing)}. Define model(), which returns a "
+            "module, and step(model, batch=..., seq=...), which runs forward and backward."
+        )
+    return script

@@ -1,0 +1,190 @@
+"""One training step on fake tensors: what it would hold and take."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actckpt._core import torch_private
+from actckpt._core.sites import qualified_name
+from actckpt._core.storages import storages_of
+from actckpt._estimate import kernels
+from actckpt._estimate.fakes import Fakes
+from actckpt._estimate.links import Link, Offloading
+from actckpt._estimate.roofline import Clock
+from actckpt._estimate.targets import Target
+from actckpt._offload.session import DEFAULT_MIN_BYTES
+from actckpt._text.sizes import parse_bytes
+from actckpt.blocks import apply, remove
+from actckpt.memory import LiveStorages
+
+__all__ = ["Figures", "Options", "Stepper", "explained"]
+
+Step = Callable[[], object]
+#: Keywords of `apply`; None: the step without actckpt.
+Options = dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What one step holds and takes, in bytes and seconds; see `actckpt.estimation.EstimatedPolicy`."""
+
+    held_bytes: int
+    peak_bytes: int
+    total_peak_bytes: int
+    flops: int
+    busy_seconds: float
+    stall_seconds: float
+    blocks: int
+    num_math_attention: int
+
+
+class Stepper:
+    """Runs steps of a model under policies, on fakes. Used inside of the block of the fakes, and as a context itself.
+
+    Args:
+        fakes: entered.
+        optimizer: whose state counts; its step is run once if the first step of training does not do it.
+    """
+
+    def __init__(
+        self, fakes: Fakes, target: Target, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self._fakes, self._target, self._model, self._optimizer = fakes, target, model, optimizer
+        self._replacing = fakes.replacing(model, optimizer)
+        self._parameters: list[nn.Parameter] = []
+        self._owned: list[Tensor] = []
+        self._gradients: dict[int, int] = {}
+        #: Of parameters and buffers; of the gradients after a step; of the optimizer's state.
+        self.model_bytes = self.gradient_bytes = self.optimizer_bytes = 0
+
+    def __enter__(self) -> Stepper:
+        self._replacing.__enter__()
+        self._take_stock()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._replacing.__exit__(*exc_info)
+
+    def _take_stock(self) -> None:
+        self._parameters = list(self._model.parameters())
+        self._owned = [*self._parameters, *self._model.buffers()]
+        self.model_bytes = _bytes_of(self._owned)
+
+    def warm_up(self, step: Step) -> None:
+        """Run a first step, which makes what later ones find: caches of modules, the state of the optimizer.
+
+        Raises:
+            ValueError: it does not call backward.
+        """
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(self._note_gradient) for parameter in trained]
+        try:
+            with explained(self._model):
+                step()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.gradient_bytes = sum(self._gradients.values())
+        if not self._gradients:
+            raise ValueError("estimate: the step made no gradients. Pass one that runs forward and backward.")
+        if self._optimizer is not None:
+            if not self._optimizer.state:
+                self._optimizer.step()
+            self.optimizer_bytes = _bytes_of(self._optimizer.state.values())
+        self._take_stock()
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        self._gradients[id(parameter)] = _bytes_of([parameter.grad])
+
+    def run(self, step: Step, options: Options) -> Figures:
+        """Run a step under a policy, beginning without gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        clock, held = Clock(self._target), [0]
+        everything = LiveStorages(device="meta")
+        live = LiveStorages(parameters=self._parameters, device="meta")
+        hook = self._model.register_forward_hook(lambda *_: held.append(live.live_bytes))
+        try:
+            with self._applied(options, clock) as blocks, clock, everything, live, explained(self._model):
+                step()
+        finally:
+            hook.remove()
+        static_bytes = self.model_bytes + self.optimizer_bytes
+        return Figures(
+            held_bytes=max(held),
+            peak_bytes=live.peak_bytes,
+            total_peak_bytes=static_bytes + everything.peak_bytes,
+            flops=clock.flops,
+            busy_seconds=clock.busy_seconds,
+            stall_seconds=clock.stall_seconds,
+            blocks=blocks,
+            num_math_attention=clock.calls.get(kernels.MATH_ATTENTION, 0),
+        )
+
+    @contextlib.contextmanager
+    def _applied(self, options: Options, clock: Clock) -> Iterator[int]:
+        if options is None:
+            yield 0
+            return
+        given = dict(options)
+        policy = given["policy"] = kernels.policy_for_stand_ins(given["policy"])
+        min_bytes = parse_bytes(given.pop("min_bytes", DEFAULT_MIN_BYTES), what="min_bytes")
+        names = apply(self._model, **given)
+        with contextlib.ExitStack() as exits:
+            exits.callback(remove, self._model)
+            if policy == "offload":
+                exits.close()
+                modules = dict(self._model.named_modules())
+                link = Link(clock, self._target.link_bytes_per_s)
+                offloading = Offloading(link, self._fakes.mode, self._owned, min_bytes)
+                exits.enter_context(offloading.of([modules[name] for name in names]))
+            yield len(names)
+
+
+@contextlib.contextmanager
+def explained(model: nn.Module | None) -> Iterator[None]:
+    """Say in one line which operator needs numbers, where one does.
+
+    Raises:
+        ValueError: one does.
+    """
+    try:
+        yield
+    except torch_private.needs_numbers as error:
+        raise ValueError(_needs_numbers(error, model)) from None
+
+
+def _bytes_of(tensors: Iterable[Any]) -> int:
+    """Return the bytes of the storages behind tensors, each once."""
+    return sum({id(storage): storage.nbytes() for storage in storages_of(list(tensors))}.values())
+
+
+def _needs_numbers(error: BaseException, model: nn.Module | None) -> str:
+    operator = getattr(error, "func", "an operator")
+    module, line = _where(error.__traceback__, model)
+    return (
+        f"estimate: {operator} in {module} ({line}) needs the numbers of a tensor, and without a device there are only "
+        "shapes. Leave it out of the step, or give it a fixed size."
+    )
+
+
+def _where(traceback: TracebackType | None, model: nn.Module | None) -> tuple[str, str]:
+    """Return the module whose method was running, and the last line outside of torch and actckpt."""
+    module, line = "the step", "unknown line"
+    folders = (torch.__path__[0], __file__.rpartition("_estimate")[0])
+    while traceback is not None:
+        frame = traceback.tb_frame
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            module = f"module {qualified_name(model or owner, owner)!r}"
+        if not frame.f_code.co_filename.startswith(folders):
+            line = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return module, line

@@ -1,0 +1,289 @@
+"""Running a training step on tensors without bytes, in the place of a model that may be real.
+
+NOTE [ Fakes ]
+
+Rule 1. Operators run under torch's FakeTensorMode: they compute shapes, and nothing is allocated. Fakes stand for
+        tensors of the CPU, since a CPU build of torch aborts where those of CUDA need gradients: devices that the
+        program names are replaced by the CPU, and autocast for one by autocast for the CPU.
+Rule 2. Tensors from outside become fakes when a module or a function of torch is called with them, always the same
+        ones. Tensors of the host that the program moves to a device are copied there, as they would be.
+Rule 3. A model is replaced by putting fakes into its modules. What its modules and its optimizer hold in attributes,
+        and in containers that are attributes, is put back afterwards; so are random state and the default dtype. The
+        real tensors are never written: no operator reaches them.
+Rule 4. Modules are moved and converted by making new parameters (`nn.Module.to` would swap fakes, which torch refuses).
+Rule 5. An optimizer may read numbers of its state (the count of steps): each is 0.5, which makes none divide by zero.
+Rule 6. Functions of torch are replaced for the thread that runs the step; other threads go on with real tensors.
+Rule 7. Kernels that the target has and the CPU has not are replaced (actckpt/_estimate/kernels.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from actckpt._core import torch_private
+from actckpt._core.training_state import random_state, set_random_state
+from actckpt._estimate import kernels
+from actckpt._estimate.targets import Target
+
+__all__ = ["Fakes"]
+
+#: Functions of torch are replaced: in which order two threads put them back must not matter.
+_one_at_a_time = threading.RLock()
+_CPU = torch.device("cpu")
+#: Where functions that move tensors take the number of a device, and what one that is not the CPU's is called.
+_DEVICE_AT, _ELSEWHERE = {"to": 1, "_parse_to": 0}, "cuda"
+_STAY = ("cpu", "meta")
+
+
+class Fakes:
+    """A context in which every tensor is a fake one.
+
+    Args:
+        target: whose kernels the operators stand for.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.mode: Any = torch_private.fake_mode()
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._host: set[int] = set()
+        self._thread = threading.get_ident()
+        self._exits = contextlib.ExitStack()
+        #: An optimizer is running its step.
+        self.updating = False
+
+    def __enter__(self) -> Fakes:
+        with contextlib.ExitStack() as exits:
+            exits.enter_context(_one_at_a_time)
+            exits.callback(set_random_state, random_state())
+            exits.callback(torch.set_default_dtype, torch.get_default_dtype())
+            for hook in (
+                register_optimizer_step_pre_hook(self._begin_update),
+                register_optimizer_step_post_hook(self._end_update),
+            ):
+                exits.callback(hook.remove)
+            exits.enter_context(_replaced(nn.Module, "_apply", _apply))
+            exits.enter_context(_replaced(nn.Module, "__call__", self._calling(nn.Module.__call__)))
+            exits.enter_context(_replaced(torch.amp.autocast_mode.autocast, "__init__", _cpu_autocast()))
+            if not self._target.is_cpu:
+                for name, kernel in kernels.STAND_INS.items():
+                    exits.enter_context(_replaced(nn.functional, name, kernel))
+            exits.enter_context(self.mode)
+            exits.enter_context(_Redirect(self, {} if self._target.is_cpu else kernels.by_function()))
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._exits.close()
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if parameters and not isinstance(parameters[0], torch_private.fake_tensor_type):
+            raise ValueError(
+                f"estimate: the step runs an optimizer ({type(optimizer).__name__}) that was not given. Pass it: "
+                "optimizer=, so that its state is counted."
+            )
+        self.updating = True
+
+    def _end_update(self, *_: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.updating = False
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether a fake stands for a tensor from outside, in the memory of the host."""
+        return id(tensor.untyped_storage()) in self._host
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the fake that stands for a tensor; itself if it is one of this mode."""
+        if getattr(tensor, "fake_mode", None) is self.mode:
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, self._new(tensor)
+        return self._made[id(tensor)][1]
+
+    def within(self, value: Any) -> Any:
+        """Return a value with fakes in the place of the tensors from outside in it; itself if it has none."""
+        if isinstance(value, Tensor):
+            return self.of(value)
+        if type(value) in (tuple, list):
+            found = [self.within(each) for each in value]
+            return value if all(map(operator.is_, found, value)) else type(value)(found)
+        if type(value) is dict:
+            found = [self.within(each) for each in value.values()]
+            is_same = all(map(operator.is_, found, value.values()))
+            return value if is_same else dict(zip(value, found, strict=True))
+        return value
+
+    def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `nn.Module.__call__` that passes fakes on: regions see arguments before functions of torch do."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return original(module, *self.within(args), **self.within(kwargs))
+
+        return call
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+            return self.mode.from_tensor(tensor)  # type: ignore[no-any-return]
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._storages:
+            self._storages[id(storage)] = storage, torch.UntypedStorage(storage.nbytes(), device="meta")
+        fake = torch_private.new_fake(
+            self.mode,
+            self._storages[id(storage)][1],
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+        if tensor.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
+            self._host.add(id(fake.untyped_storage()))
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    @contextlib.contextmanager
+    def replacing(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+        """Put fakes into a model and its optimizer, whose state begins anew, as long as the block runs."""
+        with contextlib.ExitStack() as exits:
+            for module in model.modules():
+                exits.callback(_held_by(module.__dict__))
+            if optimizer is not None:
+                exits.callback(_held_by(optimizer.__dict__))
+                for group in optimizer.param_groups:
+                    exits.callback(_held_by(group))
+            for module in model.modules():
+                held: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+                for tensors in held:
+                    tensors.update({name: None if each is None else self.of(each) for name, each in tensors.items()})
+            for buffer in model.buffers():
+                self._host.discard(id(buffer.untyped_storage()))
+            if optimizer is not None:
+                self._replace_state(optimizer)
+            yield
+
+    def _replace_state(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state = defaultdict(dict)
+        for group in optimizer.param_groups:
+            group["params"][:] = [self.of(parameter) for parameter in group["params"]]
+            if not self._target.is_cpu and not group.get("fused") and group.get("foreach", False) is None:
+                group["foreach"] = True  # what optimizers choose on a GPU
+
+
+def _held_by(attributes: dict[str, Any]) -> Callable[[], None]:
+    """Return what puts attributes, and the contents of containers among them, back."""
+    held = dict(attributes)
+    contents = [(each, list(each)) for each in held.values() if type(each) in (list, set, deque)]
+    items = [(each, list(each.items())) for each in held.values() if type(each) in (dict, OrderedDict, defaultdict)]
+
+    def put_back() -> None:
+        for name in [name for name in attributes if name not in held]:
+            del attributes[name]
+        attributes.update(held)
+        for container, content in contents:
+            container.clear()
+            (container.update if isinstance(container, set) else container.extend)(content)
+        for container, entries in items:
+            container.clear()
+            container.update(entries)
+
+    return put_back
+
+
+class _Redirect(TorchFunctionMode):
+    """Sees every function of torch that the program calls: NOTE [ Fakes ], Rules 1, 2, 5 and 7."""
+
+    def __init__(self, fakes: Fakes, stand_ins: dict[Any, Any]) -> None:
+        super().__init__()
+        self._fakes = fakes
+        self._stand_ins = stand_ins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if func is torch.device or name == "__get__":  # a fake has the attributes of its tensor, but for the version
+            return func(*args, **(kwargs or {}))
+        args = tuple(self._fakes.within(each) for each in args)
+        kwargs = {name: self._fakes.within(each) for name, each in (kwargs or {}).items()}
+        if func is torch.Tensor.item and self._fakes.updating:
+            return 0.5
+        if func is torch.Tensor.cuda:
+            return self._on_device(args[0])
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        at = _DEVICE_AT.get(name)
+        if at is not None and len(args) > at and type(args[at]) is int:
+            args = (*args[:at], _ELSEWHERE, *args[at + 1 :])
+        moves = func is torch.Tensor.to and any(map(_is_elsewhere, (*args[1:], kwargs.get("device"))))
+        if func in torch_private.factories() and kwargs.get("device") is None and not _is_meta_default():
+            kwargs["device"] = _CPU
+        args = tuple(_CPU if _is_elsewhere(each) else each for each in args)
+        kwargs = {name: _CPU if _is_elsewhere(each) else each for name, each in kwargs.items()}
+        if self._stand_ins:
+            args = kernels.as_autocast(func, args)
+        result = self._stand_ins.get(func, func)(*args, **kwargs)
+        return self._on_device(result) if moves else result
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.clone() if self._fakes.is_host(tensor) else tensor
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Whether an argument names a device that fakes do not stand for."""
+    if isinstance(value, str):
+        return value.partition(":")[0] in ("cuda", "xpu", "mps", "hip", "hpu", "npu", "mtia")
+    return isinstance(value, torch.device) and value.type not in _STAY
+
+
+def _is_meta_default() -> bool:
+    return torch.get_default_device().type == "meta"
+
+
+def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply`, by making new parameters where `fn` returns other tensors."""
+    for inner in module.modules() if recurse else (module,):
+        for name, parameter in inner._parameters.items():
+            with torch.no_grad():
+                found = parameter if parameter is None else fn(parameter)
+            if parameter is not None and found is not None and found is not parameter:
+                inner._parameters[name] = nn.Parameter(found, requires_grad=parameter.requires_grad)
+        inner._buffers.update({name: None if each is None else fn(each) for name, each in inner._buffers.items()})
+    return module
+
+
+def _cpu_autocast() -> Callable[..., None]:
+    original = torch.amp.autocast_mode.autocast.__init__
+
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, "cpu" if _is_elsewhere(device_type) else device_type, *args, **kwargs)
+
+    return init
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute for this thread; others go on with the original."""
+    original, thread = getattr(owner, name), threading.get_ident()
+
+    @functools.wraps(original)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (value if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    setattr(owner, name, chosen)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,142 @@
+"""The time that a device would take for the operators of a step.
+
+NOTE [ Roofline ]
+
+Rule 1. A kernel takes the longer of two times: its floating-point operations at the target's rate for the type of its
+        numbers, and the bytes that it reads and writes at the bandwidth of the target's memory. Nothing is said of what
+        starting a kernel costs, nor how near a kernel comes to those rates: seconds are a lower bound, of which the
+        ratio between policies is what to look at.
+Rule 2. Floating-point operations are those of products, convolutions and attention, by the formulas of
+        `torch.utils.flop_counter`; attention with a causal mask has half of them. Other operators count their bytes.
+Rule 3. Operators that return views move nothing. Lookups read as much of their first argument as they return.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from actckpt._core import torch_private
+from actckpt._estimate.targets import Target
+
+__all__ = ["Clock"]
+
+_aten = torch.ops.aten
+
+#: Operators without a formula, and those whose formula they have.
+_SAME_FORMULA = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+#: Which argument of attention says whether its mask is causal: that of the forward, that of the backward.
+_CAUSAL_AT = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: 4,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
+}
+#: They read of their first argument what they return.
+_LOOKUPS = frozenset({_aten.embedding, _aten.gather, _aten.index, _aten.index_select})
+#: They overwrite their first argument without reading it.
+_FILLS = frozenset({_aten.copy_, _aten.fill_, _aten.zero_, _aten.bernoulli_, _aten.normal_, _aten.uniform_})
+#: They make memory, or exchange it, and write nothing.
+_EMPTY = frozenset(
+    {_aten.set_, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+)
+_QUERIES = "prim"
+
+
+class Clock(TorchDispatchMode):
+    """Adds up the seconds of the operators that run inside the `with` block, also in backward and recomputation."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._target = target
+        #: Of 32-bit numbers. Where TF32 is allowed, devices run products of them at half of the 16-bit rate.
+        self._float32_flops_per_s = target.float32_flops_per_s
+        if not target.is_cpu and torch_private.get_precision("cuda", "matmul") == "tf32":
+            self._float32_flops_per_s = target.flops_per_s / 2
+        self._formulas: dict[Any, Any] = FlopCounterMode(display=False).flop_registry
+        #: Seconds of kernels.
+        self.busy_seconds = 0.0
+        #: Seconds in which the program waited for the link.
+        self.stall_seconds = 0.0
+        self.flops = 0
+        #: By the name of the operator, how often it ran.
+        self.calls: dict[str, int] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled under this mode."""
+        return True
+
+    @property
+    def seconds(self) -> float:
+        """Where the program is."""
+        return self.busy_seconds + self.stall_seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", _QUERIES) != _QUERIES:
+            self._note(func, args, kwargs or {}, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        packet = func.overloadpacket
+        self.calls[str(packet)] = self.calls.get(str(packet), 0) + 1
+        given, made = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(result))
+        if packet in _EMPTY or _is_view(func, given, made):
+            return
+        flops = self._flops(packet, args, kwargs, result)
+        dtype = next((tensor.dtype for tensor in (*made, *given) if tensor.is_floating_point()), torch.float32)
+        rate = self._target.flops_per_s if dtype.itemsize <= 2 else self._float32_flops_per_s
+        written = made or list(_tensors(args[:1] if func._schema.is_mutable else ()))  # `_foreach_` ones return nothing
+        moved = _moved_bytes(packet, given, written)
+        self.flops += flops
+        self.busy_seconds += max(flops / rate, moved / self._target.memory_bytes_per_s)
+
+    def _flops(self, packet: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+        formula = self._formulas.get(_SAME_FORMULA.get(packet, packet))
+        if formula is None:
+            return 0
+        flops = int(formula(*args, **kwargs, out_val=result))
+        at = _CAUSAL_AT.get(packet)
+        return flops // 2 if at is not None and len(args) > at and args[at] else flops
+
+    def wait_until(self, seconds: float) -> None:
+        """Wait for a copy."""
+        self.stall_seconds += max(0.0, seconds - self.seconds)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _is_view(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+    if func._schema.is_mutable:
+        return False
+    known = {id(tensor.untyped_storage()) for tensor in given}
+    return bool(made) and all(id(tensor.untyped_storage()) in known for tensor in made)
+
+
+def _moved_bytes(packet: Any, given: list[Tensor], written: list[Tensor]) -> int:
+    nbytes = sum(map(_nbytes, written))
+    if packet in _LOOKUPS:
+        return 2 * nbytes + sum(map(_nbytes, given[1:]))
+    return nbytes + sum(map(_nbytes, given[packet in _FILLS :]))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes behind a tensor; of an expanded one, those that there are."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
+    return tensor.dtype.itemsize * math.prod(sizes)

@@ -1,0 +1,282 @@
+"""`estimate`: what a training step would hold and take on a device that is not there, under several policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from actckpt._blocks.applied import Blocks, applied_blocks
+from actckpt._estimate.estimating import Figures, Options, Stepper
+from actckpt._estimate.fakes import Fakes
+from actckpt._estimate.targets import Target, named_target
+from actckpt._text.sizes import format_bytes, format_seconds
+from actckpt._text.tables import aligned
+from actckpt.action import Action
+from actckpt.comparison import PLAIN, default_policies, options_of
+from actckpt.errors import BlocksError
+from actckpt.planner.plans import Plan
+from actckpt.policies import PerOp
+
+__all__ = ["Estimate", "EstimatedPolicy", "Target", "estimate"]
+
+_OFFLOADS = (Action.OFFLOAD, Action.PREFER_OFFLOAD, "offload", "prefer_offload")
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimatedPolicy:
+    """What one policy would take.
+
+    Attributes:
+        name: as given to `estimate`.
+        seconds: of one step, by the rates of the target: a lower bound (docs/estimate.md).
+        recompute_seconds: of these, what runs again.
+        stall_seconds: of these, what waits for the link.
+        flops: floating-point operations of products, convolutions and attention.
+        held_bytes: alive when the forward of the model returns, beyond what was before the step.
+        peak_bytes: alive at the worst moment of the step, beyond what was before it, without gradients of parameters:
+            what `compare` measures.
+        total_peak_bytes: alive at the worst moment of the step, all of it: parameters, buffers, state of the optimizer,
+            gradients, activations. Workspaces of kernels, and what the allocator adds, do not count.
+        blocks: to how many blocks the policy was applied.
+    """
+
+    name: str
+    seconds: float
+    recompute_seconds: float
+    stall_seconds: float
+    flops: int
+    held_bytes: int
+    peak_bytes: int
+    total_peak_bytes: int
+    blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What `estimate` found, the step without actckpt first. `print` shows a table.
+
+    Attributes:
+        rows: one per policy.
+        target: the device.
+        model_bytes, gradient_bytes, optimizer_bytes: of parameters and buffers, of their gradients after a step, and of
+            the state of the optimizer.
+        notes: what was assumed that may not hold on the device.
+    """
+
+    rows: tuple[EstimatedPolicy, ...]
+    target: Target
+    model_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    notes: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> EstimatedPolicy:
+        """Return the row of a policy.
+
+        Raises:
+            KeyError: it was not estimated.
+        """
+        return {row.name: row for row in self.rows}[name]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return dataclasses.asdict(self)
+
+    def table(self) -> str:
+        """Return a table, one line per policy, and what was assumed."""
+        plain = self.rows[0]
+        lines = [("policy", "step", "x none", "recompute", "waits", "held", "peak", "of none", "all")]
+        for row in self.rows:
+            lines.append(
+                (
+                    row.name,
+                    format_seconds(row.seconds),
+                    f"{row.seconds / plain.seconds:.2f}" if plain.seconds else "-",
+                    format_seconds(row.recompute_seconds),
+                    format_seconds(row.stall_seconds),
+                    format_bytes(row.held_bytes),
+                    format_bytes(row.peak_bytes),
+                    f"{100 * row.peak_bytes / max(plain.peak_bytes, 1):.0f} %",
+                    format_bytes(row.total_peak_bytes),
+                )
+            )
+        parts = [f"parameters and buffers {format_bytes(self.model_bytes)}"]
+        parts.append(f"gradients {format_bytes(self.gradient_bytes)}")
+        if self.optimizer_bytes:
+            parts.append(f"optimizer {format_bytes(self.optimizer_bytes)}")
+        what = f"Estimated for {self.target.name}; seconds are a lower bound. all: with {', '.join(parts)}."
+        return "\n".join([aligned(lines, left=1), what, *self.notes])
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def estimate(
+    step: Callable[[], object],
+    *,
+    model: torch.nn.Module,
+    policies: Mapping[str, Any] | None = None,
+    target: str | Target = "h100",
+    blocks: Blocks | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Estimate:
+    """Say what a training step would hold and take on a device, per policy, without running it.
+
+    The step runs on fake tensors, which have shapes and no bytes: nothing is allocated, no device is needed, and the
+    model may be on the meta device. Bytes are those of the very operators that run, replays and reruns included. Model,
+    gradients, optimizer and random state are as before afterwards, also when the step raises; other Python objects that
+    the step changes (a scheduler, a list of losses) are not.
+
+    Args:
+        step: runs forward and backward, without arguments; may run the optimizer. Devices that it names are replaced.
+        model: what the step trains; nothing of it is checkpointed. It is neither run nor changed.
+        policies: as in `compare`. What offloads single values (`PerOp` with `"offload"`, `offload_inputs`) is refused.
+            None: `recompute`, `keep matmuls`, and `offload` but for the CPU.
+        target: a name (`Target.named`), or a `Target` with rates of your own.
+        blocks: as in `apply`.
+        optimizer: whose state counts, also where the step does not run it.
+    Returns:
+        A row per policy.
+    Raises:
+        ValueError: the target is not known; the step takes arguments, calls no backward, needs the numbers of a tensor
+            (`.item()`, a boolean mask), or runs an optimizer that was not given; a policy offloads single values.
+        BlocksError: the model has no such blocks, or some are checkpointed already.
+    Cost: a step per policy and one more, some tenths of a millisecond per operator, whatever the sizes.
+
+    Example::
+
+        >>> import torch, actckpt
+        >>> with torch.device("meta"):
+        ...     layer = torch.nn.TransformerEncoderLayer(1024, 16, batch_first=True, dropout=0.0)
+        ...     model = torch.nn.TransformerEncoder(layer, 4)
+        ...     x = torch.empty(16, 2048, 1024)
+        >>> found = actckpt.estimate(lambda: model(x).sum().backward(), model=model, target="h200")
+        >>> found["recompute"].peak_bytes < found["none"].peak_bytes
+        True
+    """
+    device = target if isinstance(target, Target) else named_target(target)
+    _check(step, model)
+    with Fakes(device) as fakes, Stepper(fakes, device, model, optimizer) as stepper:
+        stepper.warm_up(step)
+        return estimate_with(stepper, step, device, chosen_policies(policies, device), blocks)
+
+
+def estimate_with(
+    stepper: Stepper,
+    step: Callable[[], object],
+    target: Target,
+    policies: Mapping[str, Any],
+    blocks: Blocks | None,
+    progress: Callable[[str], object] = lambda _: None,
+) -> Estimate:
+    """Return the estimate of a stepper that is warm; `progress` is told which policy runs."""
+    figures: dict[str, Figures] = {}
+    for name, policy in {PLAIN: None, **policies}.items():
+        progress(name)
+        figures[name] = stepper.run(step, None if name == PLAIN else checked_options(name, policy, blocks))
+    plain = figures[PLAIN]
+    rows = [
+        EstimatedPolicy(
+            name=name,
+            seconds=found.busy_seconds + found.stall_seconds,
+            recompute_seconds=max(0.0, found.busy_seconds - plain.busy_seconds),
+            stall_seconds=found.stall_seconds,
+            flops=found.flops,
+            held_bytes=found.held_bytes,
+            peak_bytes=found.peak_bytes,
+            total_peak_bytes=found.total_peak_bytes,
+            blocks=found.blocks,
+        )
+        for name, found in figures.items()
+    ]
+    return Estimate(
+        rows=tuple(rows),
+        target=target,
+        model_bytes=stepper.model_bytes,
+        gradient_bytes=stepper.gradient_bytes,
+        optimizer_bytes=stepper.optimizer_bytes,
+        notes=_notes(plain, target),
+    )
+
+
+def _notes(plain: Figures, target: Target) -> tuple[str, ...]:
+    if target.is_cpu or not plain.num_math_attention:
+        return ()
+    return (
+        f"{plain.num_math_attention} calls of attention ran as products and a softmax, since the kernel that stands "
+        f"for the fused one of {target.name} does not take their arguments: there they may hold less.",
+    )
+
+
+def chosen_policies(policies: Mapping[str, Any] | None, target: Target) -> dict[str, Any]:
+    """Return the policies that are estimated."""
+    if policies is not None:
+        return {name: policy for name, policy in policies.items() if name != PLAIN}
+    return default_policies(offloads=not target.is_cpu)
+
+
+def _check(step: Callable[[], object], model: torch.nn.Module) -> None:
+    try:
+        inspect.signature(step).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"estimate: the step takes arguments ({error}). Pass a function without, such as lambda: step(model, x)."
+        ) from None
+    except ValueError:  # a builtin, which has no signature
+        pass
+    if applied := list(applied_blocks(model)):
+        raise BlocksError(
+            f"estimate: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "
+            "actckpt.remove(model) first: estimate applies each policy itself."
+        )
+
+
+def checked_options(name: str, policy: Any, blocks: Blocks | None) -> Options:
+    """Return keywords of `apply` for a policy.
+
+    Raises:
+        ValueError: it offloads single values.
+    """
+    options = options_of(policy, blocks)
+    given = options["policy"]
+    if given in ("offload", Action.OFFLOAD):
+        options.pop("to", None)  # the memory of the host
+        return {**options, "policy": "offload"}
+    if _offloads(given) or options.get("offload_inputs"):
+        raise ValueError(_refusal(name))
+    if callable(given) and not isinstance(given, (PerOp, Plan)):
+        options["policy"] = _asked(name, given)
+    return options
+
+
+def _offloads(policy: Any) -> bool:
+    if isinstance(policy, PerOp):
+        return policy.moves
+    if isinstance(policy, Plan):
+        return any(action in _OFFLOADS for block in policy.actions for action in block.values())
+    if isinstance(policy, Mapping):
+        return any(action in _OFFLOADS for action in policy.values())
+    return isinstance(policy, (str, Action)) and policy in _OFFLOADS
+
+
+def _asked(name: str, policy: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(policy)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        answer = policy(*args, **kwargs)
+        if "OFFLOAD" in str(answer).upper():
+            raise ValueError(_refusal(name))
+        return answer
+
+    return asked
+
+
+def _refusal(name: str) -> str:
+    return (
+        f"estimate: policy {name!r} offloads single values, which tensors without bytes do not show. Estimate "
+        "'offload' for whole blocks, or solve a plan from a table of costs (actckpt.planner.simulate)."
+    )

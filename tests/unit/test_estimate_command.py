@@ -1,0 +1,110 @@
+"""`actckpt estimate script.py`: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from actckpt import cli
+
+_SCRIPT = """
+import torch
+
+def model():
+    with torch.device("cuda"):
+        block = lambda: torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+        return torch.nn.Sequential(block(), block(), block()).bfloat16().cuda()
+
+def optimizer(model):
+    return torch.optim.AdamW(model.parameters())
+
+def step(model, batch=4, seq=256):
+    x = torch.zeros(batch, seq, 256, device="cuda", dtype=torch.bfloat16)
+    model(x).float().square().mean().backward()
+"""
+_PARAMETERS = 3 * 2 * (2 * 256 * 1024 + 1024 + 256)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(_SCRIPT)
+    return str(path)
+
+
+def test_it_prints_a_table_and_allocates_nothing(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", script, "--batch", "1000000", "--target", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[:5]] == ["policy", "none", "recompute", "keep", "offload"]
+    assert "TiB" in out and "Estimated for h200" in out
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_json_has_everything(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", script, "--json", "--policy", "recompute", "--policy", "aten.addmm,aten.mm", "--flops", "1e12"]
+    assert cli.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found["rows"]] == ["none", "recompute", "aten.addmm,aten.mm"]
+    assert found["target"]["flops_per_s"] == 1e12
+    assert (found["model_bytes"], found["gradient_bytes"]) == (_PARAMETERS, _PARAMETERS)
+    assert 2 * _PARAMETERS <= found["optimizer_bytes"] <= 2.01 * _PARAMETERS
+
+
+@pytest.mark.parametrize("what", ["batch", "seq"])
+def test_it_finds_the_largest_that_fits(what: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", script, "--find", what, "--budget", "1GiB", "--json", "--policy", "recompute"]
+    assert cli.main(words) == 0
+    plain, recompute = json.loads(capsys.readouterr().out)["rows"]
+    assert 0 < plain["size"] < recompute["size"]
+    assert 0.99 * 2**30 < plain["total_peak_bytes"] <= 2**30
+    other = "--batch=4" if what == "seq" else "--seq=256"
+    for size, fits in ((plain["size"], True), (int(1.02 * plain["size"]), False)):
+        assert cli.main(["estimate", script, f"--{what}={size}", other, "--json", "--policy", "recompute"]) == 0
+        assert (json.loads(capsys.readouterr().out)["rows"][0]["total_peak_bytes"] <= 2**30) is fits
+
+
+def test_nothing_fits_and_says_so(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", script, "--find", "batch", "--budget", "1MiB", "--policy", "recompute"]) == 1
+    assert capsys.readouterr().out.count("not even 1") == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "message"),
+    [
+        (None, "", "is no file"),
+        ("x = 1", "", "defines no model() and no step()"),
+        ("def model(): ...", "", "defines no step()"),
+        ("def model(): return 3\ndef step(model): ...", "", "model() returned a int, no module"),
+        (_SCRIPT, "--target h10", "target='h10' is not known"),
+        (_SCRIPT, "--flops -1", "flops_per_s=-1.0 is not a rate"),
+        (_SCRIPT, "--bandwidth 0", "memory_bytes_per_s=0.0 is not a rate"),
+        (_SCRIPT, "--link much", "--link: 'much' is not a number"),
+        (_SCRIPT, "--find width", "invalid choice: 'width'"),
+        (_SCRIPT, "--find batch --budget 3parsecs", "--budget='3parsecs' is not a size"),
+        (_SCRIPT, "--policy aten.nothing", "aten.nothing"),
+        (_SCRIPT, "--blocks nowhere", "no module of Sequential is named 'nowhere'"),
+        (_SCRIPT.replace(", seq=256", ""), "--seq 8", "cannot be called with --seq 8"),
+        (_SCRIPT.replace("batch=4", "batch"), "", "cannot be called with no --batch, no --seq: missing"),
+        (_SCRIPT.replace(".backward()", ""), "", "the step made no gradients"),
+        (_SCRIPT.replace(".backward()", ".item()"), "", "aten._local_scalar_dense.default in the step"),
+        (
+            _SCRIPT.replace("return torch.nn.Seq", "x = torch.ones(2).nonzero(); return torch.nn.Seq"),
+            "",
+            "aten.nonzero",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(
+    content: str | None, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "script.py"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["estimate", str(path), *words.split()])
+    captured = capsys.readouterr()
+    assert leaving.value.code == 2 and captured.out == ""
+    assert message in captured.err and captured.err.count("\n") == 1
