@@ -83,7 +83,8 @@ def _add_demo(commands: _Commands) -> None:
     option = parser.add_argument
     option("--dropout", type=_number, default=default.dropout, metavar="P", help="probability, below 1")
     option("--device", default=default.device, help="auto (the GPU where there is one), cpu, cuda or cuda:N")
-    option("--activation-budget", metavar="SIZE", help="also find a plan for this budget: 30%%, 50MiB (default: none)")
+    budget_help = "find a plan for this budget, too: 30%%, 50MiB"
+    option("--activation-budget", default=argparse.SUPPRESS, metavar="SIZE", help=budget_help)
     option("--methods", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="see below (default: all)")
     option("--out", type=Path, default=default.out, metavar="DIR", help="folder for demo.json and memory.png")
     option("--no-plot", dest="plot", action="store_false", default=argparse.SUPPRESS, help="draw no picture")

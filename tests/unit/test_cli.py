@@ -51,9 +51,9 @@ def test_help_documents_every_option_with_its_default(capsys: pytest.CaptureFixt
         cli.main(["demo", "--help"])
     assert exit_info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for option in (*_TOY_SIZES, "dropout", "seed", "device", "methods", "out", "no-plot"):
+    for option in (*_TOY_SIZES, "dropout", "seed", "device", "methods", "out", "no-plot", "activation-budget"):
         assert f"--{option}" in text
-    assert text.count("(default: ") == 11  # all but --no-plot
+    assert text.count("(default: ") == 11  # all but the last two
     assert "torch-checkpoint (recompute each block with torch.utils.checkpoint)" in text
 
 
