@@ -20,12 +20,6 @@ from actckpt.errors import BlocksError
 
 __all__ = ["ComparedPolicy", "Comparison", "compare"]
 
-#: Their results cost most to make again.
-_EXPENSIVE = (
-    *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu"),
-    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
-    "_scaled_dot_product_cudnn_attention",
-)
 PLAIN = "none"
 
 
@@ -125,8 +119,8 @@ def compare(
         step: runs forward and backward, without arguments; may run the optimizer.
         model: what the step trains; nothing of it is checkpointed.
         policies: by name, each as in `apply`, or a dict of keywords of `apply`, `"policy"` among them; `"none"`, the
-            step without actckpt, is always compared. None: `recompute` and `keep matmuls` (and convolutions and
-            attention), on a GPU also `offload`.
+            step without actckpt, is always compared. None: `recompute` and `keep matmuls` (the preset `"matmuls"`), on
+            a GPU also `offload`.
         blocks: as in `apply`.
         optimizer: the one that the step runs, if it does.
         rounds: how often each policy is timed.
@@ -178,8 +172,7 @@ def compare(
 
 def default_policies(*, offloads: bool) -> dict[str, Any]:
     """Return what is compared where nothing is named."""
-    expensive = [getattr(torch.ops.aten, name) for name in _EXPENSIVE if hasattr(torch.ops.aten, name)]
-    policies: dict[str, Any] = {"recompute": "recompute", "keep matmuls": expensive}
+    policies: dict[str, Any] = {"recompute": "recompute", "keep matmuls": "matmuls"}
     if offloads:
         policies["offload"] = "offload"
     return policies

@@ -19,9 +19,19 @@ from actckpt._replay.operators import operator_of
 from actckpt._text import operator_names
 from actckpt._text.operator_names import Operators
 from actckpt._text.places import Place, Selector
+from actckpt._text.presets import PRESETS
 from actckpt.action import Action, SavedTensorInfo
 
-__all__ = ["PerOp", "Policy", "PolicyName", "TorchPolicy", "choice_of", "is_torch_policy", "selective_choice"]
+__all__ = [
+    "PerOp",
+    "Policy",
+    "PolicyName",
+    "PresetName",
+    "TorchPolicy",
+    "choice_of",
+    "is_torch_policy",
+    "selective_choice",
+]
 
 #: Names that begin like these are operators'; other namespaces may also be names of modules.
 _TORCH_NAMESPACES = ("aten.", "prims.")
@@ -45,6 +55,9 @@ _ACTION_OF_TORCH = {
 
 #: The actions by name.
 PolicyName = Literal["keep", "recompute", "offload", "prefer_offload"]
+
+#: What some operators make is kept, the rest is recomputed.
+PresetName = Literal["attention", "matmuls", "dots_with_no_batch_dims"]
 
 
 class PerOp:
@@ -105,6 +118,7 @@ class TorchPolicy(Protocol):
 #: Every form of a policy; the docstring of `region` says what each means.
 Policy = (
     PolicyName
+    | PresetName
     | Action
     | Operators
     | PerOp
@@ -120,6 +134,8 @@ def choice_of(policy: Any) -> Choice:
     Raises:
         ValueError: it is none.
     """
+    if isinstance(policy, str) and policy in PRESETS:
+        return _preset(policy)
     if isinstance(policy, (str, Action, CheckpointPolicy)):
         return Choice(default=_action(policy, "policy"))
     if isinstance(policy, PerOp):
@@ -142,8 +158,9 @@ def choice_of(policy: Any) -> Choice:
             return Choice(after_call=lambda op, args, kwargs, result: _ask_torch(policy, op, args, kwargs, result))
         return Choice(for_value=lambda info: _ask_value(policy, info))
     raise ValueError(
-        f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', an "
-        "Action, a list of operators to keep, a dict {place: action}, actckpt.policies.PerOp, or a function."
+        f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', "
+        "'attention', 'matmuls', an Action, a list of operators to keep, a dict {place: action}, "
+        "actckpt.policies.PerOp, or a function."
     )
 
 
@@ -173,6 +190,21 @@ def _keeping(ops: tuple[Any, ...]) -> Choice:
     operators = tuple(dict.fromkeys(overload for op in ops for overload in _overloads(op)))
     kept = {operator_of(overload).name: Action.KEEP for overload in operators}
     return Choice(kept, Action.RECOMPUTE, operators=operators)
+
+
+@functools.cache
+def _preset(name: str) -> Choice:
+    kept = {overload: Action.KEEP for operator in PRESETS[name] for overload in _overload_names(operator)}
+    return Choice(kept, Action.RECOMPUTE, operators=tuple(kept), preset=name)
+
+
+def _overload_names(name: str) -> list[str]:
+    """Return the names of an operator's overloads; of one whose package is not imported, the one that it will have."""
+    namespace, _, base = name.partition(".")
+    if namespace == "higher_order":
+        return [name]
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    return [f"{name}.{overload}" for overload in (packet.overloads() if packet is not None else ["default"])]
 
 
 @functools.lru_cache(maxsize=256)
@@ -263,9 +295,10 @@ def _action(action: Any, what: str) -> Action:
         )
     if isinstance(action, str) and ("." in action or "::" in action) and not action.startswith("Action."):
         raise ValueError(f"{what}={action!r} names an operator. Pass a list of the operators to keep: [{action!r}].")
-    near = difflib.get_close_matches(str(action).lower().removeprefix("action."), _NAMES, n=1)
+    known = (*_NAMES, *PRESETS) if what == "policy" else _NAMES
+    near = difflib.get_close_matches(str(action).lower().removeprefix("action."), known, n=1)
     raise ValueError(
-        f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, _NAMES))}, or an actckpt.Action."
+        f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, known))}, or an actckpt.Action."
         + (f" Did you mean {near[0]!r}?" if near else "")
     )
 

@@ -35,7 +35,8 @@ class region:  # noqa: N801 - used as a function
 
     Args:
         policy: `"keep"`, `"recompute"`, `"offload"`, `"prefer_offload"` or an `Action`, for all values; a list of
-            operators to keep, the rest is recomputed; a dict of actions by `Place`, its text or a selector
+            operators to keep, the rest is recomputed, or the name of such a list (`"attention"`, `"matmuls"`,
+            `"dots_with_no_batch_dims"`); a dict of actions by `Place`, its text or a selector
             (`"layers.*.mlp::aten.mm"`), the rest is recomputed; `policies.PerOp`; a function that takes a
             `SavedTensorInfo` and returns an `Action`; or a policy function of
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`.

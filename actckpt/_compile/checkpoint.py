@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from actckpt._core import torch_private
 from actckpt._options import TORCH_PARAMETERS, CheckpointOptions, ContextFn
+from actckpt._text.presets import PRESETS
 from actckpt.action import Action
 from actckpt.policies import PerOp, choice_of, is_torch_policy
 
@@ -23,9 +24,9 @@ _MOVES_NOTHING = (
 )
 #: What is said of a policy that torch's form cannot say.
 BY_OPERATOR = (
-    "actckpt.checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', 'keep', a list of "
-    "operators to keep, a PerOp of keep and recompute, or a policy function of torch's form, policy(ctx, op, *args, "
-    f"**kwargs). To offload: {_MOVES_NOTHING}"
+    "actckpt.checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', 'keep', 'attention', "
+    "'matmuls', a list of operators to keep, a PerOp of keep and recompute, or a policy function of torch's form, "
+    f"policy(ctx, op, *args, **kwargs). To offload: {_MOVES_NOTHING}"
 )
 _NEVER = object()
 
@@ -92,7 +93,7 @@ def goes_by_operator(policy: Any) -> bool:
     if policy is None or isinstance(policy, (list, tuple, set, frozenset)):
         return True
     if isinstance(policy, (str, Action)):
-        return policy in ("recompute", "keep", Action.RECOMPUTE, Action.KEEP)
+        return policy in ("recompute", "keep", Action.RECOMPUTE, Action.KEEP) or policy in PRESETS
     if isinstance(policy, PerOp):
         return not policy.moves
     if isinstance(policy, Mapping):  # a table of places

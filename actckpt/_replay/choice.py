@@ -74,18 +74,19 @@ class Choice:
 
     Args:
         actions: by name of an overload of an operator (`Operator.name`); `default` for all others.
-        operators: what `actions` or `table` name, for messages.
+        operators: what `actions` or `table` name, for messages; the names of overloads where it is a preset.
         table: by place.
         after_call: asked once for every operator, right after it ran, with the operator, its arguments, its
             keywords and its result.
         for_value: asked once per value, when it is saved for the first time.
         is_per_operator: whether `default` goes by operator too, also where there are no `actions`: inputs stay, and
             values of any size move.
+        preset: the one word that stands for `actions`.
     """
 
     __slots__ = (
         *("_after_call", "_is_per_operator", "actions", "asks_calls", "asks_places", "default", "find", "for_value"),
-        *("found", "operators", "table"),
+        *("found", "operators", "preset", "table"),
     )
 
     def __init__(
@@ -98,10 +99,12 @@ class Choice:
         after_call: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Action] | None = None,
         for_value: Callable[[SavedTensorInfo], Action] | None = None,
         is_per_operator: bool = False,
+        preset: str = "",
     ) -> None:
         #: None: by place.
         self.actions: Mapping[str, Action] | None = None if table is not None else actions or {}
         self.operators: tuple[Any, ...] = operators
+        self.preset = preset
         self.table = table
         #: What was looked up in the table so far, and who is asked for the rest.
         self.found = None if table is None else table.found

@@ -20,12 +20,14 @@ __all__ = ["Matches"]
 
 #: In place of an operator: compiled code ran, and nobody sees its operators.
 _COMPILED = None
+#: So many operators of a preset are named.
+_MAX_NAMED = 4
 
 
 class Matches:
     """The operators that the policy of one place in the program names, and those of them that ran there."""
 
-    __slots__ = ("_first", "_is_over", "_table", "operators", "ran")
+    __slots__ = ("_first", "_is_over", "_preset", "_table", "operators", "ran")
 
     def __init__(self) -> None:
         self.operators: tuple[Any, ...] = ()
@@ -33,6 +35,7 @@ class Matches:
         self._first: weakref.ref[Any] | None = None
         self._is_over = False
         self._table: Table | None = None
+        self._preset = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Matches, ()  # a copy begins anew
@@ -41,7 +44,7 @@ class Matches:
         """Whether a region that opens is to be watched. Warns after the first step if nothing matched."""
         if choice.operators != self.operators:
             self.operators, self.ran, self._first, self._is_over = choice.operators, set(), None, False
-            self._table = choice.table
+            self._table, self._preset = choice.table, choice.preset
         if self._is_over or not self.operators:
             return False
         if self._first is not None and self._first() is None:
@@ -50,8 +53,9 @@ class Matches:
 
     def note(self, func: Any) -> None:
         """Note that an operator ran."""
-        if func in self.operators and not _C.is_paused() and not _is_view(func):
-            self.ran.add(func)
+        named = operator_of(func).name if self._preset else func
+        if named in self.operators and not _C.is_paused() and not _is_view(func):
+            self.ran.add(named)
 
     def see(self, tape: Any, *, has_compiled: bool) -> None:
         """Take notice of a tape that was watched, and of whether compiled code ran meanwhile."""
@@ -85,6 +89,9 @@ class Matches:
             table = self._table
             idle = [text for text in self.operators if text not in table.matched]
             return tuple(f"{text} (nearest of those that ran: {table.nearest(text)})" for text in idle)
+        if self._preset:
+            some = ", ".join(dict.fromkeys(str(name).rpartition(".")[0] for name in self.operators[:_MAX_NAMED]))
+            return () if self.ran else (f"{self._preset!r} ({some} and others)",)
         packets: dict[Any, list[Any]] = {}
         for op in self.operators:
             packets.setdefault(getattr(op, "overloadpacket", op), []).append(op)

@@ -71,6 +71,9 @@ def policies_of_every_form(model: torch.nn.Module, x: torch.Tensor, policy: Poli
     for region in (
         actckpt.region(),
         actckpt.region("prefer_offload"),
+        actckpt.region("attention"),
+        actckpt.region("matmuls"),
+        actckpt.region("dots_with_no_batch_dims"),
         actckpt.region(Action.KEEP),
         actckpt.region(["aten.mm", torch.ops.aten.mm, torch.ops.aten.mm.default]),
         actckpt.region(packets),
@@ -104,6 +107,7 @@ def models(model: torch.nn.Module, policy: Policy) -> None:
     actckpt.apply(model, "offload", min_bytes="1MiB", to="host")
     actckpt.apply(model, Action.OFFLOAD, blocks="layers.*", min_bytes=4096)
     actckpt.apply(model, policy, blocks=torch.nn.Linear)
+    actckpt.apply(model, "attention", preserve_rng_state=True)
     actckpt.apply(model, policy=None, blocks=["layers.0", torch.nn.Linear], preserve_rng_state=False)
     actckpt.apply(model, [torch.ops.aten.mm], blocks=lambda module: len(list(module.children())) > 3)
     assert_type(actckpt.report(model).blocks_ran, tuple[str, ...])

@@ -37,6 +37,7 @@ def results_and_signatures(x: torch.Tensor) -> None:
 
 def policies(x: torch.Tensor) -> None:
     actckpt.region("recomptue")  # wrong
+    actckpt.region("atention")  # wrong
     actckpt.region(3)  # wrong
     actckpt.region({"layers.*::aten.mm": "kep"})  # wrong
     actckpt.region({"layers.*::aten.mm": 3})  # wrong
@@ -50,6 +51,7 @@ def policies(x: torch.Tensor) -> None:
     actckpt.checkpoint_sequential([double], 1, x, policy="recomptue")  # wrong
     actckpt.checkpoint_sequential([double], 1, x, early_stopp=False)  # wrong
     PerOp({torch.ops.aten.mm: "ofload"})  # wrong
+    PerOp({torch.ops.aten.mm: "attention"})  # wrong
     PerOp({torch.ops.aten.mm: "offload"}, default="recomptue")  # wrong
 
 
