@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from actckpt._error_base import ActckptError
-from actckpt.action import Action, SavedTensorInfo
+from actckpt.action import Action
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -202,8 +202,8 @@ class Value:
     step: Step | None
     operator: Any
     action: Action | None
-    #: The policy that is asked when it is saved: of the region in which it was born, whichever one saves it.
-    asked: Callable[[SavedTensorInfo], Action] | None
+    #: The policy: of the region in which it was born, whichever one saves it; None where the bytes stand for nothing.
+    choice: Any
     held: Tensor | None
     root: weakref.ref[Tensor] | None
     stored: Callable[[], Tensor] | None
@@ -212,6 +212,8 @@ class Value:
     spare: Tensor | None
     why_opaque: str
     entry: Entry | None
+    #: That `actckpt.name` gave.
+    names: tuple[str, ...] | None
     #: With the next three its place, see `Calls`; None: nobody asked, or no recorded operator made it.
     @property
     def module(self) -> str | None: ...
@@ -223,6 +225,8 @@ class Value:
     index: int
     version: int
     key: int
+    @property
+    def was_saved(self) -> bool: ...  # and it is decided what becomes of it
     is_input: bool
     is_parameter: bool
     @property
@@ -297,6 +301,7 @@ class Entry:
     action: Action
     #: Why it got its action, where the policy alone does not say.
     why: str
+    names: tuple[str, ...] | None
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
     num_replays: int

@@ -65,7 +65,7 @@ from actckpt.errors import (
 )
 from actckpt.estimation import Estimate, EstimatedPolicy, Target, estimate
 from actckpt.planner.plans import Plan
-from actckpt.regions import region
+from actckpt.regions import name, region
 from actckpt.statistics import Stats, reset_stats, stats
 
 __all__ = [
@@ -119,6 +119,7 @@ __all__ = [
     "estimate",
     "get_device_states",
     "memory",
+    "name",
     "noop_context_fn",
     "offload",
     "plan",

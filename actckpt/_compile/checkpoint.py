@@ -14,7 +14,7 @@ from actckpt._core import torch_private
 from actckpt._options import TORCH_PARAMETERS, CheckpointOptions, ContextFn
 from actckpt._text.presets import PRESETS
 from actckpt.action import Action
-from actckpt.policies import PerOp, choice_of, is_torch_policy
+from actckpt.policies import ByName, PerOp, choice_of, is_torch_policy
 
 __all__ = ["BY_OPERATOR", "compiled_checkpoint", "goes_by_operator"]
 
@@ -96,7 +96,7 @@ def goes_by_operator(policy: Any) -> bool:
         return policy in ("recompute", "keep", Action.RECOMPUTE, Action.KEEP) or policy in PRESETS
     if isinstance(policy, PerOp):
         return not policy.moves
-    if isinstance(policy, Mapping):  # a table of places
+    if isinstance(policy, (ByName, Mapping)):  # tables of names and places
         return False
     code = getattr(policy, "__code__", None)
     if code is None:  # a partial function, or an object

@@ -23,24 +23,31 @@ _MAX_SEEN = 4096
 
 
 class Table:
-    """Actions by place: an entry that is the text of the place wins, then the last selector that has it.
+    """Actions by place and by name: an entry that is the text of the place wins, then the last selector that has it.
 
     Args:
         actions: by the text of a place or of a selector.
         default: for all other places.
+        only_names: the texts are names, and no selectors.
     """
 
-    __slots__ = ("_seen", "_selectors", "actions", "default", "found", "matched")
+    __slots__ = ("_seen", "_selectors", "actions", "default", "found", "matched", "names_drop")
 
-    def __init__(self, actions: dict[str, Action], default: Action) -> None:
+    def __init__(self, actions: dict[str, Action], default: Action, *, only_names: bool = False) -> None:
         self.actions = actions
         self.default = default
-        self._selectors = {text: Selector.parse(text) for text in reversed(actions) if not is_place(text)}
+        parse = Selector.of_name if only_names else Selector.parse
+        self._selectors = {text: parse(text) for text in reversed(actions) if only_names or not is_place(text)}
+        stays = {action is not Action.RECOMPUTE for action in (*actions.values(), default)}
+        #: Whether a name may say that a value is dropped that stays as far as its place tells.
+        self.names_drop = len(stays) > 1 and any(
+            selector.is_name and actions[text] is Action.RECOMPUTE for text, selector in self._selectors.items()
+        )
         #: By what stands for a place in csrc/replay/calls.h.
         self.found: dict[int, Action] = {}
         #: Entries that decided something.
         self.matched: set[str] = set()
-        self._seen: list[str] = []
+        self._seen: dict[str, None] = {}
 
     def find(self, key: int, module: str, operator: str, occurrence: int, result: int, call: int) -> Action:
         """Return the action at a place, and remember it for the next time."""
@@ -50,14 +57,29 @@ class Table:
         entries += [text for text, selector in self._selectors.items() if selector.has(place)]
         self.matched.update(entries)
         if len(self._seen) < _MAX_SEEN:
-            self._seen.append(text)
+            self._seen[text] = None
         if len(self.found) >= _MAX_FOUND:
             self.found.clear()
         action = self.found[key] = self.actions[entries[0]] if entries else self.default
         return action
 
+    def find_named(self, place: Place | None, names: tuple[str, ...]) -> Action | None:
+        """Return the action for a value that has names, None where its place decides, or no entry has any of them."""
+        if len(self._seen) < _MAX_SEEN:
+            self._seen.update(dict.fromkeys(names))
+        named = {text for text, selector in self._selectors.items() if selector.has_name(names, place)}
+        self.matched |= named
+        if not named or (place is not None and str(place) in self.actions):
+            return None
+        for text, selector in self._selectors.items():
+            if place is not None and selector.has(place):
+                return None
+            if text in named:
+                return self.actions[text]
+        return None
+
     def nearest(self, text: str) -> str:
-        """Return the places nearest to an entry, of those that ran."""
+        """Return the places and names nearest to an entry, of those that ran or were given."""
         return ", ".join(difflib.get_close_matches(text, self._seen, n=2, cutoff=0.4)) or "none"
 
 
@@ -86,7 +108,7 @@ class Choice:
 
     __slots__ = (
         *("_after_call", "_is_per_operator", "actions", "asks_calls", "asks_places", "default", "find", "for_value"),
-        *("found", "operators", "preset", "table"),
+        *("found", "names_drop", "operators", "preset", "table"),
     )
 
     def __init__(
@@ -109,6 +131,8 @@ class Choice:
         #: What was looked up in the table so far, and who is asked for the rest.
         self.found = None if table is None else table.found
         self.find = None if table is None else table.find
+        #: Whether a name may say that what stays is dropped after all.
+        self.names_drop: bool = table is not None and table.names_drop
         #: Whether it must be known of each value where it was made.
         self.asks_places: bool = table is not None or for_value is not None
         self.default: Action | None = default

@@ -13,7 +13,7 @@ import threading
 import weakref
 from typing import Any
 
-from actckpt._C import Calls, all_or_nothing, pack_recorded, unknown_modes, unpack_recorded
+from actckpt._C import Calls, all_or_nothing, is_paused, pack_recorded, unknown_modes, unpack_recorded
 from actckpt._core import modes, torch_private
 from actckpt._core.region_report import Figures
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
@@ -26,7 +26,7 @@ from actckpt._replay.tape import Tape
 from actckpt.action import Action
 from actckpt.errors import StillOpenError
 
-__all__ = ["OpenRegion"]
+__all__ = ["OpenRegion", "innermost_tape"]
 
 
 #: Tapes whose recorders are active, in any thread.
@@ -55,6 +55,14 @@ def _calls_of(nesting: int, where: str) -> Calls:
         _local.calls[nesting] = weakref.ref(known)
     known.begin(where)
     return known
+
+
+def innermost_tape() -> Tape | None:
+    """Return the tape to which autograd saves now, None where the innermost hooks are not those of a region."""
+    tape = _local.tape
+    if tape is None or is_paused():
+        return None
+    return tape if torch_private.are_on_top((tape.pack_hook, unpack_recorded)) else None
 
 
 class OpenRegion:
@@ -140,6 +148,7 @@ class OpenRegion:
         self._depth = current.depth + 1
         self.tape = current
         current.choice, current.depth = self._choice, self._depth
+        current.names_drop |= self._choice.names_drop
         if current.calls is None and self._choice.asks_places:
             current.calls = _calls_of(current.nesting, current.site.where)
 

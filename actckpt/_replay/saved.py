@@ -14,7 +14,7 @@ from actckpt import _C
 from actckpt._C import EngineError, unmoved
 from actckpt._core import torch_private
 from actckpt._core.subclasses import TakenApart
-from actckpt._replay import aliases, audit, casts, wrappers
+from actckpt._replay import aliases, audit, casts, naming, wrappers
 from actckpt._replay.lineage import Handle, Value, mark_needed, new_leaf_bytes, window_of
 from actckpt._replay.outside import Reads, hand_out, reads_of
 from actckpt._replay.paused import Paused
@@ -180,6 +180,8 @@ def close(tape: Tape) -> None:
 def _close(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
+    if tape.names_drop:
+        naming.close(tape)
     casts.note(tape)
     made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
     tape.storages.clear()

@@ -64,6 +64,8 @@ class Tape(TapeCore):
         self.calls, self.nesting = None, 0
         #: How many regions are open that record for this one.
         self.depth = 0
+        #: Whether what stays may have a step until the region closes: a name may still say that it is dropped.
+        self.names_drop = choice.names_drop
         #: By id(), see `wrappers`.
         self.wrappers: dict[int, Seen] | None = None
         #: Of `opaque_bytes`, those of compiled code.
@@ -137,7 +139,7 @@ class Tape(TapeCore):
             self._lose(old)
         old.held = None
         value = self.new_value(old.nbytes, old.device)
-        value.action, value.asked = old.action, old.asked
+        value.action, value.choice = old.action, old.choice
         value.why_opaque = "changed outside of the recorder"
         value.held = tensor
         look_at(value, tensor)
@@ -183,7 +185,8 @@ class Tape(TapeCore):
             value.spare = None
         if value.held is None and value.stored is None:
             return
-        if value.step is None and self.needed.has(value):
+        is_kept = value.step is None or value.action is not Action.RECOMPUTE
+        if is_kept and self.needed.has(value):
             self._copy(value)
             return
         if value.step is None:
@@ -285,7 +288,7 @@ class Tape(TapeCore):
         if self.entries is not None and not value.is_parameter:
             entry = add_entry(self, value, tensor)
         if action is None:
-            asked = value.asked
+            asked = None if value.choice is None else value.choice.for_value
             action = value.action = Action.KEEP if asked is None else asked(self.info_of(value, tensor))
         self.saved.append(weakref.ref(value))
         if action is Action.RECOMPUTE and not self.can_replay(value):
@@ -299,7 +302,7 @@ class Tape(TapeCore):
         elif action is Action.RECOMPUTE:
             self.recompute_bytes += value.nbytes
         if action is not Action.RECOMPUTE:
-            action, why_not_moved = self._hold(value, tensor, action)
+            action, why_not_moved = self.hold(value, tensor, action)
             why = why or why_not_moved
         if entry is not None:
             entry.action, entry.why = action, why or (value.why_opaque if value.is_input else "")
@@ -311,7 +314,7 @@ class Tape(TapeCore):
         else:
             mark_needed(value)
 
-    def _hold(self, value: Value, tensor: Tensor, action: Action) -> tuple[Action, str]:
+    def hold(self, value: Value, tensor: Tensor, action: Action) -> tuple[Action, str]:
         """Keep or move a value; returns what became of it, and why it was not moved although the policy says so."""
         value.step = None
         if action is not Action.KEEP:
@@ -340,6 +343,7 @@ class Tape(TapeCore):
             replayable=self.can_replay(value),
             module=value.module or self.site.modules.get(value.key),
             place=self.place_of(value),
+            names=value.names or (),
         )
 
     def place_of(self, value: Value) -> Place | None:

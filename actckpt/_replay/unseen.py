@@ -41,5 +41,5 @@ def saved_by_function(tape: Tape, value: Value, tensor: Tensor) -> None:
 def _note(tape: Tape, value: Value, why_opaque: str) -> None:
     value.is_input = False
     value.why_opaque = why_opaque
-    if value.asked is None:
+    if value.choice.for_value is None:
         value.action = tape.choice.default or Action.RECOMPUTE

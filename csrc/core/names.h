@@ -55,6 +55,7 @@ namespace actckpt {
   X(module, "__module__") \
   X(modules, "_modules") \
   X(name, "name") \
+  X(names_drop, "names_drop") \
   X(neg_view, "_neg_view") \
   X(no_reason, "") \
   X(num_returned, "num_returned") \

@@ -31,8 +31,8 @@ void value_dealloc(PyObject* self) {
   PyMem_Free(value->handles.many);
   release(value->cached_in);
   using V = ValueObject;
-  free_object<V>(self, &V::device, &V::operator_, &V::action, &V::asked, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::spare, &V::why_opaque, &V::entry, &V::module, &V::parked, &V::step);
+  free_object<V>(self, &V::device, &V::operator_, &V::action, &V::choice, &V::held, &V::root, &V::stored, &V::cached,
+                 &V::spare, &V::why_opaque, &V::entry, &V::names, &V::module, &V::parked, &V::step);
 }
 
 void step_dealloc(PyObject* self) {
@@ -183,7 +183,8 @@ PyMemberDef value_members[] = {
     SEEN(ValueObject, "cached", cached),
     OBJECT(ValueObject, "spare", spare),
     OBJECT(ValueObject, "why_opaque", why_opaque),
-    OBJECT(ValueObject, "asked", asked),
+    OBJECT(ValueObject, "choice", choice),
+    OBJECT(ValueObject, "names", names),
     OBJECT(ValueObject, "entry", entry),
     SEEN(ValueObject, "module", module),
     NUMBER(ValueObject, "nbytes", nbytes),
@@ -195,6 +196,7 @@ PyMemberDef value_members[] = {
     NUMBER(ValueObject, "version", version),
     NUMBER(ValueObject, "key", key),
     NUMBER(ValueObject, "last_use", last_use),
+    {"was_saved", T_BOOL, offsetof(ValueObject, was_saved), READONLY, nullptr},
     FLAG(ValueObject, "is_input", is_input),
     FLAG(ValueObject, "is_parameter", is_parameter),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(ValueObject, weak_references), READONLY, nullptr},

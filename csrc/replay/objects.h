@@ -17,7 +17,6 @@ namespace actckpt::replay {
 
 struct HandleObject;
 struct ValueObject;
-struct ValueObject;
 
 // What was replayed in a region and waits for its turn. Shared by its tape, what is cached, which may outlive it, and
 // the backwards that it is cached for.
@@ -48,7 +47,7 @@ struct ValueObject {
   PyObject* parked;  // see parked.h; null in Python's eyes, too
   PyObject* operator_;
   PyObject* action;
-  PyObject* asked;
+  PyObject* choice;  // of the region in which it was born; null: bytes that stand for nothing
   PyObject* held;
   PyObject* root;
   PyObject* stored;
@@ -56,6 +55,7 @@ struct ValueObject {
   PyObject* spare;
   PyObject* why_opaque;
   PyObject* entry;
+  PyObject* names;   // a tuple, that `actckpt.name` gave; null: none
   PyObject* module;  // with the next three its place (calls.h); null: nobody asks, or no recorded operator made it
   long long call;
   long long occurrence;
@@ -138,6 +138,7 @@ struct EntryObject {
   PyObject* module;
   PyObject* action;
   PyObject* why;
+  PyObject* names;    // null: none
   PyObject* storage;  // a weak reference
   long long nbytes;
   long long num_replays;

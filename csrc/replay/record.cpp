@@ -149,6 +149,9 @@ void note_place(TapeObject* tape, ValueObject* value, PyObject* op, long kind, l
   value->result = kind == 0 ? index : facts_of(op).num_returned + index;
 }
 
+// Whether an operator whose result stays may have to run again: a name that the result gets may say so.
+bool may_be_dropped(TapeObject* tape) { return is_true(tape->choice, names().names_drop); }
+
 // Notes how a new value comes about and what the policy wants with it.
 void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject* op, long kind, long index,
                PyObject* tensor, Geometry* geometry, PyObject* action, PyObject* why_opaque) {
@@ -158,7 +161,7 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
   if (is_none(action) && value->module != nullptr) found = table_action(tape, op, value->result);
   action = found.ptr();
   assign(value->action, action);
-  if (is_none(action)) assign(value->asked, attribute(tape->choice, names().for_value).ptr());
+  assign(value->choice, tape->choice);
   advance(tape, value, op, geometry->of(tensor));
   py::object why = py::reinterpret_borrow<py::object>(why_opaque);
   if (needs_a_closer_look(tape, value->key)) {
@@ -168,12 +171,13 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
   }
   assign(value->why_opaque, why.ptr());
   const bool stays = !is_none(action) && action != names().recompute;
-  if (step == nullptr || stays || PyObject_IsTrue(why.ptr()) == 1) {
+  const bool is_opaque = PyObject_IsTrue(why.ptr()) == 1;
+  if (step == nullptr || stays || is_opaque) {
     assign(value->held, tensor);
     value->index = index;
     append(tape->holding, reinterpret_cast<PyObject*>(value));
     if (!is_none(tape->meter)) note_alive(tape->meter, reads().untyped_storage(tensor).ptr());
-    return;
+    if (step == nullptr || is_opaque || !may_be_dropped(tape) || !is_true(op, names().is_plain)) return;
   }
   add_output(step, value, kind, index);
 }
@@ -227,7 +231,7 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
   const bool stays = !action.is_none() && action.ptr() != names().recompute;
   const long long num_untold = tape->num_untold;
   py::object step;
-  if (!stays) {  // what stays is never made again, so nobody will ask what it was made from
+  if (!stays || may_be_dropped(tape)) {  // else it is never made again: nobody will ask what it was made from
     const py::list inputs;
     py::object list = args_with_windows(tape, args, inputs.ptr());
     py::object dict = kwargs_with_windows(tape, kwargs, inputs.ptr());

@@ -36,8 +36,8 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   value->is_parameter = is_parameter(tape, root.ptr());
   assign(value->held, root.ptr());
   look_at(value, root.ptr(), root_of(root.ptr()));
-  assign(value->asked, attribute(tape->choice, names().for_value).ptr());
-  assign(value->action, is_none(value->asked) ? names().keep : Py_None);
+  assign(value->choice, tape->choice);
+  assign(value->action, attribute(tape->choice, names().for_value).is_none() ? names().keep : Py_None);
   add_known_storage(tape, storage.ptr(), made.ptr());
   append(tape->holding, made.ptr());
   look_at_maker(tape, value, root.ptr());

@@ -16,7 +16,7 @@ numbers = st.integers(0, 9)
 names = st.sampled_from(sorted(OPERATORS))
 writes = st.sampled_from(sorted(name for name in OPERATORS if name.endswith("_") or "place" in name or "of" in name))
 operators = st.tuples(names | writes, numbers, numbers, numbers)
-extras = st.tuples(st.sampled_from(["drop", "grad", "checkpoint"]), numbers, numbers, numbers)
+extras = st.tuples(st.sampled_from(["drop", "grad", "checkpoint", "name", "name"]), numbers, numbers, numbers)
 policies = st.tuples(st.sampled_from(POLICIES), st.integers(0, 50))
 
 
@@ -36,6 +36,7 @@ def _audited(request: Any) -> None:
 
 @pytest.mark.filterwarnings(r"ignore:Use of \w+ on expanded tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*backwards ran inside of one region:UserWarning")
+@pytest.mark.filterwarnings("ignore:A region ran none of the places:UserWarning")
 @pytest.mark.usefixtures("_audited")
 @settings(
     max_examples=300,

@@ -86,10 +86,47 @@ _PLACES = {
         ("**::**#0.1", {"layers.1.mlp::aten.native_dropout.default#0.1"}),
         ("**.mlp::aten.native_dropout.default", {"layers.1.mlp::aten.native_dropout.default#0.1"}),
         ("mm", set()),
+        ("::mm", {place for place in _PLACES if "mm" in place}),
+        ("::aten.add", {"head::aten.add.Tensor#0.0"}),
+        ("layers.*.mlp@1::m*", {"layers.0.mlp@1::aten.mm.default#0.0"}),
+        ("layers.1.**::native_dropout#0.1", {"layers.1.mlp::aten.native_dropout.default#0.1"}),
+        ("::qkv", set()),
     ],
 )
 def test_a_selector_names_a_set_of_places(selector: str, found: set[str]) -> None:
     assert {text for text in _PLACES if Selector.parse(selector).has(Place.parse(text))} == found
+
+
+def test_short_names_of_operators_leave_out_underscores_before_them() -> None:
+    place = Place("layers.0", "aten._softmax.default")
+    assert all(Selector.parse(text).has(place) for text in ("::softmax", "::_softmax", "layers.*::soft*"))
+    assert not Selector.parse("::softmax_").has(place)
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("qkv", (True, True)),
+        ("q*", (True, True)),
+        ("::qkv", (True, True)),
+        ("layers.*::qkv", (True, False)),
+        ("layers.0@0::qkv", (True, False)),
+        ("layers.0@1::qkv", (False, False)),
+        ("layers.1::qkv", (False, False)),
+        ("::qkv#0", (False, False)),
+        ("aten.mm", (False, False)),
+        ("**", (False, False)),
+        ("**.qkv", (False, False)),
+        ("**::**", (False, False)),
+        ("layers.0@0", (False, False)),
+    ],
+)
+def test_a_selector_has_values_by_their_names_where_they_were_made_and_without_a_place(
+    text: str, has: tuple[bool, bool]
+) -> None:
+    selector, place = Selector.parse(text), Place("layers.0", "aten.mm.default")
+    assert (selector.has_name(["other", "qkv"], place), selector.has_name(["other", "qkv"], None)) == has
+    assert Selector.of_name("aten").has_name(["aten"], None) and not Selector.of_name("layers").has(place)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +134,8 @@ def test_a_selector_names_a_set_of_places(selector: str, found: set[str]) -> Non
     [
         ("", "selects nothing"),
         ("layers.0::", "selects nothing"),
-        ("::aten.mm", "selects nothing"),
-        ("layers.0::mm", "'mm' is no operator. Operators have a dot"),
+        ("::", "selects nothing"),
+        ("mm#0", "'mm' is no operator. Operators have a dot"),
         ("layers.0::aten.mm#x", "after '#' goes an occurrence"),
         ("layers.[b-a]::aten.mm", "bad character range"),
     ],
