@@ -14,6 +14,7 @@ from actckpt import _C
 from actckpt._compile.checkpoint import BY_OPERATOR, compiled_checkpoint, goes_by_operator
 from actckpt._core import extensions, messages, random_state, torch_private
 from actckpt._core.functions import check_runs_when_called, is_of_module
+from actckpt._core.region_report import Figures
 from actckpt._offload.owned import keep_in_place
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Destination, Offloading, Session
 from actckpt._options import (
@@ -162,12 +163,14 @@ def checkpoint_call(
     *,
     input_hooks: torch_private.Hooks | None = None,
     matches: Matches | None = None,
+    figures: Figures | None = None,
 ) -> Any:
     """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
 
     Args:
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
         matches: gets the operators that run, of those that the policy names.
+        figures: get what becomes of values where operators are replayed.
     """
     if torch.compiler.is_compiling():
         if goes_by_operator(options.policy):
@@ -185,7 +188,7 @@ def checkpoint_call(
         site = site_of(caller_of(function, args, kwargs))
         if not site.is_rerun:
             respects_hooks = options.respect_saved_tensors_hooks is not False
-            return run_in_region(choice_of(policy), site, function, args, kwargs, respects_hooks, matches)
+            return run_in_region(choice_of(policy), site, function, args, kwargs, respects_hooks, matches, figures)
         options = options._replace(preserve_rng_state=True)  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
@@ -205,7 +208,7 @@ def checkpoint_call(
         result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
         if result is not NotImplemented:
             return result
-    return _run(function, args, kwargs, options, input_hooks)
+    return _run(function, args, kwargs, options, input_hooks, figures)
 
 
 #: The same where the compiler would trace it and must not: it runs in between two compiled graphs.
@@ -226,6 +229,7 @@ def _run(
     kwargs: dict[str, Any],
     options: CheckpointOptions,
     input_hooks: torch_private.Hooks | None,
+    figures: Figures | None,
 ) -> Any:
     """Run the function in a region of any kind, but for those of a policy."""
     preserve_rng_state, contexts = options.preserve_rng_state, None
@@ -237,7 +241,7 @@ def _run(
             site = site_of(caller_of(function, args, kwargs))
             if not site.is_rerun:
                 respects_hooks = options.respect_saved_tensors_hooks is not False
-                return run_in_region(selective, site, function, args, kwargs, respects_hooks)
+                return run_in_region(selective, site, function, args, kwargs, respects_hooks, None, figures)
             contexts, preserve_rng_state = None, True
     if options.offload_inputs:
         keep_in_place(function)

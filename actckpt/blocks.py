@@ -6,13 +6,13 @@ How blocks are patched is in actckpt/_blocks/applied.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, TypedDict, get_args, overload
 
 import torch
 from typing_extensions import Unpack
 
 from actckpt._blocks.applied import Blocks, blocks_of, check_model, find_blocks, forwards_in, patch, unpatch
-from actckpt._blocks.model_report import ModelReport
+from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, sums_of
 from actckpt._budget.running import settings_of
 from actckpt._budget.training import RERUN, BudgetedTraining, Wanted
 from actckpt._offload.session import Destination
@@ -23,6 +23,11 @@ from actckpt.planner.plans import Plan
 from actckpt.policies import Policy, choice_of
 
 __all__ = ["apply", "remove", "report"]
+
+_NOTHING_RECORDED = (
+    "Nothing was recorded. Run a step, outside of torch.compile; what 'keep' leaves to autograd, region('keep', "
+    "record=True) records."
+)
 
 
 class OffloadKeywords(TypedDict, total=False):
@@ -195,11 +200,19 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(applied)
 
 
-def report(model: torch.nn.Module) -> ModelReport:
-    """Return what became of `apply` so far: which blocks it checkpoints, and which of them ran.
+def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int | None = None) -> ModelReport:
+    """Return what the blocks of an applied model did: which of them ran, and what became of what they saved.
 
+    The first step is recorded, and the one after each report; others cost nothing. A step is up to its backward.
+
+    Args:
+        model: the one that was given to `apply`.
+        group_by: one row per operator (`"(rerun)"` for what blocks that run again save, `"(input)"` for what they hold
+            for it), per module, with identical blocks together, or per type of modules.
+        top: the number of rows, the largest; the others are summed up in one more. None: all.
     Raises:
         BlocksError: no block of `model` is checkpointed.
+        ValueError: `group_by` or `top` is none of these.
 
     Example::
 
@@ -208,12 +221,35 @@ def report(model: torch.nn.Module) -> ModelReport:
         >>> model = torch.nn.Sequential(block(), block())
         >>> _ = actckpt.apply(model)
         >>> model(torch.randn(2, 4)).sum().backward()
-        >>> actckpt.report(model).blocks_ran
-        ('0', '1')
+        >>> found = actckpt.report(model, group_by="module")
+        >>> found.blocks_ran, [(row.name, row.recomputed_bytes, row.kept_bytes) for row in found.rows]
+        (('0', '1'), [('0-1', 0, 64), ('0-1.1', 64, 0)])
     """
+    if group_by not in get_args(GroupBy):
+        raise ValueError(f"report: group_by={group_by!r}. Pass 'operator', 'module' or 'type'.")
+    if top is not None and top < 1:
+        raise ValueError(f"report: top={top!r}. Pass the number of rows, from 1 on.")
     applied = blocks_of(model, "report")
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
     together = {id(module.forward.together): module.forward.together for module in applied.values()}
     idle = dict.fromkeys(operator for blocks in together.values() for operator in blocks.matches.idle())
     plan = next((blocks.plan for blocks in together.values() if blocks.plan is not None), None)
-    return ModelReport(blocks_patched=tuple(applied), blocks_ran=ran, operators_not_run=tuple(idle), plan=plan)
+    found = [
+        (name, entry)
+        for name, module in applied.items()
+        for entry in module.forward.together.recording.entries_of(module.forward)
+    ]
+    is_first = any(blocks.recording.num_steps == 1 for blocks in together.values())
+    for blocks in together.values():
+        blocks.is_watching = True
+    note = f"Recorded: {'the first step' if is_first else 'the step after the report before'}; the next one is, too."
+    return ModelReport(
+        blocks_patched=tuple(applied),
+        blocks_ran=ran,
+        operators_not_run=tuple(idle),
+        plan=plan,
+        rows=rows_of(model, applied, found, group_by, top),
+        group_by=group_by,
+        note=note if found else _NOTHING_RECORDED,
+        **sums_of(found),
+    )

@@ -16,9 +16,11 @@ from actckpt._core.functions import check_runs_when_called
 from actckpt._core.region_report import Figures, Report, explained
 from actckpt._replay import naming
 from actckpt._replay.audit import caller_of
+from actckpt._replay.choice import Choice
 from actckpt._replay.matches import Matches
 from actckpt._replay.opened import OpenRegion, innermost_tape
 from actckpt._text.places import check_name
+from actckpt.action import Action
 from actckpt.errors import StillOpenError
 from actckpt.policies import Policy, choice_of
 
@@ -33,8 +35,9 @@ class region:  # noqa: N801 - used as a function
     """Decide per saved tensor of a block of code: keep it, recompute it, or offload it.
 
     The operators of the block are recorded, unless the policy is to keep or to offload everything: that needs no
-    record, and its report says so. Backward gets what was dropped back by executing again the least
-    number of them, without calling any Python code twice. Also a decorator: `@actckpt.region()`.
+    record, and its report says so (`record=True` has `"keep"` recorded). Backward gets what was dropped back by
+    executing again the least number of them, without calling any Python code twice. Also a decorator:
+    `@actckpt.region()`.
 
     Args:
         policy: `"keep"`, `"recompute"`, `"offload"`, `"prefer_offload"` or an `Action`, for all values; a list of
@@ -43,8 +46,9 @@ class region:  # noqa: N801 - used as a function
             (`"layers.*.mlp::aten.mm"`) or a name that `actckpt.name` gives, the rest is recomputed; `policies.PerOp`,
             `policies.save_only_these_names`; a function that takes a `SavedTensorInfo` and returns an `Action`; or a
             policy function of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+        record: record the operators under `"keep"` too, so that the report says what autograd saves.
     Raises:
-        ValueError: it is not a policy, or names an operator that does not exist.
+        ValueError: it is not a policy, `record` does not go with it, or it names an operator that does not exist.
         TypeError: a region is called like a function: `@actckpt.region` without parentheses took the function that it
             decorates for a policy.
 
@@ -57,9 +61,12 @@ class region:  # noqa: N801 - used as a function
         >>> y.sum().backward()
     """
 
-    def __init__(self, policy: Policy = "recompute") -> None:
+    def __init__(self, policy: Policy = "recompute", *, record: bool = False) -> None:
         self._policy = policy
+        self._record = record
         self._choice = choice_of(policy)
+        if record:
+            self._choice = _recorded(self._choice)
         self._open: OpenRegion | None = None
         #: What names the function that it decorates, None: the place of the `with` statement does.
         self._caller: Any = None
@@ -83,7 +90,7 @@ class region:  # noqa: N801 - used as a function
 
         @functools.wraps(func)
         def run(*args: Any, **kwargs: Any) -> Any:
-            opened = region(self._policy)
+            opened = region(self._policy, record=self._record)
             opened._caller = caller_of(func, args, kwargs)
             with opened:
                 return func(*args, **kwargs)
@@ -143,6 +150,16 @@ class region:  # noqa: N801 - used as a function
             return self._figures.report(self._note, self._matches.idle() if self._matches is not None else ())
         entries = self._figures.entries
         return explained(entries, explain) if entries or not self._note else self._note
+
+
+def _recorded(choice: Choice) -> Choice:
+    """Return what a policy says in a form that is recorded."""
+    if choice.always is Action.OFFLOAD:
+        raise ValueError(
+            "region: record=True does not go with policy='offload', which moves what it sees. Pass "
+            "actckpt.policies.PerOp({}, default='offload'), which is recorded."
+        )
+    return Choice(for_value=lambda info: Action.KEEP) if choice.always is Action.KEEP else choice
 
 
 def name(tensor: _Tensor, name: str, /) -> _Tensor:

@@ -16,7 +16,8 @@ import torch
 
 from actckpt._blocks.finding import has_forward, repeated_blocks
 from actckpt._blocks.key_value_caches import without_cache
-from actckpt._blocks.model_report import AppliedBlocks
+from actckpt._blocks.recording import RecordedCall
+from actckpt._blocks.together import AppliedBlocks
 from actckpt._options import CheckpointOptions
 from actckpt._text.selectors import is_pattern, matches
 from actckpt.action import Action
@@ -109,11 +110,12 @@ class CheckpointedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.has_run = True
-        if not torch.compiler.is_compiling() and not self.together.is_checked:
-            return self.together.watched(self._run(*args, **kwargs))
-        return self._run(*args, **kwargs)
+        if not torch.compiler.is_compiling() and self.together.is_watching:
+            return self.together.watched(self, args, kwargs)
+        return self.run(args, kwargs, None)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
+        """Run it checkpointed, and take down what it saves."""
         if self.instead is not None and not torch.compiler.is_compiling():
             return self.instead(self, args, kwargs)
         if self.is_plain:
@@ -121,7 +123,9 @@ class CheckpointedForward:
         if self.offloading is not None:
             # Looked up inside: torch.compile breaks the graph here, and would make `self.block.forward` of a bound
             # method that it must carry over, which is this very object.
-            with offload(**self.offloading):
+            with offload(**self.offloading) as offloading:
+                if record is not None:
+                    record.offloading = offloading
                 return self.original()(*args, **kwargs)
         original = self.original()
         reruns = self.options.policy in (None, "recompute", Action.RECOMPUTE)
@@ -131,7 +135,12 @@ class CheckpointedForward:
                 return original(*args, **kwargs)
             args, kwargs = arguments
         matches = None if torch.compiler.is_compiling() else self.together.matches
-        return checkpoint_call(original, args, kwargs, self.options, matches=matches)
+        if record is None:
+            return checkpoint_call(original, args, kwargs, self.options, matches=matches)
+        result = checkpoint_call(original, args, kwargs, self.options, matches=matches, figures=record.figures)
+        if reruns:
+            record.holds((args, kwargs), Action.OFFLOAD if self.options.offload_inputs else Action.KEEP)
+        return result
 
     def original(self) -> Callable[..., Any]:
         """Return the forward that the block would have."""

@@ -1,19 +1,49 @@
-"""What the blocks of an applied model did: whether all of them ran, and the report on them."""
+"""The report on an applied model: what its blocks did in a step, by operator, module or type of modules."""
+
+from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from actckpt._replay.matches import Matches
+from actckpt._core.region_report import READ
+from actckpt._core.sites import qualified_name
+from actckpt._text.sizes import format_bytes
+from actckpt._text.tables import aligned
+from actckpt.action import Action
 from actckpt.planner.plans import Plan
 
-__all__ = ["AppliedBlocks", "ModelReport"]
+__all__ = ["GroupBy", "ModelReport", "ModelRow", "folded", "rows_of", "sums_of"]
 
-_MAX_NAMES = 5
+GroupBy = Literal["operator", "module", "type"]
+#: Of several entries for one storage, the one with the highest number says what became of it.
+_RANKS = {Action.RECOMPUTE: 0, Action.OFFLOAD: 1, Action.PREFER_OFFLOAD: 1, Action.KEEP: 2}
+#: A block by name, and what the record of a step has of one of its values.
+Found = tuple[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelRow:
+    """Values of one operator, of one module in identical blocks, or of modules of one type."""
+
+    #: Of the operator, the module or the type. Blocks of which everything is the same stand as one: `layers.0-31.mlp`.
+    name: str
+    num_blocks: int
+    num_values: int
+    kept_bytes: int
+    offloaded_bytes: int
+    recomputed_bytes: int
+    #: How often a value of this row was computed again by itself; reruns of blocks do not count.
+    num_replays: int
+    #: All its bytes, whatever became of them, of those that plain training holds in the blocks.
+    share: float
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes, whatever became of them."""
+        return self.kept_bytes + self.offloaded_bytes + self.recomputed_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +56,23 @@ class ModelReport:
     blocks_ran: tuple[str, ...]
     #: Operators that the policy names and that did not run in the first step, with what ran in their place.
     operators_not_run: tuple[str, ...] = ()
+    #: What became of the values that blocks saved in the recorded step, the largest first.
+    rows: tuple[ModelRow, ...] = ()
+    #: Of these values, each storage once: bytes that blocks hold at the end of the forward, moved to a store, dropped.
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    recomputed_bytes: int = 0
+    #: Bytes that autograd saved in the blocks: what plain training would hold there at the end of the forward.
+    plain_bytes: int = 0
+    group_by: GroupBy = "operator"
+    #: Which step that was; or why nothing is known.
+    note: str = ""
     #: Of `apply(budget=...)` and `apply(policy=plan)`; None: not made yet, or another policy.
     plan: Plan | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = dataclasses.asdict(dataclasses.replace(self, plan=None))
         return {**fields, "plan": None if self.plan is None else self.plan.to_dict()}
 
     def table(self) -> str:
@@ -42,6 +83,16 @@ class ModelReport:
             lines.append(f"not run: {', '.join(not_run)}")
         if self.operators_not_run:
             lines.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
+        if self.rows:
+            header = (self.group_by, "blocks", "values", "of plain", "kept", "offloaded", "recomputed", "replays")
+            lines.append(aligned([header, *map(_cells, self.rows)], left=1))
+            share = f"{100 * self.kept_bytes / max(self.plain_bytes, 1):.0f} %"
+            lines.append(
+                f"held at the end of the forward: {format_bytes(self.kept_bytes)}, {share} of the "
+                f"{format_bytes(self.plain_bytes)} of plain training"
+            )
+        if self.note:
+            lines.append(self.note)
         if self.plan is not None:
             lines += [self.plan.explain(), self.plan.table()]
         return "\n".join(lines)
@@ -50,75 +101,136 @@ class ModelReport:
         return self.table()
 
 
-class Block(Protocol):
-    """The forward of one block."""
-
-    has_run: bool
-
-
-class Training(Protocol):
-    """Finds a plan for blocks while their model trains."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan; None: not made yet."""
-
-    def close(self) -> None:
-        """Watch the model no more. May be called more than once."""
+def _cells(row: ModelRow) -> tuple[str, ...]:
+    sizes = map(format_bytes, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
+    share = f"{100 * row.share:.1f} %"
+    return row.name, str(row.num_blocks), str(row.num_values), share, *sizes, str(row.num_replays)
 
 
-class AppliedBlocks:
-    """The blocks of one `apply`, watched until a backward tells that a first step is complete."""
-
-    def __init__(self) -> None:
-        #: By name.
-        self.forwards: dict[str, Block] = {}
-        self.is_checked = False
-        #: What finds a plan for them while the model trains.
-        self.training: Training | None = None
-        self._plan: Plan | None = None
-        #: Which operators that the policy names ran in any of them.
-        self.matches = Matches()
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that they run under, None where there is none."""
-        return self._plan if self.training is None else self.training.plan
-
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def watched(self, result: Any) -> Any:
-        """Return what a block returned; as soon as backward comes to it, the blocks are checked."""
-        if torch.is_grad_enabled():
-            for tensor in _tensors_in(result):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._check)
-                    break
-        return result
-
-    def _check(self, grad: Tensor) -> None:
-        if self.is_checked:
-            return
-        self.is_checked = True
-        self.matches.end("apply: the blocks")
-        idle = [name for name, forward in self.forwards.items() if not forward.has_run]
-        if idle:
-            more = f" and {len(idle) - _MAX_NAMES} more" if len(idle) > _MAX_NAMES else ""
-            warnings.warn(
-                f"apply: {len(idle)} of {len(self.forwards)} blocks did not run in a step that called backward: "
-                f"{', '.join(idle[:_MAX_NAMES])}{more}. Nothing is saved there: the model does not call these modules. "
-                "Pass blocks= to actckpt.apply, those that it calls. Told once.",
-                stacklevel=2,
-            )
+def _once(found: Sequence[Found]) -> list[Found]:
+    """Return what became of each storage (Rule 4 of NOTE [ Recorded steps ])."""
+    chosen: dict[Any, Found] = {}
+    for number, (block, entry) in enumerate(found):
+        key = number if entry.storage is None else entry.storage
+        before = chosen.get(_Same(key))
+        if before is None or _RANKS[entry.action] > _RANKS[before[1].action]:
+            chosen[_Same(key)] = block, entry
+    return list(chosen.values())
 
 
-def _tensors_in(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, Mapping):
-        yield from _tensors_in(list(result.values()))
-    elif isinstance(result, (list, tuple)):
-        for part in result:
-            yield from _tensors_in(part)
+class _Same:
+    """A key that is equal to itself only: dead weak references are equal to no other one, and hash no more."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: object) -> None:
+        self._key = key
+
+    def __hash__(self) -> int:
+        return id(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._key is other._key
+
+
+def sums_of(found: Sequence[Found]) -> dict[str, int]:
+    """Return the sums of a report by their names."""
+    sums = dict.fromkeys(Action, 0)
+    for _, entry in _once(found):
+        sums[entry.action] += entry.nbytes
+    saved = _once([each for each in found if each[1].why != READ])
+    return {
+        "kept_bytes": sums[Action.KEEP],
+        "offloaded_bytes": sums[Action.OFFLOAD],
+        "recomputed_bytes": sums[Action.RECOMPUTE],
+        "plain_bytes": sum(entry.nbytes for _, entry in saved),
+    }
+
+
+def rows_of(
+    model: torch.nn.Module, blocks: Mapping[str, Any], found: Sequence[Found], group_by: GroupBy, top: int | None
+) -> tuple[ModelRow, ...]:
+    """Return the rows of a report.
+
+    Args:
+        blocks: by name.
+        found: what the record of the step has.
+        top: how many rows; the others are summed up in one more. None: all.
+    """
+    plain_bytes = sums_of(found)["plain_bytes"]
+    once = _once(found)
+    modules = {qualified_name(model, module): module for module in model.modules()} if group_by == "type" else {}
+    groups: dict[str, list[Found]] = {}
+    named = _names_in_blocks(blocks, once) if group_by == "module" else {}
+    for each in once:
+        block, entry = each
+        if group_by == "operator":
+            name = entry.operator
+        else:
+            path = _path(blocks, block, entry.module)
+            name = type(modules.get(path, blocks[block])).__name__ if group_by == "type" else named[path]
+        groups.setdefault(name, []).append(each)
+    rows = [_row(name, members, plain_bytes) for name, members in groups.items()]
+    rows.sort(key=lambda row: -row.nbytes)
+    if top is not None and len(rows) > top:
+        rest = [each for row in rows[top:] for each in groups[row.name]]
+        rows = [*rows[:top], _row(f"({len(rows) - top} more)", rest, plain_bytes)]
+    return tuple(rows)
+
+
+def _row(name: str, members: Sequence[Found], plain_bytes: int) -> ModelRow:
+    sums = dict.fromkeys(Action, 0)
+    for _, entry in members:
+        sums[entry.action] += entry.nbytes
+    return ModelRow(
+        name=name,
+        num_blocks=len({block for block, _ in members}),
+        num_values=len(members),
+        kept_bytes=sums[Action.KEEP],
+        offloaded_bytes=sums[Action.OFFLOAD],
+        recomputed_bytes=sums[Action.RECOMPUTE],
+        num_replays=sum(entry.num_replays for _, entry in members),
+        share=sum(sums.values()) / max(plain_bytes, 1),
+    )
+
+
+def _path(blocks: Mapping[str, Any], block: str, module: str | None) -> str:
+    """Return the name that a module has in the model, for one that ran in a block.
+
+    A recorder names it as the outermost module that ran knows it: that may be the block, or something around the model.
+    """
+    if module is None or module == type(blocks[block]).__name__:
+        return block
+    at = f".{module}.".find(f".{block}.")
+    return f"{block}.{module}" if at < 0 else module[at:]
+
+
+def _names_in_blocks(blocks: Mapping[str, Any], found: Iterable[Found]) -> dict[str, str]:
+    """Return how to call modules by their paths: those of blocks in which everything is the same alike."""
+    inside: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in blocks}
+    for block, entry in found:
+        path = _path(blocks, block, entry.module)
+        kinds = [entry.nbytes * (entry.action is action) for action in (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)]
+        before = inside[block].get(path[len(block) :], (0, 0, 0, 0))
+        inside[block][path[len(block) :]] = tuple(a + b for a, b in zip(before, (*kinds, 1), strict=True))
+    alike: dict[frozenset[Any], list[str]] = {}
+    for block, parts in inside.items():
+        alike.setdefault(frozenset(parts.items()), []).append(block)
+    labels = {block: folded(names) for names in alike.values() for block in names}
+    return {f"{block}{part}": f"{labels[block]}{part}" for block, parts in inside.items() for part in parts}
+
+
+def folded(names: Sequence[str]) -> str:
+    """Return one name for several: `layers.0-31`, where they differ in one number; else with wildcards or a count."""
+    if len(names) == 1:
+        return names[0]
+    parts = list(zip(*(name.split(".") for name in names), strict=False))
+    if len({name.count(".") for name in names}) > 1:
+        return f"{names[0]} and {len(names) - 1} more"
+    return ".".join(part[0] if len(set(part)) == 1 else _range(part) for part in parts)
+
+
+def _range(part: Sequence[str]) -> str:
+    numbers = [int(each) for each in part if each.isdecimal()]
+    is_row = len(numbers) == len(part) and numbers == list(range(numbers[0], numbers[0] + len(part)))
+    return f"{numbers[0]}-{numbers[-1]}" if is_row else "*"

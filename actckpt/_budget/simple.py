@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from actckpt._text.presets import PRESETS
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Value
 from actckpt.planner.plans import Plan
@@ -16,8 +17,6 @@ __all__ = ["NOTHING", "plain_plan", "simple_plans"]
 NOTHING = "nothing"
 #: More than any machine has: with this budget everything is kept.
 _UNLIMITED = 2**62
-_MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
-_ATTENTION = "_scaled_dot_product_"
 
 
 def plain_plan(costs: CostTable) -> Plan:
@@ -31,8 +30,9 @@ def simple_plans(costs: CostTable) -> Iterator[tuple[str, Plan]]:
     yield NOTHING, plain
     if any(block.rerun for block in costs.blocks):
         yield "recompute", _rerun(plain, offload_inputs=False)
-    yield "keep attention", _chosen(plain, lambda value: _is_attention(value.name))
-    yield "keep matmuls", _chosen(plain, lambda value: _is_attention(value.name) or _is_matmul(value.name))
+    for preset in ("attention", "matmuls"):
+        operators = frozenset(PRESETS[preset])
+        yield f"keep {preset}", _chosen(plain, lambda value, kept=operators: _operator(value.name) in kept)
     if costs.d2h_bytes_per_s:
         yield "offload", _predicted(plain, [_offloaded(block) for block in costs.blocks])
         if any(block.rerun for block in costs.blocks):
@@ -40,15 +40,8 @@ def simple_plans(costs: CostTable) -> Iterator[tuple[str, Plan]]:
 
 
 def _operator(place: str) -> str:
-    return place.rpartition("::")[2].rpartition("#")[0]
-
-
-def _is_attention(place: str) -> bool:
-    return _ATTENTION in _operator(place)
-
-
-def _is_matmul(place: str) -> bool:
-    return _operator(place).startswith(_MATMULS)
+    """Return the operator of a place, without its overload."""
+    return place.rpartition("::")[2].rpartition("#")[0].rpartition(".")[0]
 
 
 def _can_be_dropped(value: Value) -> bool:

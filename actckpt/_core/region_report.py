@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import weakref
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from actckpt._C import Entry, Meter, OffloadSession
@@ -13,9 +15,24 @@ from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.action import Action
 
-__all__ = ["Entry", "Figures", "Report", "Row", "SavedValue", "explained"]
+__all__ = ["READ", "Entry", "Figures", "Report", "Row", "SavedValue", "TakenDown", "explained"]
 
+#: Why something is held that autograd did not save: the extension says so of what replays begin from.
+READ = "others are replayed from it"
 _NOTHING = "Nothing was saved here that could be moved."
+
+
+@dataclasses.dataclass
+class TakenDown:
+    """What is known of a value that no recorder saw: the fields of an `Entry` that reports go by."""
+
+    operator: str
+    module: str | None
+    action: Action
+    why: str
+    storage: weakref.ref[torch.UntypedStorage] | None
+    nbytes: int
+    num_replays: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

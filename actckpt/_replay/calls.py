@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actckpt._core.messages import name_of
+from actckpt._core.region_report import Figures
 from actckpt._replay.audit import Site
 from actckpt._replay.choice import Choice
 from actckpt._replay.matches import Matches
@@ -21,9 +22,12 @@ def run_in_region(
     kwargs: dict[str, Any],
     respects_hooks: bool,
     matches: Matches | None = None,
+    figures: Figures | None = None,
 ) -> Any:
     """Run the forward recorded, so that single operators are replayed."""
-    with OpenRegion(choice, site, respects_hooks=respects_hooks, runs_function=True, matches=matches) as opened:
+    with OpenRegion(
+        choice, site, figures, respects_hooks=respects_hooks, runs_function=True, matches=matches
+    ) as opened:
         result = function(*args, **kwargs)
     if opened.compiled is not None:
         site.is_rerun = True

@@ -273,7 +273,7 @@ class OpenRegion:
             return ""
         if self._hooks is not None:
             return "Not recorded: policy 'offload' moves all values. actckpt.stats() counts them."
-        return "Not recorded: policy 'keep' leaves all values to autograd."
+        return "Not recorded: policy 'keep' leaves all values to autograd. region('keep', record=True) records them."
 
     def _take_compiled_bytes(self) -> tuple[int, int] | None:
         """Return how much of the bytes to recompute compiled code made, if it is much; who asks tells the user."""

@@ -83,6 +83,9 @@ void frame_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
+// Who wants to know what forwards save, in this thread; null: nobody.
+thread_local PyObject* told = nullptr;
+
 PyObject* frame_pack(PyObject* self, PyObject* tensor) {
   return guarded([&]() -> PyObject* {
     FrameObject* frame = frame_of(self);
@@ -97,6 +100,10 @@ PyObject* frame_pack(PyObject* self, PyObject* tensor) {
       PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
       if (reference == nullptr) throw py::error_already_set();
       saved.outsider = py::reinterpret_steal<py::object>(reference);
+    }
+    if (told != nullptr) {
+      const auto function = py::reinterpret_borrow<py::object>(told);
+      owned(PyObject_CallOneArg(function.ptr(), tensor));
     }
     SlotObject* slot = new_slot(frame, frame->saved.size());
     saved.slot = slot;
@@ -332,8 +339,16 @@ PyObject* release_rerun_values(PyObject*, PyObject* argument) {
   });
 }
 
+// tell_of_saved(function or None) -> the one before
+PyObject* tell_of_saved(PyObject*, PyObject* function) {
+  PyObject* before = std::exchange(told, function == Py_None ? nullptr : Py_NewRef(function));
+  return before == nullptr ? Py_NewRef(Py_None) : before;
+}
+
 PyMethodDef frame_functions[] = {{"release_rerun_values", release_rerun_values, METH_O,
                                   "release_rerun_values(nbytes) -> released bytes of what reruns brought back."},
+                                 {"tell_of_saved", tell_of_saved, METH_O,
+                                  "Call a function with each tensor that forwards of regions save in this thread."},
                                  {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

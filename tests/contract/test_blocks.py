@@ -394,7 +394,7 @@ def test_a_block_that_does_not_run_in_a_step_with_a_backward_is_told_once() -> N
     _step(model)
     report = actckpt.report(model)
     assert report.blocks_patched == NAMES and report.blocks_ran == ("layers.0", "layers.2")
-    assert str(report) == "2 of 3 blocks ran\nnot run: layers.1"
+    assert str(report).startswith("2 of 3 blocks ran\nnot run: layers.1\n")
     assert report.as_dict()["blocks_ran"] == ("layers.0", "layers.2")
 
 
@@ -405,9 +405,9 @@ def test_where_all_blocks_run_nothing_is_told_and_nothing_is_left_on_what_they_r
     assert actckpt.report(model).blocks_ran == ()
     for _ in range(2):
         _step(model)
-        assert actckpt.report(model).blocks_ran == actckpt.report(model).blocks_patched == NAMES
     hidden = model.layers[0](torch.ones(2, 8, requires_grad=True))
     assert hidden._backward_hooks is None
+    assert actckpt.report(model).blocks_ran == actckpt.report(model).blocks_patched == NAMES
 
 
 @pytest.mark.parametrize("wrap", [tuple, list, lambda parts: {"first": parts[0], "second": [parts[1]]}])

@@ -73,6 +73,7 @@ def policies_of_every_form(model: torch.nn.Module, x: torch.Tensor, policy: Poli
     for region in (
         actckpt.region(),
         actckpt.region("prefer_offload"),
+        actckpt.region("keep", record=True),
         actckpt.region("attention"),
         actckpt.region("matmuls"),
         actckpt.region("dots_with_no_batch_dims"),
@@ -115,6 +116,7 @@ def models(model: torch.nn.Module, policy: Policy) -> None:
     actckpt.apply(model, policy=None, blocks=["layers.0", torch.nn.Linear], preserve_rng_state=False)
     actckpt.apply(model, [torch.ops.aten.mm], blocks=lambda module: len(list(module.children())) > 3)
     assert_type(actckpt.report(model).blocks_ran, tuple[str, ...])
+    assert_type(actckpt.report(model, group_by="module", top=3).rows[0].kept_bytes, int)
     assert_type(actckpt.remove(model), tuple[str, ...])
     actckpt.te.wrap(model, {"self_attention": "recompute", torch.nn.Linear: "offload"}, retain_graph=True)
     actckpt.te.wrap(model, "keep")

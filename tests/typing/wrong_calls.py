@@ -78,6 +78,8 @@ def models(model: torch.nn.Module) -> None:
     actckpt.apply(model, blocks=[3])  # wrong
     actckpt.apply(model, blocks=torch.Tensor)  # wrong
     actckpt.apply(double)  # wrong
+    actckpt.report(model, group_by="modules")  # wrong
+    actckpt.report(model, "module")  # wrong
     actckpt.te.wrap(model, "recomptue")  # wrong
     actckpt.te.wrap(model, {"self_attention": "prefer_offload"})  # wrong
 

@@ -254,7 +254,10 @@ def test_a_module_is_no_policy(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize(
     ("policy", "note"),
     [
-        ("keep", "Not recorded: policy 'keep' leaves all values to autograd."),
+        (
+            "keep",
+            "Not recorded: policy 'keep' leaves all values to autograd. region('keep', record=True) records them.",
+        ),
         ("offload", "Not recorded: policy 'offload' moves all values. actckpt.stats() counts them."),
     ],
 )

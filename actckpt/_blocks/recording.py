@@ -1,0 +1,139 @@
+"""What the blocks of an applied model saved in one step, taken down for `actckpt.report(model)`.
+
+NOTE [ Recorded steps ]
+
+Rule 1. The first step is recorded, and the one after each report: in between steps cost nothing.
+Rule 2. A step begins with the first forward of a block after a backward came to one of them. Forwards whose graph is
+        gone without a backward count no more.
+Rule 3. Where operators are replayed, the recorder says what made a value. Hooks of reruns see tensors and the module
+        that runs, and those of `offload` count only.
+Rule 4. A storage counts once, where it is held if it is: what one block drops, the next one may hold as its input.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt import _C
+from actckpt._core.region_report import READ, Figures, TakenDown
+from actckpt._core.sites import module_name
+from actckpt._core.storages import storages_of
+from actckpt._offload.session import Offloading
+from actckpt.action import Action
+
+__all__ = ["RecordedCall", "Recording"]
+
+_WHY_INPUT = "the rerun starts from it"
+
+
+class _Graph:
+    """Lives as long as the graph of one call."""
+
+
+class RecordedCall:
+    """One forward of a block; a context around it."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        self._block = block
+        #: What a region with a policy, and what a block of offloading say; while it runs.
+        self.figures = Figures()
+        self.offloading: Offloading | None = None
+        self._entries: list[Any] = self.figures.entries
+        #: What reruns drop, by the weak reference to its storage, which is the same object each time.
+        self._saved: dict[int, TakenDown] = {}
+        self._inputs: list[TakenDown] = []
+        #: Storages of parameters and buffers; they outlive the call.
+        self._parameters: set[int] | None = None
+        self._before: Callable[[Tensor], object] | None = None
+        self._graph: weakref.ref[_Graph] | None = None
+
+    def __enter__(self) -> RecordedCall:
+        self._before = _C.tell_of_saved(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _C.tell_of_saved(self._before)
+        if self.offloading is not None:
+            found = self.offloading.report()
+            sums = {Action.OFFLOAD: found.offloaded_bytes, Action.KEEP: found.kept_bytes}
+            self._entries = [TakenDown("(offload)", None, action, "", None, sums[action]) for action in sums]
+        del self.figures, self.offloading  # they hold what only a region that is open needs
+
+    def holds(self, arguments: Any, action: Action) -> None:
+        """Note what a rerun starts from: it is held, or offloaded, from when the forward ran."""
+        for storage in {id(storage): storage for storage in storages_of(arguments)}.values():
+            if self._is_parameter(storage):
+                continue
+            reference = weakref.ref(storage)
+            was_saved = self._saved.pop(id(reference), None) is not None
+            why = _WHY_INPUT if was_saved else READ
+            self._inputs.append(TakenDown("(input)", None, action, why, reference, storage.nbytes()))
+
+    def _is_parameter(self, storage: torch.UntypedStorage) -> bool:
+        if self._parameters is None:
+            tensors = [*self._block.parameters(), *self._block.buffers()]
+            self._parameters = {id(storage) for storage in storages_of(tensors)}
+        return id(storage) in self._parameters
+
+    def _note(self, tensor: Tensor) -> None:
+        for storage in storages_of(tensor):
+            reference = weakref.ref(storage)
+            if id(reference) not in self._saved and not self._is_parameter(storage):
+                taken = TakenDown("(rerun)", module_name(), Action.RECOMPUTE, "", reference, storage.nbytes())
+                self._saved[id(reference)] = taken
+
+    def entries(self) -> list[Any]:
+        """Return what became of each value."""
+        return [*self._entries, *self._inputs, *self._saved.values()]
+
+    def ends_with(self, graph: _Graph) -> None:
+        """Let it count as long as a graph lives."""
+        self._graph = weakref.ref(graph)
+
+    def is_alive(self) -> bool:
+        """Whether its graph lives."""
+        return self._graph is not None and self._graph() is not None
+
+
+class Recording:
+    """The calls of all blocks in the step that was recorded last."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, list[RecordedCall]] = {}
+        self._is_over = False
+        #: How many steps were recorded.
+        self.num_steps = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recording, ()  # a copy begins anew
+
+    def begin(self, forward: object, block: torch.nn.Module) -> RecordedCall:
+        """Return the record of a call of a block that begins."""
+        if self._is_over:
+            self._calls.clear()
+            self._is_over = False
+        self.num_steps += not self._calls
+        calls = [call for call in self._calls.get(id(forward), ()) if call.is_alive()]
+        call = RecordedCall(block)
+        self._calls[id(forward)] = [*calls, call]
+        return call
+
+    def watch(self, call: RecordedCall, tensor: Tensor, reached: Callable[[], None]) -> None:
+        """Notice when a backward comes to what a call returned."""
+        graph = _Graph()
+        call.ends_with(graph)
+        tensor.register_hook(functools.partial(self._reached, graph, reached))
+
+    def _reached(self, graph: _Graph, reached: Callable[[], None], grad: Tensor) -> None:
+        self._is_over = True
+        reached()
+
+    def entries_of(self, forward: object) -> list[Any]:
+        """Return what became of the values of a block, over its calls in the step."""
+        return [entry for call in self._calls.get(id(forward), ()) for entry in call.entries()]

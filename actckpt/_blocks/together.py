@@ -1,0 +1,103 @@
+"""The blocks of one `apply`: whether all of them run, and what they save in the steps that are recorded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from actckpt._blocks.recording import RecordedCall, Recording
+from actckpt._replay.matches import Matches
+from actckpt.planner.plans import Plan
+
+__all__ = ["AppliedBlocks"]
+
+_MAX_NAMES = 5
+
+
+class Block(Protocol):
+    """The forward of one block."""
+
+    block: torch.nn.Module
+    has_run: bool
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
+        """Run it, and take down what it saves."""
+
+
+class Training(Protocol):
+    """Finds a plan for blocks while their model trains."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None: not made yet."""
+
+    def close(self) -> None:
+        """Watch the model no more. May be called more than once."""
+
+
+class AppliedBlocks:
+    """The blocks of one `apply`, watched until a backward tells that a first step is complete."""
+
+    def __init__(self) -> None:
+        #: By name.
+        self.forwards: dict[str, Block] = {}
+        self.is_checked = False
+        #: Whether calls go through `watched`: up to a backward in the first step, and in the one after each report.
+        self.is_watching = True
+        #: Which operators that the policy names ran in any of them.
+        self.matches = Matches()
+        self.recording = Recording()
+        #: What finds a plan for them while the model trains.
+        self.training: Training | None = None
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that they run under, None where there is none."""
+        return self._plan if self.training is None else self.training.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def watched(self, forward: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block and take down what it saves; as soon as backward comes to it, the blocks are checked."""
+        if not torch.is_grad_enabled():
+            return forward.run(args, kwargs, None)
+        with self.recording.begin(forward, forward.block) as record:
+            result = forward.run(args, kwargs, record)
+        for tensor in _tensors_in(result):
+            if tensor.grad_fn is not None:
+                self.recording.watch(record, tensor, self._check)
+                break
+        return result
+
+    def _check(self) -> None:
+        self.is_watching = False
+        if self.is_checked:
+            return
+        self.is_checked = True
+        self.matches.end("apply: the blocks")
+        idle = [name for name, forward in self.forwards.items() if not forward.has_run]
+        if idle:
+            more = f" and {len(idle) - _MAX_NAMES} more" if len(idle) > _MAX_NAMES else ""
+            warnings.warn(
+                f"apply: {len(idle)} of {len(self.forwards)} blocks did not run in a step that called backward: "
+                f"{', '.join(idle[:_MAX_NAMES])}{more}. Nothing is saved there: the model does not call these modules. "
+                "Pass blocks= to actckpt.apply, those that it calls. Told once.",
+                stacklevel=2,
+            )
+
+
+def _tensors_in(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, Mapping):
+        yield from _tensors_in(list(result.values()))
+    elif isinstance(result, (list, tuple)):
+        for part in result:
+            yield from _tensors_in(part)

@@ -1,0 +1,254 @@
+"""`actckpt.report(model)`: what it says of a step is so, by bytes counted apart, and it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal, gradients
+from torch import Tensor, nn
+from transformer_block import Block
+
+import actckpt
+from actckpt import _C
+from actckpt.memory import LiveStorages
+
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def _no_audit() -> Iterator[None]:
+    """Checksums are a few bytes that are no values."""
+    before = actckpt.configure().audit
+    actckpt.configure(audit="off")
+    yield
+    actckpt.configure(audit=before)
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _held(model: nn.Module, batch: int = 2) -> int:
+    """Run a step; return what is alive at the end of the forward, without its result."""
+    with LiveStorages(parameters=model.parameters()) as live:
+        y = model(torch.randn(batch, 16, WIDTH, generator=torch.Generator().manual_seed(1)))
+        held = live.live_bytes - y.nbytes
+    y.square().sum().backward()
+    return held
+
+
+#: Of each block, what its attention's last matmul makes: others are replayed from it, and autograd does not save it.
+_READ = 4 * 2 * 16 * WIDTH * 4
+
+
+@pytest.mark.parametrize(
+    ("policy", "read"),
+    [
+        (None, 0),
+        ("recompute", 0),
+        ("matmuls", _READ),
+        ("attention", 0),
+        ([], 0),
+        ({"layers.*.up": "keep", "**.norm1": "keep"}, 0),
+    ],
+    ids=str,
+)
+def test_it_has_the_bytes_that_are_held_and_those_of_plain_training(policy: Any, read: int) -> None:
+    model = Model()
+    plain = _held(model)
+    expected = gradients(model)
+    model.zero_grad()
+    actckpt.apply(model, policy=policy)
+    held = _held(model)
+    assert_equal(gradients(model), expected)
+    found = actckpt.report(model)
+    assert (found.kept_bytes, found.plain_bytes, found.offloaded_bytes) == (held, plain, 0)
+    assert found.recomputed_bytes == plain - held + read
+    assert sum(row.kept_bytes for row in found.rows) == held
+    assert sum(row.nbytes for row in found.rows) == plain + read
+    assert sum(row.share for row in found.rows) == pytest.approx((plain + read) / plain)
+    for _ in range(2):
+        model.zero_grad()
+        assert _held(model) == held
+        assert_equal(gradients(model), expected)
+        assert actckpt.report(model).rows == found.rows
+
+
+def test_what_is_offloaded_is_told() -> None:
+    model = Model()
+    plain = _held(model)
+    actckpt.apply(model, policy={"**::aten.addmm": "offload"})
+    assert _held(model) < plain
+    found = actckpt.report(model)
+    (row,) = [row for row in found.rows if row.name == "aten.addmm.default"]
+    assert found.offloaded_bytes == row.offloaded_bytes > 0 == row.kept_bytes
+    actckpt.remove(model)
+    actckpt.apply(model, policy="offload", min_bytes=8192)
+    _held(model)
+    found = actckpt.report(model)
+    assert [row.name for row in found.rows] == ["(offload)"]
+    assert found.offloaded_bytes > 0 and found.kept_bytes > 0
+    actckpt.remove(model)
+    actckpt.apply(model, offload_inputs=True)
+    _held(model)
+    found = actckpt.report(model)
+    assert found.kept_bytes == 0 and found.offloaded_bytes == 4 * 2 * 16 * WIDTH * 4
+
+
+def test_rows_are_by_operator_module_or_type_with_identical_blocks_as_one_and_the_largest_first() -> None:
+    model = Model()
+    actckpt.apply(model, policy="matmuls")
+    _held(model)
+    reports = {kind: actckpt.report(model, group_by=kind) for kind in ("operator", "module", "type")}  # type: ignore[arg-type]
+    names = {kind: [row.name for row in found.rows] for kind, found in reports.items()}
+    assert {"aten.addmm.default", "aten.gelu.default", "(input)"} < set(names["operator"])
+    assert {"layers.0-3", "layers.0-3.up", "layers.0-3.norm1"} < set(names["module"])
+    assert set(names["type"]) == {"Linear", "Block", "LayerNorm"}
+    for found in reports.values():
+        sizes = [row.nbytes for row in found.rows]
+        assert sizes == sorted(sizes, reverse=True) and sum(sizes) == found.plain_bytes + _READ
+        assert {row.num_blocks for row in found.rows} == {4}
+    by_name = {row.name: row for row in reports["operator"].rows}
+    assert by_name["aten.gelu.default"].num_replays == by_name["aten.gelu.default"].num_values == 4
+    assert by_name["aten.addmm.default"].num_replays == 0
+    top = actckpt.report(model, top=2).rows
+    assert top[:2] == reports["operator"].rows[:2]
+    assert top[2].name == f"({len(names['operator']) - 2} more)"
+    assert sum(row.nbytes for row in top) == reports["operator"].plain_bytes + _READ
+    text = str(reports["module"])
+    assert "4 of 4 blocks ran" in text and "held at the end of the forward: " in text and "layers.0-3.up" in text
+    assert reports["module"].as_dict()["rows"][0]["name"] == names["module"][0]
+
+
+def test_blocks_that_differ_stand_apart() -> None:
+    model = Model()
+    model.layers[1].up, model.layers[1].down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+    actckpt.apply(model, policy="matmuls")
+    _held(model)
+    names = {row.name for row in actckpt.report(model, group_by="module").rows}
+    assert {"layers.1.up", "layers.*.up"} < names
+
+
+@pytest.mark.filterwarnings("ignore:apply. 3 of 4 blocks did not run:UserWarning")
+def test_names_are_those_of_the_model_also_where_a_block_is_called_alone_or_something_is_around_the_model() -> None:
+    model = Model()
+    actckpt.apply(model, policy="matmuls")
+    x = torch.randn(2, 16, WIDTH)
+    model.layers[2](x).sum().backward()
+    alone = {row.name for row in actckpt.report(model, group_by="module").rows}
+    assert {"layers.2", "layers.2.up"} < alone
+    nn.Sequential(nn.Identity(), model)(x).sum().backward()
+    inside = {row.name for row in actckpt.report(model, group_by="module").rows}
+    assert {"layers.0-3", "layers.0-3.up"} < inside
+
+
+def test_the_first_step_is_recorded_and_the_one_after_each_report() -> None:
+    model = Model()
+    actckpt.apply(model)
+    assert "Nothing was recorded" in str(actckpt.report(copy.deepcopy(model)))
+    small, _, large = _held(model), _held(model, batch=6), _held(model, batch=4)
+    found = actckpt.report(model)
+    assert found.kept_bytes == small and "the first step" in found.note
+    _held(model, batch=4)
+    _held(model, batch=6)
+    found = actckpt.report(model)
+    assert found.kept_bytes == large and "the step after the report before" in found.note
+    assert actckpt.report(model).rows == found.rows
+
+
+def test_all_forwards_of_a_step_count_and_those_whose_graph_is_gone_do_not() -> None:
+    model = Model()
+    actckpt.apply(model)
+    x = torch.randn(2, 16, WIDTH)
+    for _ in range(3):
+        model(x)  # evaluation in grad mode, say
+    with torch.no_grad():
+        model(x)
+    (model(x) + model(x + 1)).sum().backward()
+    assert actckpt.report(model).kept_bytes == (1 + 2 * 3 + 1) * x.nbytes
+    shared = nn.Sequential(model.layers[0], model.layers[0])
+    shared(x).sum().backward()
+    assert actckpt.report(model).kept_bytes == 2 * x.nbytes
+
+
+def test_a_report_keeps_no_bytes_and_a_copy_begins_anew() -> None:
+    model = Model()
+    actckpt.apply(model, policy="matmuls")
+    with LiveStorages(parameters=model.parameters()) as live:
+        model(torch.randn(2, 16, WIDTH)).sum().backward()
+        assert live.live_bytes == 0
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert actckpt.report(copied).rows == ()
+        held = _held(copied)
+        assert actckpt.report(copied).kept_bytes == held
+    assert actckpt.report(model).rows
+
+
+def test_a_block_that_raises_leaves_nothing_behind() -> None:
+    model = Model()
+    actckpt.apply(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 16, WIDTH + 1))
+    assert _C.tell_of_saved(None) is None
+    held = _held(model)
+    assert actckpt.report(model).kept_bytes == held
+
+
+def test_arguments_that_are_none_are_refused() -> None:
+    model = Model()
+    actckpt.apply(model)
+    with pytest.raises(ValueError, match=r"group_by='modules'\. Pass 'operator', 'module' or 'type'"):
+        actckpt.report(model, group_by="modules")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="top=0"):
+        actckpt.report(model, top=0)
+
+
+def test_keep_can_be_recorded_and_holds_what_plain_training_does() -> None:
+    model = Model()
+
+    def run(record: bool | None) -> tuple[int, int, Any]:
+        x = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(1))
+        model.zero_grad()
+        with LiveStorages(parameters=model.parameters()) as live:
+            if record is None:
+                y = model(x)
+            else:
+                with actckpt.region("keep", record=record) as region:
+                    y = model(x)
+            held = live.live_bytes - y.nbytes
+            y.square().sum().backward()
+        return held, live.peak_bytes, region.report() if record is not None else None
+
+    plain, plain_peak, _ = run(None)
+    expected = gradients(model)
+    held, peak, report = run(True)
+    assert (held, peak) == (plain, plain_peak)
+    assert_equal(gradients(model), expected)
+    assert report.kept_bytes == plain + 2 * 16 * WIDTH * 4  # and its input, which was there before
+    assert report.recomputed_bytes == report.offloaded_bytes == 0
+    assert {"aten.gelu.default", "aten.addmm.default"} < {row.operator for row in report.rows}
+    assert "record=True" in str(run(False)[2])
+
+
+def test_record_is_for_keep() -> None:
+    layer = nn.Linear(4, 4)
+    actckpt.region("keep", record=True)(layer)(torch.randn(2, 4)).sum().backward()
+    x = torch.randn(2, 4)
+    with actckpt.region(record=True) as region:
+        y = layer(x).sin()
+    y.sum().backward()
+    assert region.report().recomputed_bytes == 32
+    with pytest.raises(ValueError, match=r"record=True does not go with policy='offload'"):
+        actckpt.region("offload", record=True)
