@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from actckpt._text.presets import PRESETS
 from actckpt.action import Action
@@ -31,8 +31,7 @@ def simple_plans(costs: CostTable) -> Iterator[tuple[str, Plan]]:
     if any(block.rerun for block in costs.blocks):
         yield "recompute", _rerun(plain, offload_inputs=False)
     for preset in ("attention", "matmuls"):
-        operators = frozenset(PRESETS[preset])
-        yield f"keep {preset}", _chosen(plain, lambda value, kept=operators: _operator(value.name) in kept)
+        yield f"keep {preset}", _chosen(plain, frozenset(PRESETS[preset]))
     if costs.d2h_bytes_per_s:
         yield "offload", _predicted(plain, [_offloaded(block) for block in costs.blocks])
         if any(block.rerun for block in costs.blocks):
@@ -48,18 +47,14 @@ def _can_be_dropped(value: Value) -> bool:
     return value.replayable or not value.needed
 
 
-def _chosen(plain: Plan, keeps: Callable[[Value], bool]) -> Plan:
-    """Keep some values and recompute the others, as far as they can be."""
-    return _predicted(
-        plain,
-        [
-            {
-                value.name: Action.KEEP if keeps(value) or not _can_be_dropped(value) else Action.RECOMPUTE
-                for value in block.values
-            }
-            for block in plain.costs.blocks
-        ],
-    )
+def _chosen(plain: Plan, operators: frozenset[str]) -> Plan:
+    """Keep the values of some operators and recompute the others, as far as they can be."""
+
+    def action(value: Value) -> Action:
+        is_kept = _operator(value.name) in operators or not _can_be_dropped(value)
+        return Action.KEEP if is_kept else Action.RECOMPUTE
+
+    return _predicted(plain, [{value.name: action(value) for value in block.values} for block in plain.costs.blocks])
 
 
 def _offloaded(block: BlockClass) -> dict[str, Action]:
