@@ -6,14 +6,17 @@ Rule 1. The call itself is recorded (NOTE [ Structure of a block ]) under a poli
         that a step in which all blocks are profiled needs little more than one in which all are checkpointed.
 Rule 2. The first block of each structure (operators, shapes, dtypes) then runs forward and backward a few times more,
         on its own: on detached inputs, and on aliases of its parameters, so that no gradient, no hook of a parameter
-        and no other block is touched. Buffers and random state are put back.
+        and no other block is touched. Each of these runs finds containers and objects as a rerun does (NOTE [ Found by
+        the forward ]); attributes of modules, buffers and random state are put back.
 Rule 3. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
         always stays.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +28,8 @@ from torch import Tensor
 from actckpt._budget.structure import BlockStructure, run_recorded
 from actckpt._core.storages import storages_of
 from actckpt._core.training_state import random_state, set_random_state
+from actckpt._rerun.packed import held_inputs
+from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
 
@@ -77,14 +82,17 @@ class Profiler:
             name: the block's qualified name.
             forward: the forward of the block.
         """
+        inputs = held_inputs(forward, args, kwargs, None)
         result, structure = run_recorded(forward, args, kwargs, first_tensor((args, kwargs)))
+        inputs.forward_done()
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
         # Times differ from call to call: they make no other structure.
         key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
         if key not in self._known:
-            self._known[key] = _profiled(block, forward, args, kwargs, values, structure)
+            with inputs.as_found(checks=False), _attributes_kept(block):
+                self._known[key] = _profiled(block, name, forward, (args, kwargs), values, structure)
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         return result, ProfiledBlock(name, self._known[key], by_name, bytes_of(result))
 
@@ -103,15 +111,21 @@ def _without(place: str, block: str) -> str:
 
 def _profiled(
     block: torch.nn.Module,
+    name: str,
     forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    arguments: Any,
     values: tuple[Value, ...],
     structure: BlockStructure,
 ) -> BlockClass:
-    with _set_apart(block, (args, kwargs)) as (own_args, own_kwargs):
-        held_bytes, peak_bytes = _bytes(lambda: forward(*own_args, **own_kwargs), block)
-        forward_s, backward_s = min(_seconds(lambda: forward(*own_args, **own_kwargs)) for _ in range(_NUM_TIMED))
+    try:
+        with _set_apart(block, arguments) as (own_args, own_kwargs):
+            held_bytes, peak_bytes = _bytes(lambda: forward(*own_args, **own_kwargs), block)
+            forward_s, backward_s = min(_seconds(lambda: forward(*own_args, **own_kwargs)) for _ in range(_NUM_TIMED))
+    except Exception as error:
+        raise BlocksError(
+            f"block {name!r} ran in the step, but not once more on its own, to be profiled: {type(error).__name__}: "
+            f"{error}. Pass other blocks=, or a policy in place of a budget."
+        ) from error
     other = max(held_bytes - structure.saved_bytes(), 0)
     return BlockClass(
         forward_s=forward_s,
@@ -127,6 +141,32 @@ def _scaled(values: tuple[Value, ...], forward_s: float) -> tuple[Value, ...]:
     recorded = sum(value.recompute_s for value in values)
     factor = min(1.0, forward_s / recorded) if recorded else 1.0
     return tuple(dataclasses.replace(value, recompute_s=factor * value.recompute_s) for value in values)
+
+
+@contextlib.contextmanager
+def _attributes_kept(block: torch.nn.Module) -> Iterator[None]:
+    """Put back the attributes of modules at the end, and what is in the lists, dicts and sets among them."""
+    before = [
+        (
+            module,
+            dict(vars(module)),
+            [(value, copy.copy(value)) for value in vars(module).values() if _is_container(value)],
+        )
+        for module in block.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, containers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for container, found in containers:
+                container.clear()
+                getattr(container, "extend" if isinstance(container, (list, collections.deque)) else "update")(found)
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in (list, dict, set, collections.deque, collections.OrderedDict)
 
 
 @contextlib.contextmanager

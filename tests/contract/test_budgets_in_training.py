@@ -260,3 +260,67 @@ def test_blocks_that_run_twice_in_a_forward_are_refused() -> None:
     actckpt.apply(model, activation_budget="50%")
     with pytest.raises(actckpt.BlocksError, match=r"block 'blocks\.0' ran 2 times in one forward"):
         model(torch.randn(2, 4))
+
+
+def test_profiling_leaves_attributes_and_containers_as_the_step_left_them() -> None:
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+            self.losses: list[Tensor] = []
+            self.num_calls = 0
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor, seen: list[Tensor], counts: dict[str, int]) -> Tensor:
+            y = self.layer(x).tanh()
+            self.num_calls += 1
+            self.last = y.square().mean()
+            self.losses.append(y.mean())
+            seen.append(y)
+            counts["calls"] = counts.get("calls", 0) + 1
+            return y * len(seen)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Noting() for _ in range(3))
+            self.counts: dict[str, int] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen: list[Tensor] = []
+            for block in self.blocks:
+                x = block(x, seen, self.counts)
+            return x.sum() + sum(block.last + block.losses[-1] for block in self.blocks) + seen[0].sum()
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model())
+    actckpt.apply(models[1], blocks=Noting, activation_budget="90%")
+    x = torch.randn(8, 16)
+    for _ in range(4):
+        for model in models:
+            model.zero_grad()
+            model(x).backward()
+        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
+        assert models[1].counts == models[0].counts
+        for ours, plain in zip(models[1].blocks, models[0].blocks, strict=True):
+            assert (ours.num_calls, len(ours.losses)) == (plain.num_calls, len(plain.losses))
+            assert torch.equal(ours.last, plain.last)
+
+
+def test_a_block_that_cannot_run_again_is_one_clear_error() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.tokens = nn.Linear(4, 4), iter(range(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            next(self.tokens)
+            return self.layer(x)
+
+    model = nn.Sequential(Once(), Once())
+    actckpt.apply(model, blocks=Once, activation_budget="90%")
+    with pytest.raises(actckpt.BlocksError, match=r"block '0' ran in the step, but not once more on its own.*StopIter"):
+        model(torch.randn(2, 4))
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
