@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 #: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
+#: `"drops_caches": True` takes key-value caches away from it, as for reruns.
 Settings = Mapping[str, Any] | None
 Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
 
@@ -104,6 +105,8 @@ class CheckpointedForward:
         if offloads:
             del options["policy"]
         self.is_plain = settings is None
+        #: Whether key-value caches are taken away, which would hold what is dropped.
+        self.drops_caches = options.pop("drops_caches", options.get("policy") in (None, "recompute", Action.RECOMPUTE))
         #: The keywords of `offload`, None: the block is checkpointed.
         self.offloading = options if offloads else None
         self.options = CheckpointOptions() if offloads else CheckpointOptions(**options)
@@ -128,8 +131,7 @@ class CheckpointedForward:
                     record.offloading = offloading
                 return self.original()(*args, **kwargs)
         original = self.original()
-        reruns = self.options.policy in (None, "recompute", Action.RECOMPUTE)
-        if reruns and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             arguments = without_cache(self.block, original, args, kwargs)
             if arguments is None:
                 return original(*args, **kwargs)
@@ -138,7 +140,7 @@ class CheckpointedForward:
         if record is None:
             return checkpoint_call(original, args, kwargs, self.options, matches=matches)
         result = checkpoint_call(original, args, kwargs, self.options, matches=matches, figures=record.figures)
-        if reruns:
+        if self.options.policy in (None, "recompute", Action.RECOMPUTE):
             record.holds((args, kwargs), Action.OFFLOAD if self.options.offload_inputs else Action.KEEP)
         return result
 

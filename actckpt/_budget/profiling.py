@@ -7,7 +7,8 @@ Rule 1. The call itself is recorded (NOTE [ Structure of a block ]) under a poli
 Rule 2. The first block of each structure (operators, shapes, dtypes) then runs forward and backward a few times more,
         on its own: on detached inputs, and on aliases of its parameters, so that no gradient, no hook of a parameter
         and no other block is touched. Each of these runs finds containers and objects as a rerun does (NOTE [ Found by
-        the forward ]); attributes of modules, buffers and random state are put back.
+        the forward ]); attributes of modules and random state are put back, and
+        buffers are copies.
 Rule 3. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
         always stays.
 """
@@ -18,6 +19,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt._blocks.key_value_caches import without_cache
 from actckpt._budget.structure import BlockStructure, run_recorded
 from actckpt._core.storages import storages_of
 from actckpt._core.training_state import random_state, set_random_state
@@ -82,6 +85,7 @@ class Profiler:
             name: the block's qualified name.
             forward: the forward of the block.
         """
+        args, kwargs = without_cache(block, forward, args, kwargs) or (args, kwargs)
         inputs = held_inputs(forward, args, kwargs, None)
         result, structure = run_recorded(forward, args, kwargs, first_tensor((args, kwargs)))
         inputs.forward_done()
@@ -119,8 +123,11 @@ def _profiled(
 ) -> BlockClass:
     try:
         with _set_apart(block, arguments) as (own_args, own_kwargs):
-            held_bytes, peak_bytes = _bytes(lambda: forward(*own_args, **own_kwargs), block)
-            forward_s, backward_s = min(_seconds(lambda: forward(*own_args, **own_kwargs)) for _ in range(_NUM_TIMED))
+            call = functools.partial(forward, *own_args, **own_kwargs)
+            # Backward goes to these only: what else the block reads may have a graph, which is not ours.
+            leaves = [t for t in (*block.parameters(), *tensors_in((own_args, own_kwargs))) if t.requires_grad]
+            held_bytes, peak_bytes = _bytes(call, block, leaves)
+            forward_s, backward_s = min(_seconds(call, leaves) for _ in range(_NUM_TIMED))
     except Exception as error:
         raise BlocksError(
             f"block {name!r} ran in the step, but not once more on its own, to be profiled: {type(error).__name__}: "
@@ -171,7 +178,7 @@ def _is_container(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _set_apart(block: torch.nn.Module, arguments: Any) -> Iterator[Any]:
-    """Lend detached arguments and aliases of parameters; put back buffers and random state at the end."""
+    """Lend detached arguments, aliases of parameters and copies of buffers; put back random state at the end."""
     parameters = [
         (module, name, parameter)
         for module in block.modules()
@@ -179,24 +186,19 @@ def _set_apart(block: torch.nn.Module, arguments: Any) -> Iterator[Any]:
         if parameter is not None
     ]
     aliases = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in parameters}
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in block.modules()
-        for name, buffer in module._buffers.items()
-    ]
+    buffers = [(module, name, buffer) for module in block.modules() for name, buffer in module._buffers.items()]
     before = random_state()
     try:
         for module, name, parameter in parameters:
             module._parameters[name] = aliases[id(parameter)]
+        for module, name, buffer in buffers:
+            module._buffers[name] = None if buffer is None else buffer.detach().clone()
         yield _detached(arguments)
     finally:
         for module, name, parameter in parameters:
             module._parameters[name] = parameter
-        with torch.no_grad():
-            for module, name, buffer, bits in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and bits is not None:
-                    buffer.copy_(bits)
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
         set_random_state(before)
 
 
@@ -212,7 +214,12 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def _bytes(call: Callable[[], Any], block: torch.nn.Module) -> tuple[int, int]:
+def _backward(roots: list[Tensor], gradients: list[Tensor], leaves: list[Tensor]) -> None:
+    if roots and leaves:
+        torch.autograd.backward(roots, gradients, inputs=leaves)
+
+
+def _bytes(call: Callable[[], Any], block: torch.nn.Module, leaves: list[Tensor]) -> tuple[int, int]:
     """Return what a forward holds for backward, and the peak of forward and backward, in bytes."""
     with LiveStorages() as live:
         nodes = [tensor.grad_fn for tensor in tensors_in(call())]
@@ -224,17 +231,17 @@ def _bytes(call: Callable[[], Any], block: torch.nn.Module) -> tuple[int, int]:
     # What came out stands for its gradient, which is as large and lives as long.
     gradients = [torch.ones_like(root) for root in roots]
     with live:
-        torch.autograd.backward(roots, gradients)
+        _backward(roots, gradients, leaves)
     _forget_gradients(block)
     return held_bytes, live.peak_bytes
 
 
-def _seconds(call: Callable[[], Any]) -> tuple[float, float]:
+def _seconds(call: Callable[[], Any], leaves: list[Tensor]) -> tuple[float, float]:
     start = time.perf_counter()
     roots = [tensor for tensor in tensors_in(call()) if tensor.requires_grad]
     _wait(roots)
     middle = time.perf_counter()
-    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    _backward(roots, [torch.ones_like(root) for root in roots], leaves)
     _wait(roots)
     return middle - start, time.perf_counter() - middle
 

@@ -52,7 +52,7 @@ def _settings(block: BlockClass, actions: Mapping[str, Action], places: Mapping[
         return {"policy": "recompute", "offload_inputs": Action.OFFLOAD in actions.values()}
     if all(actions[value.name] is Action.KEEP for value in block.values if value.needed):
         return None
-    return {"policy": {place: actions[name] for name, place in places.items()}}
+    return {"policy": {place: actions[name] for name, place in places.items()}, "drops_caches": True}
 
 
 def forwards_of(model: torch.nn.Module, settings: Mapping[str, Settings]) -> dict[torch.nn.Module, Any]:

@@ -43,15 +43,11 @@ def _operator(place: str) -> str:
     return place.rpartition("::")[2].rpartition("#")[0].rpartition(".")[0]
 
 
-def _can_be_dropped(value: Value) -> bool:
-    return value.replayable or not value.needed
-
-
 def _chosen(plain: Plan, operators: frozenset[str]) -> Plan:
     """Keep the values of some operators and recompute the others, as far as they can be."""
 
     def action(value: Value) -> Action:
-        is_kept = _operator(value.name) in operators or not _can_be_dropped(value)
+        is_kept = _operator(value.name) in operators or not value.replayable
         return Action.KEEP if is_kept else Action.RECOMPUTE
 
     return _predicted(plain, [{value.name: action(value) for value in block.values} for block in plain.costs.blocks])
@@ -65,7 +61,7 @@ def _offloaded(block: BlockClass) -> dict[str, Action]:
 def _rerun(plain: Plan, *, offload_inputs: bool) -> Plan:
     blocks = plain.costs.blocks
     actions = [
-        {v.name: Action.RECOMPUTE if block.rerun and _can_be_dropped(v) else Action.KEEP for v in block.values}
+        {v.name: Action.RECOMPUTE if block.rerun and v.name != BLOCK_INPUT else Action.KEEP for v in block.values}
         for block in blocks
     ]
     for block, each in zip(blocks, actions, strict=True):

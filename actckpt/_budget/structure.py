@@ -6,7 +6,7 @@ Rule 1. A forward of each block runs in a region, so that the recorder names val
         plan have later, and says which of them it could replay. Around it runs a mode that times each operator and
         notes which storages it reads and makes: a graph of places.
 Rule 2. A value is a storage that an operator of the block made. An operator that writes to it in place is part of what
-        computing it again takes; where that operator reads what was made after the value, the value is not replayable.
+        computing it again takes; where another value was made from it before, it is taken not to be replayable.
 Rule 3. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
         input, and what several blocks share (masks, angles), are held by whoever made them or by the region.
 """
@@ -46,6 +46,8 @@ class _Made:
     inputs: list[_Made]
     storage: weakref.ref[torch.UntypedStorage]
     replayable: bool = True
+    #: Another value was made from it.
+    is_read: bool = False
 
 
 class BlockStructure:
@@ -80,7 +82,7 @@ class BlockStructure:
         """Return what the planner is told about: the block's input, what backward needs, and what leads to it."""
         wanted = self._leading_to_saved()
         found = [Value(BLOCK_INPUT, self._input_bytes, offloadable=False, replayable=False)]
-        for made in self._made:
+        for made in sorted(self._made, key=lambda made: made.order):
             if id(made) in wanted:
                 info = self._info(made)
                 replayable = made.replayable and (info is None or info.replayable)
@@ -158,6 +160,8 @@ class _Graph(TorchDispatchMode):
         for result, storage in new.items():
             reference = weakref.ref(storage)
             made = _Made([f"{place}.{result}"], self._num_made, storage.nbytes(), seconds, list(read), reference)
+            for each in read:
+                each.is_read = True
             self._num_made += 1
             self._by_storage[id(storage)] = made
             self._structure.note_made(made)
@@ -171,10 +175,15 @@ class _Graph(TorchDispatchMode):
             return
         written.places.append(f"{place}.0")
         written.seconds += seconds
+        if written.is_read:
+            written.replayable = False
+            return
         for other in read:
             if other is not written:
                 written.inputs.append(other)
-                written.replayable = written.replayable and other.order < written.order
+                other.is_read = True
+        written.order = self._num_made
+        self._num_made += 1
 
 
 def _wait(result: Any) -> None:

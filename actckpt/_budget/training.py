@@ -7,7 +7,8 @@ Rule 1. A step is a forward of the model with gradients, up to the end of the ba
 Rule 2. In the first step of each size (shapes and dtypes of what the model is called with) everything is checkpointed,
         and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
         checkpointed as well. What is computed from the model's outputs is not seen: it is taken to need three times
-        their bytes (a loss, its intermediate result, a gradient).
+        their bytes (a loss, its intermediate result, a gradient). Where not everything fits, plans are made for 2 %
+        less than the budget.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
         once (pipelines), each gets its share of what is not fixed. Where what is fixed changes in the next steps, the
         plan is made again.
@@ -45,6 +46,8 @@ RERUN: Settings = {"policy": "recompute"}
 _MAX_SIZES = 16
 #: What is computed from the outputs of the model needs so many times their bytes.
 _LOSS = 3
+#: Of the budget beyond what is fixed, this share is left for what is not seen.
+_RESERVE = 0.02
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race.
 _SURE = 0.03
 _ROUNDS = 5
@@ -198,6 +201,8 @@ class _Size:
             plain = plain_plan(measured.costs).peak_bytes
             nbytes = activation_budget_bytes(wanted.activation_budget, plain_bytes=plain)
         nbytes = self._fixed_bytes + (nbytes - self._fixed_bytes) / max(self._most_alive, 1)
+        if plain_plan(measured.costs).peak_bytes > nbytes:  # else nothing is to be done
+            nbytes -= _RESERVE * (nbytes - self._fixed_bytes)
         plan = solve(measured.costs, budget=nbytes, pins=wanted.pins)
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
         self.plan, self._race = plan, None
