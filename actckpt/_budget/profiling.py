@@ -5,32 +5,31 @@ NOTE [ Profiling a block ]
 Rule 1. The call itself is recorded (NOTE [ Structure of a block ]) under a policy that recomputes everything it can, so
         that a step in which all blocks are profiled needs little more than one in which all are checkpointed.
 Rule 2. The first block of each structure (operators, shapes, dtypes) then runs forward and backward a few times more,
-        on its own: on detached inputs, and on aliases of its parameters, so that no gradient, no hook of a parameter
-        and no other block is touched. Each of these runs finds containers and objects as a rerun does (NOTE [ Found by
-        the forward ]); attributes of modules and random state are put back, and
-        buffers are copies.
+        on its own: on detached inputs, aliases of its parameters and copies of its buffers, so that no gradient, no
+        hook of a parameter and no other block is touched. Backward goes to those inputs and parameters alone: what
+        else the block leads to is somebody's graph. Containers and objects are as the forward found them (NOTE [
+        Found by the forward ]). Afterwards random state, attributes of modules, and the containers
+        and objects that these and the arguments lead to are what they were. Other tensors that the recorded call
+        wrote to in place get their bytes back.
 Rule 3. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
         always stays.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from actckpt._blocks.key_value_caches import without_cache
+from actckpt._budget.apart import set_apart
 from actckpt._budget.structure import BlockStructure, run_recorded
 from actckpt._core.storages import storages_of
-from actckpt._core.training_state import random_state, set_random_state
 from actckpt._rerun.packed import held_inputs
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
@@ -95,8 +94,8 @@ class Profiler:
         # Times differ from call to call: they make no other structure.
         key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
         if key not in self._known:
-            with inputs.as_found(checks=False), _attributes_kept(block):
-                self._known[key] = _profiled(block, name, forward, (args, kwargs), values, structure)
+            with inputs.as_found(checks=False), _explained(name):
+                self._known[key] = _profiled(block, forward, args, kwargs, values, structure)
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         return result, ProfiledBlock(name, self._known[key], by_name, bytes_of(result))
 
@@ -113,26 +112,30 @@ def _without(place: str, block: str) -> str:
     return place[len(block) :] if place.startswith(f"{block}::") else place
 
 
-def _profiled(
-    block: torch.nn.Module,
-    name: str,
-    forward: Callable[..., Any],
-    arguments: Any,
-    values: tuple[Value, ...],
-    structure: BlockStructure,
-) -> BlockClass:
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
     try:
-        with _set_apart(block, arguments) as (own_args, own_kwargs):
-            call = functools.partial(forward, *own_args, **own_kwargs)
-            # Backward goes to these only: what else the block reads may have a graph, which is not ours.
-            leaves = [t for t in (*block.parameters(), *tensors_in((own_args, own_kwargs))) if t.requires_grad]
-            held_bytes, peak_bytes = _bytes(call, block, leaves)
-            forward_s, backward_s = min(_seconds(call, leaves) for _ in range(_NUM_TIMED))
+        yield
     except Exception as error:
         raise BlocksError(
             f"block {name!r} ran in the step, but not once more on its own, to be profiled: {type(error).__name__}: "
             f"{error}. Pass other blocks=, or a policy in place of a budget."
         ) from error
+
+
+def _profiled(
+    block: torch.nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    values: tuple[Value, ...],
+    structure: BlockStructure,
+) -> BlockClass:
+    def run() -> contextlib.AbstractContextManager[_Run]:
+        return _one_run(block, forward, (args, kwargs), structure.written)
+
+    held_bytes, peak_bytes = _bytes(run, block)
+    forward_s, backward_s = min(_seconds(run) for _ in range(_NUM_TIMED))
     other = max(held_bytes - structure.saved_bytes(), 0)
     return BlockClass(
         forward_s=forward_s,
@@ -150,105 +153,56 @@ def _scaled(values: tuple[Value, ...], forward_s: float) -> tuple[Value, ...]:
     return tuple(dataclasses.replace(value, recompute_s=factor * value.recompute_s) for value in values)
 
 
-@contextlib.contextmanager
-def _attributes_kept(block: torch.nn.Module) -> Iterator[None]:
-    """Put back the attributes of modules at the end, and what is in the lists, dicts and sets among them."""
-    before = [
-        (
-            module,
-            dict(vars(module)),
-            [(value, copy.copy(value)) for value in vars(module).values() if _is_container(value)],
-        )
-        for module in block.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, containers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for container, found in containers:
-                container.clear()
-                getattr(container, "extend" if isinstance(container, (list, collections.deque)) else "update")(found)
+class _Run(NamedTuple):
+    """One run of a block that is set apart."""
 
+    call: Callable[[], Any]
+    #: Where its backward ends.
+    leaves: list[Tensor]
 
-def _is_container(value: Any) -> bool:
-    return type(value) in (list, dict, set, collections.deque, collections.OrderedDict)
+    def backward(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
+        if roots and self.leaves:
+            torch.autograd.backward(roots, gradients, inputs=self.leaves)
 
 
 @contextlib.contextmanager
-def _set_apart(block: torch.nn.Module, arguments: Any) -> Iterator[Any]:
-    """Lend detached arguments, aliases of parameters and copies of buffers; put back random state at the end."""
-    parameters = [
-        (module, name, parameter)
-        for module in block.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-    aliases = {id(p): torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in parameters}
-    buffers = [(module, name, buffer) for module in block.modules() for name, buffer in module._buffers.items()]
-    before = random_state()
-    try:
-        for module, name, parameter in parameters:
-            module._parameters[name] = aliases[id(parameter)]
-        for module, name, buffer in buffers:
-            module._buffers[name] = None if buffer is None else buffer.detach().clone()
-        yield _detached(arguments)
-    finally:
-        for module, name, parameter in parameters:
-            module._parameters[name] = parameter
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
-        set_random_state(before)
+def _one_run(
+    block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, written: dict[int, torch.UntypedStorage]
+) -> Iterator[_Run]:
+    with set_apart(block, arguments, written) as ((args, kwargs), leaves):
+        yield _Run(lambda: forward(*args, **kwargs), leaves)
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_detached(each) for each in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_detached(each) for each in value)
-    if isinstance(value, dict):
-        return {key: _detached(each) for key, each in value.items()}
-    return value
+_Runs = Callable[[], "contextlib.AbstractContextManager[_Run]"]
 
 
-def _backward(roots: list[Tensor], gradients: list[Tensor], leaves: list[Tensor]) -> None:
-    if roots and leaves:
-        torch.autograd.backward(roots, gradients, inputs=leaves)
-
-
-def _bytes(call: Callable[[], Any], block: torch.nn.Module, leaves: list[Tensor]) -> tuple[int, int]:
+def _bytes(runs: _Runs, block: torch.nn.Module) -> tuple[int, int]:
     """Return what a forward holds for backward, and the peak of forward and backward, in bytes."""
-    with LiveStorages() as live:
-        nodes = [tensor.grad_fn for tensor in tensors_in(call())]
-    held_bytes = live.live_bytes
-    del nodes
-    live = LiveStorages(parameters=list(block.parameters()))
-    with live:
-        roots = [tensor for tensor in tensors_in(call()) if tensor.requires_grad]
-    # What came out stands for its gradient, which is as large and lives as long.
-    gradients = [torch.ones_like(root) for root in roots]
-    with live:
-        _backward(roots, gradients, leaves)
-    _forget_gradients(block)
-    return held_bytes, live.peak_bytes
+    with runs() as run:
+        with LiveStorages() as live:
+            nodes = [tensor.grad_fn for tensor in tensors_in(run.call())]
+        held_bytes = live.live_bytes
+        del nodes
+    with runs() as run:
+        live = LiveStorages(parameters=list(block.parameters()))
+        with live:
+            roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
+        # What came out stands for its gradient, which is as large and lives as long.
+        gradients = [torch.ones_like(root) for root in roots]
+        with live:
+            run.backward(roots, gradients)
+        return held_bytes, live.peak_bytes
 
 
-def _seconds(call: Callable[[], Any], leaves: list[Tensor]) -> tuple[float, float]:
-    start = time.perf_counter()
-    roots = [tensor for tensor in tensors_in(call()) if tensor.requires_grad]
-    _wait(roots)
-    middle = time.perf_counter()
-    _backward(roots, [torch.ones_like(root) for root in roots], leaves)
-    _wait(roots)
-    return middle - start, time.perf_counter() - middle
-
-
-def _forget_gradients(block: torch.nn.Module) -> None:
-    for parameter in block.parameters():
-        parameter.grad = None
+def _seconds(runs: _Runs) -> tuple[float, float]:
+    with runs() as run:
+        start = time.perf_counter()
+        roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
+        _wait(roots)
+        middle = time.perf_counter()
+        run.backward(roots, [torch.ones_like(root) for root in roots])
+        _wait(roots)
+        return middle - start, time.perf_counter() - middle
 
 
 def _wait(tensors: list[Tensor]) -> None:

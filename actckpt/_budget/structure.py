@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt._core.sites import module_name
 from actckpt._core.storages import storages_of
 from actckpt._options import CheckpointOptions
+from actckpt._rerun.buffers import written_tensors
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint_call
 from actckpt.planner.costs import BLOCK_INPUT, Value
@@ -57,6 +58,8 @@ class BlockStructure:
         self._input_bytes = input_bytes
         self._saved: dict[str, SavedTensorInfo] = {}
         self._made: list[_Made] = []
+        #: Storages from outside that operators of the block wrote to, by id.
+        self.written: dict[int, torch.UntypedStorage] = {}
 
     def note_saved(self, info: SavedTensorInfo) -> Action:
         """Take down what autograd saves; a policy that recomputes everything."""
@@ -130,6 +133,8 @@ class _Graph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {id(storage): storage for storage in storages_of((args, kwargs or {}))}
+        written = storages_of(written_tensors(func, args, kwargs or {})) if func._schema.is_mutable else ()
+        self._structure.written.update((id(each), each) for each in written if self._known(each) is None)
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         _wait(result)

@@ -1,0 +1,125 @@
+"""A block set apart from its model: it may run again and leaves nothing behind (NOTE [ Profiling a block ], Rule 2)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt import _C
+from actckpt._core.storages import storages_of
+from actckpt._core.training_state import random_state, set_random_state
+
+__all__ = ["set_apart"]
+
+#: What every module has; the block's `forward` stands for its region.
+_NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward"}
+_Written = dict[int, torch.UntypedStorage]
+
+
+@contextlib.contextmanager
+def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Lend arguments, parameters and buffers of their own to one run of a block, and put back what it changes.
+
+    Args:
+        arguments: tensors in tuples, lists, dicts and dataclasses.
+        written: storages that it writes to in place.
+    Yields:
+        The arguments, detached, and the leaves among these and the parameters.
+    """
+    modules = list(block.modules())
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    own = [value for _, found in attributes for key, value in found.items() if key not in _NOT_ITS_OWN]
+    structure = _C.Structure((arguments, *own), set(), [])
+    tensors = [(entries, dict(entries)) for module in modules for entries in (module._parameters, module._buffers)]
+    bits = [(storage, storage.clone()) for storage in written.values()]
+    lent = _Lent(written)
+    before = random_state()
+    try:
+        for module in modules:
+            lent.replace_in(module)
+        yield lent.detached(arguments), lent.leaves
+    finally:
+        structure.swap_in()
+        for now, found in [*attributes, *tensors]:
+            _put_back(now, found)
+        for storage, found_bits in bits:
+            storage.copy_(found_bits)
+        set_random_state(before)
+
+
+def _put_back(now: dict[str, Any], found: dict[str, Any]) -> None:
+    for key in [key for key in now if key not in found]:
+        del now[key]
+    for key, value in found.items():
+        if key not in now or now[key] is not value:
+            now[key] = value
+
+
+class _Lent:
+    """What stands in for tensors of the model."""
+
+    def __init__(self, written: _Written) -> None:
+        self._written = written
+        self._known: dict[int, tuple[Tensor, Any]] = {}  # with what each stands for, so that its id stays taken
+        self.leaves: list[Tensor] = []
+
+    def replace_in(self, module: torch.nn.Module) -> None:
+        """Replace the tensors of one module."""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = self._for(parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = self._for(buffer, copied=True)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and self._is_written(value):
+                vars(module)[name] = self._for(value)
+
+    def _for(self, tensor: Tensor, *, copied: bool = False) -> Any:
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = (tensor, self._made(tensor, copied or self._is_written(tensor)))
+        return self._known[id(tensor)][1]
+
+    def _made(self, tensor: Tensor, copied: bool) -> Tensor:
+        own = tensor.detach().clone() if copied else tensor.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            own = torch.nn.Parameter(own, requires_grad=tensor.requires_grad)
+            # Libraries keep things at parameters, such as a buffer that gradients are added to.
+            noted = {
+                key: value.detach().clone() if isinstance(value, Tensor) else value
+                for key, value in vars(tensor).items()
+            }
+            vars(own).update(noted)
+        elif tensor.requires_grad:
+            own.requires_grad_()
+        if own.requires_grad:
+            self.leaves.append(own)
+            if copied and not isinstance(tensor, torch.nn.Parameter):
+                return own.clone()  # a leaf cannot be written to in place
+        return own
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        return any(id(storage) in self._written for storage in storages_of(tensor))
+
+    def detached(self, value: Any) -> Any:
+        """Return a value with other tensors."""
+        if isinstance(value, Tensor):
+            return self._for(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            own = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(own, field.name, self.detached(getattr(value, field.name)))
+            return own
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.detached(each) for each in value))
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.detached(each) for each in value)
+        if isinstance(value, dict):
+            return {key: self.detached(each) for key, each in value.items()}
+        return value

@@ -1,0 +1,167 @@
+"""`apply(budget=...)` profiles blocks in the first step: runs that nothing of the program may show."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from test_budgets import Block
+from torch import Tensor, nn
+
+import actckpt
+
+
+class Count(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num += 1
+        return super().forward(x) * (1 + self.num / 10)
+
+
+class TensorAttribute(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.num = torch.zeros(32), torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * (1 + self.mean + self.num)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))
+        self.num += 0.1
+        return y
+
+
+class Buffer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num += 0.1
+        return super().forward(x) * (1 + self.num)
+
+
+class LossAtModule(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.loss = y.square().mean()
+        return y
+
+
+class LossInList(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.losses.append(y.square().mean())
+        return y
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(1.1))
+
+
+class Captured(Block):
+    """Reads what no argument leads to: the graph of the model around it."""
+
+    scale: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale[0])
+
+
+class Recurrent(Block):
+    """A module whose parameters are held in a list besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.up.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.weights[0].square().mean(0).diag()
+
+
+class Model(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.gate = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.blocks: Any = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = [torch.sigmoid(self.gate(x)).square()]
+        x = self.stem(x)
+        for block in self.blocks:
+            if isinstance(block, Captured):
+                block.scale = scale
+            x = block(x)
+        loss = self.head(x).square().mean()
+        for block in self.blocks:
+            if isinstance(block, LossAtModule):
+                loss = loss + block.loss
+            if isinstance(block, LossInList):
+                loss = loss + torch.stack(block.losses).sum()
+                block.losses.clear()
+        return loss
+
+
+@dataclasses.dataclass
+class State:
+    x: Tensor
+    num: int
+
+
+class ModelOfObjects(nn.Module):
+    """Blocks take and give a dataclass, and leave losses in an object."""
+
+    class Block(Block):
+        def forward(self, *, state: State, notes: types.SimpleNamespace) -> State:  # type: ignore[override]
+            y = super().forward(state.x) * (1 + state.num / 10)
+            notes.losses = [*notes.losses, y.square().mean()]
+            return State(y, state.num + 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes, state = types.SimpleNamespace(losses=[]), State(self.stem(x), 0)
+        for block in self.blocks:
+            state = block(state=state, notes=notes)
+        assert len(notes.losses) == 4
+        return state.x.square().mean() + sum(notes.losses)
+
+
+_KINDS = (Count, TensorAttribute, Buffer, LossAtModule, LossInList, InPlace, Captured, Recurrent)
+
+
+@pytest.mark.parametrize("kind", [*_KINDS, ModelOfObjects], ids=lambda kind: kind.__name__)
+def test_profiling_leaves_nothing_behind(kind: type[nn.Module]) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(ModelOfObjects() if kind is ModelOfObjects else Model(kind))
+    actckpt.apply(models[1], blocks="blocks.*", activation_budget="80%")
+    x = torch.randn(8, 16, 32)
+    for step in range(4):
+        found = []
+        for model in models:
+            torch.manual_seed(step)
+            model.zero_grad()
+            loss = model(x)
+            loss.backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append([loss, *gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()])
+        assert_equal(found[1], found[0])
+    assert actckpt.report(models[1]).plan is not None
