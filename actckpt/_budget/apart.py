@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iter
     modules = list(block.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     own = [value for _, found in attributes for key, value in found.items() if key not in _NOT_ITS_OWN]
-    structure = _C.Structure((arguments, *own), set(), [])
+    hooks = [hook for m in modules for found in (m._forward_pre_hooks, m._forward_hooks) for hook in found.values()]
+    # Hooks that collect what modules return do so in closures and context variables.
+    structure = _C.Structure((arguments, *own, *hooks, *contextvars.copy_context().values()), set(), [])
     tensors = [(entries, dict(entries)) for module in modules for entries in (module._parameters, module._buffers)]
     bits = [(storage, storage.clone()) for storage in written.values()]
     lent = _Lent(written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import types
 from collections.abc import Callable
@@ -91,6 +92,23 @@ class Recurrent(Block):
         return super().forward(x) + x @ self.weights[0].square().mean(0).diag()
 
 
+_collected: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar("collected", default=None)
+
+
+class Collected(Block):
+    """What a hook collects in a context variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_forward_hook(self.collect)
+
+    @staticmethod
+    def collect(_: nn.Module, args: Any, result: Tensor) -> None:
+        collected = _collected.get()
+        assert collected is not None
+        collected.append(result.square().mean())
+
+
 class Model(nn.Module):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -101,11 +119,13 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale = [torch.sigmoid(self.gate(x)).square()]
         x = self.stem(x)
+        collected: list[Tensor] = []
+        _collected.set(collected)
         for block in self.blocks:
             if isinstance(block, Captured):
                 block.scale = scale
             x = block(x)
-        loss = self.head(x).square().mean()
+        loss = self.head(x).square().mean() + sum(collected)
         for block in self.blocks:
             if isinstance(block, LossAtModule):
                 loss = loss + block.loss
@@ -143,7 +163,7 @@ class ModelOfObjects(nn.Module):
         return state.x.square().mean() + sum(notes.losses)
 
 
-_KINDS = (Count, TensorAttribute, Buffer, LossAtModule, LossInList, InPlace, Captured, Recurrent)
+_KINDS = (Count, TensorAttribute, Buffer, LossAtModule, LossInList, InPlace, Captured, Recurrent, Collected)
 
 
 @pytest.mark.parametrize("kind", [*_KINDS, ModelOfObjects], ids=lambda kind: kind.__name__)
