@@ -98,3 +98,24 @@ def test_estimates_in_the_documentation_are_those_of_the_results() -> None:
         if name != "actckpt, replay":  # as recompute
             sizes = [row[f"{key}_bytes"] / 1e9 for key in ("held", "peak", "total_peak")]
             _says("docs/estimate.md", name, [*sizes, row["times_none"]])
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("llama", "a Llama, 8 blocks, as in the demo"),
+        ("vit", "a ViT, 8 blocks"),
+        ("unet", "a UNet, 10 blocks on three scales"),
+        ("moe", "a mixture of experts, 6 blocks"),
+    ],
+)
+def test_budgets_in_the_documentation_are_those_of_the_results(model: str, label: str) -> None:
+    found = _figures("budgets_peaks")[model]
+    rows = found["rows"]
+    assert len(rows) == 15
+    assert all(row["predicted_peak_bytes"] == row["peak_bytes"] for row in rows)
+    peaks = [row["peak_bytes"] for row in rows]
+    assert peaks == sorted(peaks)
+    plain, used = found["plain_peak_bytes"], [row["peak_bytes"] / row["budget_bytes"] for row in rows]
+    fits = sum(row["fits"] for row in rows)
+    _says("docs/budgets.md", label, [plain / 2**20, found["smallest_bytes"] / plain, fits, min(used)])

@@ -364,3 +364,30 @@ def test_a_block_that_reads_a_graph_from_elsewhere_trains_that_graph_once() -> N
             model.zero_grad()
             model(x).backward()
         assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
+
+
+def test_values_that_are_changed_in_place_with_what_came_after_them_are_planned() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x).sigmoid() + 1
+            y /= y.sum(-1, keepdim=True)
+            z = self.up(x).mul(2)
+            z -= z.amin(-1, keepdim=True).detach()  # nothing saves it, and what comes from it is saved
+            return x + self.down(functional.gelu(y) + functional.gelu(z + 1))
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(Normed() for _ in range(4))))
+    actckpt.apply(models[1], blocks=Normed, activation_budget="80%")
+    x = torch.randn(64, 32)
+    for _ in range(4):
+        for model in models:
+            model.zero_grad()
+            model(x).square().mean().backward()
+        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
+    assert actckpt.report(models[1]).plan is not None
