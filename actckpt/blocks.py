@@ -243,6 +243,9 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     for blocks in together.values():
         blocks.is_watching = True
     note = f"Recorded: {'the first step' if is_first else 'the step after the report before'}; the next one is, too."
+    if plan is not None:
+        note = "Recorded: a step of the plan; blocks in which everything is kept run as they are and are not in it."
+    is_plain = plan is not None and plan.overhead_seconds == 0.0
     return ModelReport(
         blocks_patched=tuple(applied),
         blocks_ran=ran,
@@ -250,6 +253,6 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         plan=plan,
         rows=rows_of(model, applied, found, group_by, top),
         group_by=group_by,
-        note=note if found else _NOTHING_RECORDED,
+        note=note if found else "" if is_plain else _NOTHING_RECORDED,
         **sums_of(found),
     )

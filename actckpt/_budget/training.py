@@ -206,6 +206,8 @@ class _Size:
         plan = solve(measured.costs, budget=nbytes, pins=wanted.pins)
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
         self.plan, self._race = plan, None
+        for forward in self._forwards.values():
+            forward.together.is_watching = True  # so that the report has a step of the plan
         if not wanted.race or wanted.pins or _num_ranks() > 1:
             return
         others = [

@@ -86,6 +86,20 @@ def test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_sta
     assert again.peak_bytes <= again.budget_bytes <= 4 * parameters + 2 * 2**20
 
 
+def test_the_report_has_a_step_of_the_plan() -> None:
+    training = Training()
+    actckpt.apply(training.model, activation_budget="50%")
+    list(_steps(training, 2))
+    report = actckpt.report(training.model)
+    assert report.rows and 0 < report.kept_bytes < report.plain_bytes
+    assert "Recomputed:" in str(report) and "Nothing was recorded" not in str(report)
+    other = Training()
+    actckpt.apply(other.model, activation_budget="100%")
+    list(_steps(other, 2))
+    assert "no longer than with everything kept" in str(actckpt.report(other.model))
+    assert "Nothing was recorded" not in str(actckpt.report(other.model))
+
+
 def test_forwards_without_gradients_use_up_no_step() -> None:
     training = Training()
     actckpt.apply(training.model, activation_budget="60%")
