@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,6 +98,8 @@ class BudgetedTraining:
         """Watch the model no more."""
         for hook in self._hooks:
             hook.remove()
+        for size in self._sizes.values():
+            size.give_up()
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -104,6 +107,8 @@ class BudgetedTraining:
         key = (self._model.training, *((tensor.shape, tensor.dtype) for tensor in tensors_in((args, kwargs))))
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
             self._sizes[key] = _Size(self._model, self._forwards, self._wanted)
+        if self._current is not None:
+            self._current.give_up()
         self._current = self._sizes.get(key)
         if self._current is None:
             _use(self._forwards, {})
@@ -154,10 +159,17 @@ class _Size:
         assert self.plan is not None
         _use(self._forwards, settings_of(self.plan, self._model))
 
+    def give_up(self) -> None:
+        """Watch a forward no more whose end nobody told: it was interrupted (no hook is called then)."""
+        if self._watching is not None:
+            self._watching.close()
+            self._watching = None
+            self._num_alive -= 1
+
     def end(self, result: Any) -> None:
         """A forward has ended, also where it failed."""
         watching, self._watching = self._watching, None
-        outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
         if watching is not None:
             watching.close()
         if not outputs:  # it failed, or nothing is to be trained
@@ -170,9 +182,20 @@ class _Size:
 
         def reached(_: torch.Tensor) -> None:
             if next(is_first, False):
-                _C.when_backward_ends(lambda: self._backward_ended(turn))
+                _C.when_backward_ends(ended)
 
-        outputs[0].register_hook(reached)
+        def ended() -> None:
+            if dropped.detach() is not None:
+                self._backward_ended(turn)
+
+        # It lives as long as the graph: where that goes without a backward, so does the forward.
+        dropped = weakref.finalize(reached, self._dropped)
+        dropped.atexit = False
+        for output in outputs:  # backward may not come to all of them
+            output.register_hook(reached)
+
+    def _dropped(self) -> None:
+        self._num_alive -= 1
 
     def _backward_ended(self, turn: _Turn | None) -> None:
         self._num_alive -= 1
@@ -234,6 +257,7 @@ class _Watching:
         self._profiled: list[ProfiledBlock] = []
         self._live = LiveStorages()
         self._marks = Marks(self._live)
+        self._is_closed = False
         for name, forward in forwards.items():
             forward.instead = _Instead(self, name)
         self._live.__enter__()
@@ -242,13 +266,20 @@ class _Watching:
     def call(self, name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a block."""
         self._marks.note("forward", name, bytes_of(first_tensor((args, kwargs))))
-        result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
+        try:
+            result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
+        except BaseException:  # of an interrupt no hook tells
+            self.close()
+            raise
         self._profiled.append(profiled)
         self._marks.note("end", name, bytes_of(result))
         return result
 
     def close(self) -> None:
-        """The forward has ended."""
+        """The forward has ended. May be called more than once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._marks.note("done")
         self._live.__exit__(None, None, None)
         for forward in self._forwards.values():

@@ -132,6 +132,59 @@ def test_a_forward_that_raises_leaves_nothing_behind() -> None:
     assert actckpt.report(training.model).plan is not None
 
 
+@pytest.mark.parametrize("where", ["blocks.2", "norm"])
+def test_an_interrupted_forward_leaves_no_mode_behind(where: str) -> None:
+    training = Training()
+    ((expected, _),) = _steps(training, 1)
+    training = Training()
+    actckpt.apply(training.model, activation_budget=2**22)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = training.model.get_submodule(where).register_forward_pre_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+    hook.remove()
+    for gradients, _ in _steps(training, 3):
+        assert_equal(gradients, expected)
+    plan = actckpt.report(training.model).plan
+    assert plan is not None and plan.budget_bytes == 2**22  # shared with nobody
+    hook = training.model.get_submodule(where).register_forward_pre_hook(interrupt)
+    training.tokens = training.tokens[:4]
+    with pytest.raises(KeyboardInterrupt):
+        training.step()
+    actckpt.remove(training.model)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_forwards_without_backward_and_outputs_without_gradient_hold_up_no_plan() -> None:
+    class Several(Model):
+        def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            result = super().forward(tokens)
+            return result.square(), functional.cross_entropy(result.flatten(0, 1), tokens.flatten())
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Several())
+    tokens = torch.randint(16, (8, 32))
+    actckpt.apply(models[1], activation_budget=2**22)
+    budgets = []
+    for _ in range(4):
+        for model in models:
+            torch.manual_seed(1)
+            model.zero_grad()
+            for _ in range(2):
+                model(tokens)  # nobody reads it
+            model(tokens)[1].backward()
+        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
+        plan = actckpt.report(models[1]).plan
+        budgets.append(None if plan is None else plan.budget_bytes)
+    assert budgets == [None, 2**22, 2**22, 2**22]  # shared with nobody
+
+
 def test_each_size_has_a_plan_of_its_own_and_too_many_stay_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_training, "_MAX_SIZES", 2)
     training = Training()
