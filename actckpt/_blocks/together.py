@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from actckpt._blocks.recording import RecordedCall, Recording
+from actckpt._core.storages import tensors_in
 from actckpt._replay.matches import Matches
 from actckpt.planner.plans import Plan
 
@@ -70,7 +69,7 @@ class AppliedBlocks:
             return forward.run(args, kwargs, None)
         with self.recording.begin(forward, forward.block) as record:
             result = forward.run(args, kwargs, record)
-        for tensor in _tensors_in(result):
+        for tensor in tensors_in(result):
             if tensor.grad_fn is not None:
                 self.recording.watch(record, tensor, self._check)
                 break
@@ -91,13 +90,3 @@ class AppliedBlocks:
                 "Pass blocks= to actckpt.apply, those that it calls. Told once.",
                 stacklevel=2,
             )
-
-
-def _tensors_in(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, Mapping):
-        yield from _tensors_in(list(result.values()))
-    elif isinstance(result, (list, tuple)):
-        for part in result:
-            yield from _tensors_in(part)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from actckpt._budget.simple import predicted
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
 from actckpt.action import Action
@@ -136,7 +137,7 @@ class _Search:
         except PlanInfeasibleError as error:
             if error.smallest_bytes is None:
                 raise
-            return solve(costs, budget=error.smallest_bytes, pins=self._pins), True
+            return _smallest(costs, error.smallest_bytes, self._pins), True
 
     def _between(self, wanted: float) -> float:
         """Return what to take off next: what is wanted, or the middle where that was tried already."""
@@ -165,6 +166,21 @@ class _Search:
             "the batch smaller.",
             smallest_bytes,
         )
+
+
+def _smallest(costs: CostTable, budget_bytes: float, pins: Mapping[Any, Action | str] | None) -> Plan:
+    """Return the plan that needs least. Measured times do not decide between several, so that it is always the same."""
+    classes = {
+        name: dataclasses.replace(
+            block,
+            forward_s=1.0,
+            backward_s=1.0,
+            values=tuple(dataclasses.replace(value, recompute_s=1.0) for value in block.values),
+        )
+        for name, block in costs.classes.items()
+    }
+    plan = solve(dataclasses.replace(costs, classes=classes), budget=budget_bytes, pins=pins)
+    return predicted(dataclasses.replace(plan, plain_seconds=costs.plain_seconds), costs)
 
 
 def _with_less(costs: CostTable, less: float) -> CostTable:

@@ -29,13 +29,13 @@ from torch import Tensor
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._budget.apart import set_apart
 from actckpt._budget.structure import BlockStructure, run_recorded
-from actckpt._core.storages import storages_of
+from actckpt._core.storages import storages_of, tensors_in
 from actckpt._rerun.packed import held_inputs
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
 
-__all__ = ["ProfiledBlock", "Profiler", "bytes_of", "first_tensor", "tensors_in"]
+__all__ = ["ProfiledBlock", "Profiler", "bytes_of", "first_tensor"]
 
 #: Of so many timed runs the fastest counts: whatever else the machine does can only add to it.
 _NUM_TIMED = 2
@@ -221,16 +221,3 @@ def first_tensor(value: Any) -> Tensor | None:
     found = list(tensors_in(value))
     chosen = [tensor for tensor in found if tensor.requires_grad] or [t for t in found if t.is_floating_point()]
     return chosen[0] if chosen else None
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-    elif dataclasses.is_dataclass(value):
-        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])

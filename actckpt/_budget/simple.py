@@ -12,7 +12,7 @@ from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import simulate
 from actckpt.planner.solving import solve
 
-__all__ = ["NOTHING", "plain_plan", "simple_plans"]
+__all__ = ["NOTHING", "plain_plan", "predicted", "simple_plans"]
 
 NOTHING = "nothing"
 #: More than any machine has: with this budget everything is kept.
@@ -72,9 +72,15 @@ def _rerun(plain: Plan, *, offload_inputs: bool) -> Plan:
 
 def _predicted(plain: Plan, actions: list[dict[str, Action]], rerun: tuple[bool, ...] | None = None) -> Plan:
     plan = dataclasses.replace(plain, actions=tuple(actions), rerun=rerun or plain.rerun, max_inflight=_UNLIMITED)
-    found = simulate(plain.costs, plan)
+    return predicted(plan, plain.costs)
+
+
+def predicted(plan: Plan, costs: CostTable) -> Plan:
+    """Return a plan with what it comes to by a cost table."""
+    found = simulate(costs, plan)
     return dataclasses.replace(
         plan,
+        costs=costs,
         recompute_seconds=found.recompute_seconds,
         write_wait_seconds=found.write_wait_seconds,
         read_wait_seconds=found.read_wait_seconds,

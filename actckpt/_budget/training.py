@@ -32,9 +32,10 @@ from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
 from actckpt._budget.measuring import MeasuredStep, cost_table
 from actckpt._budget.meters import Meter
-from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor, tensors_in
+from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
 from actckpt._budget.running import device_of, settings_of
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
+from actckpt._core.storages import tensors_in
 from actckpt.action import Action
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from actckpt._core.subclasses import parts_of
 
-__all__ = ["storages_of"]
+__all__ = ["storages_of", "tensors_in"]
 
 _COMPRESSED_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -17,6 +18,19 @@ _COMPRESSED_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_coo: ("_indices", "_values"),
 }
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in tuples, lists, mappings and dataclasses, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif dataclasses.is_dataclass(value):
+        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
 def storages_of(value: object) -> Iterator[torch.UntypedStorage]:
