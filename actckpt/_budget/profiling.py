@@ -91,6 +91,8 @@ class Profiler:
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
+        if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and nothing before it is trained
+            values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
         # Times differ from call to call: they make no other structure.
         key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
         if key not in self._known:
@@ -140,7 +142,7 @@ def _profiled(
     return BlockClass(
         forward_s=forward_s,
         backward_s=backward_s,
-        working_set_bytes=float(values[0].nbytes + peak_bytes),  # the input is the block's own
+        working_set_bytes=float(structure.input_bytes + peak_bytes),  # the input is the block's own
         values=(*_scaled(values, forward_s), Value(OTHER, float(other), offloadable=False, replayable=False)),
         rerun=True,
     )

@@ -55,7 +55,7 @@ class BlockStructure:
     """The values of one call of a block, in the order in which it makes them."""
 
     def __init__(self, input_bytes: int) -> None:
-        self._input_bytes = input_bytes
+        self.input_bytes = input_bytes
         self._saved: dict[str, SavedTensorInfo] = {}
         self._made: list[_Made] = []
         #: Storages from outside that operators of the block wrote to, by id.
@@ -84,13 +84,17 @@ class BlockStructure:
     def values(self) -> tuple[Value, ...]:
         """Return what the planner is told about: the block's input, what backward needs, and what leads to it."""
         wanted = self._leading_to_saved()
-        found = [Value(BLOCK_INPUT, self._input_bytes, offloadable=False, replayable=False)]
+        found = [Value(BLOCK_INPUT, self.input_bytes, offloadable=False, replayable=False)]
+        lost: set[str] = set()  # nothing keeps them, and nothing computes them again
         for made in sorted(self._made, key=lambda made: made.order):
             if id(made) in wanted:
                 info = self._info(made)
                 replayable = made.replayable and (info is None or info.replayable)
                 inputs = tuple(dict.fromkeys(self._name(each) for each in made.inputs if id(each) in wanted))
                 name = self._name(made)
+                replayable = replayable and lost.isdisjoint(inputs)
+                if info is None and not replayable:
+                    lost.add(name)
                 found.append(Value(name, made.nbytes, made.seconds, inputs, info is not None, replayable=replayable))
         return tuple(found)
 

@@ -291,6 +291,54 @@ def test_blocks_of_unlike_shapes_and_outputs_in_dicts_are_planned() -> None:
     assert plan is not None and len(plan.costs.classes) == 5
 
 
+def test_frozen_blocks_before_all_that_is_trained_hold_nothing() -> None:
+    trained: list[Training] = []
+    for _ in range(2):
+        training = Training()
+        training.model.requires_grad_(False)
+        training.model.head.requires_grad_(True)
+        training.model.norm.eval()
+        trained.append(training)
+    actckpt.apply(trained[1].model, activation_budget="100%")
+    for _ in range(3):
+        for training in trained:
+            torch.manual_seed(1)
+            training.model.zero_grad()
+            training.step()
+        assert_equal(trained[1].model.head.weight.grad, trained[0].model.head.weight.grad)
+    plan = actckpt.report(trained[1].model).plan
+    assert plan is not None and plan.overhead_seconds == 0.0
+    inputs = [block.values[0].nbytes for block in plan.costs.blocks if block.values]
+    assert inputs == [0] * len(inputs), "a block is planned to hold its input"
+
+
+def test_values_that_are_changed_in_place_with_what_came_after_them_are_planned() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x).sigmoid() + 1
+            y /= y.sum(-1, keepdim=True)
+            z = self.up(x).mul(2)
+            z -= z.amin(-1, keepdim=True).detach()  # nothing saves it, and what comes from it is saved
+            return x + self.down(functional.gelu(y) + functional.gelu(z + 1))
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(Normed() for _ in range(4))))
+    actckpt.apply(models[1], blocks=Normed, activation_budget="80%")
+    x = torch.randn(64, 32)
+    for _ in range(4):
+        for model in models:
+            model.zero_grad()
+            model(x).square().mean().backward()
+        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
+    assert actckpt.report(models[1]).plan is not None
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -433,30 +481,3 @@ def test_a_block_that_reads_a_graph_from_elsewhere_trains_that_graph_once() -> N
             model.zero_grad()
             model(x).backward()
         assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
-
-
-def test_values_that_are_changed_in_place_with_what_came_after_them_are_planned() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.up(x).sigmoid() + 1
-            y /= y.sum(-1, keepdim=True)
-            z = self.up(x).mul(2)
-            z -= z.amin(-1, keepdim=True).detach()  # nothing saves it, and what comes from it is saved
-            return x + self.down(functional.gelu(y) + functional.gelu(z + 1))
-
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(*(Normed() for _ in range(4))))
-    actckpt.apply(models[1], blocks=Normed, activation_budget="80%")
-    x = torch.randn(64, 32)
-    for _ in range(4):
-        for model in models:
-            model.zero_grad()
-            model(x).square().mean().backward()
-        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
-    assert actckpt.report(models[1]).plan is not None
