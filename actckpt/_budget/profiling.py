@@ -138,13 +138,14 @@ def _profiled(
 
     held_bytes, peak_bytes = _bytes(run, block)
     forward_s, backward_s = min(_seconds(run) for _ in range(_NUM_TIMED))
+    given = storages_of(list(tensors_in((args, kwargs))))
     other = max(held_bytes - structure.saved_bytes(), 0)
     return BlockClass(
         forward_s=forward_s,
         backward_s=backward_s,
         working_set_bytes=float(structure.input_bytes + peak_bytes),  # the input is the block's own
         values=(*_scaled(values, forward_s), Value(OTHER, float(other), offloadable=False, replayable=False)),
-        rerun=True,
+        rerun=not any(id(storage) in structure.written for storage in given),  # a rerun would not find them
     )
 
 

@@ -185,3 +185,13 @@ def test_profiling_leaves_nothing_behind(kind: type[nn.Module]) -> None:
             found.append([loss, *gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()])
         assert_equal(found[1], found[0])
     assert actckpt.report(models[1]).plan is not None
+
+
+def test_blocks_that_write_to_their_input_are_planned_without_a_rerun() -> None:
+    model = Model(InPlace)
+    actckpt.apply(model, blocks="blocks.*", activation_budget="80%")
+    for _ in range(2):
+        model(torch.randn(8, 16, 32)).backward()
+    plan = actckpt.report(model).plan
+    assert plan is not None and not any(plan.rerun)
+    assert not any(plan.costs.classes[name].rerun for name in plan.costs.stack)
