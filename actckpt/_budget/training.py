@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -108,6 +109,11 @@ class BudgetedTraining:
         key = (self._model.training, *((tensor.shape, tensor.dtype) for tensor in tensors_in((args, kwargs))))
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
             self._sizes[key] = _Size(self._model, self._forwards, self._wanted)
+        if self._is_watched_elsewhere():
+            raise BlocksError(
+                "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step "
+                "before other threads begin."
+            )
         if self._current is not None:
             self._current.give_up()
         self._current = self._sizes.get(key)
@@ -116,7 +122,12 @@ class BudgetedTraining:
         else:
             self._current.begin()
 
+    def _is_watched_elsewhere(self) -> bool:
+        return self._current is not None and self._current.watching_thread not in (None, threading.get_ident())
+
     def _end(self, _: torch.nn.Module, args: Any, result: Any) -> None:
+        if self._is_watched_elsewhere():
+            return
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and self._current is not None:
             self._current.end(result)
 
@@ -159,6 +170,11 @@ class _Size:
                 self._race = None
         assert self.plan is not None
         _use(self._forwards, settings_of(self.plan, self._model))
+
+    @property
+    def watching_thread(self) -> int | None:
+        """The thread that watches a forward now, None where none does."""
+        return None if self._watching is None else self._watching.thread
 
     def give_up(self) -> None:
         """Watch a forward no more whose end nobody told: it was interrupted (no hook is called then)."""
@@ -259,6 +275,7 @@ class _Watching:
         self._live = LiveStorages()
         self._marks = Marks(self._live)
         self._is_closed = False
+        self.thread = threading.get_ident()
         for name, forward in forwards.items():
             forward.instead = _Instead(self, name)
         self._live.__enter__()

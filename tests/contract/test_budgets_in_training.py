@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,6 +184,32 @@ def test_forwards_without_backward_and_outputs_without_gradient_hold_up_no_plan(
         plan = actckpt.report(models[1]).plan
         budgets.append(None if plan is None else plan.budget_bytes)
     assert budgets == [None, 2**22, 2**22, 2**22]  # shared with nobody
+
+
+def test_a_second_thread_in_the_first_forward_is_one_clear_error() -> None:
+    training = Training()
+    ((expected, _),) = _steps(training, 1)
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%")
+    raised: list[BaseException] = []
+
+    def other_call() -> None:
+        try:
+            training.model(training.tokens)
+        except actckpt.BlocksError as error:
+            raised.append(error)
+
+    def call_elsewhere(*_: object) -> None:
+        thread = threading.Thread(target=other_call)
+        thread.start()
+        thread.join()
+
+    hook = training.model.norm.register_forward_pre_hook(call_elsewhere)
+    training.step()
+    hook.remove()
+    assert len(raised) == 1 and "in two threads at once" in str(raised[0])
+    for gradients, _ in _steps(training, 3):
+        assert_equal(gradients, expected)
 
 
 def test_each_size_has_a_plan_of_its_own_and_too_many_stay_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
