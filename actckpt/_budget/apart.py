@@ -16,11 +16,30 @@ from actckpt import _C
 from actckpt._core.storages import storages_of
 from actckpt._core.training_state import random_state, set_random_state
 
-__all__ = ["set_apart"]
+__all__ = ["attributes_of", "counts_calls", "set_apart"]
 
 #: What every module has; the block's `forward` stands for its region.
 _NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward"}
 _Written = dict[int, torch.UntypedStorage]
+
+
+def attributes_of(block: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the attributes that a block and its modules have now, but for what every module has."""
+    return [
+        {key: value for key, value in vars(module).items() if key not in _NOT_ITS_OWN} for module in block.modules()
+    ]
+
+
+def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: _Written) -> bool:
+    """Return whether a call left other attributes than there were, but for losses: one more call would do so again."""
+    for found, now in zip(before, attributes_of(block), strict=False):
+        for key, value in now.items():
+            if isinstance(value, Tensor) and any(id(storage) in written for storage in storages_of(value)):
+                return True
+            is_loss = isinstance(value, Tensor) and value.requires_grad
+            if found.get(key) is not value and not is_loss:
+                return True
+    return False
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from actckpt._blocks.key_value_caches import without_cache
-from actckpt._budget.apart import set_apart
+from actckpt._budget.apart import attributes_of, counts_calls, set_apart
 from actckpt._budget.structure import BlockStructure, run_recorded
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._rerun.packed import held_inputs
@@ -86,6 +86,7 @@ class Profiler:
         """
         args, kwargs = without_cache(block, forward, args, kwargs) or (args, kwargs)
         inputs = held_inputs(forward, args, kwargs, None)
+        before = attributes_of(block)
         result, structure = run_recorded(forward, args, kwargs, first_tensor((args, kwargs)))
         inputs.forward_done()
         recorded = structure.values()
@@ -97,7 +98,10 @@ class Profiler:
         key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
         if key not in self._known:
             with inputs.as_found(checks=False), _explained(name):
-                self._known[key] = _profiled(block, forward, args, kwargs, values, structure)
+                known = _profiled(block, forward, args, kwargs, values, structure)
+            if counts_calls(block, before, structure.written):
+                known = dataclasses.replace(known, rerun=False)
+            self._known[key] = known
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         return result, ProfiledBlock(name, self._known[key], by_name, bytes_of(result))
 

@@ -187,8 +187,9 @@ def test_profiling_leaves_nothing_behind(kind: type[nn.Module]) -> None:
     assert actckpt.report(models[1]).plan is not None
 
 
-def test_blocks_that_write_to_their_input_are_planned_without_a_rerun() -> None:
-    model = Model(InPlace)
+@pytest.mark.parametrize("kind", [InPlace, Count, TensorAttribute])
+def test_blocks_that_a_rerun_would_change_are_planned_without_one(kind: type[nn.Module]) -> None:
+    model = Model(kind)
     actckpt.apply(model, blocks="blocks.*", activation_budget="80%")
     for _ in range(2):
         model(torch.randn(8, 16, 32)).backward()
