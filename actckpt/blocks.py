@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from actckpt._blocks.applied import Blocks, blocks_of, check_model, find_blocks, forwards_in, patch, unpatch
 from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, sums_of
 from actckpt._budget.running import settings_of
-from actckpt._budget.training import RERUN, BudgetedTraining, Wanted
+from actckpt._budget.training import RECOMPUTE, BudgetedTraining, Wanted
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt.action import Action
@@ -154,7 +154,7 @@ def _apply_budget(
     wanted = Wanted(**{**dict.fromkeys(("budget", "activation_budget", "optimizer", "pins")), "race": True, **options})
     wanted.check(model)
     chosen = find_blocks(model, blocks, "apply")
-    names = patch(chosen, dict.fromkeys(chosen, RERUN))
+    names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE))
     forwards = forwards_in(chosen)
     training = BudgetedTraining(model, forwards, wanted)
     for forward in forwards.values():

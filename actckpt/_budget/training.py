@@ -42,9 +42,10 @@ from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.plans import Plan, Raced
 
-__all__ = ["RERUN", "BudgetedTraining", "Wanted"]
+__all__ = ["RECOMPUTE", "BudgetedTraining", "Wanted"]
 
-RERUN: Settings = {"policy": "recompute"}
+#: Everything is recomputed, operator by operator: no Python of a block runs twice.
+RECOMPUTE: Settings = {"policy": [], "drops_caches": True}
 #: Of so many sizes plans are remembered; what comes after stays checkpointed.
 _MAX_SIZES = 16
 #: What is computed from the outputs of the model needs so many times their bytes.
@@ -134,7 +135,7 @@ class BudgetedTraining:
 
 def _use(forwards: dict[str, CheckpointedForward], settings: Mapping[str, Settings]) -> None:
     for name, forward in forwards.items():
-        forward.use(settings.get(name, RERUN))
+        forward.use(settings.get(name, RECOMPUTE))
 
 
 class _Size:
