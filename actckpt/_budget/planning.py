@@ -46,7 +46,7 @@ def planned(
         trials = _Trials(step, model, state, meter, measured)
         others = [] if pins else [other for name, other in simple_plans(measured.costs) if name != NOTHING]
         found = fitted(measured.costs, nbytes, pins, trials.peak_of, others)
-        if race:
+        if race and not pins:
             found = race_plans(found, simple_plans(measured.costs), trials)
     finally:
         state.put_back()

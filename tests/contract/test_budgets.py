@@ -292,3 +292,11 @@ def test_a_plan_of_another_model_or_of_none_is_refused() -> None:
     pure = actckpt.planner.solve(plan.costs, budget=plan.budget_bytes)
     with pytest.raises(ValueError, match="made from a cost table and knows no model"):
         actckpt.apply(training.model, policy=pure)
+
+
+def test_pins_hold_where_a_race_is_asked_for() -> None:
+    training = Training()
+    pinned = "up::aten.addmm.default#0.0"
+    plan = actckpt.plan(training.step, model=training.model, activation_budget="90%", pins={pinned: "recompute"})
+    assert not plan.race  # simple choices do not hold pins
+    assert all(a[pinned] is actckpt.Action.RECOMPUTE for a, name in zip(plan.actions, plan.blocks, strict=True) if name)
