@@ -13,6 +13,8 @@ from actckpt.planner.plans import Plan, Raced
 __all__ = ["Trials", "race_plans"]
 
 _PLAN = "plan"
+#: What is predicted to need more than this share of the budget is not run; predictions may be some percent too high.
+_TRIED = 1.1
 _ROUNDS = 5
 #: After so many rounds, what is slower than the fastest by more than this leaves the race.
 _EARLY_ROUNDS, _EARLY_RATIO = 2, 1.25
@@ -35,8 +37,8 @@ def race_plans(plan: Plan, others: Iterable[tuple[str, Plan]], trials: Trials) -
     for name, other in others:
         if _is_same(other, plan):
             continue
-        # Where the prediction is far above the budget, running it might be what the budget is to prevent.
-        peak = trials.peak_of(other) if other.peak_bytes <= 1.5 * plan.budget_bytes else other.peak_bytes
+        # Far above the budget, running it is what the budget is to prevent.
+        peak = trials.peak_of(other) if other.peak_bytes <= _TRIED * plan.budget_bytes else other.peak_bytes
         rows[name] = Raced(name, peak, fits=peak <= plan.budget_bytes)
         if rows[name].fits:
             entries.append((name, dataclasses.replace(other, peak_bytes=peak, budget_bytes=plan.budget_bytes), peak))
