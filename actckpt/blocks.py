@@ -104,10 +104,11 @@ def apply(
         **options: keywords of `checkpoint`, or of `offload`, for every block. In place of a policy, a budget:
             `budget` (all memory) or `activation_budget`, as in `actckpt.plan`, with `optimizer`, `pins` and `race`. The
             plan is then made while the model trains: the first step runs with all blocks checkpointed and measures;
-            from the second on the fastest plan that is predicted to fit runs; with `race` (on unless `pins` are given
-            or several ranks train) it takes turns with simple choices in the next steps, and the fastest stays. Each
-            size of inputs has a plan of its own, up to 16 sizes. `actckpt.report(model).plan` is the plan, None until
-            it is made. What is computed from the model's outputs is taken to need three times their bytes.
+            from the second on the fastest plan that is predicted to fit runs; with `race` (on unless `pins` are given,
+            several ranks train, or the model is on a device) it takes turns with simple choices in the next steps, and
+            the fastest stays. Each size of inputs has a plan of its own, up to 16 sizes. `actckpt.report(model).plan`
+            is the plan, None until it is made. What is computed from the model's outputs is taken to need three times
+            their bytes.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.

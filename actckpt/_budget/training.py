@@ -13,7 +13,8 @@ Rule 3. At the next forward the plan is made: by then the optimizer has its stat
         once (pipelines), each gets its share of what is not fixed. Where what is fixed changes in the next steps, the
         plan is made again.
 Rule 4. Where the plan is not predicted to be much faster than the best simple choice that fits, they take turns in the
-        next steps, and the fastest stays. All give the same gradients.
+        next steps, and the fastest stays. All give the same gradients. Not on a device, where the clock of the host
+        does not tell how long a step takes, nor with several ranks, which would have to agree.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Wanted:
         """Raise a ValueError where a budget is none."""
         if (self.budget is None) == (self.activation_budget is None):
             given = "neither" if self.budget is None else "both"
-            raise ValueError(f"{given} of budget and activation_budget given. Pass one of them.")
+            raise ValueError(f"apply: {given} of budget and activation_budget given. Pass one of them.")
         if self.activation_budget is not None:
             activation_budget_bytes(self.activation_budget, plain_bytes=1.0)
         else:
@@ -249,7 +250,7 @@ class _Size:
         self.plan, self._race = plan, None
         for forward in self._forwards.values():
             forward.together.is_watching = True  # so that the report has a step of the plan
-        if not wanted.race or wanted.pins or _num_ranks() > 1:
+        if not wanted.race or wanted.pins or _num_ranks() > 1 or device_of(self._model).type != "cpu":
             return
         others = [
             (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=nbytes))
