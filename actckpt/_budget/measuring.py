@@ -145,8 +145,6 @@ class _Watched:
 
 
 _RERUN = {"policy": "recompute"}
-
-
 _BlockCall = Callable[[str, CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -171,19 +169,15 @@ def _check(blocks: dict[str, torch.nn.Module], ran: list[str], reached: set[str]
             raise BlocksError(f"plan: backward did not run through block {name!r}. Pass a step with its backward.")
 
 
-def cost_table(blocks: list[ProfiledBlock], stem: Outside, head: Outside, **machine: Any) -> MeasuredStep:
-    """Return the cost table of a stack of blocks between stem and head.
-
-    Args:
-        machine: further fields of the table.
-    """
+def cost_table(blocks: list[ProfiledBlock], stem: Outside, head: Outside) -> MeasuredStep:
+    """Return the cost table of a stack of blocks between stem and head."""
     classes: dict[str, BlockClass] = {_STEM: stem.block_class()}
     names: dict[BlockClass, str] = {}
     for block in blocks:
         names.setdefault(block.costs, f"block {len(names)}")
     classes |= {name: costs for costs, name in names.items()} | {_HEAD: head.block_class()}
     stack = (_STEM, *(names[block.costs] for block in blocks), _HEAD)
-    costs = CostTable.from_dict(CostTable(classes=classes, stack=stack, **machine).to_dict())
+    costs = CostTable.from_dict(CostTable(classes=classes, stack=stack).to_dict())
     return MeasuredStep(
         costs, (None, *(block.name for block in blocks), None), ({}, *(block.places for block in blocks), {})
     )

@@ -49,7 +49,7 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
 
 def _settings(block: BlockClass, actions: Mapping[str, Action], places: Mapping[str, str], rerun: bool) -> Settings:
     if rerun:
-        return {"policy": "recompute", "offload_inputs": Action.OFFLOAD in actions.values()}
+        return {"policy": "recompute"}
     if all(actions[value.name] is Action.KEEP for value in block.values if value.needed):
         return None
     return {"policy": {place: actions[name] for name, place in places.items()}, "drops_caches": True}

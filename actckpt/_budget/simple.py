@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from actckpt._text.presets import PRESETS
 from actckpt.action import Action
-from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Value
+from actckpt.planner.costs import BLOCK_INPUT, CostTable, Value
 from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import simulate
 from actckpt.planner.solving import solve
@@ -29,13 +29,9 @@ def simple_plans(costs: CostTable) -> Iterator[tuple[str, Plan]]:
     plain = plain_plan(costs)
     yield NOTHING, plain
     if any(block.rerun for block in costs.blocks):
-        yield "recompute", _rerun(plain, offload_inputs=False)
+        yield "recompute", _rerun(plain)
     for preset in ("attention", "matmuls"):
         yield f"keep {preset}", _chosen(plain, frozenset(PRESETS[preset]))
-    if costs.d2h_bytes_per_s:
-        yield "offload", _predicted(plain, [_offloaded(block) for block in costs.blocks])
-        if any(block.rerun for block in costs.blocks):
-            yield "recompute, offload inputs", _rerun(plain, offload_inputs=True)
 
 
 def _operator(place: str) -> str:
@@ -53,20 +49,12 @@ def _chosen(plain: Plan, operators: frozenset[str]) -> Plan:
     return _predicted(plain, [{value.name: action(value) for value in block.values} for block in plain.costs.blocks])
 
 
-def _offloaded(block: BlockClass) -> dict[str, Action]:
-    otherwise = {value.name: Action.KEEP if value.needed else Action.RECOMPUTE for value in block.values}
-    return otherwise | {v.name: Action.OFFLOAD for v in block.values if v.needed and v.offloadable}
-
-
-def _rerun(plain: Plan, *, offload_inputs: bool) -> Plan:
+def _rerun(plain: Plan) -> Plan:
     blocks = plain.costs.blocks
     actions = [
         {v.name: Action.RECOMPUTE if block.rerun and v.name != BLOCK_INPUT else Action.KEEP for v in block.values}
         for block in blocks
     ]
-    for block, each in zip(blocks, actions, strict=True):
-        if offload_inputs and block.rerun and BLOCK_INPUT in each:
-            each[BLOCK_INPUT] = Action.OFFLOAD
     return _predicted(plain, actions, tuple(block.rerun for block in blocks))
 
 

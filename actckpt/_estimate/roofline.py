@@ -14,7 +14,6 @@ Rule 3. Operators that return views move nothing. Lookups read as much of their 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from actckpt._core import torch_private
+from actckpt._core.storages import tensors_in
 from actckpt._estimate.targets import Target
 
 __all__ = ["Clock"]
@@ -90,13 +90,15 @@ class Clock(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         packet = func.overloadpacket
         self.calls[str(packet)] = self.calls.get(str(packet), 0) + 1
-        given, made = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(result))
+        given, made = list(tensors_in((args, tuple(kwargs.values())))), list(tensors_in(result))
         if packet in _EMPTY or _is_view(func, given, made):
             return
         flops = self._flops(packet, args, kwargs, result)
         dtype = next((tensor.dtype for tensor in (*made, *given) if tensor.is_floating_point()), torch.float32)
         rate = self._target.flops_per_s if dtype.itemsize <= 2 else self._float32_flops_per_s
-        written = made or list(_tensors(args[:1] if func._schema.is_mutable else ()))  # `_foreach_` ones return nothing
+        written = made or list(
+            tensors_in(args[:1] if func._schema.is_mutable else ())
+        )  # `_foreach_` ones return nothing
         moved = _moved_bytes(packet, given, written)
         self.flops += flops
         self.busy_seconds += max(flops / rate, moved / self._target.memory_bytes_per_s)
@@ -112,14 +114,6 @@ class Clock(TorchDispatchMode):
     def wait_until(self, seconds: float) -> None:
         """Wait for a copy."""
         self.stall_seconds += max(0.0, seconds - self.seconds)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _is_view(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:

@@ -6,7 +6,7 @@ Rule 1. A name is one of the value that a tensor stands for: of all tensors on i
         written there. Parts of a tensor subclass get its name.
 Rule 2. What becomes of a value is decided when autograd first saves it, or by its place when it is made; an operator
         that saves its own result (`exp`) does so before the program can give that a name. So a name that a policy goes
-        by decides again. What was dropped is kept or moved then: its bytes are at hand.
+        by decides again. What was dropped is kept or moved then: its bytes are there.
 Rule 3. What stays by its place can be dropped by a name as long as nothing has saved it: under such tables it has a
         step until the region closes (`names_drop`). What was saved before stays, and the report says so.
 Rule 4. The policy is the one of the region in which the value was born, as for all that it decides.
