@@ -122,7 +122,7 @@ void add_output(StepObject* step, ValueObject* value, long kind, long index) {
   assign(value->step, reinterpret_cast<PyObject*>(step));
   if (step->outputs == nullptr) step->outputs = untracked(py::list().release().ptr());
   if (step->results == nullptr) step->results = new std::vector<std::pair<long, long>>();
-  value->index = PyList_GET_SIZE(step->outputs);
+  value->index = index;
   const auto reference =
       py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
   if (!reference || PyList_Append(step->outputs, reference.ptr()) != 0) throw py::error_already_set();

@@ -219,3 +219,20 @@ def test_an_original_that_cannot_be_read_back_is_an_audit_error(monkeypatch: pyt
     with pytest.raises(actckpt.AuditError) as raised:
         y.sum().backward()
     assert "the disk broke" in str(raised.value.__cause__)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch runs LSTM without oneDNN")
+def test_workspaces_are_not_compared_where_a_policy_keeps_the_results_before_them() -> None:
+    torch.manual_seed(0)
+    layer, x = torch.nn.LSTM(32, 32, batch_first=True), torch.randn(8, 16, 32, requires_grad=True)
+    expected = torch.autograd.grad(layer(x)[0].sum(), x)
+    made = "LSTM::aten.mkldnn_rnn_layer.default#0"
+    found = []
+    with actckpt.region(lambda info: found.append((str(info.place), info.index)) or "recompute"):
+        layer(x)
+    assert (f"{made}.3", 3) in found
+    for filler in range(4):
+        with actckpt.region({f"{made}.{number}": "keep" for number in range(3)}):
+            y = layer(x)[0]
+        torch.full((266240,), filler, dtype=torch.uint8)  # what the workspace of the replay is likely to hold
+        assert_equal(torch.autograd.grad(y.sum(), x), expected)
