@@ -24,6 +24,10 @@ from actckpt.policies import Policy, choice_of
 
 __all__ = ["apply", "remove", "report"]
 
+_NO_PLAN = (
+    "No plan for the budget is made yet, and all blocks are checkpointed: it is made at the second forward with "
+    "gradients of the model that was given to apply, for the first 16 sizes of its inputs, and not under torch.compile."
+)
 _NOTHING_RECORDED = (
     "Nothing was recorded. Run a step, outside of torch.compile; what 'keep' leaves to autograd, region('keep', "
     "record=True) records."
@@ -246,6 +250,8 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     note = f"Recorded: {'the first step' if is_first else 'the step after the report before'}; the next one is, too."
     if plan is not None:
         note = "Recorded: a step of the plan; blocks in which everything is kept run as they are and are not in it."
+    if plan is None and any(blocks.training is not None for blocks in together.values()):
+        note = _NO_PLAN
     is_plain = plan is not None and plan.overhead_seconds == 0.0
     return ModelReport(
         blocks_patched=tuple(applied),
@@ -254,6 +260,6 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         plan=plan,
         rows=rows_of(model, applied, found, group_by, top),
         group_by=group_by,
-        note=note if found else "" if is_plain else _NOTHING_RECORDED,
+        note=note if found or note is _NO_PLAN else "" if is_plain else _NOTHING_RECORDED,
         **sums_of(found),
     )

@@ -101,6 +101,16 @@ def test_the_report_has_a_step_of_the_plan() -> None:
     assert "Nothing was recorded" not in str(actckpt.report(other.model))
 
 
+def test_the_report_says_that_there_is_no_plan_yet() -> None:
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%")
+    for _ in range(2):  # the blocks by themselves: the model is never called
+        nn.Sequential(*training.model.blocks)(torch.randn(2, 3, 32)).sum().backward()
+    assert "No plan for the budget is made yet" in str(actckpt.report(training.model))
+    list(_steps(training, 2))
+    assert "No plan for the budget is made yet" not in str(actckpt.report(training.model))
+
+
 def test_forwards_without_gradients_use_up_no_step() -> None:
     training = Training()
     actckpt.apply(training.model, activation_budget="60%")
