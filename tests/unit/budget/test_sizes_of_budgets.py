@@ -1,0 +1,73 @@
+"""What people may write for a budget, in bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from actckpt._budget import sizes
+from actckpt._offload import limits
+
+_CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "available_host_bytes", lambda: 60 * 2**30)
+    monkeypatch.setattr(sizes, "total_host_bytes", lambda: 100 * 2**30)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("budget", "nbytes"),
+    [
+        ("70GiB", 70 * 2**30),
+        ("70 GB", 70 * 10**9),
+        (2**30, 2**30),
+        (0.9, 90 * 2**30),
+        (1.0, 100 * 2**30),
+        ("auto", 0.95 * 64 * 2**30),
+    ],
+)
+def test_a_budget_for_everything_in_bytes(budget: object, nbytes: float) -> None:
+    assert sizes.budget_bytes(budget, _CPU, held_bytes=4 * 2**30) == pytest.approx(nbytes)
+
+
+@pytest.mark.parametrize(
+    "budget", ["2000", "-2GiB", "70 gigs", "50%", 0.0, 1.01, -1, 24, 2**20 - 1, True, None, "NaNGiB"]
+)
+def test_what_is_no_budget_for_everything(budget: object) -> None:
+    with pytest.raises(ValueError, match=r"budget="):
+        sizes.budget_bytes(budget, _CPU, held_bytes=0.0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "nbytes"),
+    [("40%", 400 * 1024), ("33.3%", 333 * 1024), ("0.05 %", 1024), ("4GiB", 4 * 2**30), (1000, 1000)],
+)
+def test_a_budget_for_activations_in_bytes(budget: int | str, nbytes: int) -> None:
+    """Shares are rounded up to whole KiB."""
+    assert sizes.activation_budget_bytes(budget, plain_bytes=1000 * 1024.0) == nbytes
+
+
+def _machine(root: Path, *, total_kib: int, available_kib: int, limit: str, used: int) -> Path:
+    group = root / "sys/fs/cgroup/job"
+    for folder in (root / "proc/self", group):
+        folder.mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: {total_kib} kB\nMemAvailable: {available_kib} kB\n")
+    (root / "proc/self/cgroup").write_text("0::/job\n")
+    (group / "memory.max").write_text(limit)
+    (group / "memory.current").write_text(str(used))
+    return root
+
+
+def test_a_share_of_the_machine_is_one_of_its_cgroup_where_that_has_less(tmp_path: Path) -> None:
+    root = _machine(tmp_path / "small", total_kib=1000, available_kib=900, limit=str(500 * 1024), used=100 * 1024)
+    assert limits.total_host_bytes(root, {}) == 500 * 1024
+    assert limits.available_host_bytes(root, {}) == 400 * 1024
+    assert limits.total_host_bytes(root, {"LOCAL_WORLD_SIZE": "2"}) == 250 * 1024
+    root = _machine(tmp_path / "free", total_kib=1000, available_kib=900, limit="max", used=100 * 1024)
+    assert limits.total_host_bytes(root, {}) == 1000 * 1024
+    assert limits.available_host_bytes(root, {}) == 900 * 1024
