@@ -17,11 +17,13 @@ class PlanInfeasibleError(ActckptError, ValueError):
     Args:
         message: what holds the memory.
         smallest_bytes: the smallest budget for which there is a plan; None: there is none, however large.
+        holds: what holds memory where most of it is needed, as part of a sentence.
     """
 
-    def __init__(self, message: str, smallest_bytes: float | None) -> None:
+    def __init__(self, message: str, smallest_bytes: float | None, holds: str = "") -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+        self.holds = holds
 
-    def __reduce__(self) -> tuple[type, tuple[str, float | None]]:
-        return type(self), (str(self), self.smallest_bytes)
+    def __reduce__(self) -> tuple[type, tuple[str, float | None, str]]:
+        return type(self), (str(self), self.smallest_bytes, self.holds)

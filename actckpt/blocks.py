@@ -13,8 +13,8 @@ from typing_extensions import Unpack
 
 from actckpt._blocks.applied import Blocks, blocks_of, check_model, find_blocks, forwards_in, patch, unpatch
 from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, sums_of
-from actckpt._budget.running import settings_of
-from actckpt._budget.training import RECOMPUTE, BudgetedTraining, Wanted
+from actckpt._budget.running import RECOMPUTE, settings_of
+from actckpt._budget.training import BudgetedTraining, Wanted
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt.action import Action

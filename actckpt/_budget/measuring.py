@@ -4,9 +4,9 @@ NOTE [ Measuring a step ]
 
 Rule 1. Nothing runs that needs much more memory than a step in which all blocks are checkpointed.
 Rule 2. Blocks are profiled at their calls (NOTE [ Profiling a block ]). What runs outside of blocks is watched at
-        marks, in steps in which all blocks are rerun: where a block's forward begins and ends, and where backward
-        reaches the output of a block. What runs before the first block, and after its backward, is the *stem*; what
-        runs after the last one is the *head*. What runs between two blocks belongs to the first of them.
+        marks, in steps in which all blocks are recomputed: where a block's forward begins and ends, and where
+        backward reaches the output of a block. What runs before the first block, and after its backward, is the
+        *stem*; what runs after the last one is the *head*. What runs between two blocks belongs to the first of them.
 Rule 3. Blocks whose costs are the same but for their times are one class.
 """
 
@@ -23,6 +23,7 @@ import torch
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
 from actckpt._budget.marks import Mark, Marks, Outside, held_between, outside_bytes, outside_seconds
 from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
+from actckpt._budget.running import RECOMPUTE
 from actckpt._core.training_state import TrainingState
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
@@ -82,7 +83,7 @@ def measure(
 
 
 class _Watched:
-    """Runs the step of a model with its blocks rerun, and watches them."""
+    """Runs the step of a model with its blocks recomputed, and watches them."""
 
     def __init__(self, step: Callable[[], object], blocks: dict[str, torch.nn.Module], state: TrainingState) -> None:
         self._step, self._blocks, self._state = step, blocks, state
@@ -90,7 +91,7 @@ class _Watched:
     @contextlib.contextmanager
     def _calls(self, call: _BlockCall) -> Iterator[None]:
         """Let each block call `call(name, checkpointed forward, args, kwargs)`."""
-        patch(self._blocks, dict.fromkeys(self._blocks, _RERUN))
+        patch(self._blocks, dict.fromkeys(self._blocks, RECOMPUTE))
         try:
             forwards: dict[str, Any] = {name: block.forward for name, block in self._blocks.items()}
             for name, block in self._blocks.items():
@@ -144,7 +145,6 @@ class _Watched:
         return marks.found
 
 
-_RERUN = {"policy": "recompute"}
 _BlockCall = Callable[[str, CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any]
 
 

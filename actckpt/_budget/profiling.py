@@ -143,7 +143,7 @@ def _profiled(
     held_bytes, peak_bytes = _bytes(run, block)
     forward_s, backward_s = min(_seconds(run) for _ in range(_NUM_TIMED))
     given = storages_of(list(tensors_in((args, kwargs))))
-    other = max(held_bytes - structure.saved_bytes(), 0)
+    other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
     return BlockClass(
         forward_s=forward_s,
         backward_s=backward_s,

@@ -17,7 +17,10 @@ from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BlockClass
 from actckpt.planner.plans import Plan
 
-__all__ = ["Candidate", "device_of", "forwards_of", "settings_of"]
+__all__ = ["RECOMPUTE", "Candidate", "device_of", "forwards_of", "settings_of"]
+
+#: Everything is recomputed, operator by operator: no Python of a block runs twice.
+RECOMPUTE: Settings = {"policy": [], "drops_caches": True}
 
 
 def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:

@@ -7,7 +7,11 @@ Rule 1. A forward of each block runs in a region, so that the recorder names val
         notes which storages it reads and makes: a graph of places.
 Rule 2. A value is a storage that an operator of the block made. An operator that writes to it in place is part of what
         computing it again takes; where another value was made from it before, it is taken not to be replayable.
-Rule 3. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
+Rule 3. A value that was dropped and lives on is held by something else: a context of an `autograd.Function`, the cache
+        of weights of autocast, an attribute. Dropping it frees nothing, nor does a rerun of the block: its bytes are
+        added to those of the block's input, which always stay, and to keep it as well costs nothing. (What backward
+        does not need is not known to the recorder as held: keeping it would cost its bytes.)
+Rule 4. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
         input, and what several blocks share (masks, angles), are held by whoever made them or by the region.
 """
 
@@ -24,8 +28,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt._C import is_paused
 from actckpt._core.sites import module_name
-from actckpt._core.storages import storages_of
+from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
 from actckpt._rerun.buffers import written_tensors
 from actckpt.action import Action, SavedTensorInfo
@@ -49,6 +54,8 @@ class _Made:
     replayable: bool = True
     #: Another value was made from it.
     is_read: bool = False
+    #: It lives whether it is kept or not (Rule 3).
+    is_held: bool = False
 
 
 class BlockStructure:
@@ -68,8 +75,8 @@ class BlockStructure:
         return Action.RECOMPUTE
 
     def saved_bytes(self) -> int:
-        """Return the bytes of the values that backward needs."""
-        return sum(made.nbytes for made in self._made if self._info(made) is not None)
+        """Return the bytes of the values that backward needs, and that would be released if it did not."""
+        return sum(made.nbytes for made in self._made if self._info(made) is not None and not made.is_held)
 
     def _info(self, made: _Made) -> SavedTensorInfo | None:
         return next((self._saved[place] for place in made.places if place in self._saved), None)
@@ -81,10 +88,24 @@ class BlockStructure:
         """Take down a storage that an operator made."""
         self._made.append(made)
 
+    def bytes_held(self) -> int:
+        """Return the bytes of what lives whether it is kept or not."""
+        return sum(made.nbytes for made in self._made if made.is_held)
+
+    def note_held(self, result: Any) -> None:
+        """Take down which of the values that were dropped are still alive, after the block returned `result`."""
+        returned = {id(storage) for storage in storages_of(list(tensors_in(result)))}
+        for made in self._made:
+            storage = made.storage()
+            info = self._info(made)
+            is_dropped = made.replayable and (info is None or info.replayable)
+            made.is_held = is_dropped and storage is not None and id(storage) not in returned
+
     def values(self) -> tuple[Value, ...]:
         """Return what the planner is told about: the block's input, what backward needs, and what leads to it."""
         wanted = self._leading_to_saved()
-        found = [Value(BLOCK_INPUT, self.input_bytes, offloadable=False, replayable=False)]
+        always = self.input_bytes + self.bytes_held()
+        found = [Value(BLOCK_INPUT, always, offloadable=False, replayable=False)]
         lost: set[str] = set()  # nothing keeps them, and nothing computes them again
         for made in sorted(self._made, key=lambda made: made.order):
             if id(made) in wanted:
@@ -95,7 +116,8 @@ class BlockStructure:
                 replayable = replayable and lost.isdisjoint(inputs)
                 if info is None and not replayable:
                     lost.add(name)
-                found.append(Value(name, made.nbytes, made.seconds, inputs, info is not None, replayable=replayable))
+                nbytes = 0 if made.is_held and info is not None else made.nbytes
+                found.append(Value(name, nbytes, made.seconds, inputs, info is not None, replayable=replayable))
         return tuple(found)
 
     def _leading_to_saved(self) -> set[int]:
@@ -122,6 +144,7 @@ def run_recorded(
     structure = BlockStructure(0 if argument is None else argument.untyped_storage().nbytes())
     with _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, CheckpointOptions(policy=structure.note_saved))
+    structure.note_held(result)
     return result, structure
 
 
@@ -136,6 +159,8 @@ class _Graph(TorchDispatchMode):
         self._num_made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_paused():  # the recorder's own: checksums
+            return func(*args, **(kwargs or {}))
         before = {id(storage): storage for storage in storages_of((args, kwargs or {}))}
         written = storages_of(written_tensors(func, args, kwargs or {})) if func._schema.is_mutable else ()
         self._structure.written.update((id(each), each) for each in written if self._known(each) is None)

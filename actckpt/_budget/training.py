@@ -4,7 +4,8 @@ NOTE [ A budget in training ]
 
 Rule 1. A step is a forward of the model with gradients, up to the end of the backward that reads it. Forwards without
         gradients (evaluation, generation) count for nothing.
-Rule 2. In the first step of each size (shapes and dtypes of what the model is called with) everything is checkpointed,
+Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, autocast, training or
+        evaluation mode, and which parameters and inputs are trained) everything is checkpointed,
         and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
         checkpointed as well. What is computed from the model's outputs is not seen: it is taken to need three times
         their bytes (a loss, its intermediate result, a gradient). Where not everything fits, plans are made for 2 %
@@ -35,24 +36,21 @@ from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
 from actckpt._budget.measuring import MeasuredStep, cost_table
 from actckpt._budget.meters import Meter
 from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
-from actckpt._budget.running import device_of, settings_of
+from actckpt._budget.running import RECOMPUTE, device_of, settings_of
+from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
 from actckpt._core.storages import tensors_in
 from actckpt.action import Action
-from actckpt.errors import BlocksError
+from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.memory import LiveStorages
 from actckpt.planner.plans import Plan, Raced
 
-__all__ = ["RECOMPUTE", "BudgetedTraining", "Wanted"]
+__all__ = ["BudgetedTraining", "Wanted"]
 
-#: Everything is recomputed, operator by operator: no Python of a block runs twice.
-RECOMPUTE: Settings = {"policy": [], "drops_caches": True}
 #: Of so many sizes plans are remembered; what comes after stays checkpointed.
 _MAX_SIZES = 16
 #: What is computed from the outputs of the model needs so many times their bytes.
 _LOSS = 3
-#: Of the budget beyond what is fixed, this share is left for what is not seen.
-_RESERVE = 0.02
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race.
 _SURE = 0.03
 _ROUNDS = 5
@@ -88,6 +86,9 @@ class BudgetedTraining:
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._sizes: dict[Any, _Size] = {}
         self._current: _Size | None = None
+        self._device_type = device_of(model).type
+        #: Weak: a library may put others in their place (sharding), and these must be able to go.
+        self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
         self._hooks = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
@@ -108,7 +109,7 @@ class BudgetedTraining:
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        key = (self._model.training, *((tensor.shape, tensor.dtype) for tensor in tensors_in((args, kwargs))))
+        key = self._key(args, kwargs)
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
             self._sizes[key] = _Size(self._model, self._forwards, self._wanted)
         if self._is_watched_elsewhere():
@@ -123,6 +124,19 @@ class BudgetedTraining:
             _use(self._forwards, {})
         else:
             self._current.begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_parameters": None}  # those of a copy are others
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what a plan depends on."""
+        kind = self._device_type
+        if self._parameters is None:
+            self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        trained = bytes(found is None or found.requires_grad for ref in self._parameters for found in (ref(),))
+        inputs = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors_in((args, kwargs)))
+        return self._model.training, autocast, trained, *inputs
 
     def _is_watched_elsewhere(self) -> bool:
         return self._current is not None and self._current.watching_thread not in (None, threading.get_ident())
@@ -242,10 +256,14 @@ class _Size:
         else:
             plain = plain_plan(measured.costs).peak_bytes
             nbytes = activation_budget_bytes(wanted.activation_budget, plain_bytes=plain)
-        nbytes = self._fixed_bytes + (nbytes - self._fixed_bytes) / max(self._most_alive, 1)
-        if plain_plan(measured.costs).peak_bytes > nbytes:  # else nothing is to be done
-            nbytes -= _RESERVE * (nbytes - self._fixed_bytes)
-        plan = solve(measured.costs, budget=nbytes, pins=wanted.pins)
+        share = Share(nbytes, self._fixed_bytes, self._most_alive, has_reserve=False)
+        if plain_plan(measured.costs).peak_bytes > share.nbytes:  # else nothing is to be done
+            share = dataclasses.replace(share, has_reserve=True)
+        nbytes = share.nbytes
+        try:
+            plan = solve(measured.costs, budget=nbytes, pins=wanted.pins)
+        except PlanInfeasibleError as error:
+            raise share.infeasible(error) from None
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
         self.plan, self._race = plan, None
         for forward in self._forwards.values():

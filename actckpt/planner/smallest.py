@@ -48,10 +48,12 @@ def infeasible(problem: Problem) -> PlanInfeasibleError:
     if found is None:
         return PlanInfeasibleError(f"No plan fits, whatever the budget: {_beyond_budget(problem)}.", None)
     smallest_bytes, best = found
+    holds = _holds(problem, best)
     return PlanInfeasibleError(
         f"No plan fits into {given}: the smallest budget is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes). "
-        f"{_holds(problem, best)}. Pass that budget or a larger one, or make the batch smaller.",
+        f"{holds}. Pass that budget or a larger one, or make the batch smaller.",
         smallest_bytes,
+        holds,
     )
 
 

@@ -1,0 +1,90 @@
+"""Budgets where something besides autograd holds what blocks compute: dropping that frees nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+from torch.nn import functional
+
+import actckpt
+from actckpt.memory import LiveStorages
+
+
+class _Silu(torch.autograd.Function):
+    """Holds tensors in attributes of its context, which no hook sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x, ctx.y = x, torch.sigmoid(x)
+        return x * ctx.y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (ctx.y * (1 + ctx.x * (1 - ctx.y)))
+
+
+class _Block(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor], keeps: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.activation, self.keeps = activation, keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        if self.keeps:
+            self.hidden = hidden
+        return x + self.down(self.activation(hidden))
+
+
+class _Training:
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        activation: Any = _Silu.apply if kind == "context" else functional.gelu
+        blocks = [_Block(activation, keeps=kind == "attribute") for _ in range(6)]
+        self.model = nn.Sequential(nn.Linear(32, 32), *blocks, nn.Linear(32, 8))
+        self.x = torch.randn(8, 32, 32)
+        self.autocast = kind == "autocast"
+
+    def step(self) -> tuple[list[Tensor], int]:
+        """Return gradients and peak."""
+        self.model.zero_grad()
+        cast = torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        for block in self.model:
+            vars(block).pop("hidden", None)
+        with LiveStorages(parameters=self.model.parameters()) as live:
+            with cast:
+                loss = self.model(self.x).float().square().mean()
+            loss.backward()
+        return [p.grad.clone() for p in self.model.parameters()], live.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["plain", "context", "attribute", "autocast"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
+def test_steps_in_training_fit(kind: str, share: float) -> None:
+    training = _Training(kind)
+    expected, plain = training.step()
+    actckpt.apply(training.model, blocks=_Block, activation_budget=1000, race=False)
+    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+        for _ in range(2):
+            training.step()
+    assert error.value.smallest_bytes is not None
+    smallest = error.value.smallest_bytes
+    assert (smallest > 0.5 * plain) == (kind in ("context", "attribute"))
+    actckpt.remove(training.model)
+    budget = int(smallest + share * (plain - smallest))
+    actckpt.apply(training.model, blocks=_Block, activation_budget=budget, race=False)
+    peaks = []
+    for _ in range(4):
+        gradients, peak = training.step()
+        assert_equal(gradients, expected)
+        peaks.append(peak)
+    assert peaks[-1] <= budget
+    plan = actckpt.report(training.model).plan
+    assert plan is not None and plan.peak_bytes == pytest.approx(peaks[-1], rel=0.06)
