@@ -67,6 +67,7 @@ from actckpt.estimation import Estimate, EstimatedPolicy, Target, estimate
 from actckpt.planner.plans import Plan
 from actckpt.regions import name, region
 from actckpt.statistics import Stats, reset_stats, stats
+from actckpt.tracing import trace
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -135,6 +136,7 @@ __all__ = [
     "set_device_states",
     "stats",
     "te",
+    "trace",
 ]
 
 if hasattr(_torch_checkpoint, "GraphExecGroup"):  # from torch 2.10 on

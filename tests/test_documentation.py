@@ -31,7 +31,8 @@ _SNIPPETS = [
 
 
 @pytest.mark.parametrize("snippet", _SNIPPETS)
-def test_snippet_runs(snippet: str) -> None:
+def test_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
 
 

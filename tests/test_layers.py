@@ -32,7 +32,7 @@ _ROOMS = [
     ["_budget"],
     ["blocks"],
     ["te", "_estimate"],
-    ["budgets", "comparison", "doctor"],
+    ["budgets", "comparison", "doctor", "tracing"],
     ["estimation"],
     ["demo", "_commands"],
     ["cli"],

@@ -56,6 +56,7 @@ CALLS = {  # in this order
     "offload": lambda f: f(min_bytes=1)(layer)(x).sum().backward(),
     "name": lambda f: f(x, "x"),
     "region": lambda f: f()(layer)(x).sum().backward(),
+    "trace": lambda f: raises(FileNotFoundError, f("no/such/folder/step.json").__enter__),
     "set_checkpoint_debug_enabled": lambda f: f(True),
     "set_checkpoint_early_stop": lambda f: f(True),
     "memory.measure_step": lambda f: f(step, device="cpu", parameters=model.parameters()),
