@@ -63,7 +63,7 @@ def measure(
         may_change: the step may change parameters, since `state` has those of its optimizer.
     Raises:
         BlocksError: a block does not run, or not once.
-    Cost: four steps, and of each distinct block four more.
+    Cost: four steps, and of each distinct block seven more.
     """
     watched = _Watched(step, blocks, state)
     profiled = watched.profiled()

@@ -11,7 +11,10 @@ Rule 2. The first block of each structure (operators, shapes, dtypes) then runs 
         Found by the forward ]). Afterwards random state, attributes of modules, and the containers
         and objects that these and the arguments lead to are what they were. Other tensors that the recorded call
         wrote to in place get their bytes back.
-Rule 3. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
+Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
+        recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
+        times of their operators.
+Rule 4. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
         always stays.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -30,16 +34,20 @@ from actckpt._blocks.key_value_caches import without_cache
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
 from actckpt._budget.structure import BlockStructure, run_recorded
 from actckpt._core.storages import storages_of, tensors_in
+from actckpt._options import CheckpointOptions
 from actckpt._rerun.packed import held_inputs
+from actckpt.action import Action
+from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
+from actckpt.planner.problem import recomputed
 
 __all__ = ["ProfiledBlock", "Profiler", "bytes_of", "first_tensor"]
 
 #: Of so many timed runs the fastest counts: whatever else the machine does can only add to it.
 _NUM_TIMED = 2
-#: Name of the value of Rule 3.
+#: Name of the value of Rule 4.
 OTHER = "(other)"
 
 
@@ -137,26 +145,53 @@ def _profiled(
     values: tuple[Value, ...],
     structure: BlockStructure,
 ) -> BlockClass:
-    def run() -> contextlib.AbstractContextManager[_Run]:
-        return _one_run(block, forward, (args, kwargs), structure.written)
+    def run(of: Callable[..., Any] = forward) -> contextlib.AbstractContextManager[_Run]:
+        return _one_run(block, of, (args, kwargs), structure.written)
 
     held_bytes, peak_bytes = _bytes(run, block)
-    forward_s, backward_s = min(_seconds(run) for _ in range(_NUM_TIMED))
+    recording = functools.partial(run, _in_region(forward))
+    _seconds(recording)  # the first one is audited
+    times = [(*_seconds(run), *_seconds(recording)) for _ in range(_NUM_TIMED)]
+    forward_s, backward_s, recorded_s, replaying_s = map(min, zip(*times, strict=True))
     given = storages_of(list(tensors_in((args, kwargs))))
+    writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
     return BlockClass(
         forward_s=forward_s,
         backward_s=backward_s,
         working_set_bytes=float(structure.input_bytes + peak_bytes),  # the input is the block's own
-        values=(*_scaled(values, forward_s), Value(OTHER, float(other), offloadable=False, replayable=False)),
-        rerun=not any(id(storage) in structure.written for storage in given),  # a rerun would not find them
+        recording_s=max(recorded_s - forward_s, 0.0),
+        values=(
+            *_scaled(values, forward_s, replaying_s - backward_s),
+            Value(OTHER, float(other), offloadable=False, replayable=False),
+        ),
+        rerun=not (writes_to_input or structure.holds_twice_in_rerun()),
     )
 
 
-def _scaled(values: tuple[Value, ...], forward_s: float) -> tuple[Value, ...]:
-    """Recording makes operators slower: all of them together take no longer than the forward."""
-    recorded = sum(value.recompute_s for value in values)
-    factor = min(1.0, forward_s / recorded) if recorded else 1.0
+def _in_region(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that runs as a block does of which a plan keeps nothing."""
+    options = CheckpointOptions(policy=[])
+    return lambda *args, **kwargs: checkpoint_call(forward, args, kwargs, options)
+
+
+def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> tuple[Value, ...]:
+    """Return values whose seconds are those of replays.
+
+    Args:
+        values: with the seconds of operators, each timed on its own.
+        forward_s: of the block. Timing makes operators slower: all of them together take no longer.
+        replayed_s: what the block takes to get back all that it can.
+    """
+    block = BlockClass(0.0, 0.0, 0.0, values=values)
+    dropped = tuple(Action.RECOMPUTE if value.replayable else Action.KEEP for value in values)
+    names = recomputed(block, dropped) or frozenset()
+    timed = sum(value.recompute_s for value in values if value.name in names)
+    if timed > 0.0 and replayed_s > 0.0:
+        factor = replayed_s / timed
+    else:
+        everything = sum(value.recompute_s for value in values)
+        factor = min(1.0, forward_s / everything) if everything else 1.0
     return tuple(dataclasses.replace(value, recompute_s=factor * value.recompute_s) for value in values)
 
 

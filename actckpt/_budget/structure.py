@@ -92,6 +92,10 @@ class BlockStructure:
         """Return the bytes of what lives whether it is kept or not."""
         return sum(made.nbytes for made in self._made if made.is_held)
 
+    def holds_twice_in_rerun(self) -> bool:
+        """Return whether a rerun makes again what lives already: all but weights in the cache of autocast."""
+        return any(made.is_held and (made.inputs or "::aten._to_copy" not in made.places[0]) for made in self._made)
+
     def note_held(self, result: Any) -> None:
         """Take down which of the values that were dropped are still alive, after the block returned `result`."""
         returned = {id(storage) for storage in storages_of(list(tensors_in(result)))}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from actckpt._error_base import CostTableError
+from actckpt.action import Action
 from actckpt.planner.fields import Fields
 
 __all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "Capacity", "CostTable", "Value"]
@@ -61,6 +62,16 @@ class BlockClass:
     gradient_bytes: float = 0.0
     values: tuple[Value, ...] = ()
     rerun: bool = False
+    recording_s: float = 0.0
+
+    def is_recorded(self, actions: Iterable[Action]) -> bool:
+        """Return whether the block must be recorded, if it is not run again as a whole: something is not kept.
+
+        Args:
+            actions: of its values, in their order.
+        """
+        pairs = zip(self.values, actions, strict=True)
+        return any(value.needed and action is not Action.KEEP for value, action in pairs)
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> BlockClass:
@@ -73,6 +84,7 @@ class BlockClass:
             gradient_bytes=fields.size("gradient_bytes", 0),
             values=values,
             rerun=fields.flag("rerun", False),
+            recording_s=fields.seconds("recording_s", 0.0),
         )
         fields.nothing_else()
         return found

@@ -24,7 +24,7 @@ _MORE_BYTES = 2**30
 
 def explained(plan: Plan) -> str:
     """Say what sets the peak, what is done with which values and why, and what more memory would buy."""
-    lines = [_times(plan), _peak(plan), *_offloaded(plan), *_recomputed(plan), *_reruns(plan)]
+    lines = [_times(plan), _peak(plan), *_offloaded(plan), *_recomputed(plan), *_recorded(plan), *_reruns(plan)]
     return "\n".join([*lines, *_raced(plan), *_other_budgets(plan)])
 
 
@@ -105,6 +105,19 @@ def _recomputed(plan: Plan) -> Iterator[str]:
         if value.needed:
             total, seconds = format_bytes(num * value.nbytes), format_seconds(num * value.recompute_s)
             yield f"Recomputed: {value.name} of {name!r} in {num} of {of} blocks ({total}): {seconds}."
+
+
+def _recorded(plan: Plan) -> Iterator[str]:
+    rows = zip(plan.costs.stack, plan.costs.blocks, plan.actions, plan.rerun, strict=True)
+    names = [
+        name
+        for name, block, actions, rerun in rows
+        if not rerun and block.is_recorded(actions[value.name] for value in block.values)
+    ]
+    for name, block in plan.costs.classes.items():
+        if block.recording_s and (num := names.count(name)):
+            seconds = format_seconds(num * block.recording_s)
+            yield f"Recorded, so that not all of it is kept: {num} blocks {name!r}: {seconds}."
 
 
 def _reruns(plan: Plan) -> Iterator[str]:

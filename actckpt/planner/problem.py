@@ -29,7 +29,7 @@ class Footprint(NamedTuple):
 
     kept_bytes: float
     offloaded_bytes: float
-    #: Seconds in backward to get back what was dropped.
+    #: Seconds to get back what was dropped, and to record what is needed for that.
     recompute_s: float
     #: Whether that is by running the whole block again.
     rerun: bool
@@ -66,7 +66,8 @@ def footprint(block: BlockClass, actions: Actions) -> Footprint | None:
     ways = []
     replay = recomputed(block, actions)
     if replay is not None:
-        ways.append((_seconds(block, replay), False))
+        recording_s = block.recording_s if block.is_recorded(actions) else 0.0
+        ways.append((recording_s + _seconds(block, replay), False))
     if block.rerun:
         has_input = any(value.name == BLOCK_INPUT for value in block.values)
         replay = _replayed(block, actions, [BLOCK_INPUT] * has_input)
@@ -159,7 +160,7 @@ class Problem:
         return self._footprints[key]
 
     def others(self, index: int, actions: Actions) -> list[Choice]:
-        """Return what differs from actions of a block in one value, and ways to run the block again as a whole."""
+        """Return what differs from actions of a block in one value, and what treats all of the block alike."""
         key = self.kinds[index], actions
         if key not in self._others:
             found = ((other, self.footprint(index, other)) for other in self._changes(index, actions))
@@ -172,8 +173,9 @@ class Problem:
             for action in may:
                 if action is not actions[position]:
                     yield (*actions[:position], action, *actions[position + 1 :])
-        if block.rerun:
+        if block.rerun or block.recording_s:
             yield self.plain[index]
+        if block.rerun:
             for held in (Action.KEEP, Action.OFFLOAD):
                 wanted = [held if value.name == BLOCK_INPUT else Action.RECOMPUTE for value in block.values]
                 yield tuple(_first(want, may) for want, may in zip(wanted, allowed, strict=True))

@@ -56,6 +56,8 @@ class Program:
         held = sum(value.nbytes for block in problem.blocks for value in block.values)
         self._per_byte = 1.0 / (min(problem.budget_bytes, held + base.max()) or 1.0)
         self._per_second = 1.0 / problem.scale_s
+        #: Per block, the variable that says that it is recorded.
+        self._recorded: list[int | None] = []
         self._decided = [self._block(index, block) for index, block in enumerate(problem.blocks)]
         self._kept, self._offloaded = self._sums(Action.KEEP), self._sums(Action.OFFLOAD)
         if minimise == "seconds":
@@ -82,6 +84,8 @@ class Program:
         """Add the decisions of a block; a value that nobody can want has none."""
         users = {name for value in block.values for name in value.inputs} | ({BLOCK_INPUT} if block.rerun else set())
         again = self._variable(1.0, block.forward_s * self._per_second, whole=True) if block.rerun else None
+        recorded = self._variable(1.0, block.recording_s * self._per_second) if block.recording_s else None
+        self._recorded.append(recorded)
         decided: dict[str, dict[Action, int]] = {}
         for value, allowed in zip(block.values, self._problem.allowed[index], strict=True):
             if not value.needed and value.name not in users and Action.RECOMPUTE in allowed:
@@ -97,6 +101,9 @@ class Program:
             elif value.needed:
                 covered = [(again, 1.0)] if again is not None and value.name != BLOCK_INPUT else []
                 self._row([*terms, *covered], lower=1.0)
+            if value.needed and recorded is not None:
+                ways = [recorded, decided[value.name][Action.KEEP], *([] if again is None else [again])]
+                self._row([(way, 1.0) for way in ways], lower=1.0)
         self._closure(block, decided, again)
         if again is not None:
             decided[""] = {Action.RECOMPUTE: again}
@@ -199,6 +206,8 @@ class Program:
     def _recompute(self, index: int, factor: float) -> list[tuple[int, float]]:
         """Return the seconds that a block's recomputation takes, times a factor."""
         variables = [decided[Action.RECOMPUTE] for decided in self._decided[index].values()]
+        if (recorded := self._recorded[index]) is not None:
+            variables.append(recorded)
         return [(variable, self._costs[variable] * factor) for variable in variables]
 
     def _sized(self, base: Any) -> None:

@@ -13,7 +13,8 @@ Q_l = O_L - O_(l-1) what of it blocks l..L need back. D counts bytes written out
                 so that D - W <= host bytes and O - W + R - P <= host bytes at any time
 
 The working set holds the block's own values, so its actions count for other blocks only, and the last block offloads
-nothing. The step takes its plain seconds and the sum of recompute_l, wait_l and wait'_l.
+nothing. Where something of a block is not kept, recompute_l has recording_l. The step takes its plain seconds and the
+sum of recompute_l, wait_l and wait'_l.
 
 For given actions, writing as early as it can and waiting as late as it can is best, and so is reading back as early as
 the room of this and of all later moments allows; what goes to the disk is what the host has no room for.

@@ -59,6 +59,7 @@ def _random_class(rng: random.Random, num_values: int) -> Table:
         "working_set_bytes": rng.randint(1, 15),
         "values": values,
         "rerun": rng.random() < 0.2,
+        **({"recording_s": rng.choice([0.25, 1.0, 2.0])} if rng.random() < 0.4 else {}),
     }
 
 
@@ -76,7 +77,8 @@ def triples(block: Table, *, last: bool, pins: dict[str, str]) -> list[Triple]:
         seconds = []
         replay = _computed_again(values, held, {v["name"] for v in values if v["needed"]})
         if replay is not None:
-            seconds.append(replay)
+            is_kept = all(a == "k" for a, v in zip(actions, values, strict=True) if v["needed"])
+            seconds.append(replay + (0.0 if is_kept else block.get("recording_s", 0.0)))
         if block.get("rerun"):
             replay = _computed_again(values, held, {"x0"} & {v["name"] for v in values})
             if replay is not None:
