@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import actckpt
+from actckpt import _C
+from actckpt._core import devices
+from actckpt._core.devices import Accelerator
 from actckpt.cli import main
 from actckpt.doctor import examine
 
@@ -31,7 +34,7 @@ def test_disk_bandwidth_is_measured(spill_dir: Path) -> None:
     assert str(spill_dir) in findings["spill folder"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="says what it says without a GPU")
 def test_without_a_gpu_it_says_why_gpu_tensors_stay() -> None:
     assert dict(examine(measure=False))["offload of GPU tensors"].startswith("off: torch finds no GPU")
 
@@ -41,3 +44,39 @@ def test_an_unwritable_folder_is_one_line_and_status_2(capsys: pytest.CaptureFix
         main(["doctor", "--spill-dir", "/nonexistent"])
     assert leaving.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+class _Two(Accelerator):
+    """Two devices."""
+
+    def __init__(self) -> None:
+        super().__init__("xpu")
+
+    def device_count(self) -> int:
+        return 2
+
+    def name_of(self, device: torch.device) -> str:
+        return f"model {device.index}"
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> _Two:
+    found = _Two()
+    monkeypatch.setattr(devices, "available", lambda: found)
+    monkeypatch.setitem(devices._accelerators, "xpu", found)
+    return found
+
+
+def test_an_accelerator_without_a_backend_is_named(two: _Two) -> None:
+    findings = dict(examine(measure=False))
+    assert findings["gpu"] == "model 0, model 1"
+    off = findings["offload of GPU tensors"]
+    assert off.startswith("off: the engine cannot move tensors of 'xpu' devices: it has no backend")
+
+
+def test_the_driver_that_copies_is_named(two: _Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    two.driver_library = "libno-such-driver.so.1"
+    assert "no driver libno-such-driver.so.1" in dict(examine(measure=False))["offload of GPU tensors"]
+    monkeypatch.setattr(_C, "why_no_driver", lambda library: "")
+    on = dict(examine(measure=False))["offload of GPU tensors"]
+    assert on.startswith("on: pinned host memory") and on.endswith("driver: libno-such-driver.so.1")
