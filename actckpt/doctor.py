@@ -10,6 +10,7 @@ import torch
 
 from actckpt import _C, config
 from actckpt._core import devices
+from actckpt._core.devices import Accelerator
 from actckpt._offload import limits
 from actckpt._offload.device import no_backend
 from actckpt._version import __version__
@@ -44,6 +45,8 @@ def _device(measure: bool) -> Iterator[Finding]:
         return
     found = [accelerator.device_at(index) for index in range(accelerator.device_count())]
     yield "gpu", ", ".join(map(accelerator.name_of, found))
+    for device in found:
+        yield str(device), _describe(accelerator, device)
     if reason := no_backend(accelerator.device_type):
         yield "offload of GPU tensors", f"off: {reason}"
         return
@@ -61,6 +64,18 @@ def _device(measure: bool) -> Iterator[Finding]:
     if measure:
         out, back = (_rate(_time_copy(found[0], to_host=to_host)) for to_host in (True, False))
         yield "link", f"device to host {out}, host to device {back}"
+
+
+def _describe(accelerator: Accelerator, device: torch.device) -> str:
+    """Return memory of a device, and what its vendor's library tells of it."""
+    facts, known = accelerator.facts_of(device), []
+    if (memory := accelerator.memory_info(device)) is not None:
+        known.append(f"{_size(memory[0])} free of {_size(memory[1])}")
+    if facts is not None and facts.link_generation is not None:
+        known.append(f"PCI Express {facts.link_generation} x{facts.link_width}")
+    if facts is not None and facts.numa_node is not None:
+        known.append(f"NUMA node {facts.numa_node}")
+    return ", ".join(known) or "nobody tells its memory"
 
 
 def _disk(measure: bool) -> Iterator[Finding]:

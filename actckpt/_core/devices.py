@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt._core import torch_private
+from actckpt._core import nvml, torch_private
+from actckpt._core.nvml import GpuFacts
 
 __all__ = [
     "CUDA_LIBRARY",
@@ -87,6 +88,10 @@ class Accelerator:
     def name_of(self, device: torch.device) -> str:
         """Return what the device calls itself."""
         return str(self.module.get_device_name(device)) if self._has("get_device_name") else str(device)
+
+    def facts_of(self, device: torch.device) -> GpuFacts | None:
+        """Return what the vendor's management library tells of a device; None where there is none to ask."""
+        return None
 
     def current_index(self) -> int | None:
         """Return the number of the current device; None as long as no device was used."""
@@ -234,6 +239,9 @@ class Cuda(Accelerator):
 
     def memory_info(self, device: torch.device) -> tuple[int, int] | None:
         return torch.cuda.mem_get_info(device)
+
+    def facts_of(self, device: torch.device) -> GpuFacts | None:
+        return nvml.facts_of(str(torch.cuda.get_device_properties(device).uuid)) if torch.version.hip is None else None
 
 
 #: By device type: those that were asked for, or registered.

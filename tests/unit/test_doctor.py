@@ -9,6 +9,7 @@ import actckpt
 from actckpt import _C
 from actckpt._core import devices
 from actckpt._core.devices import Accelerator
+from actckpt._core.nvml import GpuFacts
 from actckpt.cli import main
 from actckpt.doctor import examine
 
@@ -47,7 +48,7 @@ def test_an_unwritable_folder_is_one_line_and_status_2(capsys: pytest.CaptureFix
 
 
 class _Two(Accelerator):
-    """Two devices."""
+    """Two devices, of which the vendor's library knows the first one."""
 
     def __init__(self) -> None:
         super().__init__("xpu")
@@ -58,6 +59,12 @@ class _Two(Accelerator):
     def name_of(self, device: torch.device) -> str:
         return f"model {device.index}"
 
+    def memory_info(self, device: torch.device) -> tuple[int, int] | None:
+        return (3 << 30, 80 << 30) if device.index == 0 else None
+
+    def facts_of(self, device: torch.device) -> GpuFacts | None:
+        return GpuFacts(3 << 30, 80 << 30, 5, 16, 1) if device.index == 0 else None
+
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> _Two:
@@ -67,9 +74,11 @@ def two(monkeypatch: pytest.MonkeyPatch) -> _Two:
     return found
 
 
-def test_an_accelerator_without_a_backend_is_named(two: _Two) -> None:
+def test_each_device_tells_its_memory_its_link_and_its_node(two: _Two) -> None:
     findings = dict(examine(measure=False))
     assert findings["gpu"] == "model 0, model 1"
+    assert findings["xpu:0"] == "3.0 GiB free of 80.0 GiB, PCI Express 5 x16, NUMA node 1"
+    assert findings["xpu:1"] == "nobody tells its memory"
     off = findings["offload of GPU tensors"]
     assert off.startswith("off: the engine cannot move tensors of 'xpu' devices: it has no backend")
 
