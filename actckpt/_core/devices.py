@@ -322,8 +322,8 @@ def generator_of(device: torch.device) -> torch.Generator | DeviceGenerator | No
     accelerator = accelerator_of(device.type)
     if accelerator is None:
         return None
-    index = device.index if device.index is not None else torch.accelerator.current_device_index()
-    return accelerator.generator_at(index)
+    index = device.index if device.index is not None else accelerator.current_index()
+    return None if index is None else accelerator.generator_at(index)
 
 
 def autocast_types() -> tuple[str, ...]:
