@@ -41,7 +41,8 @@ _SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 _LIMIT_BYTES = 64 << 30
 _DIM, _HEADS, _KV_HEADS, _HIDDEN = 4096, 32, 8, 14336
 
-_DEVICE = torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
+_ACCELERATOR = devices.available()
+_DEVICE = torch.device("cpu") if _ACCELERATOR is None else _ACCELERATOR.device_at(0)
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -107,10 +108,9 @@ def _loop_bandwidths(nbytes: int, repeats: int) -> dict[str, float]:
 @contextmanager
 def _only(tier: str, folder: str) -> Iterator[_C.DeviceEngine]:
     """Offload GPU tensors to one tier inside the block."""
-    accelerator = devices.available()
-    assert accelerator is not None and accelerator.driver_library is not None
+    assert _ACCELERATOR is not None and _ACCELERATOR.driver_library is not None
     engine = _C.DeviceEngine.cuda(
-        library=accelerator.driver_library,
+        library=_ACCELERATOR.driver_library,
         limit_bytes=_LIMIT_BYTES if tier == "pinned" else 0,
         window_bytes=config.settings().window_bytes,
         release=record_streams,
@@ -120,7 +120,7 @@ def _only(tier: str, folder: str) -> Iterator[_C.DeviceEngine]:
         num_workers=8,
     )
     before = dict(stores._stores)
-    stores._stores[_DEVICE.type] = config.generation, DeviceStore(engine, accelerator)
+    stores._stores[_DEVICE.type] = config.generation, DeviceStore(engine, _ACCELERATOR)
     try:
         yield engine
     finally:
@@ -320,10 +320,11 @@ def _measured(part: Part) -> dict[str, Any]:
 
 def _give_back_memory() -> None:
     gc.collect()  # models that `apply` patched are in cycles
-    torch.accelerator.empty_cache()
-    empty_host_cache = getattr(torch._C, "_host_emptyCache", None)  # else torch keeps what it pinned
-    if empty_host_cache is not None and devices.available() is not None:
-        empty_host_cache()
+    if _ACCELERATOR is not None:
+        _ACCELERATOR.empty_cache()
+        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)  # else torch keeps what it pinned
+        if empty_host_cache is not None:
+            empty_host_cache()
 
 
 def plan(layers: int, all_tokens: Sequence[int], steps: int, folder: str, figures: dict[str, Any]) -> Iterator[Part]:
@@ -353,15 +354,14 @@ def main() -> int:
     args = parser.parse_args()
     if args.layers < 1 or min(args.tokens) < 1 or args.steps < 3 or args.minutes <= 0:
         parser.error("--layers and --tokens must be at least 1, --steps at least 3, --minutes positive")
-    accelerator = devices.available()
-    if accelerator is None:
+    if _ACCELERATOR is None:
         print("gpu_offload: no GPU, nothing measured.")
         return 0
     deadline = time.monotonic() + 60 * args.minutes
     faulthandler.dump_traceback_later(60 * args.minutes + 60, exit=True)  # the file has what is known by then
     about = {
         "command": f"python {' '.join(sys.argv)}",
-        "machine": {"gpu": accelerator.name_of(_DEVICE), "system": platform.platform()},
+        "machine": {"gpu": _ACCELERATOR.name_of(_DEVICE), "system": platform.platform()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "layers": args.layers,
     }
