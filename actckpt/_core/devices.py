@@ -9,9 +9,9 @@ Rule 2. `Accelerator` stands on `torch.accelerator` and the device's module (`to
         torch 2.9 has. A class derived from it says what that cannot, as `Cuda` does.
 Rule 3. Checkpoints, regions, random state and autocast need no more than that. The engine, which moves tensors to the
         host, needs a backend (`driver_library`): a library that has the calls of csrc/engine/cuda/driver.h, under the
-        names and with the meaning of the CUDA driver's, for the same streams and addresses that torch works with. Then
-        `stream_handle` returns streams as that library knows them, and `stream_at` finds them again. A class with the
-        three of them, given to `register`, is all that another accelerator takes.
+        names and with the meaning of the CUDA driver's, for the same streams and addresses that torch works with. A
+        class that names it, given to `register`, is all that another accelerator takes; before torch 2.11, which tells
+        the native handles of streams, it also has `stream_handle` and `stream_at` of its own.
 Rule 4. Nothing that a forward calls waits for a device: `synchronize` and the figures of memory are for measuring, and
         for memory that is about to be freed.
 """
@@ -107,7 +107,7 @@ class Accelerator:
     def stream_handle(self, device: torch.device) -> int:
         """Return the current stream of a device as the driver library knows it."""
         stream = torch.accelerator.current_stream(device)
-        handle = int(stream.native_handle)  # type: ignore[attr-defined]  # newer than torch 2.9, and not in its stubs
+        handle = int(stream.native_handle)  # type: ignore[attr-defined]  # from torch 2.11 on, not in its stubs
         self._streams.setdefault((device.index, handle), stream)
         return handle
 
