@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._C import is_paused
+from actckpt._core import devices
 from actckpt._core.sites import module_name
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
@@ -225,5 +226,5 @@ class _Graph(TorchDispatchMode):
 
 
 def _wait(result: Any) -> None:
-    if torch.cuda.is_available() and any(storage.device.type == "cuda" for storage in storages_of(result)):
-        torch.cuda.synchronize()
+    for device in {storage.device for storage in storages_of(result)}:
+        devices.synchronize(device)
