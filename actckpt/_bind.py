@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from actckpt import _C
-from actckpt._core import extensions, messages, modes, random_state, sites, state, torch_private
+from actckpt._core import devices, extensions, messages, modes, random_state, sites, state, torch_private
 from actckpt._core.functions import global_names
 from actckpt._core.watched import has_same_bytes, own_copy
 from actckpt._offload import notices, owned, reading, session, sources, stores
@@ -48,7 +48,7 @@ NAMES: dict[str, Any] = {
     # Default generators: of the CPU alone, and of the devices of a tuple of arguments.
     "cpu_generators": (torch.default_generator,),
     "generators_of": random_state.generators_of_tensors,
-    "is_capturing": random_state.is_capturing if torch.backends.cuda.is_built() else None,
+    "is_capturing": devices.is_capturing,
     # Hooks and grad mode.
     "top_hooks": torch_private.top_hooks,
     "push_hooks": torch_private.push_hooks,

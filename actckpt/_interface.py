@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from actckpt._C import EVERYTHING_STAYS
-from actckpt._core.random_state import GetTracker, is_capturing
+from actckpt._core.devices import is_capturing
+from actckpt._core.random_state import GetTracker
 from actckpt._core.sites import is_code_running, modules_on_stack
 from actckpt._core.torch_private import Hooks, disable_dynamo, outer_hooks, without_tensor_hooks
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Offloading, Session

@@ -12,9 +12,10 @@ from typing_extensions import Unpack
 
 from actckpt import _C
 from actckpt._compile.checkpoint import BY_OPERATOR, compiled_checkpoint, goes_by_operator
-from actckpt._core import extensions, messages, random_state, torch_private
+from actckpt._core import devices, extensions, messages, random_state, torch_private
 from actckpt._core.functions import check_runs_when_called, is_of_module
 from actckpt._core.region_report import Figures
+from actckpt._offload.device import no_backend
 from actckpt._offload.owned import keep_in_place
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Destination, Offloading, Session
 from actckpt._options import (
@@ -248,7 +249,7 @@ def _run(
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
     inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(options.rng_trackers))
     region = Region(inputs)
-    if preserve_rng_state and not random_state.is_capturing():
+    if preserve_rng_state and not devices.is_capturing():
         region.random = random_state.RandomState(inputs.devices, inputs.generators, options.rng_trackers)
     if options.debug:
         _trace(region, options.context_fn)
@@ -319,8 +320,9 @@ def offload(to: Destination = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTE
     Returns:
         A context manager. It may be entered again, and by several threads.
     Raises:
-        ValueError: a bad argument, or `"host"` where there is no accelerator.
-        EngineError: at the first tensor, if the store cannot be had (an unwritable folder, no driver).
+        ValueError: a bad argument, or `"host"` where there is no accelerator whose tensors can be moved.
+        EngineError: at the first tensor, if the store cannot be had (an unwritable folder, no driver, an accelerator
+            that the engine has no backend for).
         SavedTensorChangedError: in backward, when a tensor was changed in place after it was saved.
     Cost: copies overlap with compute where there is any to overlap with; see docs/offload.md.
 
@@ -340,13 +342,21 @@ def offload(to: Destination = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTE
         )
     if to not in get_args(Destination):
         raise ValueError(f"offload: to={to!r} is not a store. Pass 'auto', 'host' or 'disk'.")
-    if to == "host" and not torch.cuda.is_available():
-        raise ValueError(
-            "offload: to='host' moves tensors off a GPU, and there is none here (torch.cuda.is_available() is False). "
-            "CPU tensors are in host memory already: pass 'disk' or 'auto'."
-        )
+    if to == "host":
+        _check_that_devices_can_be_offloaded()
     extensions.register_awaited()
     return Offloading(to, parse_bytes(min_bytes, what="offload: min_bytes"))
+
+
+def _check_that_devices_can_be_offloaded() -> None:
+    accelerator = devices.available()
+    if accelerator is None:
+        raise ValueError(
+            "offload: to='host' moves tensors off a GPU, and there is none here (torch.accelerator.is_available() is "
+            "False). CPU tensors are in host memory already: pass 'disk' or 'auto'."
+        )
+    if why := no_backend(accelerator.device_type):
+        raise ValueError(f"offload: to='host' moves tensors off a GPU, and {why}")
 
 
 def _run_in_turn(functions: Sequence[Callable[..., Any]], value: Any) -> Any:

@@ -82,7 +82,7 @@ def _add_demo(commands: _Commands) -> None:
         parser.add_argument(f"--{name}", type=_whole_number, default=value, metavar="N", help=meaning)
     option = parser.add_argument
     option("--dropout", type=_number, default=default.dropout, metavar="P", help="probability, below 1")
-    option("--device", default=default.device, help="auto (the GPU where there is one), cpu, cuda or cuda:N")
+    option("--device", default=default.device, help="auto (the GPU where there is one), cpu, or a GPU: cuda, cuda:N")
     budget_help = "find a plan for this budget, too: 30%%, 50MiB"
     option("--activation-budget", default=argparse.SUPPRESS, metavar="SIZE", help=budget_help)
     option("--methods", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="see below (default: all)")

@@ -13,6 +13,7 @@ import torch
 from actckpt._blocks.applied import Blocks, applied_blocks
 from actckpt._budget.running import Candidate, device_of
 from actckpt._core.training_state import TrainingState
+from actckpt._offload.device import no_backend
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.blocks import apply, remove
@@ -149,7 +150,7 @@ def compare(
             f"compare: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "
             "actckpt.remove(model) first: compare applies each policy itself."
         )
-    given = default_policies(offloads=device_of(model).type == "cuda") if policies is None else dict(policies)
+    given = default_policies(offloads=not no_backend(device_of(model).type)) if policies is None else dict(policies)
     state = TrainingState(model, optimizer)
     try:
         candidates = [Candidate(PLAIN, model, {}, step, state)]

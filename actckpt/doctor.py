@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from actckpt import _C, config
+from actckpt._core import devices
+from actckpt._core.devices import Accelerator
 from actckpt._offload import limits
+from actckpt._offload.device import no_backend
 from actckpt._version import __version__
 from actckpt.te.registration import describe
 
@@ -35,29 +38,44 @@ def examine(*, measure: bool = True) -> Iterator[Finding]:
 
 
 def _device(measure: bool) -> Iterator[Finding]:
-    reason = _C.why_no_cuda()
-    if not torch.cuda.is_available():
+    accelerator = devices.available()
+    if accelerator is None:
+        reason = _C.why_no_driver(devices.CUDA_LIBRARY)
         yield "offload of GPU tensors", f"off: torch finds no GPU; driver: {reason or 'present'}"
         return
-    yield "gpu", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    if reason:
+    found = [accelerator.device_at(index) for index in range(accelerator.device_count())]
+    yield "gpu", ", ".join(map(accelerator.name_of, found))
+    for device in found:
+        yield str(device), _describe(accelerator, device)
+    if reason := no_backend(accelerator.device_type):
         yield "offload of GPU tensors", f"off: {reason}"
         return
     settings = config.settings()
     host, source = settings.host_limit, "configured"
     if host is None:
         host, source = limits.default_host_limit(), "half of what is available, per local rank"
-    yield "offload of GPU tensors", "on: pinned host memory, copies on side streams"
+    library = accelerator.driver_library
+    yield "offload of GPU tensors", f"on: pinned host memory, copies on side streams; driver: {library}"
     yield "pinned memory limit", f"{_size(host)} ({source})"
     pageable = settings.pageable_limit
     below = f"{_size(limits.default_pageable_limit(host) if pageable is None else pageable)} of pageable memory"
     disk = f"then {settings.spill_dir}" if settings.spill_dir is not None else "never disk: spill_dir is not set"
     yield "beyond it", f"{below}, {disk}"
     if measure:
-        yield (
-            "link",
-            f"device to host {_rate(_time_copy(to_host=True))}, host to device {_rate(_time_copy(to_host=False))}",
-        )
+        out, back = (_rate(_time_copy(found[0], to_host=to_host)) for to_host in (True, False))
+        yield "link", f"device to host {out}, host to device {back}"
+
+
+def _describe(accelerator: Accelerator, device: torch.device) -> str:
+    """Return memory of a device, and what its vendor's library tells of it."""
+    facts, known = accelerator.facts_of(device), []
+    if (memory := accelerator.memory_info(device)) is not None:
+        known.append(f"{_size(memory[0])} free of {_size(memory[1])}")
+    if facts is not None and facts.link_generation is not None:
+        known.append(f"PCI Express {facts.link_generation} x{facts.link_width}")
+    if facts is not None and facts.numa_node is not None:
+        known.append(f"NUMA node {facts.numa_node}")
+    return ", ".join(known) or "nobody tells its memory"
 
 
 def _disk(measure: bool) -> Iterator[Finding]:
@@ -100,14 +118,14 @@ def _read_all(file: _C.SpillFile, blocks: list[_C.SpillBlock], address: int) -> 
         file.read(block, address)
 
 
-def _time_copy(*, to_host: bool) -> float:
+def _time_copy(device: torch.device, *, to_host: bool) -> float:
     host = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device="cuda")
-    source, destination = (device, host) if to_host else (host, device)
+    there = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=device)
+    source, destination = (there, host) if to_host else (host, there)
 
     def copy() -> None:
         destination.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        devices.synchronize(device)
 
     copy()
     return min(_seconds(copy) for _ in range(5))

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt._core import devices
 from actckpt._core.storages import storages_of
 
 __all__ = ["LiveStorages", "StepMemory", "measure_step"]
@@ -258,7 +259,7 @@ def measure_step(
     """Run `step` once and measure its peak activation bytes.
 
     Room for every parameter's gradient is made before the step (zeros where there was None), so that
-    gradients are in no figure and plain, checkpointed and offloaded models can be compared. On CUDA the peak
+    gradients are in no figure and plain, checkpointed and offloaded models can be compared. On a GPU the peak
     is the caching allocator's, which includes rounding and operators' workspaces; elsewhere it is that of
     `LiveStorages`.
 
@@ -280,26 +281,17 @@ def measure_step(
             parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad for p in trained]
     gc.collect()  # garbage from before must not be freed inside the step, where it would lower the peak
-    before_bytes = _reset_allocator_peak(device)
+    allocator = devices.counting(device)
+    before_bytes = 0 if allocator is None else allocator.reset_peak(device)
     with LiveStorages(device=device, timeline=True) as live:
         step()
-    on_cuda = device.type == "cuda"
-    peak_bytes = torch.cuda.max_memory_allocated(device) - before_bytes if on_cuda else live.peak_bytes
+    peak_bytes = live.peak_bytes if allocator is None else allocator.peak_bytes(device) - before_bytes
     if replaced := sum(p.grad is not grad for p, grad in zip(trained, gradients, strict=True)):
         raise ValueError(
             f"measure_step: the step replaced {replaced} of {len(trained)} parameter gradients, which would "
             "count as activations. Leave zero_grad(set_to_none=True) and the optimizer out of the step."
         )
     return StepMemory(peak_bytes=peak_bytes, timeline=live.timeline)
-
-
-def _reset_allocator_peak(device: torch.device) -> int:
-    """Start the CUDA allocator's peak again; returns the bytes allocated now, 0 on other devices."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
 
 
 class _ResizeWatch:

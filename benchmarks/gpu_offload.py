@@ -32,6 +32,7 @@ from torch.autograd.graph import save_on_cpu
 
 import actckpt
 from actckpt import _C, config
+from actckpt._core import devices
 from actckpt._offload import stores
 from actckpt._offload.device import DeviceStore, record_streams
 
@@ -39,6 +40,9 @@ _MIB = 1 << 20
 _SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 _LIMIT_BYTES = 64 << 30
 _DIM, _HEADS, _KV_HEADS, _HIDDEN = 4096, 32, 8, 14336
+
+_ACCELERATOR = devices.available()
+_DEVICE = torch.device("cpu") if _ACCELERATOR is None else _ACCELERATOR.device_at(0)
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -67,11 +71,11 @@ class Block(torch.nn.Module):
 
 
 def _milliseconds(work: Callable[[], None]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
+    start, end = torch.Event(_DEVICE, enable_timing=True), torch.Event(_DEVICE, enable_timing=True)
+    devices.synchronize(_DEVICE)
     start.record()
     work()
-    torch.cuda.synchronize()
+    devices.synchronize(_DEVICE)
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
@@ -79,17 +83,17 @@ def _milliseconds(work: Callable[[], None]) -> float:
 
 def _loop_bandwidths(nbytes: int, repeats: int) -> dict[str, float]:
     """Bytes per second of copies between pinned and device memory on side streams."""
-    device_a, device_b = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    device_a, device_b = (torch.empty(nbytes, dtype=torch.uint8, device=_DEVICE) for _ in range(2))
     host_a, host_b = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    out, back = torch.cuda.Stream(), torch.cuda.Stream()
+    out, back = torch.Stream(_DEVICE), torch.Stream(_DEVICE)
 
     def copies(does_out: bool, does_back: bool) -> None:
         for _ in range(repeats):
             if does_out:
-                with torch.cuda.stream(out):
+                with out:
                     host_a.copy_(device_a, non_blocking=True)
             if does_back:
-                with torch.cuda.stream(back):
+                with back:
                     device_b.copy_(host_b, non_blocking=True)
 
     kinds = {"out": (True, False), "back": (False, True), "both": (True, True)}
@@ -104,7 +108,9 @@ def _loop_bandwidths(nbytes: int, repeats: int) -> dict[str, float]:
 @contextmanager
 def _only(tier: str, folder: str) -> Iterator[_C.DeviceEngine]:
     """Offload GPU tensors to one tier inside the block."""
+    assert _ACCELERATOR is not None and _ACCELERATOR.driver_library is not None
     engine = _C.DeviceEngine.cuda(
+        library=_ACCELERATOR.driver_library,
         limit_bytes=_LIMIT_BYTES if tier == "pinned" else 0,
         window_bytes=config.settings().window_bytes,
         release=record_streams,
@@ -114,11 +120,11 @@ def _only(tier: str, folder: str) -> Iterator[_C.DeviceEngine]:
         num_workers=8,
     )
     before = dict(stores._stores)
-    stores._stores[True] = config.generation, DeviceStore(engine)
+    stores._stores[_DEVICE.type] = config.generation, DeviceStore(engine, _ACCELERATOR)
     try:
         yield engine
     finally:
-        torch.cuda.synchronize()
+        devices.synchronize(_DEVICE)
         stores._stores.clear()
         stores._stores.update(before)
 
@@ -127,7 +133,7 @@ class _Batch:
     """Tensors that are saved by the hooks, and read again."""
 
     def __init__(self, nbytes: int, count: int) -> None:
-        self.sources = [torch.randn(nbytes // 4, device="cuda", requires_grad=True) * 1 for _ in range(count)]
+        self.sources = [torch.randn(nbytes // 4, device=_DEVICE, requires_grad=True) * 1 for _ in range(count)]
         self.outputs: list[torch.Tensor] = []
 
     def save_one(self) -> None:
@@ -153,7 +159,7 @@ def _our_bandwidths(engine: _C.DeviceEngine, nbytes: int, repeats: int) -> dict[
             recent.append(tensor)
 
     def settle() -> None:
-        torch.cuda.synchronize()
+        devices.synchronize(_DEVICE)
         engine.poll()  # what is still held would be handed back without a copy
 
     for _ in range(4):  # the first grows the pool
@@ -200,9 +206,9 @@ def _train(layers: int, tokens: int, method: str, steps: int, folder: str) -> di
 
 def _train_steps(layers: int, tokens: int, method: str, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with _DEVICE:
         model = torch.nn.Sequential(*(Block() for _ in range(layers))).bfloat16()
-    x = torch.randn(1, tokens, _DIM, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, tokens, _DIM, device=_DEVICE, dtype=torch.bfloat16)
     if method.startswith("checkpoint"):
         actckpt.apply(model, blocks=Block, offload_inputs=method == "checkpoint, offloaded inputs")
     contexts: dict[str, Context] = {
@@ -221,16 +227,16 @@ def _train_steps(layers: int, tokens: int, method: str, steps: int) -> dict[str,
     actckpt.reset_stats()
     try:
         for _ in range(steps):
-            torch.cuda.reset_peak_memory_stats()
+            torch.accelerator.reset_peak_memory_stats()
             milliseconds.append(_milliseconds(step))
             model.zero_grad(set_to_none=False)
-    except torch.cuda.OutOfMemoryError:
+    except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     figures = actckpt.stats()
     return {
         "step_ms": statistics.median(milliseconds[2:]),
         "all_step_ms": milliseconds,
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_allocated_bytes": torch.accelerator.max_memory_allocated(),
         "moved_bytes_per_step": figures.offloaded_bytes // steps,
         "kept_full": figures.kept_full,
         "kept_failed": figures.kept_failed,
@@ -314,10 +320,11 @@ def _measured(part: Part) -> dict[str, Any]:
 
 def _give_back_memory() -> None:
     gc.collect()  # models that `apply` patched are in cycles
-    torch.cuda.empty_cache()
-    empty_host_cache = getattr(torch._C, "_host_emptyCache", None)  # else torch keeps what it pinned
-    if empty_host_cache is not None and torch.cuda.is_available():
-        empty_host_cache()
+    if _ACCELERATOR is not None:
+        _ACCELERATOR.empty_cache()
+        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)  # else torch keeps what it pinned
+        if empty_host_cache is not None:
+            empty_host_cache()
 
 
 def plan(layers: int, all_tokens: Sequence[int], steps: int, folder: str, figures: dict[str, Any]) -> Iterator[Part]:
@@ -347,14 +354,14 @@ def main() -> int:
     args = parser.parse_args()
     if args.layers < 1 or min(args.tokens) < 1 or args.steps < 3 or args.minutes <= 0:
         parser.error("--layers and --tokens must be at least 1, --steps at least 3, --minutes positive")
-    if not torch.cuda.is_available():
-        print("gpu_offload: no CUDA device, nothing measured.")
+    if _ACCELERATOR is None:
+        print("gpu_offload: no GPU, nothing measured.")
         return 0
     deadline = time.monotonic() + 60 * args.minutes
     faulthandler.dump_traceback_later(60 * args.minutes + 60, exit=True)  # the file has what is known by then
     about = {
         "command": f"python {' '.join(sys.argv)}",
-        "machine": {"gpu": torch.cuda.get_device_name(), "system": platform.platform()},
+        "machine": {"gpu": _ACCELERATOR.name_of(_DEVICE), "system": platform.platform()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "layers": args.layers,
     }

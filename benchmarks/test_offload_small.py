@@ -53,7 +53,7 @@ def one_thread() -> Iterator[None]:
 def _store_in_memory(num_workers: int) -> Iterator[None]:
     before = dict(stores._stores)
     store = CpuStore.in_memory(num_workers=num_workers)
-    stores._stores[False] = config.generation, store
+    stores._stores["cpu"] = config.generation, store
     try:
         yield
     finally:

@@ -127,6 +127,71 @@ def test_every_module_has_a_room() -> None:
     assert rooms - {"__init__"} <= set(_RANKS)
 
 
+#: The only Python that knows `torch.cuda`: what is asked of accelerators, and TransformerEngine, which has no other.
+_KNOWS_CUDA = ("_core/devices.py", "te/")
+
+
+def _names_of_cuda(source: str) -> list[int]:
+    """Return the lines on which code names `torch.cuda` or `is_cuda`, in whatever way."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            is_named = node.attr == "is_cuda" or (node.attr == "cuda" and ast.unparse(node.value) == "torch")
+        elif isinstance(node, ast.Import):
+            is_named = any(f"{alias.name}.".startswith("torch.cuda.") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}." for alias in node.names]
+            is_named = any(name.startswith("torch.cuda.") for name in names)
+        elif isinstance(node, ast.Call):  # getattr(torch, "cuda")
+            values = [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)]
+            is_named = ast.unparse(node.func) in ("getattr", "hasattr") and any(
+                v in ("cuda", "is_cuda") for v in values
+            )
+        else:
+            continue
+        if is_named:
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(_PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(_PACKAGE)))
+def test_only_the_file_of_devices_knows_cuda(path: Path) -> None:
+    if not str(path.relative_to(_PACKAGE)).startswith(_KNOWS_CUDA):
+        assert not (lines := _names_of_cuda(path.read_text())), f"{path.name} names torch.cuda on lines {lines}"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("torch.cuda.synchronize()", 1),
+        ("x.is_cuda and y.is_cuda", 2),
+        ("import torch.cuda", 1),
+        ("import torch.cuda.amp as amp", 1),
+        ("from torch import cuda", 1),
+        ("from torch.cuda import synchronize", 1),
+        ("getattr(torch, 'cuda'), hasattr(x, 'is_cuda')", 2),
+        ("torch.backends.cuda.is_built(), torch.version.cuda, torch.Tensor.cuda, 'torch.cuda'", 0),
+        ("import torch.backends.cuda, torch.cudart", 0),
+    ],
+)
+def test_every_way_to_name_cuda_is_found(source: str, count: int) -> None:
+    assert len(_names_of_cuda(source)) == count
+
+
+#: What C++ may not tell devices apart by: only CPU or not matters, and which backend a device has is Python's to say.
+_KIND_OF_DEVICE = re.compile(r"is_cuda|kCUDA|DeviceType|\"cuda:")
+
+
+@pytest.mark.parametrize("path", sorted(_SOURCES.rglob("*.*")), ids=lambda path: str(path.relative_to(_SOURCES)))
+def test_cpp_asks_no_tensor_whether_it_is_on_cuda(path: Path) -> None:
+    assert not _KIND_OF_DEVICE.search(path.read_text())
+
+
+def test_every_way_to_ask_for_cuda_in_cpp_is_found() -> None:
+    for text in ("reads().is_cuda", "tensor.is_cuda()", "c10::kCUDA", "DeviceType::CUDA", 'X(where, "cuda:0")'):
+        assert _KIND_OF_DEVICE.search(text), text
+
+
 def test_import_adds_less_than_300_ms_to_torch(tmp_path: Path) -> None:
     # With bytecode at hand, as an installed package has it: the first import writes it.
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}

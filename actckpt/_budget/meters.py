@@ -10,6 +10,7 @@ import torch
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.running import device_of
 from actckpt._budget.sizes import budget_bytes
+from actckpt._core import devices
 from actckpt._core.storages import storages_of
 from actckpt.memory import LiveStorages
 
@@ -54,11 +55,11 @@ class Meter:
 
     def peak_of(self, run: Callable[[], object]) -> float:
         """Run a step and return its peak, in bytes."""
-        if self._total and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
+        allocator = devices.counting(self._device) if self._total else None
+        if allocator is not None:
+            allocator.reset_peak(self._device)
             run()
-            return float(torch.cuda.max_memory_allocated(self._device))
+            return float(allocator.peak_bytes(self._device))
         with LiveStorages(parameters=() if self._total else self._model.parameters(), device=self._device) as live:
             run()
         return float(self.fixed_bytes + live.peak_bytes)
@@ -70,8 +71,9 @@ def _gradient_bytes(parameter: torch.nn.Parameter) -> int:
 
 
 def _static_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    allocator = devices.counting(device)
+    if allocator is not None:
+        return allocator.allocated_bytes(device)
     held: list[object] = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
     if optimizer is not None:
         held += [list(state.values()) for state in optimizer.state.values()]

@@ -29,6 +29,7 @@ from torch import Tensor
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
 from actckpt._budget.structure import BlockStructure, run_recorded
+from actckpt._core import devices
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._rerun.packed import held_inputs
 from actckpt.errors import BlocksError
@@ -213,8 +214,8 @@ def _seconds(runs: _Runs) -> tuple[float, float]:
 
 
 def _wait(tensors: list[Tensor]) -> None:
-    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+    for device in {tensor.device for tensor in tensors}:
+        devices.synchronize(device)
 
 
 def bytes_of(value: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import Settings, applied_blocks, find_blocks, patch, unpatch
+from actckpt._core import devices
 from actckpt._core.training_state import TrainingState
 from actckpt.action import Action
 from actckpt.errors import BlocksError
@@ -126,12 +127,8 @@ class Candidate:
         """Time one step."""
         self._state.put_back()
         with self._applied():
-            self._wait()
+            devices.synchronize(self._device)
             start = time.perf_counter()
             self._step()
-            self._wait()
+            devices.synchronize(self._device)
             self.seconds.append(time.perf_counter() - start)
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -7,6 +7,8 @@ import numbers
 
 import torch
 
+from actckpt._core import devices
+from actckpt._core.devices import Accelerator
 from actckpt._offload.limits import available_host_bytes, total_host_bytes
 from actckpt._text.sizes import format_bytes, parse_bytes
 
@@ -27,12 +29,12 @@ def budget_bytes(budget: object, device: torch.device, *, held_bytes: float) -> 
         budget: a number of bytes, a text with a unit, a share of the device in (0, 1], or `"auto"`.
         held_bytes: what this process holds already, by the same measure as the peak.
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or a share of memory whose size torch does not tell.
     """
     if isinstance(budget, str):
         text = budget.strip()
         if text == "auto":
-            return _AUTO * (_free_bytes(device) + held_bytes)
+            return _AUTO * (_free_bytes(device, budget) + held_bytes)
         if text.endswith("%"):
             raise ValueError(
                 f"budget={budget!r} is a share. Of the device: pass a number in (0, 1]. Of the activations: pass "
@@ -47,7 +49,7 @@ def budget_bytes(budget: object, device: torch.device, *, held_bytes: float) -> 
         if isinstance(budget, numbers.Integral):
             return _checked(int(budget))
         if 0.0 < float(budget) <= 1.0:
-            return float(budget) * _total_bytes(device)
+            return float(budget) * _total_bytes(device, budget)
     raise ValueError(
         f"budget={budget!r} is no budget. Pass bytes as a whole number, a text like '24GiB', a share of the device in "
         "(0, 1], or 'auto'."
@@ -86,14 +88,23 @@ def _checked(nbytes: int) -> float:
     return float(nbytes)
 
 
-def _total_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(total_host_bytes())
+def _total_bytes(device: torch.device, budget: object) -> float:
+    accelerator = devices.accelerator_of(device.type)
+    return float(total_host_bytes() if accelerator is None else _memory_info(accelerator, device, budget)[1])
 
 
-def _free_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + unused)
-    return float(available_host_bytes())
+def _free_bytes(device: torch.device, budget: object) -> float:
+    accelerator = devices.accelerator_of(device.type)
+    if accelerator is None:
+        return float(available_host_bytes())
+    return float(_memory_info(accelerator, device, budget)[0] + accelerator.unused_bytes(device))
+
+
+def _memory_info(accelerator: Accelerator, device: torch.device, budget: object) -> tuple[int, int]:
+    found = accelerator.memory_info(device)
+    if found is None:
+        raise ValueError(
+            f"budget={budget!r} needs to know how much memory {device} has, and torch does not tell. Pass a text like "
+            "'24GiB'."
+        )
+    return found

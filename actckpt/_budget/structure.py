@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt._core import devices
 from actckpt._core.sites import module_name
 from actckpt._core.storages import storages_of
 from actckpt._options import CheckpointOptions
@@ -196,5 +197,5 @@ class _Graph(TorchDispatchMode):
 
 
 def _wait(result: Any) -> None:
-    if torch.cuda.is_available() and any(storage.device.type == "cuda" for storage in storages_of(result)):
-        torch.cuda.synchronize()
+    for device in {storage.device for storage in storages_of(result)}:
+        devices.synchronize(device)

@@ -31,15 +31,14 @@ import torch
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._core import extensions
+from actckpt._core import devices, extensions
 from actckpt._core.extensions import Tracker
 from actckpt.errors import ActckptError
 
 __all__ = ["RandomState", "numpy_random", "python_random", "register_tracker", "unregister_tracker"]
 
-_CUDA_IS_BUILT = torch.backends.cuda.is_built()
-
 GetTracker = Callable[[], Tracker]
+Generator = torch.Generator | devices.DeviceGenerator
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,11 @@ class RandomState:
 
     def __init__(
         self,
-        devices: Sequence[torch.device],
+        of_inputs: Sequence[torch.device],
         generators: Sequence[torch.Generator],
         trackers: Sequence[GetTracker],
     ) -> None:
-        self._generators = _C.capture_generators((*generators_of_devices(devices), *generators))
+        self._generators = _C.capture_generators((*generators_of_devices(of_inputs), *generators))
         self._trackers = [_TrackerState(tracker) for tracker in known_trackers(trackers)]
         #: The swap within whose rerun the region is made (Rule 6).
         self.outer_swap = _C.current_swap()
@@ -118,7 +117,7 @@ class RandomState:
             yield
 
 
-def capture(generators: tuple[torch.Generator, ...]) -> "_C.GeneratorStates":
+def capture(generators: tuple[Generator, ...]) -> "_C.GeneratorStates":
     """Return the states of these generators by value."""
     return _C.capture_generators(generators)
 
@@ -177,29 +176,15 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def generators_of_devices(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
+def generators_of_devices(found: Iterable[torch.device]) -> tuple[Generator, ...]:
     """Return the default generators of the CPU and of these devices, each once (Rule 2)."""
-    found = [torch.default_generator, *(_default_generator(device) for device in devices)]
-    return tuple(dict.fromkeys(generator for generator in found if generator is not None))
+    generators = [torch.default_generator, *(devices.generator_of(device) for device in found)]
+    return tuple(dict.fromkeys(generator for generator in generators if generator is not None))
 
 
-def generators_of_tensors(args: tuple[Any, ...]) -> tuple[torch.Generator, ...]:
+def generators_of_tensors(args: tuple[Any, ...]) -> tuple[Generator, ...]:
     """Return the default generators of the CPU and of the devices of the tensors in `args`."""
     return generators_of_devices(a.device for a in args if isinstance(a, Tensor) and not a.is_cpu)
-
-
-def _default_generator(device: torch.device) -> torch.Generator | None:
-    generators = getattr(getattr(torch, device.type, None), "default_generators", None)
-    if not generators:  # a device without random numbers (meta)
-        return None
-    index = device.index if device.index is not None else torch.accelerator.current_device_index()
-    generator: torch.Generator = generators[index]
-    return generator
-
-
-def is_capturing() -> bool:
-    """Whether the current CUDA stream is capturing a graph (Rule 7)."""
-    return _CUDA_IS_BUILT and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _PythonRandom:

@@ -8,29 +8,25 @@ carried by extensions (NOTE [ Extensions ]).
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from actckpt import _C
-from actckpt._core import modes, numerics, torch_private
+from actckpt._core import devices, modes, numerics, torch_private
 
-__all__ = ["GlobalState", "capture", "restored"]
+__all__ = ["GlobalState", "capture", "restored", "without_autocast"]
 
 GlobalState = tuple[Any, ...]
 
 
-def _current_device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-
-#: What the extension asks at every region. Where one of the first two is set, `capture` adds details.
+#: What the extension asks at every region (csrc/rerun/region.cpp). Where one of the first two is set, `capture` adds
+#: details.
 GETTERS: tuple[Callable[[], Any], ...] = (
     torch_private.any_autocast_enabled,
     torch_private.num_function_modes,
     _C.unknown_modes,
-    _current_device if torch.backends.cuda.is_built() else _C.none,
+    devices.current_index,
     _C.numerics,
 )
 
@@ -63,7 +59,7 @@ def _differences(state: GlobalState, outside: GlobalState) -> Iterator[AbstractC
     if settings != settings_outside:
         yield numerics.restored(settings)
     if device is not None and device != device_outside:
-        yield torch.cuda.device(device)
+        yield _at_index(device)
     if autocast != autocast_outside:
         yield _autocast(autocast)
     if dispatch_modes != dispatch_modes_outside:  # restoring the rest must not run through the user's modes
@@ -72,30 +68,44 @@ def _differences(state: GlobalState, outside: GlobalState) -> Iterator[AbstractC
         yield torch_private.replaced_function_modes(function_modes)
 
 
-@lru_cache(maxsize=1)
-def _autocast_devices() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+def _at_index(device: int) -> AbstractContextManager[Any]:
+    accelerator = devices.current()
+    assert accelerator is not None
+    return accelerator.at_index(device)
+
+
+def _autocast_of(device_type: str) -> tuple[str, bool, torch.dtype]:
+    return device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
 
 def _autocast_state() -> tuple[Any, ...] | None:
-    devices = tuple(
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _autocast_devices()
-    )
-    if not any(enabled for _, enabled, _ in devices):
+    found = tuple(_autocast_of(device_type) for device_type in devices.autocast_types())
+    if not any(enabled for _, enabled, _ in found):
         return None
-    return (*devices, torch.is_autocast_cache_enabled())
+    return (*found, torch.is_autocast_cache_enabled())
 
 
 @contextmanager
 def _autocast(state: tuple[Any, ...] | None) -> Iterator[None]:
     """Enter torch.autocast itself: it also keeps count of its nesting and clears its cache."""
+    if state is None:
+        with without_autocast():
+            yield
+        return
+    *found, cache = state
     with ExitStack() as stack:
-        if state is None:
-            for device in _autocast_devices():
-                stack.enter_context(torch.autocast(device, enabled=False))
-        else:
-            *devices, cache = state
-            for device, enabled, dtype in devices:
-                stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cache))
+        for of_device in found:
+            device_type, enabled, dtype = of_device
+            if device_type == "cpu" or of_device != _autocast_of(device_type):  # a device may have no autocast
+                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache))
+        yield
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run the body with autocast off, for the CPU and the accelerator."""
+    with ExitStack() as stack:
+        for device_type in devices.autocast_types():
+            if device_type == "cpu" or torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         yield

@@ -53,6 +53,11 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 #: example a rerun's early stop. Worded otherwise: such a rerun raises, as torch's own checkpoint does.
 SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter."
 
+#: `torch.accelerator.current_accelerator` without its Python frame, which every region would pay for.
+current_accelerator: Callable[[], torch.device | None] = (
+    _optional(torch._C, "_accelerator_getAccelerator") or torch.accelerator.current_accelerator
+)
+
 #: Whether autocast is on for any device.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

@@ -3,13 +3,17 @@
 import copy
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["TrainingState", "random_state", "set_random_state"]
+from actckpt._core import devices
+
+__all__ = ["TrainingState", "random_state", "random_state_put_back", "set_random_state"]
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -117,15 +121,27 @@ def _states_of(optimizer: torch.optim.Optimizer) -> dict[Any, dict[Any, Any]]:
 
 def random_state() -> tuple[Any, ...]:
     """Return the states of all default generators: of torch per device, of Python and NumPy."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return torch.get_rng_state(), devices, random.getstate(), numpy.random.get_state()
+    accelerator = devices.available()
+    generators = [] if accelerator is None else accelerator.generators()
+    of_devices = [(generator, generator.get_state()) for generator in generators]
+    return torch.get_rng_state(), of_devices, random.getstate(), numpy.random.get_state()
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:
     """Make the states of all default generators what they were."""
     of_cpu, of_devices, of_python, of_numpy = state
     torch.set_rng_state(of_cpu)
-    if of_devices:
-        torch.cuda.set_rng_state_all(of_devices)
+    for generator, of_device in of_devices:
+        generator.set_state(of_device)
     random.setstate(of_python)
     numpy.random.set_state(of_numpy)
+
+
+@contextmanager
+def random_state_put_back() -> Iterator[None]:
+    """Run the body, then make the states of all default generators what they were."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

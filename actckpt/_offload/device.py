@@ -8,22 +8,39 @@ in csrc/engine/protocol/README.md.
 import torch
 
 from actckpt import _C, config
+from actckpt._core import devices
+from actckpt._core.devices import Accelerator
 from actckpt._offload import counts, limits, notices
 from actckpt._offload.spill import spill_file
 
-__all__ = ["DeviceStore"]
+__all__ = ["DeviceStore", "no_backend", "record_streams"]
+
+
+def no_backend(device_type: str) -> str:
+    """Return why the engine cannot move tensors of such devices, and what to do instead; empty where it can."""
+    accelerator = devices.accelerator_of(device_type)
+    library = None if accelerator is None else accelerator.driver_library
+    why = "it has no backend for them" if library is None else _C.why_no_driver(library)
+    return why and (
+        f"the engine cannot move tensors of {device_type!r} devices: {why}. Recompute them instead "
+        "(policy='recompute', actckpt.checkpoint), or keep them."
+    )
 
 
 class DeviceStore:
     """See `actckpt._offload.stores.Store`."""
 
-    def __init__(self, engine: _C.DeviceEngine) -> None:
+    def __init__(self, engine: _C.DeviceEngine, accelerator: Accelerator) -> None:
         self.engine = engine
+        self.accelerator = accelerator
         self._num_failed = 0
         counts.note(self, engine)
 
     @classmethod
-    def from_settings(cls, settings: config.Settings) -> "DeviceStore":
+    def from_settings(cls, settings: config.Settings, device_type: str) -> "DeviceStore":
+        accelerator = devices.accelerator_of(device_type)
+        if accelerator is None or accelerator.driver_library is None:
+            raise _C.DeviceError(f"offload: {no_backend(device_type)}")
         host = settings.host_limit if settings.host_limit is not None else limits.default_host_limit()
         pageable = settings.pageable_limit
         if pageable is None:
@@ -31,6 +48,7 @@ class DeviceStore:
         file = None if settings.spill_dir is None else spill_file(settings)
         bounce, buffer = limits.bounce_sizes(host if pageable or file else 0)
         engine = _C.DeviceEngine.cuda(
+            library=accelerator.driver_library,
             limit_bytes=host - bounce,
             window_bytes=settings.window_bytes,
             release=record_streams,
@@ -40,7 +58,7 @@ class DeviceStore:
             buffer_bytes=buffer,
             num_workers=max(1, settings.num_workers),
         )
-        return cls(engine)
+        return cls(engine, accelerator)
 
     @property
     def window_bytes(self) -> int:
@@ -48,9 +66,10 @@ class DeviceStore:
         return self.engine.stats().window_bytes
 
     def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> _C.DeviceTicket | None:
-        device = source.storage.device.index
-        stream = torch.cuda.current_stream(device).cuda_stream
-        ticket = self.engine.put(source.storage.data_ptr() + source.start, nbytes, device, stream, source, must=must)
+        device = source.storage.device
+        stream = self.accelerator.stream_handle(device)
+        address = source.storage.data_ptr() + source.start
+        ticket = self.engine.put(address, nbytes, device.index, stream, source, must=must)
         if isinstance(ticket, _C.Kept):
             notices.tell_kept(self.engine, ticket, nbytes)
             return None
@@ -68,36 +87,34 @@ class DeviceStore:
 
     def saved_again(self, ticket: _C.DeviceTicket, device: torch.device) -> None:
         assert device.index is not None
-        ticket.use(device.index, torch.cuda.current_stream(device).cuda_stream)
+        ticket.use(device.index, self.accelerator.stream_handle(device))
 
     def fetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes:
-        stream = torch.cuda.current_stream(device)
-        found = ticket.get(device.index, stream.cuda_stream)
+        stream = self.accelerator.stream_handle(device)
+        found = ticket.get(device.index, stream)
         while found is None:  # another thread may unload between load and get
             buffer = _C.allocate_bytes(nbytes, device)
-            ticket.load(device.index, stream.cuda_stream, buffer.storage.data_ptr(), buffer, urgent=True)
-            found = ticket.get(device.index, stream.cuda_stream)
+            ticket.load(device.index, stream, buffer.storage.data_ptr(), buffer, urgent=True)
+            found = ticket.get(device.index, stream)
         result, record = found
         assert isinstance(result, _C.Bytes)
         if record:
-            _tensor_on(result.storage).record_stream(stream)
+            record_streams(result, [(device.index, stream)])
         return result
 
     def prefetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes | None:
-        put_device, put_stream = ticket.put_stream
-        with torch.cuda.stream(torch.cuda.ExternalStream(put_stream, device=put_device)):
+        index, handle = ticket.put_stream
+        with self.accelerator.on_stream(self.accelerator.stream_at(handle, self.accelerator.device_at(index))):
             buffer = _C.allocate_bytes(nbytes, device)
-        began = ticket.load(put_device, put_stream, buffer.storage.data_ptr(), buffer, urgent=False)
+        began = ticket.load(index, handle, buffer.storage.data_ptr(), buffer, urgent=False)
         return buffer if began else None
 
 
-def _tensor_on(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def record_streams(source: object, uses: list[tuple[int, int]]) -> None:
-    """Tell the allocator which streams, of (device, handle), use the memory of a source that the engine releases."""
+    """Tell the allocator which streams, of (device, handle), use the memory of bytes that the engine hands back."""
     assert isinstance(source, _C.Bytes)
-    tensor = _tensor_on(source.storage)
-    for device, stream in uses:
-        tensor.record_stream(torch.cuda.ExternalStream(stream, device=device))
+    accelerator = devices.accelerator_of(source.storage.device.type)
+    assert accelerator is not None
+    tensor = torch.empty(0, dtype=torch.uint8, device=source.storage.device).set_(source.storage)
+    for index, handle in uses:
+        accelerator.record_stream(tensor, accelerator.stream_at(handle, accelerator.device_at(index)))

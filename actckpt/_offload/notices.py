@@ -8,6 +8,7 @@ from actckpt import _C
 __all__ = [
     "tell_below_pinned",
     "tell_kept",
+    "tell_no_store",
     "tell_of_failed_writes",
     "tell_of_memory_folder",
     "tell_of_threads",
@@ -84,6 +85,11 @@ def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int) -> None:
             "A device call of the offload engine failed: nothing is moved any more, tensors stay on the GPU. %s",
             engine.stats().last_error,
         )
+
+
+def tell_no_store(device_type: str, why: str) -> None:
+    """Tell why what prefers to be moved stays."""
+    _warn_once(f"no store: {device_type}", "What prefers to be offloaded stays: %s", why)
 
 
 def tell_below_pinned(tier: str) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from actckpt import _C
-from actckpt._core import torch_private
+from actckpt._core import devices, torch_private
 from actckpt._offload.cpu import CpuStore
 
 __all__ = ["guard"]
@@ -69,5 +69,4 @@ def _finish_copies(device: torch.device) -> None:
     for store in used:
         if isinstance(store, CpuStore):
             store.flush()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    devices.synchronize(device)

@@ -1,4 +1,4 @@
-"""The stores of this process: where offloaded bytes live, one for tensors of the CPU, one for those of devices.
+"""The stores of this process: where offloaded bytes live, one for tensors of the CPU, one for those of the accelerator.
 
 `cpu_store` and `device_store` make them at first use, with the settings in force. The hooks of offloading
 (csrc/offload) call the store of the CPU directly, and any other Python object through the methods of `Store`.
@@ -18,9 +18,9 @@ import torch
 from actckpt import _C, config
 from actckpt._core import pressure
 from actckpt._offload.cpu import CpuStore
-from actckpt._offload.device import DeviceStore
+from actckpt._offload.device import DeviceStore, no_backend
 
-__all__ = ["Store", "cpu_store", "device_store", "is_ready", "store_for", "window_bytes"]
+__all__ = ["Store", "cpu_store", "device_store", "is_ready", "store_for", "why_none", "window_bytes"]
 
 
 class Store(Protocol):
@@ -45,40 +45,47 @@ class Store(Protocol):
 
 
 _lock = threading.RLock()
-#: The store of the CPU and that of devices, by whether it is of a device, with the generation of their settings.
-_stores: dict[bool, tuple[int, Any]] = {}
+#: By the type of the devices whose tensors it takes, with the generation of its settings.
+_stores: dict[str, tuple[int, Any]] = {}
 
 
-def store_for(on_device: bool) -> Any:
-    """Return the store for tensors of devices, or of the CPU, made at first use with the settings in force.
+def store_for(device_type: str) -> Any:
+    """Return the store for tensors of such devices, made at first use with the settings in force.
 
     Raises:
         EngineError: it cannot be had here; says why.
     """
     with _lock:
-        generation, known = _stores.get(on_device, (-1, None))
+        generation, known = _stores.get(device_type, (-1, None))
         if generation != config.generation:
             settings = config.settings()
-            known = DeviceStore.from_settings(settings) if on_device else CpuStore.from_settings(settings)
-            _stores[on_device] = config.generation, known
+            if device_type == "cpu":
+                known = CpuStore.from_settings(settings)
+            else:
+                known = DeviceStore.from_settings(settings, device_type)
+            _stores[device_type] = config.generation, known
         return known
 
 
-def is_ready(on_device: bool) -> bool:
+def is_ready(device_type: str) -> bool:
     """Whether the store was made already with the settings in force."""
-    return _stores.get(on_device, (-1, None))[0] == config.generation
+    return _stores.get(device_type, (-1, None))[0] == config.generation
+
+
+def why_none(device_type: str) -> str:
+    """Return why there can be no store for tensors of such devices, and what to do instead; empty if there can be."""
+    return "" if device_type in ("cpu", "meta") or is_ready(device_type) else no_backend(device_type)
 
 
 def cpu_store() -> CpuStore | None:
     """Return the store of CPU tensors if there is one already, and it is ours."""
-    found = _stores.get(False, (0, None))[1]
+    found = _stores.get("cpu", (0, None))[1]
     return found if isinstance(found, CpuStore) else None
 
 
 def device_store() -> DeviceStore | None:
     """Return the store of device tensors if there is one already, and it is ours."""
-    found = _stores.get(True, (0, None))[1]
-    return found if isinstance(found, DeviceStore) else None
+    return next((store for _, store in list(_stores.values()) if isinstance(store, DeviceStore)), None)
 
 
 def _release_free_slabs(nbytes: int) -> int:

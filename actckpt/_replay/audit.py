@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt._core import random_state, torch_private
+from actckpt._core import devices, torch_private
 from actckpt._core.functions import contents_of
 from actckpt._core.sites import module_name
 from actckpt._offload.demotion import Steps
@@ -227,7 +227,7 @@ def _itself(item: Any) -> Any:
 
 def can_compare(tensor: Tensor) -> bool:
     """Whether a checksum of a tensor would say anything."""
-    if random_state.is_capturing() or torch_private.is_tracing():
+    if devices.is_capturing() or torch_private.is_tracing():
         return False
     has_bytes = not (tensor.is_meta or type(tensor) is torch_private.fake_tensor_type)
     return has_bytes and not torch_private.is_zero_tangent(tensor)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._core import numerics, random_state, torch_private
+from actckpt._core import numerics, random_state, state, torch_private
 from actckpt._replay.lineage import Step, Value
 from actckpt.errors import ActckptError
 
@@ -62,9 +62,7 @@ def _settings_of(step: Step) -> Iterator[None]:
     """Run the body without autocast and function modes, under settings of old (Rule 9)."""
     with ExitStack() as stack:
         if torch_private.any_autocast_enabled():
-            stack.enter_context(torch.autocast("cpu", enabled=False))
-            if torch.accelerator.is_available():
-                stack.enter_context(torch.autocast(torch.accelerator.current_accelerator().type, enabled=False))  # type: ignore[union-attr]
+            stack.enter_context(state.without_autocast())
         if torch_private.num_function_modes():
             stack.enter_context(torch_private.replaced_function_modes(()))
         if not _C.are_numerics(step.numerics):

@@ -46,7 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
 from actckpt._C import add_results, add_value, with_windows
-from actckpt._core import random_state
+from actckpt._core import devices, random_state
 from actckpt._replay import filling, saved
 from actckpt._replay.coverage import Filling
 from actckpt._replay.geometry import covers_all
@@ -180,21 +180,21 @@ def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bo
         return "an operator with effects"
     if operator.reads_outside:
         return "read from outside of the program"
-    if operator.is_nondeterministic_on_cuda and _is_nondeterministic_on_cuda(operator, args):
-        return "nondeterministic on CUDA"
+    if operator.is_nondeterministic_on_cuda and _is_nondeterministic_on_accelerator(operator, args):
+        return "nondeterministic on accelerators"
     if operator.nondeterministic_threads and _is_nondeterministic_on_cpu(operator, args):
         return "nondeterministic on the CPU"
-    if operator.is_random and random_state.is_capturing():
+    if operator.is_random and devices.is_capturing():
         return "random numbers in a stream capture"
     return ""
 
 
-def _is_nondeterministic_on_cuda(operator: Operator, args: tuple[Any, ...]) -> bool:
+def _is_nondeterministic_on_accelerator(operator: Operator, args: tuple[Any, ...]) -> bool:
     flag = operator.nondeterministic_flag
     return (
         (flag is None or bool(args[flag]))
         and not torch.are_deterministic_algorithms_enabled()
-        and any(tensor.is_cuda for tensor in _tensors_in(args))
+        and any(map(devices.is_on_accelerator, _tensors_in(args)))
     )
 
 
@@ -206,18 +206,18 @@ def _is_nondeterministic_on_cpu(operator: Operator, args: tuple[Any, ...]) -> bo
 def _begin_random(tape: Tape, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Capture the generators that a call may draw from (Rule 3); returns them if it is not known that it does."""
     operator = step.operator
-    if not (operator.is_random or operator.is_foreign) or random_state.is_capturing():
+    if not (operator.is_random or operator.is_foreign) or devices.is_capturing():
         return None
-    devices = [tensor.device for tensor in _tensors_in(args)]
+    found = [tensor.device for tensor in _tensors_in(args)]
     if kwargs.get("device") is not None:
-        devices.append(torch.device(kwargs["device"]))
+        found.append(torch.device(kwargs["device"]))
     explicit = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)]
     if explicit:
         step.random = explicit[0].device, explicit[0].get_state()
         return None
-    generators = random_state.generators_of_devices(device for device in devices if device.type not in ("cpu", "meta"))
-    if operator.generator_name is not None:
-        own = generators[-1] if len(generators) > 1 else generators[0]
+    generators = random_state.generators_of_devices(device for device in found if device.type not in ("cpu", "meta"))
+    own = generators[-1]
+    if operator.generator_name is not None and isinstance(own, torch.Generator):
         step.random = own.device, own.get_state()
         return None
     step.random = random_state.capture(generators)

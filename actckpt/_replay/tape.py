@@ -13,7 +13,7 @@ from actckpt import _C, config
 from actckpt._C import EngineError, Moved, add_entry, look_at, unmoved, value_of
 from actckpt._core import torch_private
 from actckpt._core.counters import counters
-from actckpt._offload import stores
+from actckpt._offload import notices, stores
 from actckpt._offload.demotion import RegionPlan
 from actckpt._offload.session import Session
 from actckpt._replay import aliases
@@ -230,6 +230,10 @@ class Tape(TapeCore):
         return "" if isinstance(packed, Moved) else "no store takes it or had room for it"
 
     def _prefer_offload(self, value: Value, tensor: Tensor) -> str:
+        device_type = tensor.device.type
+        if why := stores.why_none(device_type):
+            notices.tell_no_store(device_type, why)
+            return "no store takes tensors of its device"
         if self._plan is None:
             self._plan = self.site.steps.region()
         plan = self._plan
@@ -267,7 +271,7 @@ class Tape(TapeCore):
 
         None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
         """
-        if not stores.is_ready(on_device=tensor.is_cuda):
+        if not stores.is_ready(tensor.device.type):
             return None
         try:
             packed = self._session(must=False).pack(compact(tensor.detach()).clone())

@@ -66,11 +66,8 @@ class Survey:
         for name, value in kwargs.items():
             self._visit(value, f"Keyword argument {name!r}")
         self._visit(function, "The function")
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Devices other than the CPU of the tensors found, each once."""
-        return list(dict.fromkeys(tensor.device for _, tensor, _ in self.tensors if not tensor.is_cpu))
+        #: Devices other than the CPU of all tensors found, each once, also of those that are packed.
+        self.devices = list(dict.fromkeys(tensor.device for _, tensor, _ in self.tensors if not tensor.is_cpu))
 
     def _visit(self, value: Any, place: str, *, is_global: bool = False) -> None:
         if type(value) in _PLAIN or id(value) in self._seen or isinstance(value, type):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from actckpt._core import devices
 from actckpt._show.plot import plot_timelines
 from actckpt._version import __version__
 from actckpt.demo.settings import DemoSettings
@@ -25,10 +26,8 @@ _MIB = 2**20
 
 def describe_run(settings: DemoSettings, device: torch.device) -> str:
     """One line: what was trained, and where."""
-    if device.type == "cuda":
-        place = torch.cuda.get_device_name(device)
-    else:
-        place = f"CPU, {torch.get_num_threads()} threads"
+    accelerator = devices.accelerator_of(device.type)
+    place = f"CPU, {torch.get_num_threads()} threads" if accelerator is None else accelerator.name_of(device)
     return (
         f"{settings.layers} layers, width {settings.dim}, batch {settings.batch} x {settings.seq} bytes, "
         f"dropout {settings.dropout:g}; {place}"

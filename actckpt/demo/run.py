@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from actckpt._budget.sizes import activation_budget_bytes
+from actckpt._core import devices
 from actckpt.demo.comparison import find_differences
 from actckpt.demo.data import batches, read_text
 from actckpt.demo.methods import Method, budgeted, choose_methods
@@ -151,11 +152,13 @@ def _train_all(demo: Demo, console: Console) -> list[MethodResult]:
 
 
 def _find_device(name: str) -> torch.device:
+    accelerator = devices.available()
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    usable = ["cpu", *(f"cuda:{index}" for index in range(count))]
-    if name not in (*usable, "cuda" if count else "cpu"):
+        return torch.device("cpu" if accelerator is None else accelerator.device_type)
+    usable = ["cpu"]
+    if accelerator is not None:
+        usable += [str(accelerator.device_at(index)) for index in range(accelerator.device_count())]
+    if name not in (*usable, usable[-1].partition(":")[0]):
         raise ValueError(f"--device is {name!r}, which cannot be used here; usable are auto, {', '.join(usable)}.")
     return torch.device(name)
 
@@ -189,8 +192,8 @@ def _explained_out_of_memory(method: Method, demo: Demo) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
-    """Make CUDA choose kernels that give the same bits every time; those used on the CPU do, nearly always."""
-    if device.type != "cuda":
+    """Make a GPU choose kernels that give the same bits every time; those used on the CPU do, nearly always."""
+    if device.type == "cpu":
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts

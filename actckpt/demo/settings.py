@@ -21,7 +21,7 @@ class DemoSettings:
         batch: sequences per step.
         dropout: probability of dropping a value on each residual branch, 0 <= dropout < 1.
         seed: of initialisation, batches and dropout.
-        device: "auto" (the GPU where there is one), "cpu", "cuda" or "cuda:N".
+        device: "auto" (the GPU where there is one), "cpu", or a GPU as torch names it ("cuda", "cuda:1").
         activation_budget: for a method of its own, which finds a plan: bytes as text, or a share of what training
             without checkpointing needs ("30%"); None: without that method.
         methods: names in the registry of methods; empty means all.

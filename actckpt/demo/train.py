@@ -12,6 +12,8 @@ import torch
 from torch.nn import functional
 
 from actckpt._blocks.applied import applied_blocks
+from actckpt._core import devices
+from actckpt._core.training_state import random_state_put_back
 from actckpt.blocks import report
 from actckpt.demo.data import batches
 from actckpt.demo.methods import Method
@@ -74,7 +76,7 @@ def train(
     """
     source = batches(text, batch=settings.batch, seq=settings.seq, seed=settings.seed)
     losses, seconds = [], []
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with random_state_put_back():
         torch.manual_seed(settings.seed)
         model = _make_model(settings).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95))
@@ -119,8 +121,8 @@ def _timed_step(
 
 def _forward_backward(model: LanguageModel, inputs: torch.Tensor, targets: torch.Tensor) -> float:
     """Run forward and backward on a batch (B, S); returns the mean cross-entropy in nats per byte."""
-    on_cuda = inputs.device.type == "cuda"
-    with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=on_cuda):
+    device_type = inputs.device.type
+    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=device_type != "cpu"):
         logits = model(inputs)
     loss = functional.cross_entropy(logits.float().view(-1, BYTE_VALUES), targets.reshape(-1))
     loss.backward()
@@ -128,8 +130,7 @@ def _forward_backward(model: LanguageModel, inputs: torch.Tensor, targets: torch
 
 
 def _now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    devices.synchronize(device)
     return time.perf_counter()
 
 

@@ -52,7 +52,8 @@ Below below(const HandleSettings& settings, const std::shared_ptr<Pool>& pageabl
 
 DeviceHandle::DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const HandleSettings& settings,
                            py::object release, DeviceEngine::Pause pause)
-    : backend_(std::move(backend)),
+    : library_(settings.library),
+      backend_(std::move(backend)),
       pool_(std::make_shared<Pool>(settings.pool, backend_.get())),
       pageable_(std::make_shared<Pool>(pageable_config(settings))),
       workers_(Workers::make(settings.num_workers)),

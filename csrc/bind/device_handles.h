@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "bind/engine.h"
@@ -25,6 +26,7 @@ namespace actckpt::python {
 void bind_device(py::module_& module);
 
 struct HandleSettings {
+  std::string library;  // of the driver; empty: a driver was given in its place
   PoolConfig pool;
   std::uint64_t window_bytes = DeviceConfig().window_bytes;
   std::uint64_t pageable_limit_bytes = 0;
@@ -45,6 +47,7 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
                  bool must, bool may_use_disk);
   void poll();
   std::uint64_t trim() { return pool_->trim() + pageable_->trim(); }
+  const std::string& library() const { return library_; }
   DeviceStats stats() { return engine_->stats(); }
   PoolStats pool_stats() { return pool_->stats(); }
 
@@ -58,6 +61,7 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
   void finish(const Releases& releases) noexcept;
 
  private:
+  const std::string library_;
   const std::shared_ptr<cuda::CudaBackend> backend_;
   const std::shared_ptr<Pool> pool_;
   const std::shared_ptr<Pool> pageable_;

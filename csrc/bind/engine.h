@@ -3,7 +3,7 @@
 // The engine as Python sees it. For CPU tensors: a HostEngine puts bytes into one of its tiers, which are ByteStores in
 // a Pool or a SpillFile. For device tensors: a DeviceEngine, with host memory and a
 // spill file below pinned memory. Streams are (device, handle), the handle being
-// `torch.cuda.current_stream().cuda_stream`:
+// the one that the driver's library knows:
 //
 //   ticket = engine.put(ptr, nbytes, device, stream, alias)    # a DeviceTicket, or why it stays: Kept
 //   ticket.use(device, other_stream)                           # the same storage is saved on another stream
@@ -12,7 +12,7 @@
 //       ticket.load(device, stream, buffer.data_ptr(), buffer, urgent=True)
 //       found = ticket.get(device, stream)
 //   if found[1]:                                               # before the object is used
-//       found[0].record_stream(torch.cuda.current_stream(device))
+//       found[0].record_stream(the stream)
 //
 // To prefetch: allocate with `ticket.put_stream` current, and `load` on it with `urgent=False`; False means that there
 // was no need. `unload` releases what was brought back. `ticket.tier` is "pinned", "pageable" or "disk";
@@ -23,7 +23,7 @@
 // `put(..., must=False)` never waits, and answers a Kept instead: FULL, no tier has room; BUSY, no bounce buffer is
 // free; BEHIND, copies lag by a window; CAPTURING, the stream is captured into a graph; FAILED and STRANDED, a device
 // call failed before, or in this put. With `must` it waits, counted, where bytes that go below pinned memory find no
-// bounce buffer free. `why_no_cuda()` is empty where a DeviceEngine works.
+// bounce buffer free. `why_no_driver(library)` is empty where that library can be opened.
 //
 // Every error derives from EngineError. A call in a forked child raises ForkedError. Engines are shut down at
 // interpreter exit. What may wait releases the GIL.

@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -42,17 +43,23 @@ void close_all() {
   }
 }
 
-const cuda::OpenedDriver& opened_driver() {
-  static const cuda::OpenedDriver opened = cuda::open_driver();
-  return opened;
+// Opened once each. Guarded by the GIL; never freed, like the libraries.
+const cuda::OpenedDriver& opened_driver(const std::string& library) {
+  static auto* const all = new std::map<std::string, cuda::OpenedDriver>();
+  const auto found = all->find(library);
+  return found != all->end() ? found->second : all->emplace(library, cuda::open_driver(library.c_str())).first->second;
 }
 
-std::shared_ptr<cuda::CudaBackend> system_backend() {
-  const cuda::OpenedDriver& opened = opened_driver();
+std::shared_ptr<cuda::CudaBackend> backend_over(const std::string& library) {
+  const cuda::OpenedDriver& opened = opened_driver(library);
   if (opened.driver == nullptr) {
-    throw DeviceError("the CUDA backend is unusable: " + opened.why + ".");
+    throw DeviceError("tensors of devices cannot be moved: " + opened.why + ".");
   }
-  return std::make_shared<cuda::CudaBackend>(opened.driver);
+  try {
+    return std::make_shared<cuda::CudaBackend>(opened.driver);
+  } catch (const DeviceError& error) {
+    throw DeviceError("tensors of devices cannot be moved with the driver " + library + ": " + error.what());
+  }
 }
 
 // Where the engine waits, the given device runs first, and then the workers' jobs, in this thread.
@@ -74,9 +81,13 @@ std::shared_ptr<DeviceHandle> make_over(const GivenDriver& driver, const HandleS
 }
 
 std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional<std::uint64_t> window_bytes,
-                                        const py::object& release, std::uint64_t pageable_limit,
-                                        std::shared_ptr<SpillFile> file, std::uint64_t bounce_bytes,
-                                        std::uint64_t buffer_bytes, int num_workers, const py::object& driver) {
+                                        const py::object& release, const std::string& library,
+                                        std::uint64_t pageable_limit, std::shared_ptr<SpillFile> file,
+                                        std::uint64_t bounce_bytes, std::uint64_t buffer_bytes, int num_workers,
+                                        const py::object& driver) {
+  if (library.empty() == driver.is_none()) {
+    throw py::value_error("name the driver's library, or give a driver in its place");
+  }
   if (num_workers < 1 && driver.is_none()) {
     throw py::value_error("num_workers must be at least 1, got " + std::to_string(num_workers));
   }
@@ -85,6 +96,7 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional
                           std::to_string(buffer_bytes));
   }
   HandleSettings settings;
+  settings.library = library;
   settings.pool.limit_bytes = limit_bytes;
   settings.window_bytes = window_bytes.value_or(kFollowsSizes);
   settings.pageable_limit_bytes = pageable_limit;
@@ -92,7 +104,7 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional
   settings.bounce_bytes = bounce_bytes;
   settings.buffer_bytes = buffer_bytes;
   settings.num_workers = num_workers;
-  auto handle = driver.is_none() ? std::make_shared<DeviceHandle>(system_backend(), settings, release)
+  auto handle = driver.is_none() ? std::make_shared<DeviceHandle>(backend_over(library), settings, release)
                                  : make_over(given<GivenDriver>(driver, kDriverCapsule), settings, release);
   handles().push_back(handle);
   return handle;
@@ -169,12 +181,14 @@ void bind_device(py::module_& module) {
 
   py::class_<DeviceHandle, std::shared_ptr<DeviceHandle>>(module, "DeviceEngine")
       .def_static("cuda", &open_cuda, py::kw_only(), py::arg("limit_bytes"), py::arg("window_bytes"),
-                  py::arg("release"), py::arg("pageable_limit") = 0, py::arg("spill_file") = nullptr,
-                  py::arg("bounce_bytes") = 0, py::arg("buffer_bytes") = SpillSettings().buffer_bytes,
-                  py::arg("num_workers") = 2, py::arg("driver") = py::none())
+                  py::arg("release"), py::arg("library") = "", py::arg("pageable_limit") = 0,
+                  py::arg("spill_file") = nullptr, py::arg("bounce_bytes") = 0,
+                  py::arg("buffer_bytes") = SpillSettings().buffer_bytes, py::arg("num_workers") = 2,
+                  py::arg("driver") = py::none())
       .def("put", &DeviceHandle::put, py::arg("ptr"), py::arg("nbytes"), py::arg("device"), py::arg("stream"),
            py::arg("keep"), py::kw_only(), py::arg("must") = true, py::arg("may_use_disk") = true)
       .def("poll", &DeviceHandle::poll)
+      .def_property_readonly("library", &DeviceHandle::library)
       .def("_work", &DeviceHandle::work, NoGil())
       // Release the GIL: may wait for another thread's call, or unmap.
       .def("shutdown", &DeviceHandle::close, NoGil())
@@ -182,8 +196,9 @@ void bind_device(py::module_& module) {
       .def("stats", &DeviceHandle::stats, NoGil())
       .def("pool_stats", &DeviceHandle::pool_stats, NoGil());
 
-  // Keeps the GIL. Empty if the driver is usable, else why not.
-  module.def("why_no_cuda", [] { return opened_driver().why; });
+  // Keeps the GIL. Empty if the driver can be opened, else why not.
+  module.def(
+      "why_no_driver", [](const std::string& library) { return opened_driver(library).why; }, py::arg("library"));
   py::module_::import("atexit").attr("register")(py::cpp_function(&close_all));
 }
 

@@ -22,6 +22,7 @@ namespace actckpt {
   X(code_name, "co_name") \
   X(conj, "conj") \
   X(copy, "copy_") \
+  X(cpu, "cpu") \
   X(data, "data") \
   X(decide, "decide") \
   X(default_action, "default") \
@@ -72,6 +73,7 @@ namespace actckpt {
   X(tape, "tape") \
   X(timing, "timing") \
   X(torch_prefix, "torch.") /* of the names of torch's modules */ \
+  X(type, "type")           /* of a device */ \
   X(unload, "unload") \
   X(unpack, "unpack") \
   X(watching, "watching") \
@@ -115,7 +117,7 @@ namespace actckpt {
   X(graph_task_id) \
   X(graph_exec_group) /* null where torch has none */ \
   X(queue_callback) \
-  X(is_capturing) /* null where there is no CUDA */ \
+  X(is_capturing) \
   X(generators_of) \
   X(refill) \
   X(note_buffers) \
@@ -129,7 +131,7 @@ namespace actckpt {
   X(failure) \
   X(parameter_error) \
   X(script_failure) /* how TorchScript words that a hook has raised */ \
-  X(store_for)      /* (whether of a device) -> store */ \
+  X(store_for)      /* (type of device) -> store */ \
   X(guard)          /* sources.guard */ \
   X(is_owned)       /* of a module whose forward runs */ \
   X(must_stay)      /* list of callables: see actckpt/_core/extensions.py */ \

@@ -88,7 +88,7 @@ void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* st
        {&r.shape,          &r.dtype,          &r.device,          &r.version,      &r.requires_grad, &r.is_leaf,
         &r.is_cpu,         &r.is_nested,      &r.is_meta,         &r.is_quantized, &r.layout,        &r.base,
         &r.implementation, &r.grad_fn,        &r.detach,          &r.is_inference, &r.is_conj,       &r.is_neg,
-        &r.stride,         &r.storage_offset, &r.untyped_storage, &r.element_size, &r.tensor_nbytes, &r.is_cuda}) {
+        &r.stride,         &r.storage_offset, &r.untyped_storage, &r.element_size, &r.tensor_nbytes}) {
     read->connect(tensor_type, parameter_type);
   }
   r.nbytes.connect(storage_type, nullptr);

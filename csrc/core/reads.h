@@ -64,7 +64,6 @@ struct Reads {
   Read untyped_storage{"untyped_storage", Read::Kind::kMethod};
   Read element_size{"element_size", Read::Kind::kMethod};
   Read tensor_nbytes{"nbytes", Read::Kind::kAttribute};
-  Read is_cuda{"is_cuda", Read::Kind::kAttribute};
   // Of storages.
   Read nbytes{"nbytes", Read::Kind::kMethod};
   Read data_ptr{"data_ptr", Read::Kind::kMethod};

@@ -53,17 +53,20 @@ bool comes_apart(PyObject* tensor) {
          has_layout_that_moves(tensor) && is_of_a_kind_that_moves(tensor) && !is_parameter(root_of(tensor).ptr());
 }
 
-// Sets `is_cuda`; false where no store takes tensors of this device.
-bool is_on_a_device_that_moves(const SessionObject* session, PyObject* tensor, bool* is_cuda) {
-  *is_cuda = false;
-  if (reads().is_cpu.is_true(tensor)) return session->target != Target::kHost;
-  *is_cuda = reads().is_cuda.is_true(tensor);
-  return *is_cuda && session->target != Target::kDisk;
+// Sets the type of its device; false where the bytes are not to be moved from there.
+bool is_on_a_device_that_moves(const SessionObject* session, PyObject* tensor, py::object* device_type) {
+  if (reads().is_cpu.is_true(tensor)) {
+    *device_type = py::reinterpret_borrow<py::object>(names().cpu);
+    return session->target != Target::kHost;
+  }
+  if (session->target == Target::kDisk || reads().is_meta.is_true(tensor)) return false;
+  *device_type = attribute(reads().device(tensor).ptr(), names().type);
+  return true;
 }
 
-// Where tensors of this kind of device are moved to.
-Destination destination_for(SessionObject* session, bool is_cuda) {
-  py::object found = call(names().store_for, is_cuda ? Py_True : Py_False);
+// Where tensors of such devices are moved to. Throws where no store can take them.
+Destination destination_for(SessionObject* session, const py::object& device_type) {
+  py::object found = call(names().store_for, device_type.ptr());
   if (found.ptr() != session->store_object.ptr()) {
     call(names().guard, found.ptr());
     session->store = store_behind(found.ptr());
@@ -89,7 +92,8 @@ void note_small(const SessionObject* session, PyObject* tensor, long long nbytes
 }
 
 // Whether a plain tensor stays because of what or where it is; otherwise sets storage and root.
-bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, py::object* root, bool* is_cuda) {
+bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, py::object* root,
+           py::object* device_type) {
   const bool is_leaf = reads().is_leaf.is_true(tensor);
   if (is_leaf && reads().requires_grad.is_true(tensor)) {
     note_owned(tensor);
@@ -104,7 +108,7 @@ bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, 
     return true;
   }
   if (!is_of_a_kind_that_moves(tensor) || reads().is_neg.is_true(tensor) ||
-      !is_on_a_device_that_moves(session, tensor, is_cuda)) {
+      !is_on_a_device_that_moves(session, tensor, device_type)) {
     return true;
   }
   *root = root_of(tensor);
@@ -133,12 +137,11 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
   if (type != names().tensor_type) {
     return comes_apart(tensor) ? call_with(names().pack_parts, self, tensor) : new_unmoved(tensor);
   }
-  py::object storage, root;
-  bool is_cuda = false;
-  if (stays(session, tensor, &storage, &root, &is_cuda)) return new_unmoved(tensor);
+  py::object storage, root, device_type;
+  if (stays(session, tensor, &storage, &root, &device_type)) return new_unmoved(tensor);
   note_alive(session->record->meter.ptr(), storage.ptr());
   const TensorExtent extent = extent_of(tensor, root.ptr(), storage.ptr());
-  Placed placed = place(destination_for(session, is_cuda), tensor, extent, may_share);
+  Placed placed = place(destination_for(session, device_type), tensor, extent, may_share);
   if (placed.spans.empty()) return new_unmoved(tensor);
   session->has_moved = true;
   return new_moved(tensor, std::move(placed), extent);

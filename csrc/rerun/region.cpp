@@ -39,6 +39,12 @@ bool is_complete(const py::object& state) {
   return true;
 }
 
+// Whether the current stream is being captured. The fourth getter tells the current device, None where none is in use.
+bool is_capturing(const py::object& state) {
+  constexpr Py_ssize_t kDevice = 3;
+  return PyTuple_GET_ITEM(state.ptr(), kDevice) != Py_None && call(names().is_capturing).ptr() == Py_True;
+}
+
 // ------------------------------------------------------------------------------------- calls
 
 // Calls function(*args, **kwargs) with saved tensors going through pack and unpack. Returns null
@@ -239,8 +245,7 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     bool on_device = false;
     if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
     if (!recipe.args) return Py_NewRef(Py_NotImplemented);
-    const bool is_capturing = names().is_capturing != nullptr && call(names().is_capturing).ptr() == Py_True;
-    if (truth(args[3]) && !is_capturing) {
+    if (truth(args[3]) && !is_capturing(recipe.state)) {
       const py::object generators =
           on_device ? call(names().generators_of, args[1]) : py::reinterpret_borrow<py::object>(names().cpu_generators);
       recipe.random = capture_generators(generators.ptr());
@@ -297,8 +302,6 @@ PyObject* is_rerunning(PyObject*, PyObject*) { return PyBool_FromLong(is_in_reru
 
 PyObject* count_reruns(PyObject*, PyObject*) { return PyLong_FromLongLong(num_reruns); }
 
-PyObject* none(PyObject*, PyObject*) { return Py_NewRef(Py_None); }
-
 PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
                                  "Unpack hook: the tensor of a slot, brought back by a rerun."};
 PyMethodDef same_definition = {"same", same, METH_O, "Unpack hook of reruns."};
@@ -312,7 +315,6 @@ PyMethodDef region_functions[] = {
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
     {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
-    {"none", none, METH_NOARGS, "A state getter for state that there is none of."},
     {"restore_inputs", restore_inputs_function, METH_O, "Arguments of one rerun of the common kind."},
     {nullptr, nullptr, 0, nullptr}};
 

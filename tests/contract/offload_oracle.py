@@ -35,7 +35,7 @@ def store_of_kind(kind: str, **options: Any) -> Iterator[CpuStore]:
 def using(store: Any) -> Iterator[None]:
     """Offload CPU tensors to `store` inside the block."""
     before = dict(stores._stores)
-    stores._stores[False] = config.generation, store
+    stores._stores["cpu"] = config.generation, store
     try:
         yield
     finally:

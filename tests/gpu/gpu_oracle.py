@@ -13,6 +13,7 @@ from offload_oracle import assert_same
 from oracle import assert_equal
 
 from actckpt import _C, config
+from actckpt._core.devices import CUDA_LIBRARY, Cuda
 from actckpt._offload import stores
 from actckpt._offload.device import DeviceStore, record_streams
 
@@ -25,6 +26,7 @@ def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: An
     """Offload GPU tensors to one tier inside the block. `faults`: a disk that misbehaves on demand."""
     file = _C.SpillFile(str(folder), io=options.pop("io", None)) if tier == "disk" else None
     engine = _C.DeviceEngine.cuda(
+        library=CUDA_LIBRARY,
         limit_bytes=4 << 30 if tier == "pinned" else 0,
         window_bytes=options.pop("window_bytes", 64 << 20),
         release=record_streams,
@@ -34,7 +36,7 @@ def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: An
     )
     assert not options, options
     before = dict(stores._stores)
-    stores._stores[True] = config.generation, DeviceStore(engine)
+    stores._stores["cuda"] = config.generation, DeviceStore(engine, Cuda())
     try:
         yield engine
         figures = engine.stats()

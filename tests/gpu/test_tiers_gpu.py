@@ -51,7 +51,7 @@ def test_pinned_then_pageable_then_disk_then_the_device(
 ) -> None:
     monkeypatch.setattr(notices, "_warned", set())
     actckpt.configure(host_limit=128 * MIB, pageable_limit=32 * MIB, spill_dir=tmp_path, disk_limit=16 * MIB)
-    backend = stores.store_for(on_device=True)  # 32 MiB of the 128 are bounce buffers
+    backend = stores.store_for("cuda")  # 32 MiB of the 128 are bounce buffers
     device = torch.device("cuda", torch.cuda.current_device())
     sources = [_bytes(8 * MIB) for _ in range(20)]
     expected = [_tensor(source).clone() for source in sources]
@@ -103,7 +103,7 @@ def test_a_tensor_larger_than_all_bounce_buffers_comes_back(tier: str, tmp_path:
 
 def test_prefer_never_waits_for_a_bounce_buffer(tmp_path: Path) -> None:
     with only("pageable", tmp_path, bounce_bytes=16 * MIB) as engine:
-        backend = stores.store_for(on_device=True)
+        backend = stores.store_for("cuda")
         warm = backend.put(_bytes(MIB), MIB, must=False)
         assert warm is not None
         sources = [_bytes(4 * MIB) for _ in range(4)]
@@ -175,7 +175,7 @@ def test_altered_bytes_raise_and_the_next_try_is_right(tmp_path: Path) -> None:
 
 def test_waits_of_streams_are_measured_on_the_device(tmp_path: Path) -> None:
     with only("pinned", tmp_path) as engine:
-        backend = stores.store_for(on_device=True)
+        backend = stores.store_for("cuda")
         device = torch.device("cuda", torch.cuda.current_device())
         ticket = backend.put(_bytes(256 * MIB), 256 * MIB)
         assert ticket is not None
@@ -190,7 +190,7 @@ def test_waits_of_streams_are_measured_on_the_device(tmp_path: Path) -> None:
 
 def test_a_reload_that_was_begun_early_is_no_stall(tmp_path: Path) -> None:
     with only("pageable", tmp_path) as engine:
-        backend = stores.store_for(on_device=True)
+        backend = stores.store_for("cuda")
         device = torch.device("cuda", torch.cuda.current_device())
         ticket = backend.put(_bytes(8 * MIB), 8 * MIB)
         assert ticket is not None

@@ -10,7 +10,10 @@ import sysconfig
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from actckpt._C import DeviceEngine, SpillFile
+from actckpt._core.devices import Accelerator
 from actckpt._offload.cpu import CpuStore
 from sim import building
 
@@ -48,6 +51,15 @@ class MockCuda(_sim.MockCuda):  # type: ignore[misc]
     def engine(self, **options: Any) -> DeviceEngine:
         """Return an engine of the package over this device: workers' jobs run where somebody waits, and in `_work`."""
         return DeviceEngine.cuda(num_workers=0, driver=self.driver, **options)
+
+
+class OneStream(Accelerator):
+    """An accelerator that torch has no devices of; its one stream is the first of the mock driver."""
+
+    driver_library = "the mock"
+
+    def stream_handle(self, device: torch.device) -> int:
+        return 0
 
 
 def spill_file(folder: str, io: Any, **options: Any) -> SpillFile:

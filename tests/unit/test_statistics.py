@@ -39,7 +39,7 @@ def _kept() -> dict[str, int]:
 
 
 def _use(store: Any) -> None:
-    stores._stores[False] = config.generation, store
+    stores._stores["cpu"] = config.generation, store
 
 
 def _train(count: int = 3) -> None:
@@ -113,7 +113,7 @@ class _Device:
         self.cuda = sim.MockCuda()
         options = {"window_bytes": 1 << 20, **options}
         self.engine = self.cuda.engine(limit_bytes=pinned, release=lambda keep, uses: None, **options)
-        stores._stores[True] = config.generation, DeviceStore(self.engine)
+        stores._stores["cuda"] = config.generation, DeviceStore(self.engine, sim.OneStream("cuda"))
         self.count = 0
 
     def put(self, *, must: bool = True) -> _C.DeviceTicket | _C.Kept:
@@ -148,7 +148,7 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
 ) -> None:
     """The garbage collector may end a store anywhere, in this very loop too."""
     ending = CpuStore.on_disk(str(tmp_path))
-    stores._stores[False] = config.generation, ending
+    stores._stores["cpu"] = config.generation, ending
     _train()
     before = counts.sums()
     assert before["prefetched_reloads"] + before["late_reloads"] > 0

@@ -79,14 +79,14 @@ OpenedDriver open_driver(const char* name) {
   }
   if (library == nullptr) {
     const char* const reason = dlerror();
-    return {nullptr, std::string("no CUDA driver: ") + (reason == nullptr ? name : reason)};
+    return {nullptr, std::string("no driver ") + name + (reason == nullptr ? "" : std::string(": ") + reason)};
   }
   auto driver = std::make_unique<Driver>();
   Symbols symbols(library);
   load_all(&symbols, driver.get());
   if (!symbols.missing().empty()) {
-    return {nullptr, std::string(name) + " lacks " + symbols.missing() +
-                         "; update the NVIDIA driver (12.0 or newer is known to work)"};
+    return {nullptr, std::string("the driver ") + name + " lacks " + symbols.missing() +
+                         "; update it (NVIDIA's from 12.0 on is known to work)"};
   }
   return {driver.release(), ""};  // constant and never freed, like the library
 }

@@ -63,7 +63,7 @@ struct OpenedDriver {
   std::string why;       // then: which library or symbol is missing
 };
 
-// `library`: what dlopen is given; tests pass their own.
-OpenedDriver open_driver(const char* library = "libcuda.so.1");
+// `library`: what dlopen is given.
+OpenedDriver open_driver(const char* library);
 
 }  // namespace actckpt::cuda

@@ -41,7 +41,7 @@ _PROGRAM = """
         faults.hold_writes = True
         io.set(faults)
         store = sim.disk_store(folder, io, num_workers=num_workers)
-        stores._stores[False] = config.generation, store
+        stores._stores["cpu"] = config.generation, store
         x, h = torch.randn(ROWS, requires_grad=True), torch.full((ROWS,), 2.0)
         with actckpt.offload(min_bytes=0):
             y = x * h

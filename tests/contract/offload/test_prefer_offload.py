@@ -75,7 +75,7 @@ def _scripted(folder: Path, stall_of_size: dict[int, float] | None = None) -> It
     before = dict(stores._stores)
     store = _ScriptedStore(CpuStore.on_disk(str(folder)))
     store.stall_of_size = stall_of_size or {}
-    stores._stores[False] = config.generation, store
+    stores._stores["cpu"] = config.generation, store
     try:
         yield store
     finally:
@@ -193,7 +193,7 @@ def test_new_settings_begin_to_learn_anew(tmp_path: Path) -> None:
             report = _step(_per_op)[1][0]
         assert _moved(report) == 80 * _KIB
         actckpt.configure(max_inflight=config.settings().max_inflight)
-        stores._stores[False] = config.generation, store
+        stores._stores["cpu"] = config.generation, store
         assert _moved(_step(_per_op)[1][0]) == 112 * _KIB
 
 

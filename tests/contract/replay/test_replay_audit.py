@@ -162,7 +162,7 @@ def test_an_audit_does_not_fail_where_its_store_refuses(monkeypatch: pytest.Monk
         raise _C.EngineError("refused")
 
     monkeypatch.setattr(PythonStore, "put", refuse)
-    monkeypatch.setitem(stores._stores, False, (config.generation, PythonStore(CpuStore.in_memory())))
+    monkeypatch.setitem(stores._stores, "cpu", (config.generation, PythonStore(CpuStore.in_memory())))
     x = torch.randn(12, 3, requires_grad=True)
     with actckpt.region():
         y = x.exp().sin()
@@ -211,7 +211,7 @@ def test_an_original_that_cannot_be_read_back_is_an_audit_error(monkeypatch: pyt
     def broken(*_: Any) -> None:
         raise _C.EngineError("the disk broke")
 
-    monkeypatch.setitem(stores._stores, False, (config.generation, PythonStore(CpuStore.in_memory())))
+    monkeypatch.setitem(stores._stores, "cpu", (config.generation, PythonStore(CpuStore.in_memory())))
     x = torch.randn(14, 3, requires_grad=True)
     with actckpt.region():
         y = (IntoRecordedValue.apply(x.sin()) * x).exp()

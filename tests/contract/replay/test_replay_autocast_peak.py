@@ -115,4 +115,4 @@ def test_no_step_peaks_above_plain(name: str, run: Callable[..., Tensor]) -> Non
         first, second = _peaks(name, run, POLICIES[policy])
         print(f"{name}, {policy}: first {first / plain:.3f}, second {second / plain:.3f} of {plain / MIB:.1f} MiB")
         assert second <= plain
-        assert first <= plain + CHECKSUMS + (WINDOW if stores.is_ready(on_device=False) else 0)
+        assert first <= plain + CHECKSUMS + (WINDOW if stores.is_ready("cpu") else 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from actckpt._core import devices
 from actckpt.demo import run as demo_run
 from actckpt.demo.comparison import find_differences
 from actckpt.demo.data import read_text
@@ -133,7 +134,7 @@ def test_without_matplotlib_one_line_says_so_and_the_rest_is_done(
 
 
 def test_a_device_that_is_not_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "available", lambda: None)
     for name in ("cuda", "cuda:7", "tpu", ""):
         with pytest.raises(ValueError, match=rf"--device is '{name}'.*usable are auto, cpu\."):
             prepare_demo(_toy(tmp_path, device=name))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import sim
@@ -258,8 +260,20 @@ def test_an_exception_of_release_is_reported_and_loses_nothing(monkeypatch: pyte
 
 
 def test_a_missing_driver_or_symbol_is_named() -> None:
-    assert "no CUDA driver" in sim.missing_in_driver("libno-such-driver.so.1")
-    assert sim.missing_in_driver("libm.so.6").startswith("libm.so.6 lacks cuInit")
-    if _C.why_no_cuda():
-        with pytest.raises(_C.DeviceError, match="CUDA backend is unusable"):
-            _C.DeviceEngine.cuda(limit_bytes=1, window_bytes=1, release=lambda keep, uses: None)
+    for library, why in [
+        ("libno-such-driver.so.1", r"no driver libno-such-driver\.so\.1: .*cannot open"),
+        ("libm.so.6", r"the driver libm\.so\.6 lacks cuInit; update it"),
+    ]:
+        assert re.match(why, sim.missing_in_driver(library))
+        assert re.match(why, _C.why_no_driver(library))
+        with pytest.raises(_C.DeviceError, match=f"cannot be moved: {why}"):
+            _C.DeviceEngine.cuda(limit_bytes=1, window_bytes=1, release=lambda keep, uses: None, library=library)
+
+
+def test_an_engine_needs_a_library_or_a_driver_and_not_both() -> None:
+    options: dict[str, Any] = {"limit_bytes": 1, "window_bytes": 1, "release": lambda keep, uses: None}
+    with pytest.raises(ValueError, match="name the driver's library"):
+        _C.DeviceEngine.cuda(**options)
+    with pytest.raises(ValueError, match="or give a driver in its place"):
+        sim.MockCuda().engine(library="libm.so.6", **options)
+    assert sim.MockCuda().engine(**options).library == ""

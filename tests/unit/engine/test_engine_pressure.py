@@ -15,7 +15,7 @@ from actckpt._offload.device import DeviceStore
 def test_the_pool_gives_free_slabs_back(monkeypatch: pytest.MonkeyPatch) -> None:
     mock = sim.MockCuda()
     engine = mock.engine(limit_bytes=64 << 20, window_bytes=64 << 20, release=lambda keep, uses: None)
-    monkeypatch.setitem(stores._stores, True, (0, DeviceStore(engine)))
+    monkeypatch.setitem(stores._stores, "cuda", (0, DeviceStore(engine, sim.OneStream("cuda"))))
     source = SimpleNamespace(
         start=0, nbytes=1 << 20, storage=SimpleNamespace(data_ptr=lambda: 1 << 60, device=SimpleNamespace(index=0))
     )

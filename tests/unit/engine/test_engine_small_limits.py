@@ -13,6 +13,7 @@ import sim
 import torch
 
 from actckpt import _C, config
+from actckpt._core import devices
 from actckpt._offload import limits, notices, spill
 from actckpt._offload.device import DeviceStore
 
@@ -37,13 +38,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[sim.MockCuda]:
     """A mock of the driver under `CudaBackend.from_settings`."""
     mock = sim.MockCuda()
 
-    def engine(*, num_workers: int, release: Any, **options: Any) -> _C.DeviceEngine:
+    def engine(*, library: str, num_workers: int, release: Any, **options: Any) -> _C.DeviceEngine:
+        assert library == sim.OneStream.driver_library
         return mock.engine(release=lambda keep, uses: None, **options)
 
     monkeypatch.setattr(notices, "_warned", set())
     monkeypatch.setattr(spill, "_files", {})  # other tests may have opened one, with another limit
     monkeypatch.setattr(_C, "DeviceEngine", SimpleNamespace(cuda=engine))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setitem(devices._accelerators, "cuda", sim.OneStream("cuda"))
     yield mock
     assert mock.faults == []
 
@@ -56,12 +58,12 @@ class _Source:
     def __init__(self, number: int, nbytes: int) -> None:
         address = (1 << 60) + number * (64 << 20)
         self.nbytes = nbytes
-        self.storage = SimpleNamespace(data_ptr=lambda: address, device=SimpleNamespace(index=0))
+        self.storage = SimpleNamespace(data_ptr=lambda: address, device=torch.device("cuda", 0))
 
 
 def _put_all(mock: sim.MockCuda, settings: config.Settings, count: int, nbytes: int) -> tuple[list[str], Any]:
     """Put tensors one after the other; return where each went, and the store."""
-    store = DeviceStore.from_settings(settings)
+    store = DeviceStore.from_settings(settings, "cuda")
     places, tickets = [], []
     for number in range(count):
         ticket = store.put(_Source(number, nbytes), nbytes)  # type: ignore[arg-type]

@@ -373,7 +373,7 @@ def test_stats_add_up_all_tiers(folder: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(stores, "_stores", {})
     actckpt.reset_stats()
     rig = Rig(pinned=PAGE, pageable=PAGE, spill_file=_C.SpillFile(folder))
-    monkeypatch.setitem(stores._stores, True, (config.generation, DeviceStore(rig.engine)))
+    monkeypatch.setitem(stores._stores, "cuda", (config.generation, DeviceStore(rig.engine, sim.OneStream("cuda"))))
     tickets = [rig.put(Tensor()) for _ in range(3)]
     rig.settle()
     found = actckpt.stats()

@@ -106,8 +106,7 @@ class Engine:
 
 
 def put_all(monkeypatch: pytest.MonkeyPatch, answers: list[Any], **options: bool) -> list[Any]:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    backend = DeviceStore(Engine(answers))  # type: ignore[arg-type]
+    backend = DeviceStore(Engine(answers), sim.OneStream("cuda"))  # type: ignore[arg-type]
     source = _C.Bytes(torch.empty(1 << 18).untyped_storage(), 0)
     return [backend.put(source, 1 << 20, **options) for _ in range(len(answers))]
 

@@ -250,19 +250,19 @@ def test_what_torch_documents_as_nondeterministic_in_forward_is_known() -> None:
             assert all(operator_of(getattr(packet, o)).is_nondeterministic_on_cuda for o in packet.overloads()), name
 
 
-class _OnCuda(Tensor):
+class _OnGpu(Tensor):
     """Says that it is on a GPU."""
 
     @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
 
 
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_only_transposed_convolutions_are_nondeterministic(is_transposed: bool) -> None:
     operator = operator_of(aten.convolution.default)
     assert operator.func._schema.arguments[operator.nondeterministic_flag].name == "transposed"
-    image, weight = torch.ones(1, 1, 3, 3).as_subclass(_OnCuda), torch.ones(1, 1, 1, 1)
+    image, weight = torch.ones(1, 1, 3, 3).as_subclass(_OnGpu), torch.ones(1, 1, 1, 1)
     args = (image, weight, None, [1, 1], [0, 0], [1, 1], is_transposed, [0, 0], 1)
     assert bool(recorder._why_opaque(operator, args, False)) is is_transposed
     torch.use_deterministic_algorithms(True)

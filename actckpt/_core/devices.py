@@ -1,0 +1,334 @@
+"""Accelerators: what is asked of them, and the only file that knows `torch.cuda`.
+
+NOTE [ Accelerators ]
+
+Rule 1. torch has one kind of accelerator per process (`torch.accelerator`), with any number of devices. Whoever needs
+        something of it asks here, by the type of a tensor's device: `accelerator_of("cuda")`. Tensors of the CPU, of
+        the meta device, and of what torch counts as no accelerator have None.
+Rule 2. `Accelerator` stands on `torch.accelerator` and the device's module (`torch.get_device_module`), with names that
+        torch 2.9 has. A class derived from it says what that cannot, as `Cuda` does.
+Rule 3. Checkpoints, regions, random state and autocast need no more than that. The engine, which moves tensors to the
+        host, needs a backend (`driver_library`): a library that has the calls of csrc/engine/cuda/driver.h, under the
+        names and with the meaning of the CUDA driver's, for the same streams and addresses that torch works with. A
+        class that names it, given to `register`, is all that another accelerator takes; before torch 2.11, which tells
+        the native handles of streams, it also has `stream_handle` and `stream_at` of its own.
+Rule 4. Nothing that a forward calls waits for a device: `synchronize` and the figures of memory are for measuring, and
+        for memory that is about to be freed.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt._core import nvml, torch_private
+from actckpt._core.nvml import GpuFacts
+
+__all__ = [
+    "CUDA_LIBRARY",
+    "Accelerator",
+    "Cuda",
+    "DeviceGenerator",
+    "accelerator_of",
+    "autocast_types",
+    "available",
+    "counting",
+    "current",
+    "current_index",
+    "generator_of",
+    "is_capturing",
+    "is_on_accelerator",
+    "register",
+    "synchronize",
+]
+
+#: NVIDIA's driver, by its soname.
+CUDA_LIBRARY = "libcuda.so.1"
+
+
+class Accelerator:
+    """One kind of accelerator. See NOTE [ Accelerators ].
+
+    Args:
+        device_type: as in `torch.device(device_type, 0)`.
+    """
+
+    #: The library that the engine opens to copy, by path or soname; None: the engine has no backend for it.
+    driver_library: str | None = None
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self._streams: dict[tuple[int | None, int], torch.Stream] = {}
+
+    @property
+    def module(self) -> Any:
+        """The module of the device, as `torch.cuda` is; None if it has none."""
+        return getattr(torch, self.device_type, None)
+
+    def _has(self, name: str) -> bool:
+        return hasattr(self.module, name)
+
+    # Which devices there are.
+
+    def is_available(self) -> bool:
+        """Whether there is at least one device that can be used."""
+        return self._has("is_available") and bool(self.module.is_available())
+
+    def device_count(self) -> int:
+        """Return how many devices there are."""
+        return int(self.module.device_count())
+
+    def device_at(self, index: int) -> torch.device:
+        """Return a device by its number."""
+        return torch.device(self.device_type, index)
+
+    def name_of(self, device: torch.device) -> str:
+        """Return what the device calls itself."""
+        return str(self.module.get_device_name(device)) if self._has("get_device_name") else str(device)
+
+    def facts_of(self, device: torch.device) -> GpuFacts | None:
+        """Return what the vendor's management library tells of a device; None where there is none to ask."""
+        return None
+
+    def current_index(self) -> int | None:
+        """Return the number of the current device; None as long as no device was used."""
+        is_ready = getattr(self.module, "is_initialized" if self._has("is_initialized") else "is_available", None)
+        return torch.accelerator.current_device_index() if is_ready is not None and is_ready() else None
+
+    def at_index(self, index: int) -> AbstractContextManager[Any]:
+        """Return a context in which that device is the current one."""
+        return torch.accelerator.device_index(index)
+
+    # In which order devices work.
+
+    def stream_handle(self, device: torch.device) -> int:
+        """Return the current stream of a device as the driver library knows it."""
+        stream = torch.accelerator.current_stream(device)
+        handle = int(stream.native_handle)  # type: ignore[attr-defined]  # from torch 2.11 on, not in its stubs
+        self._streams.setdefault((device.index, handle), stream)
+        return handle
+
+    def stream_at(self, handle: int, device: torch.device) -> torch.Stream:
+        """Return the stream for which `stream_handle` once returned that handle."""
+        return self._streams[device.index, handle]
+
+    def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        """Return a context in which that stream is the current one of its device, which is the current one."""
+        return stream
+
+    def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
+        """Tell the allocator that work which is in a stream by now uses the memory of a tensor."""
+        tensor.record_stream(stream)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for all work of a device (Rule 4)."""
+        torch.accelerator.synchronize(device)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return (
+            self._has("is_current_stream_capturing")
+            and self.current_index() is not None
+            and bool(self.module.is_current_stream_capturing())
+        )
+
+    # How much memory there is, in bytes.
+
+    @functools.cached_property
+    def counts_memory(self) -> bool:
+        """Whether the allocator of the devices counts what it has given out."""
+        try:
+            torch.accelerator.memory_allocated()
+        except RuntimeError:  # an allocator of another kind than those that count
+            return False
+        return True
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """Return what tensors hold now. Needs `counts_memory`, as the next two."""
+        return torch.accelerator.memory_allocated(device)
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """Return the most that tensors held since `reset_peak`."""
+        return torch.accelerator.max_memory_allocated(device)
+
+    def reset_peak(self, device: torch.device) -> int:
+        """Start the peak again from what tensors hold when all work is done, which is returned."""
+        self.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        return self.allocated_bytes(device)
+
+    def memory_info(self, device: torch.device) -> tuple[int, int] | None:
+        """Return what is free, for all processes, and what there is in all; None if nobody tells."""
+        tell = getattr(torch.accelerator, "get_memory_info", None)  # from torch 2.10 on
+        tell = tell or getattr(self.module, "mem_get_info", None)
+        try:
+            return None if tell is None else tell(device)
+        except RuntimeError:  # as in `counts_memory`
+            return None
+
+    def unused_bytes(self, device: torch.device) -> int:
+        """Return what the allocator of this process keeps, and no tensor holds."""
+        if not self.counts_memory:
+            return 0
+        return torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+
+    def empty_cache(self) -> None:
+        """Give that back to the device."""
+        torch.accelerator.empty_cache()
+
+    # Random numbers.
+
+    def generator_at(self, index: int) -> "torch.Generator | DeviceGenerator | None":
+        """Return the default generator of a device, or what stands for it; None if there are no random numbers."""
+        generators = getattr(self.module, "default_generators", None)
+        if generators is not None:
+            return generators[index] if len(generators) else None  # none, as long as no device was used
+        return DeviceGenerator(self, index) if self._tells_random_state() else None
+
+    def generators(self) -> "list[DeviceGenerator]":
+        """Return what stands for the default generators of all devices, which it makes ready for use."""
+        return [DeviceGenerator(self, i) for i in range(self.device_count())] if self._tells_random_state() else []
+
+    def _tells_random_state(self) -> bool:
+        return self._has("get_rng_state") and self._has("set_rng_state")
+
+
+class DeviceGenerator:
+    """Stands for the default generator of a device: reads and writes its state through the module of the device."""
+
+    def __init__(self, accelerator: Accelerator, index: int) -> None:
+        self._accelerator, self._index = accelerator, index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceGenerator) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[str, int]:
+        return self._accelerator.device_type, self._index
+
+    def get_state(self) -> Tensor:
+        """Return the state as bytes."""
+        state: Tensor = self._accelerator.module.get_rng_state(self._index)
+        return state
+
+    def set_state(self, state: Tensor) -> None:
+        """Make the state what `get_state` returned."""
+        self._accelerator.module.set_rng_state(state, self._index)
+
+
+class Cuda(Accelerator):
+    """NVIDIA's devices; AMD's have the same type, and no backend of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+        self.driver_library = CUDA_LIBRARY if torch.version.hip is None else None
+
+    def stream_handle(self, device: torch.device) -> int:
+        return torch.cuda.current_stream(device).cuda_stream
+
+    def stream_at(self, handle: int, device: torch.device) -> torch.Stream:
+        return torch.cuda.ExternalStream(handle, device=device)
+
+    def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]  # one of CUDA's, made above
+
+    def memory_info(self, device: torch.device) -> tuple[int, int] | None:
+        return torch.cuda.mem_get_info(device)
+
+    def facts_of(self, device: torch.device) -> GpuFacts | None:
+        return nvml.facts_of(str(torch.cuda.get_device_properties(device).uuid)) if torch.version.hip is None else None
+
+
+#: By device type: those that were asked for, or registered.
+_accelerators: dict[str, Accelerator] = {}
+
+
+def accelerator_of(device_type: str) -> Accelerator | None:
+    """Return the accelerator whose devices are of a type; None for the CPU and for what torch counts as none."""
+    found = _accelerators.get(device_type)
+    if found is None and device_type not in ("cpu", "meta"):
+        own = torch_private.current_accelerator()
+        if own is not None and own.type == device_type:
+            found = _accelerators[device_type] = Cuda() if device_type == "cuda" else Accelerator(device_type)
+    return found
+
+
+def register(accelerator: Accelerator) -> Callable[[], None]:
+    """Use an accelerator for all devices of its type from now on; returns what undoes it."""
+    device_type = accelerator.device_type
+    before = _accelerators.get(device_type)
+    _accelerators[device_type] = accelerator
+
+    def undo() -> None:
+        if before is None:
+            _accelerators.pop(device_type, None)
+        else:
+            _accelerators[device_type] = before
+
+    return undo
+
+
+def counting(device: torch.device) -> Accelerator | None:
+    """Return the accelerator of a device if its allocator counts; None where bytes must be counted otherwise."""
+    accelerator = accelerator_of(device.type)
+    return accelerator if accelerator is not None and accelerator.counts_memory else None
+
+
+def current() -> Accelerator | None:
+    """Return the kind of accelerator that torch was built for or given; its devices may be missing here."""
+    own = torch_private.current_accelerator()
+    return None if own is None else accelerator_of(own.type)
+
+
+def available() -> Accelerator | None:
+    """Return the kind of accelerator of which there is a device here; None if there is none."""
+    accelerator = current()
+    return accelerator if accelerator is not None and accelerator.is_available() else None
+
+
+def current_index() -> int | None:
+    """Return the number of the current device; None as long as no device was used. Every region asks."""
+    if torch_private.current_accelerator() is None:
+        return None
+    accelerator = current()
+    return None if accelerator is None else accelerator.current_index()
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a graph."""
+    accelerator = current()
+    return accelerator is not None and accelerator.is_capturing()
+
+
+def is_on_accelerator(tensor: Tensor) -> bool:
+    """Whether a tensor has bytes, and not on the CPU."""
+    return not (tensor.is_cpu or tensor.is_meta)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of a device; the CPU has none left."""
+    accelerator = accelerator_of(device.type)
+    if accelerator is not None:
+        accelerator.synchronize(device)
+
+
+def generator_of(device: torch.device) -> torch.Generator | DeviceGenerator | None:
+    """Return the default generator of a device, or what stands for it; None if it has no random numbers."""
+    accelerator = accelerator_of(device.type)
+    if accelerator is None:
+        return None
+    index = device.index if device.index is not None else accelerator.current_index()
+    return None if index is None else accelerator.generator_at(index)
+
+
+def autocast_types() -> tuple[str, ...]:
+    """Return the types of devices that a program may have switched autocast on for."""
+    own = torch_private.current_accelerator()
+    if own is None or not torch.amp.is_autocast_available(own.type):
+        return ("cpu",)
+    return "cpu", own.type

@@ -1,0 +1,476 @@
+"""What is asked of accelerators: found by type, on torch's public names, and nothing where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sim
+import torch
+from torch import Tensor
+
+import actckpt
+from actckpt import _C
+from actckpt._budget import sizes
+from actckpt._core import devices, random_state, torch_private, training_state
+from actckpt._core.devices import Accelerator, Cuda
+from actckpt._offload import stores
+from actckpt._offload.device import DeviceStore, no_backend, record_streams
+
+#: A type that torch knows and a build for the CPU has no devices of.
+KIND = "privateuseone"
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+class Module(SimpleNamespace):
+    """The module of a device with two devices, as `torch.cuda` is one; draws random numbers by counting."""
+
+    def __init__(self, **others: Any) -> None:
+        self.drawn = [torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)]
+        names = ("is_available", "device_count", "get_rng_state", "set_rng_state", "get_device_name")
+        super().__init__(**{name: getattr(self, f"_{name}") for name in names} | others)
+
+    def _is_available(self) -> bool:
+        return True
+
+    def _device_count(self) -> int:
+        return 2
+
+    def _get_device_name(self, device: torch.device) -> str:
+        return f"number {device.index}"
+
+    def _get_rng_state(self, index: int) -> Tensor:
+        return self.drawn[index].clone()
+
+    def _set_rng_state(self, state: Tensor, index: int) -> None:
+        self.drawn[index].copy_(state)
+
+
+def noted(notes: SimpleQueue[Any]) -> list[Any]:
+    """Return what a function noted in a queue: reruns put lists back, and leave objects of other libraries alone."""
+    return [notes.get() for _ in range(notes.qsize())]
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """torch has an accelerator, with a module."""
+    found = Module()
+    monkeypatch.setattr(torch, KIND, found, raising=False)
+    monkeypatch.setattr(torch_private, "current_accelerator", lambda: torch.device(KIND))
+    monkeypatch.setattr(devices, "_accelerators", {})
+    return found
+
+
+@pytest.fixture
+def there(module: Module) -> Accelerator:
+    found = devices.current()
+    assert found is not None
+    return found
+
+
+# Which accelerator it is.
+
+
+def test_the_cpu_is_no_accelerator_and_has_nothing_to_wait_for() -> None:
+    assert devices.accelerator_of("cpu") is None and devices.accelerator_of("meta") is None
+    assert devices.counting(CPU) is None and devices.generator_of(CPU) is None
+    devices.synchronize(CPU)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_an_accelerator_there_is_none_for_any_type() -> None:
+    assert devices.current() is None and devices.available() is None
+    assert all(devices.accelerator_of(kind) is None for kind in ("cuda", "xpu", "mps", KIND))
+    assert devices.current_index() is None and not devices.is_capturing()
+    assert devices.autocast_types() == ("cpu",)
+
+
+def test_torch_says_which_accelerator_there_is(there: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(there) is Accelerator and there.device_type == KIND and there.driver_library is None
+    assert devices.accelerator_of(KIND) is there is devices.available()
+    assert devices.accelerator_of("cuda") is None, "one kind per process"
+    monkeypatch.setattr(torch_private, "current_accelerator", lambda: torch.device("cuda"))
+    assert type(devices.current()) is Cuda
+
+
+def test_a_registered_accelerator_stands_for_its_type_until_that_is_undone(there: Accelerator) -> None:
+    first, second = Accelerator(KIND), Accelerator(KIND)
+    undo_first = devices.register(first)
+    undo_second = devices.register(second)
+    assert devices.accelerator_of(KIND) is second is devices.current()
+    undo_second()
+    assert devices.accelerator_of(KIND) is first
+    undo_first()
+    assert devices.accelerator_of(KIND) is there
+    devices.register(Accelerator("xpu"))()
+    assert devices.accelerator_of("xpu") is None
+
+
+def test_what_the_module_of_a_device_says(there: Accelerator, module: Module) -> None:
+    assert there.device_count() == 2 and there.device_at(1) == torch.device(KIND, 1)
+    assert there.name_of(torch.device(KIND, 1)) == "number 1"
+    del module.get_device_name
+    assert there.name_of(torch.device(KIND, 1)) == f"{KIND}:1"
+    module.is_available = lambda: False
+    assert devices.current() is there and devices.available() is None
+
+
+def test_an_accelerator_without_a_module_is_not_available(there: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, KIND)
+    assert not there.is_available() and not there.is_capturing()
+    assert there.generator_at(0) is None and there.generators() == []
+
+
+def test_only_nvidia_devices_have_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Cuda().driver_library == devices.CUDA_LIBRARY or torch.version.hip is not None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert Cuda().driver_library is None
+
+
+# The current device and capture, around regions.
+
+
+class Worked(Accelerator):
+    """An accelerator that was used, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(KIND)
+        self.index = 0
+        self.captures = False
+        self.log: list[Any] = []
+
+    def current_index(self) -> int | None:
+        return self.index
+
+    @contextmanager
+    def at_index(self, index: int) -> Iterator[None]:
+        before, self.index = self.index, index
+        yield
+        self.index = before
+
+    def is_capturing(self) -> bool:
+        return self.captures
+
+
+@pytest.fixture
+def worked(monkeypatch: pytest.MonkeyPatch) -> Worked:
+    found = Worked()
+    monkeypatch.setattr(torch_private, "current_accelerator", lambda: torch.device(KIND))
+    monkeypatch.setitem(devices._accelerators, KIND, found)
+    return found
+
+
+def test_no_device_is_current_until_one_was_used(
+    there: Accelerator, module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert devices.current_index() == 1, "a module need not tell"
+    module.is_initialized = lambda: False
+    module.is_current_stream_capturing = lambda: pytest.fail("would start the device")
+    assert devices.current_index() is None and not devices.is_capturing()
+    module.is_initialized = lambda: True
+    assert devices.current_index() == 1
+    module.is_current_stream_capturing = lambda: True
+    assert devices.is_capturing()
+
+
+@pytest.mark.parametrize("kind", ["common", "with keywords"])
+def test_a_rerun_has_the_current_device_of_its_forward(worked: Worked, kind: str) -> None:
+    seen: SimpleQueue[int | None] = SimpleQueue()
+
+    def function(x: Tensor, **unused: object) -> Tensor:
+        seen.put(worked.index)
+        return x.sin().sin()
+
+    worked.index = 1
+    y = actckpt.checkpoint(function, torch.ones(2, requires_grad=True), **({} if kind == "common" else {"y": 1}))
+    worked.index = 0
+    y.sum().backward()
+    assert noted(seen) == [1, 1] and worked.index == 0
+
+
+@pytest.mark.parametrize("kind", ["common", "with keywords"])
+@pytest.mark.parametrize("captures", [False, True])
+def test_random_state_is_not_read_while_a_stream_is_capturing(worked: Worked, captures: bool, kind: str) -> None:
+    drawn: SimpleQueue[float] = SimpleQueue()
+
+    def function(x: Tensor, **unused: object) -> Tensor:
+        drawn.put(torch.rand(()).item())
+        return x.sin().sin()
+
+    worked.captures = captures
+    y = actckpt.checkpoint(function, torch.ones(2, requires_grad=True), **({} if kind == "common" else {"y": 1}))
+    worked.captures = False
+    y.sum().backward()
+    first, second = noted(drawn)
+    assert (first == second) is not captures
+
+
+# Random numbers.
+
+
+def test_the_state_of_a_device_without_generators_is_swapped_through_its_module(module: Module) -> None:
+    state = random_state.RandomState([torch.device(KIND, 1), torch.device(KIND, 1)], [], [])
+    module.drawn[1] += 7
+    module.drawn[0] += 3
+    with state.swapped_in():
+        assert [int(each) for each in module.drawn] == [3, 0]
+        module.drawn[1] += 1
+    assert [int(each) for each in module.drawn] == [3, 7]
+
+
+def test_the_generators_that_a_module_shows_are_used(there: Accelerator, module: Module) -> None:
+    module.default_generators = ()
+    assert devices.generator_of(torch.device(KIND, 1)) is None, "no device was used"
+    module.default_generators = torch.Generator(), torch.Generator()
+    assert devices.generator_of(torch.device(KIND, 1)) is module.default_generators[1]
+
+
+def test_a_device_without_a_number_is_the_current_one(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert devices.generator_of(torch.device(KIND)) == devices.generator_of(torch.device(KIND, 1))
+    assert devices.generator_of(torch.device(KIND)) != devices.generator_of(torch.device(KIND, 0))
+
+
+def test_a_module_without_random_numbers_has_none_to_restore(there: Accelerator, module: Module) -> None:
+    del module.set_rng_state
+    assert devices.generator_of(torch.device(KIND, 0)) is None and there.generators() == []
+
+
+def test_a_step_that_is_only_measured_leaves_the_state_of_every_device(module: Module) -> None:
+    with training_state.random_state_put_back():
+        module.drawn[0] += 1
+        module.drawn[1] += 2
+    assert [int(each) for each in module.drawn] == [0, 0]
+
+
+# Autocast.
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type")
+@pytest.mark.parametrize("policy", [None, "matmuls"])
+def test_autocast_of_the_accelerator_is_restored_in_reruns_and_off_in_replay(
+    monkeypatch: pytest.MonkeyPatch, policy: str | None
+) -> None:
+    monkeypatch.setattr(torch_private, "current_accelerator", lambda: torch.device("xpu"))
+    seen: SimpleQueue[Any] = SimpleQueue()
+
+    def function(x: Tensor) -> Tensor:
+        seen.put((torch.is_autocast_enabled("xpu"), torch.get_autocast_dtype("xpu")))
+        return x.sin().sin()
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autocast("xpu", dtype=torch.bfloat16):
+        y = actckpt.checkpoint(function, x, policy=policy)
+    assert not torch.is_autocast_enabled("xpu")
+    y.sum().backward()
+    assert noted(seen) == [(True, torch.bfloat16)] * (2 if policy is None else 1)
+    assert x.grad is not None and not torch.is_autocast_enabled("xpu")
+
+
+def test_an_accelerator_that_has_no_autocast_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.autocast raises for one whose module lacks `get_amp_supported_dtype`, also to switch it off."""
+    monkeypatch.setattr(torch_private, "current_accelerator", lambda: torch.device(KIND))
+    with pytest.raises(AssertionError):
+        torch.autocast(KIND, enabled=False)
+    for policy in (None, "matmuls"):
+        x = torch.ones(2, 2, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = actckpt.checkpoint(lambda x: (x @ x).sin().sin(), x, policy=policy)
+        y.sum().backward()
+        assert y.dtype is torch.bfloat16 and x.grad is not None
+
+
+# Streams.
+
+
+def test_streams_are_found_again_by_their_handles(there: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {index: SimpleNamespace(native_handle=7) for index in (0, 1)}
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made[device.index])
+    for index in made:
+        device = there.device_at(index)
+        assert there.stream_handle(device) == 7
+        assert there.stream_at(7, device) is made[index]
+    with pytest.raises(KeyError):
+        there.stream_at(8, there.device_at(0))
+
+
+class Streams(Accelerator):
+    """Gives out the numbers of streams for them, and notes what is done."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.now = 5
+        self.log: list[Any] = []
+
+    def device_at(self, index: int) -> torch.device:
+        return torch.device("cpu", index)
+
+    def stream_handle(self, device: torch.device) -> int:
+        return self.now
+
+    def stream_at(self, handle: int, device: torch.device) -> Any:
+        return device, handle
+
+    @contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        before, self.now = self.now, stream[1]
+        yield
+        self.now = before
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        self.log.append((tensor.untyped_storage().data_ptr(), stream))
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    found = Streams()
+    undo = devices.register(found)
+    yield found
+    undo()
+
+
+class Ticket:
+    """Answers what a ticket of the engine would: put on stream 9 of device 0, nowhere on its device now."""
+
+    put_stream = (0, 9)
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.found, self.log = streams, None, []  # type: ignore[var-annotated]
+
+    def use(self, index: int, stream: int) -> None:
+        self.log.append(("use", index, stream))
+
+    def get(self, index: int, stream: int) -> Any:
+        self.log.append(("get", index, stream))
+        return self.found
+
+    def load(self, index: int, stream: int, address: int, keep: Any, *, urgent: bool) -> bool:
+        self.log.append(("load", index, stream, urgent))
+        assert keep.storage.data_ptr() == address
+        self.found = keep, True
+        return True
+
+
+def test_the_store_works_on_the_current_stream_and_reads_ahead_on_that_of_the_put(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = sim.MockCuda().engine(limit_bytes=1, window_bytes=1, release=record_streams)
+    store, ticket = DeviceStore(engine, streams), Ticket(streams)
+    device = torch.device("cpu", 0)
+    allocate, allocated = _C.allocate_bytes, []
+
+    def noted(nbytes: int, device: torch.device) -> _C.Bytes:
+        allocated.append(streams.now)
+        return allocate(nbytes, device)
+
+    monkeypatch.setattr(_C, "allocate_bytes", noted)
+    store.saved_again(ticket, device)
+    ahead = store.prefetch(ticket, 16, device)
+    fetched = store.fetch(ticket, 16, device)
+    assert fetched is ahead is not None
+    assert ticket.log == [("use", 0, 5), ("load", 0, 9, False), ("get", 0, 5)] and allocated == [9]
+    assert streams.log == [(fetched.storage.data_ptr(), (device, 5))]
+    ticket.found = None
+    ticket.log.clear()
+    store.fetch(ticket, 16, device)
+    assert ticket.log == [("get", 0, 5), ("load", 0, 5, True), ("get", 0, 5)] and allocated == [9, 5]
+
+
+def test_released_memory_is_noted_on_every_stream_that_used_it(streams: Streams) -> None:
+    storage = torch.empty(4).untyped_storage()
+    record_streams(_C.Bytes(storage, 0), [(0, 5), (1, 9)])
+    uses = [(torch.device("cpu", 0), 5), (torch.device("cpu", 1), 9)]
+    assert streams.log == [(storage.data_ptr(), use) for use in uses]
+
+
+# Memory.
+
+
+class Tells(Accelerator):
+    """Has 8 GiB, of which 3 are free, and 1 GiB more is kept by an allocator that counts or does not."""
+
+    def __init__(self, counts: bool, info: tuple[int, int] | None) -> None:
+        super().__init__(KIND)
+        self.counts_memory = counts  # type: ignore[misc]
+        self._info = info
+
+    def memory_info(self, device: torch.device) -> tuple[int, int] | None:
+        return self._info
+
+    def unused_bytes(self, device: torch.device) -> int:
+        return GIB
+
+
+def test_an_allocator_that_does_not_count_is_noticed(there: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> int:
+        raise RuntimeError("Allocator for privateuseone is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", refuse)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", refuse, raising=False)
+    device = torch.device(KIND, 0)
+    assert not there.counts_memory and devices.counting(device) is None and there.unused_bytes(device) == 0
+    assert there.memory_info(device) is None
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda *args: 5)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda *args: 7)
+    other = Accelerator(KIND)
+    assert other.counts_memory and other.unused_bytes(device) == 2
+
+
+def test_free_memory_is_asked_of_the_module_where_torch_is_older(
+    there: Accelerator, module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.accelerator, "get_memory_info", raising=False)
+    assert there.memory_info(torch.device(KIND, 0)) is None
+    module.mem_get_info = lambda device: (3, 8)
+    assert there.memory_info(torch.device(KIND, 0)) == (3, 8)
+
+
+def test_shares_of_a_device_are_of_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(KIND, 0)
+    monkeypatch.setitem(devices._accelerators, KIND, Tells(True, (3 * GIB, 8 * GIB)))
+    assert sizes.budget_bytes(0.5, device, held_bytes=0) == 4 * GIB
+    assert sizes.budget_bytes("auto", device, held_bytes=2 * GIB) == 0.95 * 6 * GIB
+    monkeypatch.setitem(devices._accelerators, KIND, Tells(False, None))
+    for budget in ("auto", 0.5):
+        with pytest.raises(ValueError, match=rf"budget={budget!r} needs to know how much memory {KIND}:0 has"):
+            sizes.budget_bytes(budget, device, held_bytes=0)
+    assert sizes.budget_bytes("4GiB", device, held_bytes=0) == 4 * GIB
+
+
+# What the engine has no backend for.
+
+
+def test_host_memory_is_refused_in_one_line_where_the_engine_has_no_backend(there: Accelerator) -> None:
+    with pytest.raises(
+        ValueError, match=r"to='host'.*'privateuseone' devices: it has no backend.*policy='recompute'"
+    ) as told:
+        actckpt.offload("host")
+    assert "\n" not in str(told.value)
+
+
+def test_the_store_of_such_a_device_says_the_same(there: Accelerator) -> None:
+    for _ in range(2):
+        with pytest.raises(_C.DeviceError, match=r"'privateuseone' devices: it has no backend.*policy='recompute'"):
+            stores.store_for(KIND)
+    assert not stores.is_ready(KIND) and stores.why_none(KIND) == no_backend(KIND) != ""
+    assert stores.why_none("cpu") == stores.why_none("meta") == ""
+
+
+def test_a_driver_that_cannot_be_opened_is_named(there: Accelerator) -> None:
+    there.driver_library = "libno-such-driver.so.1"
+    for say in (lambda: actckpt.offload("host"), lambda: stores.store_for(KIND)):
+        with pytest.raises((ValueError, _C.DeviceError), match=r"no driver libno-such-driver\.so\.1"):
+            say()
+
+
+def test_a_backend_is_all_that_offload_asks_for(there: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    there.driver_library = "libsome.so.1"
+    monkeypatch.setattr(_C, "why_no_driver", lambda library: "")
+    actckpt.offload("host")
+    assert no_backend(KIND) == ""
