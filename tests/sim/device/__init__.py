@@ -109,6 +109,16 @@ def capacity(device: int, nbytes: int) -> Iterator[None]:
 
 
 @contextmanager
+def judging_frees() -> Iterator[None]:
+    """Judge the reuse of memory when it is freed, whether or not anybody gets it (machine/memory.h)."""
+    _device.set_judges_frees(True)
+    try:
+        yield
+    finally:
+        _device.set_judges_frees(False)
+
+
+@contextmanager
 def failing_driver(calls: int, code: int = 700) -> Iterator[None]:
     """Let the driver's call after the next `calls`, and all later ones, return `code`."""
     _device.fail_driver_from(calls + 1, code)

@@ -83,6 +83,10 @@ void bind_memory(py::module_& module) {
     const Lock lock = lock_machine();
     device_memory().set_capacity(device, bytes);
   });
+  module.def("set_judges_frees", [](bool judges) {
+    const Lock lock = lock_machine();
+    device_memory().judges_frees = judges;
+  });
   module.def("snapshot", [](int device) {
     Lock lock = lock_machine();
     const std::vector<Block> blocks = device_memory().snapshot(device);

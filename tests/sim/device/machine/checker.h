@@ -1,8 +1,8 @@
 // Judges every access to device memory and pinned memory by happens-before.
 //
 // Contract: two accesses to one byte of which one writes must be ordered: the later one's clock covers the earlier
-// one. To allocate and to free device memory is to write it, on the stream that it belongs to: from then on the
-// allocator, or the owner, may do so. Each call reports at most one fault, naming both operations.
+// one. To allocate device memory is to write it, on the stream that it belongs to. Each call reports at most one fault,
+// naming both operations.
 // Thread rule: under the machine's lock. Ownership: none of the memory.
 
 #pragma once

@@ -44,10 +44,26 @@ std::byte* DeviceMemory::allocate(Lock& lock, Stream* home, std::size_t requeste
   device.figures.blocks.add(1);
   device.figures.allocated_bytes.add(bytes);
   device.figures.requested_bytes.add(requested);
-  checker().write(block->range(), streams().begin(lock, home, "an allocation"), home->clock);
   std::byte* const data = block->data;
-  live_.emplace(block->range().begin, std::move(block));
+  hand_out(lock, std::move(block));
   return data;
+}
+
+// Writes it, in the order of its stream; a kernel that is running uses its memory at once.
+void DeviceMemory::hand_out(const Lock& lock, BlockPtr block) {
+  Stream* const home = block->home;
+  const Access access = streams().begin(lock, home, "an allocation");
+  checker().write(block->range(), access, streams().joined(home->clock, block->fences));
+  block->fences.clear();
+  if (home->is_run_here() || home->done == home->issued) {
+    std::memset(block->data, 0xFF, block->bytes);
+  } else {
+    Task fill{Task::Kind::kFill};
+    fill.dst = block->data;
+    fill.bytes = block->bytes;
+    streams().issue(lock, home, fill);
+  }
+  live_.emplace(block->range().begin, std::move(block));
 }
 
 // The one that was freed last.
@@ -56,15 +72,12 @@ DeviceMemory::BlockPtr DeviceMemory::take_cached(Device* device, Stream* home, s
   if (found == device->cached.end()) {
     return nullptr;
   }
-  auto& blocks = found->second;
-  for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) {
-    if (!home->is_run_here() || (*it)->poisoned_at <= home->done) {  // a kernel uses its memory before the fill
-      BlockPtr block = std::move(*it);
-      blocks.erase(std::next(it).base());
-      return block;
-    }
+  BlockPtr block = std::move(found->second.back());
+  found->second.pop_back();
+  if (found->second.empty()) {
+    device->cached.erase(found);
   }
-  return nullptr;
+  return block;
 }
 
 DeviceMemory::BlockPtr DeviceMemory::make(Device* device, Stream* home, std::size_t bytes) {
@@ -75,7 +88,6 @@ DeviceMemory::BlockPtr DeviceMemory::make(Device* device, Stream* home, std::siz
   if (data == nullptr) {
     return nullptr;
   }
-  std::memset(data, 0xFF, bytes);
   device->figures.reserved_bytes.add(bytes);
   auto block = std::make_unique<Block>();
   block->data = static_cast<std::byte*>(data);
@@ -96,35 +108,16 @@ void DeviceMemory::free(Lock& lock, void* data) {
   device.figures.blocks.subtract(1);
   device.figures.allocated_bytes.subtract(block->bytes);
   device.figures.requested_bytes.subtract(block->requested_bytes);
-  const Access access = streams().begin(lock, block->home, "a free");
-  Clock clock = block->home->clock;
   for (Stream* const user : block->users) {
     block->fences.push_back(streams().record(lock, user));
-    clock.join(block->fences.back().clock);
   }
-  checker().write(block->range(), access, clock);
-  if (has_passed(*block)) {
-    cache(lock, std::move(block));
-  } else {
-    device.leaving.push_back(std::move(block));
-  }
-}
-
-// Poisons it in the order of its stream, and hands it out from then on.
-void DeviceMemory::cache(const Lock& lock, BlockPtr block) {
-  Stream* const home = block->home;
   block->users.clear();
-  block->fences.clear();
-  if (home->is_run_here() || home->done == home->issued) {
-    std::memset(block->data, 0xFF, block->bytes);
-  } else {
-    Task fill{Task::Kind::kFill};
-    fill.dst = block->data;
-    fill.bytes = block->bytes;
-    streams().issue(lock, home, fill);
-    block->poisoned_at = home->issued;
+  if (judges_frees) {
+    const Access access = streams().begin(lock, block->home, "a free");
+    checker().write(block->range(), access, streams().joined(block->home->clock, block->fences));
   }
-  at(home->device).cached[{home, block->bytes}].push_back(std::move(block));
+  auto& place = has_passed(*block) ? device.cached[{block->home, block->bytes}] : device.leaving;
+  place.push_back(std::move(block));
 }
 
 void DeviceMemory::settle(Lock& lock, Device* device, bool waits) {
@@ -134,11 +127,8 @@ void DeviceMemory::settle(Lock& lock, Device* device, bool waits) {
     for (std::size_t i = 0; waits && i < block->fences.size(); ++i) {
       streams().force(lock, block->fences[i].stream, block->fences[i].position);
     }
-    if (has_passed(*block)) {
-      cache(lock, std::move(block));
-    } else {
-      device->leaving.push_back(std::move(block));
-    }
+    auto& place = has_passed(*block) ? device->cached[{block->home, block->bytes}] : device->leaving;
+    place.push_back(std::move(block));
   }
 }
 

@@ -1,9 +1,12 @@
 // Device memory: a caching allocator with the semantics of torch's for CUDA.
 //
 // Contract: a block belongs to the stream it was allocated on. Freed, it is handed out again at once, to whoever asks
-// for as many bytes on that stream; not before what `record_stream` named has passed. Freed and fresh bytes are
-// poisoned, in the stream's order. Sizes are multiples of 512 bytes; blocks are never split. Beyond the capacity cached
-// blocks go back to the system; if that is not enough, `allocate` gives null.
+// for as many bytes on that stream; not before what `record_stream` named has passed. What is handed out is poisoned,
+// in the stream's order. Sizes are multiples of 512 bytes; blocks are never split. Beyond the capacity cached blocks go
+// back to the system; if that is not enough, `allocate` gives null.
+//  - To hand out a block is to write it: a use that neither the stream, nor the host, nor `record_stream` orders before
+//    is a fault. With `judges_frees` it is one already when the block is freed, also if nobody gets it; a program that
+//    makes the stream wait before it allocates again is right then in fact, and judged wrong.
 // Thread rule: under the machine's lock. Ownership: of all device memory.
 
 #pragma once
@@ -51,9 +54,8 @@ struct Block {
   std::size_t bytes;
   std::size_t requested_bytes;
   Stream* home;
-  std::vector<Stream*> users;     // other streams, by record_stream
-  std::vector<Point> fences;      // once freed: up to where they used it
-  std::uint64_t poisoned_at = 0;  // position of the fill in home's order
+  std::vector<Stream*> users;  // other streams, by record_stream
+  std::vector<Point> fences;   // once freed: up to where they used it
 
   Range range() const { return range_of(data, bytes); }
 };
@@ -74,6 +76,7 @@ class DeviceMemory {
   MemoryFigures& figures(int device) { return at(device).figures; }
   std::uint64_t capacity(int device) { return at(device).capacity; }
   void set_capacity(int device, std::uint64_t bytes) { at(device).capacity = bytes; }
+  bool judges_frees = false;
 
  private:
   using BlockPtr = std::unique_ptr<Block>;
@@ -88,7 +91,7 @@ class DeviceMemory {
   BlockPtr take_cached(Device* device, Stream* home, std::size_t bytes);
   BlockPtr make(Device* device, Stream* home, std::size_t bytes);
   void settle(Lock& lock, Device* device, bool waits);
-  void cache(const Lock& lock, BlockPtr block);
+  void hand_out(const Lock& lock, BlockPtr block);
   void release_cached(const Lock& lock, Device* device);
   void return_to_system(BlockPtr block);
 

@@ -98,10 +98,7 @@ void* PinnedMemory::allocate(Lock& lock, std::size_t bytes) {
 void PinnedMemory::free(Lock& lock, void* data) {
   const auto found = all_.find(range_of(data, 0).begin);
   Leaving leaving{{found->first, found->second.end}, std::move(found->second.fences)};
-  Clock clock;
-  for (const Point& fence : leaving.fences) {
-    clock.join(fence.clock);
-  }
+  const Clock clock = streams().joined(Clock(), leaving.fences);
   uses_.erase(std::remove_if(uses_.begin(), uses_.end(),
                              [&](const Use& use) {
                                return use.range.overlaps(leaving.range) &&

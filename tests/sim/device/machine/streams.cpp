@@ -144,6 +144,15 @@ Point Streams::record(const Lock&, Stream* stream) {
   return {stream, stream->issued, stream->clock, epoch_, now(stream)};
 }
 
+Clock Streams::joined(Clock clock, const std::vector<Point>& points) const {
+  for (const Point& point : points) {
+    if (point.epoch == epoch_) {
+      clock.join(point.clock);
+    }
+  }
+  return clock;
+}
+
 void Streams::wait(const Lock& lock, Stream* stream, const Point& point) {
   if (point.stream == nullptr) {
     return;

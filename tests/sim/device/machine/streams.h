@@ -85,6 +85,8 @@ class Streams {
   // The clock's part of giving `stream` an operation.
   Access begin(const Lock& lock, Stream* stream, const char* what);
   Point record(const Lock& lock, Stream* stream);
+  // `clock`, and what the points were behind.
+  Clock joined(Clock clock, const std::vector<Point>& points) const;
   void wait(const Lock& lock, Stream* stream, const Point& point);
   // False, and one step nearer, where it has not passed.
   bool query(Lock& lock, const Point& point);
