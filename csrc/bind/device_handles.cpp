@@ -30,6 +30,7 @@ PoolConfig pageable_config(const HandleSettings& settings) {
 DeviceConfig engine_config(const HandleSettings& settings) {
   DeviceConfig config;
   config.window_bytes = settings.window_bytes;
+  config.rules = settings.rules;
   config.spill.buffer_bytes = settings.buffer_bytes;
   config.spill.num_in_buffers = settings.bounce_bytes / settings.buffer_bytes / 2;
   config.spill.num_out_buffers = config.spill.num_in_buffers;

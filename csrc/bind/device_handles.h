@@ -34,6 +34,7 @@ struct HandleSettings {
   std::uint64_t bounce_bytes = 0;   // pinned for bounce buffers, beside the pool
   std::uint64_t buffer_bytes = SpillSettings().buffer_bytes;
   int num_workers = 2;  // 0: `work` runs their jobs
+  ProtocolRules rules;
 };
 
 class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {

@@ -63,8 +63,8 @@ std::shared_ptr<cuda::CudaBackend> backend_over(const std::string& library) {
 }
 
 // Where the engine waits, the given device runs first, and then the workers' jobs, in this thread.
-std::shared_ptr<DeviceHandle> make_over(const GivenDriver& driver, const HandleSettings& settings,
-                                        const py::object& release) {
+std::shared_ptr<DeviceHandle> make_over(const GivenDriver& driver, HandleSettings settings, const py::object& release) {
+  settings.rules = driver.rules;
   const std::shared_ptr<cuda::CudaBackend> backend(new cuda::CudaBackend(driver.table),
                                                    [driver](cuda::CudaBackend* ended) { delete ended; });
   const auto weak = std::make_shared<std::weak_ptr<DeviceHandle>>();

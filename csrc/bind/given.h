@@ -10,6 +10,7 @@
 
 #include "engine/cuda/driver.h"
 #include "engine/disk/file_io.h"
+#include "engine/protocol/rules.h"
 
 namespace actckpt::python {
 
@@ -19,6 +20,7 @@ struct GivenDriver {
   const cuda::Driver* table;
   // Lets the device run until it has nothing to do; called where the engine waits. Owns what the table needs.
   std::function<void()> advance;
+  ProtocolRules rules;  // all, but in mutation tests
 };
 
 inline constexpr const char* kFileIoCapsule = "actckpt.GivenFileIo";

@@ -30,7 +30,7 @@ class MockCuda : public std::enable_shared_from_this<MockCuda> {
   void drain() { world_.drain(); }
   MockDriver& driver() { return driver_; }
   python::GivenDriver given() {
-    return {driver_.table(), [self = shared_from_this()] { self->drain(); }};
+    return {driver_.table(), [self = shared_from_this()] { self->drain(); }, {}};
   }
 
  private:
@@ -50,6 +50,12 @@ void bind_mock(py::module_& module) {
       .def_property_readonly("num_calls", [](MockCuda& self) { return self.driver().num_calls(); })
       .def_property_readonly("num_pinned_bytes", [](MockCuda& self) { return self.driver().num_pinned_bytes(); })
       .def_property_readonly("faults", [](MockCuda& self) { return self.driver().faults(); });
+  // A driver of a library for the engine, which then leaves out a rule of the protocol.
+  module.def("driver_without", [](const std::string& library, const std::string& rule) {
+    const cuda::OpenedDriver opened = cuda::open_driver(library.c_str());
+    if (opened.driver == nullptr) throw py::value_error(opened.why);
+    return python::capsule_of(python::GivenDriver{opened.driver, [] {}, rules_without(rule)}, python::kDriverCapsule);
+  });
   module.def("missing_in_driver", [](const std::string& library) { return cuda::open_driver(library.c_str()).why; });
 }
 

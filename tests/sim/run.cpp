@@ -49,19 +49,25 @@ Below below(const std::vector<std::shared_ptr<SimTier>>& tiers, SlabRegistrar* r
 
 }  // namespace
 
-DeviceConfig random_config(World* world, const std::string& without) {
-  DeviceConfig config;
-  config.window_bytes = (1 + world->below(12)) * kCellBytes;
-  bool found = without.empty();
+ProtocolRules rules_without(const std::string& name) {
+  ProtocolRules rules;
+  bool found = name.empty();
   for (const NamedRule& rule : kNamedRules) {
-    if (without == rule.name) {
-      config.rules.*rule.member = false;
+    if (name == rule.name) {
+      rules.*rule.member = false;
       found = true;
     }
   }
   if (!found) {
-    throw std::invalid_argument("no protocol rule is called '" + without + "'");
+    throw std::invalid_argument("no protocol rule is called '" + name + "'");
   }
+  return rules;
+}
+
+DeviceConfig random_config(World* world, const std::string& without) {
+  DeviceConfig config;
+  config.window_bytes = (1 + world->below(12)) * kCellBytes;
+  config.rules = rules_without(without);
   config.spill = random_spills(world);
   return config;
 }

@@ -20,6 +20,8 @@ Report run_on_sim(std::uint64_t seed, const std::string& without);
 // `fail_at`: the driver call that fails with `code`, as do all later ones; 0 for none.
 Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uint64_t fail_at, int code);
 
+// All rules but one; all where there is no name.
+ProtocolRules rules_without(const std::string& name);
 DeviceConfig random_config(World* world, const std::string& without);
 PoolConfig random_pool(World* world);
 

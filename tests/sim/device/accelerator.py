@@ -1,0 +1,47 @@
+"""The simulated accelerator as actckpt knows accelerators: offloading goes through the engine's CUDA backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from actckpt import config
+from actckpt._core import devices
+from actckpt._offload import stores
+from sim import device
+
+__all__ = ["Simulated", "offloading"]
+
+
+class Simulated(devices.Accelerator):
+    """`torch.device("sim")`, whose library is the driver too."""
+
+    driver_library = device.library_path
+
+    def __init__(self) -> None:
+        super().__init__("sim")
+
+    def stream_handle(self, device_: torch.device) -> int:
+        return device.stream_handle(device_)
+
+    def stream_at(self, handle: int, device_: torch.device) -> torch.Stream:
+        return device.stream_at(handle, device_)
+
+
+@contextmanager
+def offloading(**settings: object) -> Iterator[None]:
+    """Let actckpt offload tensors of the simulated device, with a store of its own and these settings."""
+    undo = devices.register(Simulated())
+    before = dict(stores._stores)
+    stores._stores.clear()
+    kept = {name: getattr(config.settings(), name) for name in settings}
+    config.configure(**settings)
+    try:
+        yield
+    finally:
+        config.configure(**kept)
+        stores._stores.clear()
+        stores._stores.update(before)
+        undo()

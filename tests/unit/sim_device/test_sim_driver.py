@@ -1,0 +1,199 @@
+"""The driver library: what CUDA's does where the engine can tell, and faults where it is used wrongly."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import driver_rig as driver
+import pytest
+import torch
+from sim import device
+
+ILLEGAL_ADDRESS = 700
+
+
+def _only_fault() -> str:
+    (fault,) = device.take_faults()
+    return fault
+
+
+@pytest.fixture
+def host() -> torch.Tensor:
+    return torch.zeros(8, pin_memory=True)
+
+
+@pytest.fixture
+def source() -> torch.Tensor:
+    return torch.arange(8.0, device="sim")
+
+
+def test_a_tensor_goes_to_the_host_and_back(host: torch.Tensor, source: torch.Tensor) -> None:
+    with driver.current(0):
+        side = driver.new_stream()
+        driver.wait(side, driver.recorded(0))
+        driver.copy_out(host, source, side)
+        event = driver.recorded(side)
+        assert driver.call("cuEventQuery", event) == driver.NOT_READY
+        while driver.call("cuEventQuery", event) == driver.NOT_READY:
+            pass
+        assert torch.equal(host, source.cpu())
+        back = torch.empty(8, device="sim")
+        driver.wait(side, driver.recorded(0))
+        driver.copy_in(back, host, side)
+        driver.wait(0, driver.recorded(side))
+    assert torch.equal(back, source)
+
+
+def test_handle_0_is_the_default_stream_of_the_current_context(host: torch.Tensor) -> None:
+    source = torch.arange(8.0, device="sim:1")
+    with driver.current(0), driver.current(1):
+        driver.copy_out(host, source, 0)
+        assert device.num_pending(1) == 1 and device.num_pending(0) == 0
+        driver.call("cuStreamSynchronize", 0)
+    assert torch.equal(host, source.cpu())
+
+
+def test_registered_memory_is_pinned_until_it_is_not(source: torch.Tensor) -> None:
+    host = torch.zeros(8)
+    with driver.current(0):
+        assert driver.call("cuMemHostRegister_v2", host.data_ptr(), host.nbytes, 1) == 0
+        assert device.num_registered_bytes() == host.nbytes
+        driver.copy_out(host, source, 0)
+        driver.call("cuStreamSynchronize", 0)
+        assert driver.call("cuMemHostUnregister", host.data_ptr()) == 0
+    assert torch.equal(host, source.cpu()) and device.num_registered_bytes() == 0
+
+
+def test_pins_may_be_refused() -> None:
+    host = torch.zeros(8)
+    with device.refusing_pins(), driver.current(0):
+        assert driver.call("cuMemHostRegister_v2", host.data_ptr(), host.nbytes, 1) == 2
+
+
+def test_elapsed_times_are_those_of_the_simulated_clock() -> None:
+    with driver.current(0):
+        side = driver.new_stream()
+        events = [driver.made("cuEventCreate", 0) for _ in range(2)]
+        assert driver.call("cuEventRecord", events[0], side) == 0
+        device.advance(0.25, device.stream_at(side, torch.device("sim:0")))
+        assert driver.call("cuEventRecord", events[1], side) == 0
+        elapsed = ctypes.c_float()
+        assert driver.call("cuEventElapsedTime", ctypes.byref(elapsed), *events) == 0
+    assert elapsed.value == pytest.approx(250)
+
+
+def test_capture_makes_queries_fail_but_in_relaxed_mode() -> None:
+    stream = torch.Stream(device="sim")
+    status = ctypes.c_int()
+    with driver.current(0):
+        event = driver.recorded(0)
+        with device.capturing(stream):
+            assert driver.call("cuStreamIsCapturing", stream.native_handle, ctypes.byref(status)) == 0
+            assert status.value == 1
+            assert driver.call("cuStreamIsCapturing", 0, ctypes.byref(status)) == 906
+            assert driver.call("cuStreamWaitEvent", stream.native_handle, event, 0) == 905
+            assert driver.call("cuEventQuery", event) == 900
+            mode = ctypes.c_int(2)
+            assert driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode)) == 0
+            assert driver.call("cuEventQuery", event) == 0
+            assert driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode)) == 0
+            assert mode.value == 2
+
+
+def test_every_call_fails_from_the_nth_on() -> None:
+    with driver.current(0):
+        event = driver.recorded(0)
+        with device.failing_driver(1, ILLEGAL_ADDRESS):
+            assert [driver.call("cuEventQuery", event) for _ in range(3)] == [0, ILLEGAL_ADDRESS, ILLEGAL_ADDRESS]
+            assert driver.call("cuStreamCreate", ctypes.byref(ctypes.c_void_p()), 1) == ILLEGAL_ADDRESS
+        assert driver.call("cuEventQuery", event) == 0
+    name = ctypes.c_char_p()
+    assert driver.call("cuGetErrorName", ILLEGAL_ADDRESS, ctypes.byref(name)) == 0
+    assert name.value == b"CUDA_ERROR_ILLEGAL_ADDRESS"
+
+
+def _uses_a_destroyed_event(source: torch.Tensor, host: torch.Tensor) -> None:
+    event = driver.recorded(0)
+    driver.call("cuEventDestroy_v2", event)
+    assert driver.call("cuStreamWaitEvent", 0, event, 0) == 400
+
+
+def _uses_an_unknown_stream(source: torch.Tensor, host: torch.Tensor) -> None:
+    assert driver.call("cuMemcpyDtoHAsync_v2", host.data_ptr(), source.data_ptr(), 32, 12345) == 400
+
+
+def _uses_a_stream_of_another_device(source: torch.Tensor, host: torch.Tensor) -> None:
+    with driver.current(1):
+        side = driver.new_stream()
+    assert driver.call("cuStreamWaitEvent", side, driver.recorded(0), 0) == 400
+
+
+def _records_an_event_of_another_device(source: torch.Tensor, host: torch.Tensor) -> None:
+    event = driver.recorded(0)
+    with driver.current(1):
+        assert driver.call("cuEventRecord", event, driver.new_stream()) == 201
+
+
+def _copies_pageable_memory(source: torch.Tensor, host: torch.Tensor) -> None:
+    driver.copy_out(torch.zeros(8), source, 0)
+
+
+def _copies_beyond_a_block(source: torch.Tensor, host: torch.Tensor) -> None:
+    driver.call("cuMemcpyDtoHAsync_v2", host.data_ptr(), source.data_ptr(), 1024, 0)
+
+
+def _copies_freed_memory(source: torch.Tensor, host: torch.Tensor) -> None:
+    address = torch.ones(8, device="sim").data_ptr()
+    driver.call("cuMemcpyDtoHAsync_v2", host.data_ptr(), address, 32, 0)
+
+
+def _makes_a_blocking_stream(source: torch.Tensor, host: torch.Tensor) -> None:
+    driver.made("cuStreamCreate", 0)
+
+
+def _pins_twice(source: torch.Tensor, host: torch.Tensor) -> None:
+    driver.call("cuMemHostRegister_v2", host.data_ptr(), 32, 1)
+
+
+def _pins_for_one_context(source: torch.Tensor, host: torch.Tensor) -> None:
+    driver.call("cuMemHostRegister_v2", 4096, 4096, 0)
+    driver.call("cuMemHostUnregister", 4096)
+
+
+def _unpins_what_is_not_pinned(source: torch.Tensor, host: torch.Tensor) -> None:
+    driver.call("cuMemHostUnregister", torch.zeros(8).data_ptr())
+
+
+def _asks_for_the_time_of_events_without(source: torch.Tensor, host: torch.Tensor) -> None:
+    driver.call("cuEventElapsedTime", ctypes.byref(ctypes.c_float()), driver.recorded(0), driver.recorded(0))
+
+
+@pytest.mark.parametrize(
+    ("use", "fault"),
+    [
+        (_uses_a_destroyed_event, "an unknown event, or a destroyed one"),
+        (_uses_an_unknown_stream, "an unknown stream, or one of another device"),
+        (_uses_a_stream_of_another_device, "an unknown stream, or one of another device"),
+        (_records_an_event_of_another_device, "an event of another context"),
+        (_copies_pageable_memory, "a copy of pageable memory"),
+        (_copies_beyond_a_block, "device memory that nobody owns"),
+        (_copies_freed_memory, "device memory that nobody owns"),
+        (_makes_a_blocking_stream, "a stream that the default stream serialises"),
+        (_pins_twice, "memory that is pinned already"),
+        (_pins_for_one_context, "memory pinned for one context only"),
+        (_unpins_what_is_not_pinned, "memory that is not registered"),
+        (_asks_for_the_time_of_events_without, "an event without a time"),
+    ],
+)
+def test_wrong_use_is_a_fault(
+    use: Callable[[torch.Tensor, torch.Tensor], None], fault: str, source: torch.Tensor, host: torch.Tensor
+) -> None:
+    with driver.current(0):
+        use(source, host)
+    assert fault in _only_fault()
+
+
+def test_no_call_works_without_a_context() -> None:
+    assert driver.call("cuStreamIsCapturing", 0, ctypes.byref(ctypes.c_int())) == 400
+    assert "no context is current" in _only_fault()

@@ -1,0 +1,191 @@
+"""Models train on the simulated device as on the CPU, bit for bit, through everything of torch that trains."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from sim import device
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.out = nn.Linear(32, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.out(F.layer_norm(hidden, (32,)))
+
+
+def _trained(model: nn.Module, where: str, optimizer: Any = torch.optim.AdamW, **options: Any) -> list[Tensor]:
+    torch.manual_seed(5)
+    own = copy.deepcopy(model).to(where)
+    steps = optimizer(own.parameters(), lr=1e-2, **options)
+    tokens = torch.arange(48).view(3, 16) % 50
+    losses = []
+    for _ in range(3):
+        loss = F.cross_entropy(own(tokens.to(where)).flatten(0, 1), tokens.roll(1).flatten().to(where))
+        steps.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(own.parameters(), 1.0)
+        steps.step()
+        losses.append(loss.detach().cpu())
+    return losses + [value.cpu() for p in own.parameters() for value in (p.detach(), p.grad)]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(map(torch.equal, a, b)) and len(a) == len(b)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    ],
+)
+def test_a_transformer_trains_as_on_the_cpu(optimizer: Any, options: dict[str, Any]) -> None:
+    model = Model()
+    assert _same(_trained(model, "cpu", optimizer, **options), _trained(model, "sim", optimizer, **options))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_dropout_draws_what_the_cpu_draws_with_the_same_seed(p: float) -> None:
+    model = Model(p)
+    assert _same(_trained(model, "cpu"), _trained(model, "sim"))
+
+
+def test_a_step_under_a_hostile_adversary_is_the_same() -> None:
+    model = Model(0.1)
+    expected = _trained(model, "cpu")
+    for seed in range(3):
+        device.set_adversary(seed, 0.5)
+        assert _same(expected, _trained(model, "sim"))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_draws_the_same_numbers_again(use_reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to("sim")
+    values = torch.randn(4, 8, device="sim", requires_grad=True)
+    gradients = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(3)
+        values.grad = None
+        found = checkpoint(model, values, use_reentrant=use_reentrant) if is_checkpointed else model(values)
+        found.pow(2).sum().backward()
+        assert values.grad is not None
+        gradients.append(values.grad.clone())
+    assert torch.equal(*gradients)
+
+
+def _twice(where: str) -> list[Tensor]:
+    values = torch.linspace(-1, 1, 12).view(3, 4).to(where).requires_grad_()
+    weight = torch.linspace(0, 2, 16).view(4, 4).to(where).requires_grad_()
+    hidden = F.layer_norm(torch.tanh(values @ weight), (4,))
+    (gradient,) = torch.autograd.grad(hidden.pow(3).sum(), values, create_graph=True)
+    return [value.cpu() for value in torch.autograd.grad(gradient.pow(2).sum(), [values, weight])]
+
+
+def test_double_backward_is_that_of_the_cpu() -> None:
+    assert _same(_twice("cpu"), _twice("sim"))
+
+
+def test_backward_runs_in_a_thread_of_its_device() -> None:
+    seen: dict[str, tuple[int, int]] = {}
+
+    def note(gradient: Tensor) -> None:
+        seen[str(gradient.device)] = (threading.get_native_id(), torch.sim.current_device())
+
+    first = torch.randn(3, device="sim:0", requires_grad=True)
+    middle = first * 2
+    second = middle.to("sim:1") * 3
+    middle.register_hook(note)
+    second.register_hook(note)
+    second.sum().backward()
+    assert set(seen) == {"sim:0", "sim:1"}
+    threads = {thread for thread, _ in seen.values()} | {threading.get_native_id()}
+    assert len(threads) == 3 and seen["sim:1"][1] == 1
+    assert first.grad is not None and first.grad.tolist() == [6, 6, 6]
+
+
+def test_generators_are_one_per_device_and_leave_the_cpus_alone() -> None:
+    before = torch.get_rng_state()
+    torch.sim.manual_seed_all(7)
+    state = torch.sim.get_rng_state("sim:1")
+    first = torch.rand(3, device="sim:1")
+    torch.rand(3, device="sim:0")
+    torch.sim.set_rng_state(state, "sim:1")
+    assert torch.equal(first, torch.rand(3, device="sim:1"))
+    own = torch.Generator(device="sim:1").manual_seed(7)
+    assert torch.equal(first, torch.rand(3, device="sim:1", generator=own))
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3), first.cpu())
+
+
+def _drawn(where: str) -> list[Tensor]:
+    torch.manual_seed(7)
+    ones = torch.ones(9, device=where)
+    drawn = [torch.randn(5, device=where), torch.randint(9, (5,), device=where), torch.randperm(9, device=where)]
+    drawn += [torch.empty(5, device=where).normal_(), ones.bernoulli(0.5), torch.multinomial(ones, 3)]
+    drawn += [torch.rand_like(ones), torch.rand(5, out=torch.empty(5, device=where)), F.dropout(ones, 0.3)]
+    drawn += [torch.native_dropout(ones, 0.3, True)[0], F.alpha_dropout(ones, 0.5, True)]
+    return [value.cpu() for value in drawn]
+
+
+def test_every_way_to_draw_numbers_draws_from_the_device() -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    found = _drawn("sim")
+    assert torch.equal(before, torch.get_rng_state())
+    assert _same(_drawn("cpu"), found)
+
+
+def test_autocast_has_the_lists_of_accelerators() -> None:
+    values = torch.randn(4, 4, device="sim")
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        assert (values @ values).dtype == torch.bfloat16
+        assert values.bfloat16().softmax(0).dtype == torch.float32
+        assert torch.is_autocast_enabled("sim") and not torch.is_autocast_enabled("cpu")
+    scaler = torch.amp.GradScaler("sim")
+    model = nn.Linear(3, 3).to("sim")
+    steps = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("sim", dtype=torch.float16):
+        found = model(torch.ones(2, 3, device="sim"))
+    scaler.scale(found.float().sum()).backward()
+    scaler.step(steps)
+    assert found.dtype == torch.float16
+
+
+def test_threads_train_side_by_side() -> None:
+    raised: list[BaseException] = []
+
+    def train(index: int) -> None:
+        try:
+            for _ in range(30):
+                values = torch.randn(8, 8, device=f"sim:{index % 2}", requires_grad=True)
+                (values @ values).exp().tanh().sum().backward()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not raised
