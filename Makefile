@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 TE_VERSION ?= 2.20.2
 TE_VENV ?= .venv-te
 INTEGRATIONS ?= .venv-integrations
+# Processes that `make test` runs tests in; each test uses one thread.
+WORKERS ?= 2
 SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
@@ -18,7 +20,7 @@ demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # Nothing may grow over 20,000 steps; `make test` runs the same over 2,000.
 soak: $(STAMP)
