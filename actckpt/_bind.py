@@ -15,9 +15,19 @@ import torch
 from actckpt import _C
 from actckpt._core import devices, extensions, messages, modes, random_state, sites, state, torch_private
 from actckpt._core.functions import global_names
-from actckpt._core.watched import has_same_bytes, own_copy
-from actckpt._offload import notices, owned, reading, session, sources, stores
-from actckpt._replay import aliases, execute, opened, outside, recorder, saved, schedule, unseen, wrappers
+from actckpt._core.tensor_changes import has_same_bytes, own_copy
+from actckpt._offload import notices, owned_memory, reading, session, sources, stores
+from actckpt._replay import (
+    aliases,
+    execute,
+    opened,
+    outer_hooks,
+    recorder,
+    saved_tensor_hooks,
+    schedule,
+    unrecorded,
+    wrappers,
+)
 from actckpt._replay.operators import operator_of
 from actckpt._rerun import region
 from actckpt._rerun.buffers import note_buffers
@@ -86,7 +96,7 @@ NAMES: dict[str, Any] = {
     # The hooks of offloading.
     "store_for": stores.store_for,
     "guard": sources.guard,
-    "is_owned": owned.is_owned,
+    "is_owned": owned_memory.is_owned,
     "must_stay": extensions.must_stay,
     "pack_parts": session.pack_parts,
     "is_tracing": torch_private.is_tracing,
@@ -101,11 +111,11 @@ NAMES: dict[str, Any] = {
     "describe": operator_of,
     "record_special": recorder.record_special,
     "note_wrappers": wrappers.note,
-    "begin_audit": saved.begin_audit,
-    "pack_other": saved.pack_other,
-    "unpacked_inside": saved.unpacked_inside,
-    "audited": saved.audited,
-    "saved_piece": outside.saved_piece,
+    "begin_audit": saved_tensor_hooks.begin_audit,
+    "pack_other": saved_tensor_hooks.pack_other,
+    "unpacked_inside": saved_tensor_hooks.unpacked_inside,
+    "audited": saved_tensor_hooks.audited,
+    "saved_piece": outer_hooks.saved_piece,
     "read_stored": aliases.read_stored,
     "watched_type": aliases.Watched,
     "replay_order": schedule.order,
@@ -124,8 +134,8 @@ NAMES: dict[str, Any] = {
     "num_function_modes": torch_private.num_function_modes,
     "exchange_api": torch_private.exchange_api,
     "recording": opened.recording,
-    "made_by_function": unseen.made_by_function,
-    "saved_by_function": unseen.saved_by_function,
+    "made_by_function": unrecorded.made_by_function,
+    "saved_by_function": unrecorded.saved_by_function,
     "function_type": torch_private.function_node_type,
     "apply_code": torch_private.apply_code,
     "compiled_prefix": torch_private.COMPILED_PREFIX,

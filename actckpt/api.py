@@ -16,7 +16,7 @@ from actckpt._core import devices, extensions, messages, random_state, torch_pri
 from actckpt._core.functions import check_runs_when_called, is_of_module
 from actckpt._core.region_report import Figures
 from actckpt._offload.device import no_backend
-from actckpt._offload.owned import keep_in_place
+from actckpt._offload.owned_memory import keep_in_place
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Destination, Offloading, Session
 from actckpt._options import (
     NEWER_KEYWORDS,
@@ -29,7 +29,7 @@ from actckpt._options import (
 )
 from actckpt._replay.audit import caller_of, site_of
 from actckpt._replay.calls import run_in_region
-from actckpt._replay.matches import Matches
+from actckpt._replay.named_operators import Matches
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
 from actckpt._text.sizes import parse_bytes

@@ -17,7 +17,7 @@ from actckpt._core.region_report import Figures, Report, explained
 from actckpt._replay import naming
 from actckpt._replay.audit import caller_of
 from actckpt._replay.choice import Choice
-from actckpt._replay.matches import Matches
+from actckpt._replay.named_operators import Matches
 from actckpt._replay.opened import OpenRegion, innermost_tape
 from actckpt._text.places import check_name
 from actckpt.action import Action

@@ -9,7 +9,7 @@ import torch
 
 from actckpt._blocks.recording import RecordedCall, Recording
 from actckpt._core.storages import tensors_in
-from actckpt._replay.matches import Matches
+from actckpt._replay.named_operators import Matches
 from actckpt.planner.plans import Plan
 
 __all__ = ["AppliedBlocks"]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._core import torch_private
 from actckpt._core.sites import modules_on_stack, user_line
-from actckpt._core.watched import version_of
+from actckpt._core.tensor_changes import version_of
 from actckpt.errors import InputChangedError, RerunMismatchError, SavedTensorChangedError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actckpt._core import torch_private
 from actckpt._core.messages import changed_in_place
-from actckpt._core.watched import version_of
+from actckpt._core.tensor_changes import version_of
 
 __all__ = ["TakenApart", "parts_of"]
 

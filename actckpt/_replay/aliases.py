@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actckpt._C import look_at
 from actckpt._core.messages import parameter_name
-from actckpt._core.watched import version_of
+from actckpt._core.tensor_changes import version_of
 from actckpt._replay.geometry import Geometry
 from actckpt._replay.lineage import Value, Window
 from actckpt._replay.paused import Paused

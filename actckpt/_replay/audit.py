@@ -34,7 +34,7 @@ from actckpt._core.functions import contents_of
 from actckpt._core.sites import module_name
 from actckpt._offload.demotion import Steps
 from actckpt._replay.checksums import checksum
-from actckpt._replay.matches import Matches
+from actckpt._replay.named_operators import Matches
 from actckpt.errors import AuditError
 
 __all__ = ["Site", "caller_of", "can_compare", "checksum", "failed_error", "site_of", "warn_of_original"]

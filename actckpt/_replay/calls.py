@@ -8,7 +8,7 @@ from actckpt._core.messages import name_of
 from actckpt._core.region_report import Figures
 from actckpt._replay.audit import Site
 from actckpt._replay.choice import Choice
-from actckpt._replay.matches import Matches
+from actckpt._replay.named_operators import Matches
 from actckpt._replay.opened import OpenRegion
 
 __all__ = ["run_in_region"]

@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from actckpt._core import torch_private
-from actckpt._core.watched import version_of
+from actckpt._core.tensor_changes import version_of
 from actckpt._replay.lineage import Step, Value
 from actckpt._replay.tape import Tape
 from actckpt.action import Action

@@ -17,10 +17,10 @@ from actckpt._C import Calls, all_or_nothing, is_paused, pack_recorded, unknown_
 from actckpt._core import modes, torch_private
 from actckpt._core.region_report import Figures
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
-from actckpt._replay import saved
+from actckpt._replay import saved_tensor_hooks
 from actckpt._replay.audit import Site, site_of
 from actckpt._replay.choice import Choice
-from actckpt._replay.matches import Matches
+from actckpt._replay.named_operators import Matches
 from actckpt._replay.recorder import Recorder, WatchingRecorder
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
@@ -245,7 +245,7 @@ class OpenRegion:
             self.tape.calls.end()
             self.tape.calls.is_over |= has_failed
         self.tape.pack_hook = None  # refers to the tape
-        saved.close(self.tape)
+        saved_tensor_hooks.close(self.tape)
 
     def _check_can_close(self) -> None:
         if self._hooks is None and self._outer_choice is None:
@@ -283,7 +283,7 @@ class OpenRegion:
         recompute, opaque, compiled = self._counted
         compiled_bytes = tape.compiled_bytes - compiled
         total_bytes = tape.recompute_bytes + tape.opaque_bytes - recompute - opaque
-        if not saved.is_much(compiled_bytes, total_bytes):
+        if not saved_tensor_hooks.is_much(compiled_bytes, total_bytes):
             return None
         tape.opaque_bytes -= compiled_bytes
         tape.compiled_bytes -= compiled_bytes

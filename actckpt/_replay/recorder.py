@@ -47,11 +47,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt import _C
 from actckpt._C import add_results, add_value, with_windows
 from actckpt._core import devices, random_state
-from actckpt._replay import filling, saved
+from actckpt._replay import filling, saved_tensor_hooks
 from actckpt._replay.coverage import Filling
 from actckpt._replay.geometry import covers_all
 from actckpt._replay.lineage import Step, Value, Window, blank_of, redirect
-from actckpt._replay.matches import Matches
+from actckpt._replay.named_operators import Matches
 from actckpt._replay.operators import Operator
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
@@ -128,7 +128,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     for tensor in hidden:
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
     if early is not None:
-        saved.point_at(tape, early, args[operator.saved_before_written])
+        saved_tensor_hooks.point_at(tape, early, args[operator.saved_before_written])
     add_results(tape, step, result, action, why_opaque)
     if operator.is_uninitialised and not written:
         filling.begin(tape, result)

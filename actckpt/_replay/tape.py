@@ -24,7 +24,7 @@ from actckpt._replay.choice import Choice
 from actckpt._replay.coverage import Filling
 from actckpt._replay.lineage import KnownStorage, TapeCore, Value, mark_needed, new_leaf_bytes
 from actckpt._replay.paused import Paused, whole
-from actckpt._replay.reach import Needed, Obtainable
+from actckpt._replay.replayability import Needed, Obtainable
 from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 

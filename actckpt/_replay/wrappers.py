@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actckpt._C import strided_storage_of
 from actckpt._core.subclasses import parts_of
-from actckpt._core.watched import version_of
+from actckpt._core.tensor_changes import version_of
 from actckpt._replay.aliases import Seen, Witness
 from actckpt._replay.lineage import Value
 from actckpt._replay.tape import Tape

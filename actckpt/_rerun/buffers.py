@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._C import memory_of, storage_of
 from actckpt._core import messages
-from actckpt._core.watched import version_of
+from actckpt._core.tensor_changes import version_of
 
 __all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
 

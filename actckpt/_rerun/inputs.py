@@ -36,9 +36,9 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._core import messages
 from actckpt._core.functions import contents_of, global_names, is_of_module
-from actckpt._core.watched import Watched
+from actckpt._core.tensor_changes import Watched
 from actckpt._rerun.buffers import Buffers, Stale
-from actckpt._rerun.found import modules_as_found, reads_checked, structure_as_found
+from actckpt._rerun.object_state import modules_as_found, reads_checked, structure_as_found
 
 __all__ = [
     "Inputs",

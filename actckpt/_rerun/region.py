@@ -31,8 +31,8 @@ from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import extensions, messages, pressure, random_state, state
-from actckpt._rerun.found import modules_as_found, reads_checked
 from actckpt._rerun.inputs import Inputs
+from actckpt._rerun.object_state import modules_as_found, reads_checked
 from actckpt.errors import ActckptError
 
 __all__ = ["Region", "failure", "mismatch_error", "refill"]

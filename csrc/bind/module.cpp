@@ -15,7 +15,7 @@
 #include "core/task_end.h"
 #include "offload/bytes.h"
 #include "offload/handles.h"
-#include "offload/owned.h"
+#include "offload/owned_memory.h"
 #include "offload/reading.h"
 #include "offload/session.h"
 #include "offload/span.h"

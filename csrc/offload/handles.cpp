@@ -9,7 +9,7 @@
 #include "core/reads.h"
 #include "core/witness.h"
 #include "offload/bytes.h"
-#include "offload/owned.h"
+#include "offload/owned_memory.h"
 #include "offload/reading.h"
 
 namespace actckpt {

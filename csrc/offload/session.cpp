@@ -10,7 +10,7 @@
 #include "core/reads.h"
 #include "offload/handles.h"
 #include "offload/moving.h"
-#include "offload/owned.h"
+#include "offload/owned_memory.h"
 #include "offload/reading.h"
 
 namespace actckpt {

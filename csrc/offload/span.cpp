@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "offload/owned.h"
+#include "offload/owned_memory.h"
 #include "offload/reading.h"
 
 namespace actckpt {

@@ -8,7 +8,7 @@
 #include "replay/calls.h"
 #include "replay/lineage.h"
 #include "replay/record.h"
-#include "replay/unseen.h"
+#include "replay/unrecorded.h"
 #include "replay/values.h"
 #include "replay/window.h"
 

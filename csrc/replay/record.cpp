@@ -14,7 +14,7 @@
 #include "replay/calls.h"
 #include "replay/geometry.h"
 #include "replay/paused.h"
-#include "replay/unseen.h"
+#include "replay/unrecorded.h"
 #include "replay/values.h"
 #include "replay/window.h"
 

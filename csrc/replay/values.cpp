@@ -5,7 +5,7 @@
 #include "core/python.h"
 #include "core/reads.h"
 #include "replay/record.h"
-#include "replay/unseen.h"
+#include "replay/unrecorded.h"
 #include "rerun/held.h"
 
 namespace actckpt::replay {

@@ -1,7 +1,7 @@
 // What the containers and objects hold that a region's function and arguments lead to: as the forward
 // found it, for its reruns.
 //
-// See NOTE [ Found by the forward ] in actckpt/_rerun/found.py for the rules. Identities are compared
+// See NOTE [ Found by the forward ] in actckpt/_rerun/object_state.py for the rules. Identities are compared
 // and put back, never the contents of tensors.
 #pragma once
 

@@ -64,7 +64,7 @@ def test_a_policy_that_matches_nothing_warns_once_per_place_and_names_what_runs(
         ["aten.addmm.default", "aten.linear"],
         ["aten.linear", "aten.gelu"],
         actckpt.policies.PerOp({}, default="recompute"),
-        lambda info: actckpt.Action.KEEP,
+        pytest.param(lambda info: actckpt.Action.KEEP, id="function"),
         "recompute",
     ],
     ids=str,

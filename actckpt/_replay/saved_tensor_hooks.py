@@ -16,7 +16,7 @@ from actckpt._core import torch_private
 from actckpt._core.subclasses import TakenApart
 from actckpt._replay import aliases, audit, casts, naming, wrappers
 from actckpt._replay.lineage import Handle, Value, mark_needed, new_leaf_bytes, window_of
-from actckpt._replay.outside import Reads, hand_out, reads_of
+from actckpt._replay.outer_hooks import Reads, hand_out, reads_of
 from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape
 from actckpt.action import Action

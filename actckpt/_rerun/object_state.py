@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
 from actckpt._C import storage_of
-from actckpt._core.watched import version_of
+from actckpt._core.tensor_changes import version_of
 from actckpt._rerun.buffers import Buffers, Stale, tensors_in, written_tensors
 from actckpt.errors import InputChangedError
 

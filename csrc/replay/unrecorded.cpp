@@ -1,4 +1,4 @@
-#include "replay/unseen.h"
+#include "replay/unrecorded.h"
 
 #include "core/python.h"
 #include "core/reads.h"

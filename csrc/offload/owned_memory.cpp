@@ -1,4 +1,4 @@
-#include "offload/owned.h"
+#include "offload/owned_memory.h"
 
 #include <algorithm>
 #include <unordered_map>
