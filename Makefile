@@ -14,13 +14,18 @@ SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cp
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test soak integrations lint types bench sanitize te clean
+.PHONY: demo test device soak integrations lint types bench sanitize te clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(MAKE) device ARGS=
+
+# In processes of their own: once the simulated device is imported, torch has an accelerator.
+device: $(STAMP)
+	$(BIN)/python -m pytest --device sim tests/unit/sim_device $(ARGS)
 
 # Nothing may grow over 20,000 steps; `make test` runs the same over 2,000.
 soak: $(STAMP)

@@ -2,12 +2,26 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
 import actckpt
+
+#: Tests that import the simulated device: torch has an accelerator in their process from then on.
+_DEVICE_TESTS = [Path(__file__).parent / folder for folder in ("unit/sim_device", "device")]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let tests run with the simulated device."""
+    parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="sim: the tests of the simulated device")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of the simulated device where it is not asked for."""
+    return True if config.getoption("--device") == "cpu" and collection_path in _DEVICE_TESTS else None
 
 
 @pytest.fixture(autouse=True)
