@@ -125,7 +125,9 @@ void DeviceHandle::poll() {
   engine_->poll(&released);
 }
 
-void DeviceTicketHandle::use(int device, std::uintptr_t stream) { owner_->engine()->use(ticket_, {device, stream}); }
+bool DeviceTicketHandle::use(int device, std::uintptr_t stream) {
+  return owner_->engine()->use(ticket_, {device, stream});
+}
 
 py::object DeviceTicketHandle::get(int device, std::uintptr_t stream) {
   for (;;) {

@@ -156,8 +156,9 @@ class DeviceEngine {
   Put put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep, const PutOptions& options,
           Releases* releases);
 
-  // Another stream of the program uses the ticket's source (line 2).
-  void use(const DeviceTicketPtr& ticket, Stream stream);
+  // Another stream of the program uses the ticket's source (line 2). False if it was released already: then the caller
+  // does for that stream what it does for a Release.
+  bool use(const DeviceTicketPtr& ticket, Stream stream);
 
   // Lines 7-10. kNeedsLoad: allocate on `stream`, `load` with urgent = true, get again. kBusy:
   // `wait`, get again. Throws what a fetch left, once: the next load tries again.
