@@ -64,7 +64,15 @@ DeviceHandle::DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const Han
   workers_->set_progress([engine = engine_.get()] { return engine->advance(); });
 }
 
-DeviceHandle::~DeviceHandle() noexcept { workers_->stop(); }
+DeviceHandle::~DeviceHandle() noexcept {
+  workers_->stop();
+  Releases releases;
+  {
+    const py::gil_scoped_release no_gil;
+    engine_->finish(&releases);
+  }
+  finish(releases);
+}
 
 void DeviceHandle::work() {
   engine_->advance();

@@ -4,7 +4,7 @@
 // are the device's write-out, load and urgent-load streams, S the stream that is current in the
 // calling thread. Pinned memory comes first; where it is full, the tiers below it, in their order.
 // No call waits for the device or a worker but `put` with `must`, where bounce buffers are short,
-// and `wait`; both are counted.
+// and `wait`, which are counted, and `finish`.
 //  - The caller allocates destinations and does what only the framework can: for each Release it
 //    calls record_stream(use) on the object for every use and then drops it; for a Got with
 //    `record_stream`, it calls record_stream(S) on the object before using it.
@@ -183,6 +183,10 @@ class DeviceEngine {
 
   // Moves on what workers have finished; true while anything is on its way. Called by workers.
   bool advance() noexcept;
+
+  // Waits for all copies, so that their memory may go, and hands back what they held. The last call of all, when no
+  // worker is left.
+  void finish(Releases* releases) noexcept;
 
   // No device call from now on; whoever waits is told.
   void close() noexcept;
