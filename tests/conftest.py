@@ -24,6 +24,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("--device") == "cpu" and collection_path in _DEVICE_TESTS else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the contract tests run with the tensors of another device."""
+    parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="where tensors of tests/contract are")
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_fixed_seeds_and_audits() -> Iterator[None]:
     threads = torch.get_num_threads()

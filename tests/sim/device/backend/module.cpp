@@ -42,9 +42,9 @@ void bind_streams(py::module_& module) {
     const Lock lock = lock_machine();
     return streams().num_pending(device);
   });
-  module.def("set_adversary", [](std::uint64_t seed, double eagerness) {
+  module.def("set_adversary", [](std::uint64_t seed, double eagerness, double reluctance) {
     const Lock lock = lock_machine();
-    streams().set_adversary(seed, eagerness);
+    streams().set_adversary(seed, eagerness, reluctance);
   });
   module.def(
       "settle",
@@ -64,13 +64,10 @@ void bind_time(py::module_& module) {
     const Lock lock = lock_machine();
     streams().advance(lock, found(lock, device, id), seconds);
   });
-  module.def("link_bytes_per_s", [] {
+  module.def("set_rates", [](double link_bytes_per_s, double kernel_bytes_per_s) {
     const Lock lock = lock_machine();
-    return streams().link_bytes_per_s;
-  });
-  module.def("set_link_bytes_per_s", [](double rate) {
-    const Lock lock = lock_machine();
-    streams().link_bytes_per_s = rate;
+    streams().link_bytes_per_s = link_bytes_per_s;
+    streams().kernel_bytes_per_s = kernel_bytes_per_s;
   });
 }
 
