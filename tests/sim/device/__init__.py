@@ -51,8 +51,9 @@ library_path = str(_library())
 
 
 def _register() -> Any:
-    if torch._C._get_privateuse1_backend_name() != "sim":
-        torch.utils.rename_privateuse1_backend("sim")
+    if hasattr(torch, "sim"):  # under another name of this module
+        return torch.sim._extension
+    torch.utils.rename_privateuse1_backend("sim")
     extension = building.loaded("_device", Path(library_path))
     from sim.device import torch_module
 
@@ -62,7 +63,7 @@ def _register() -> Any:
 
 
 _device = _register()
-device_count = _device.device_count()
+_PRIVATE_USE_1 = torch.sim.default_stream().device_type
 
 
 def stream_handle(device: torch.device) -> int:
@@ -74,7 +75,7 @@ def stream_handle(device: torch.device) -> int:
 def stream_at(handle: int, device: torch.device) -> torch.Stream:
     """Return the stream of a native handle, one of torch's or of the driver's."""
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return torch.Stream(stream_id=_device.stream_id(index, handle), device_index=index, device_type=20)
+    return torch.Stream(stream_id=_device.stream_id(index, handle), device_index=index, device_type=_PRIVATE_USE_1)
 
 
 def take_faults() -> list[str]:
@@ -165,13 +166,19 @@ def num_driver_calls() -> int:
 
 
 @contextmanager
-def link(*, bytes_per_s: float) -> Iterator[None]:
-    """Let copies take simulated time, those of one device and direction one after the other."""
-    _device.set_link_bytes_per_s(bytes_per_s)
+def timed(*, link_bytes_per_s: float = 0.0, kernel_bytes_per_s: float = 0.0) -> Iterator[None]:
+    """Let work take simulated time; it runs when it does all the same. See `clock`, and events with timing.
+
+    Args:
+        link_bytes_per_s: of copies to and from pinned memory, those of one device and direction one after the other;
+            0: no time.
+        kernel_bytes_per_s: of all that a kernel reads and writes; 0: no time.
+    """
+    _device.set_rates(link_bytes_per_s, kernel_bytes_per_s)
     try:
         yield
     finally:
-        _device.set_link_bytes_per_s(0.0)
+        _device.set_rates(0.0, 0.0)
 
 
 def clock() -> float:

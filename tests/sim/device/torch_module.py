@@ -74,9 +74,8 @@ def _streams(module: Any, extension: Any) -> None:
     module.Stream = torch.Stream
     module.Event = torch.Event
     module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
-    module.default_stream = lambda device=None: torch.Stream(
-        stream_id=0, device_index=_index(device), device_type=torch.device("sim").type and 20
-    )
+    kind = torch.Stream(device="sim").device_type
+    module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=_index(device), device_type=kind)
     module.set_stream = torch.accelerator.set_stream
     module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     module.synchronize = lambda device=None: torch.accelerator.synchronize(_index(device))
@@ -95,6 +94,9 @@ def _devices(module: Any, extension: Any) -> None:
     module.set_device = lambda device: torch.accelerator.set_device_index(_index(device))
     module.device = _OnDevice
     module.get_device_name = lambda device=None: "simulated accelerator"
+    module.get_device_properties = lambda device=None: types.SimpleNamespace(
+        name=module.get_device_name(device), total_memory=extension.capacity(_index(device))
+    )
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.is_bf16_supported = lambda: True
 
@@ -102,12 +104,18 @@ def _devices(module: Any, extension: Any) -> None:
 def made(extension: Any) -> types.ModuleType:
     """Return the module for the device's extension."""
     module: Any = types.ModuleType("torch.sim")
+    module._extension = extension
     _devices(module, extension)
     _streams(module, extension)
     _random(module, tuple(extension.default_generator(i) for i in range(extension.device_count())))
     for name in _MEMORY:
         setattr(module, name, getattr(torch.accelerator, name))
-    module.mem_get_info = lambda device=None: torch.accelerator.get_memory_info(_index(device))
+
+    def mem_get_info(device: Device = None) -> tuple[int, int]:
+        capacity = extension.capacity(_index(device))
+        return max(0, capacity - torch.accelerator.memory_reserved(_index(device))), capacity
+
+    module.mem_get_info = mem_get_info
     module.memory_snapshot = lambda: [
         {"device": i, **block} for i in range(extension.device_count()) for block in extension.snapshot(i)
     ]

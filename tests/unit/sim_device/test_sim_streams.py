@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from driver_rig import copy_out, current
@@ -120,7 +122,8 @@ def test_an_adversary_runs_copies_early_and_the_same_each_time() -> None:
         device.settle()
         device.set_adversary(3, 0.1)
         counts = []
-        sides = [torch.Stream(stream_id=1 + i, device_index=0, device_type=20) for i in range(4)]
+        kind = _current().device_type
+        sides = [torch.Stream(stream_id=1 + i, device_index=0, device_type=kind) for i in range(4)]
         for side in sides * 3:
             _late(side)
             counts.append(device.num_pending())
@@ -177,7 +180,7 @@ def test_capture_is_what_a_test_says() -> None:
 def test_the_link_takes_simulated_time_and_events_tell_it() -> None:
     side = torch.Stream(device="sim")
     source, host = torch.ones(1000, device="sim"), torch.zeros(1000, pin_memory=True)
-    with device.link(bytes_per_s=8000.0):
+    with device.timed(link_bytes_per_s=8000.0):
         begin, end = (torch.Event("sim", enable_timing=True) for _ in range(2))
         begin.record(side)
         side.wait_stream(_current())
@@ -197,7 +200,7 @@ def test_copies_of_one_direction_share_the_link() -> None:
     sides = [torch.Stream(device="sim") for _ in range(2)]
     source = torch.ones(1000, device="sim")
     hosts = [torch.zeros(1000, pin_memory=True) for _ in range(2)]
-    with device.link(bytes_per_s=4000.0):
+    with device.timed(link_bytes_per_s=4000.0):
         before = device.clock()
         for side, host in zip(sides, hosts, strict=True):
             side.wait_stream(_current())
@@ -216,3 +219,20 @@ def test_the_driver_and_torch_share_streams() -> None:
     assert device.num_pending() == 1
     side.synchronize()
     assert torch.equal(host, VALUES)
+
+
+def test_kernels_may_take_time_too() -> None:
+    with device.timed(kernel_bytes_per_s=8000.0):
+        values = torch.ones(1000, device="sim")
+        _current().synchronize()
+        before = device.clock()
+        values.add_(1)
+        assert device.clock() == before
+        _current().synchronize()
+        assert device.clock() - before == pytest.approx(0.5)
+
+
+def test_importing_it_again_changes_nothing() -> None:
+    extension, module = device._device, torch.sim
+    importlib.reload(device)
+    assert device._device is extension and torch.sim is module and torch.ones(2, device="sim").sum().item() == 2

@@ -189,3 +189,16 @@ def test_threads_train_side_by_side() -> None:
     for thread in threads:
         thread.join()
     assert not raised
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_train(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(1)
+    layer, values = kind(6, 8, num_layers=2), torch.randn(5, 3, 6)
+    found = []
+    for where in ("cpu", "sim"):
+        own = copy.deepcopy(layer).to(where)
+        own(values.to(where))[0].square().sum().backward()
+        found.append([parameter.grad.cpu() for parameter in own.parameters() if parameter.grad is not None])
+    assert len(found[0]) == 8
+    torch.testing.assert_close(found[0], found[1])

@@ -312,11 +312,17 @@ std::vector<Range> ranges_of(const at::Tensor& tensor) {
 void note_kernel(Stream* stream, const char* what, const std::vector<Range>& reads, const std::vector<Range>& writes) {
   const Lock lock = lock_machine();
   const Access access = streams().begin(lock, stream, what);
+  std::size_t bytes = 0;
   for (const Range& range : reads) {
     checker().read(range, access, stream->clock);
+    bytes += range.bytes();
   }
   for (const Range& range : writes) {
     checker().write(range, access, stream->clock);
+    bytes += range.bytes();
+  }
+  if (streams().kernel_bytes_per_s > 0.0) {
+    streams().advance(lock, stream, static_cast<double>(bytes) / streams().kernel_bytes_per_s);
   }
 }
 

@@ -64,13 +64,10 @@ void bind_time(py::module_& module) {
     const Lock lock = lock_machine();
     streams().advance(lock, found(lock, device, id), seconds);
   });
-  module.def("link_bytes_per_s", [] {
+  module.def("set_rates", [](double link_bytes_per_s, double kernel_bytes_per_s) {
     const Lock lock = lock_machine();
-    return streams().link_bytes_per_s;
-  });
-  module.def("set_link_bytes_per_s", [](double rate) {
-    const Lock lock = lock_machine();
-    streams().link_bytes_per_s = rate;
+    streams().link_bytes_per_s = link_bytes_per_s;
+    streams().kernel_bytes_per_s = kernel_bytes_per_s;
   });
 }
 

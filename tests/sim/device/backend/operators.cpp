@@ -156,8 +156,9 @@ std::int64_t choose_attention(const Tensor& query, const Tensor& key, const Tens
 }
 
 const std::set<std::string>& own_kernels() {
-  static const std::set<std::string> names = {"empty.memory_format", "empty_strided",    "record_stream", "copy_",
-                                              "native_dropout",      "_fused_sdp_choice"};
+  static const std::set<std::string> names = {
+      "empty.memory_format", "empty_strided",     "record_stream",         "copy_",
+      "native_dropout",      "_fused_sdp_choice", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"};
   return names;
 }
 

@@ -108,7 +108,8 @@ class Streams {
   void take_link(const Lock& lock, Stream* stream, Direction direction, std::size_t bytes);
   void advance(const Lock&, Stream* stream, double seconds) { stream->time_s = now(stream) + seconds; }
   double host_time_s() const { return host_time_s_; }
-  double link_bytes_per_s = 0.0;  // 0: no time
+  double link_bytes_per_s = 0.0;    // 0: no time
+  double kernel_bytes_per_s = 0.0;  // of all that a kernel reads and writes; 0: no time
 
  private:
   friend class KernelScope;
