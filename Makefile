@@ -27,9 +27,14 @@ test: $(STAMP)
 device: $(STAMP)
 	$(BIN)/python -m pytest --device sim tests/unit/sim_device $(ARGS)
 
-# Nothing may grow over 20,000 steps; `make test` runs the same over 2,000.
+# The contract tests with tensors of the simulated device: offloading, random state, and every fourth of the others.
+device: $(STAMP)
+	PYTHON=$(BIN)/python scripts/device_tests --sample 4 $(ARGS)
+
+# Nothing may grow over 20,000 steps; `make test` runs the same over 2,000. And all that `make device` has a part of.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
+	PYTHON=$(BIN)/python scripts/device_tests $(ARGS)
 
 # The tests that run code of other packages, in an environment of their own, with the extensions of the first one.
 integrations: $(STAMP) $(INTEGRATIONS)/.installed

@@ -55,9 +55,9 @@ NAMES: dict[str, Any] = {
     "clears_saved": extensions.clears_saved,
     # Global state that a rerun must find as the forward found it.
     "state_getters": state.GETTERS,
-    # Default generators: of the CPU alone, and of the devices of a tuple of arguments.
+    # Default generators: of the CPU alone, and those that a call with a tuple of arguments may draw from.
     "cpu_generators": (torch.default_generator,),
-    "generators_of": random_state.generators_of_tensors,
+    "generators_of": random_state.generators_of_call,
     "is_capturing": devices.is_capturing,
     # Hooks and grad mode.
     "top_hooks": torch_private.top_hooks,

@@ -43,6 +43,7 @@ __all__ = [
     "is_on_accelerator",
     "register",
     "synchronize",
+    "used_generators",
 ]
 
 #: NVIDIA's driver, by its soname.
@@ -62,6 +63,9 @@ class Accelerator:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self._streams: dict[tuple[int | None, int], torch.Stream] = {}
+        #: Devices that were not in use when a region asked last; None: none asked.
+        self._unused: list[int] | None = None
+        self._used_generators: tuple[torch.Generator | DeviceGenerator, ...] = ()
 
     @property
     def module(self) -> Any:
@@ -192,6 +196,23 @@ class Accelerator:
         """Return what stands for the default generators of all devices, which it makes ready for use."""
         return [DeviceGenerator(self, i) for i in range(self.device_count())] if self._tells_random_state() else []
 
+    def is_used(self, index: int) -> bool:
+        """Whether this process may have used a device; asking does not make it ready for use."""
+        return True
+
+    def used_generators(self) -> "tuple[torch.Generator | DeviceGenerator, ...]":
+        """Return the default generators, or what stands for them, of all devices in use. Every region asks."""
+        if self._unused is None:
+            if self.current_index() is None:
+                return ()
+            self._unused = list(range(self.device_count())) if self._has("device_count") else []
+        found = [index for index in self._unused if self.is_used(index)] if self._unused else ()
+        if found:
+            self._unused = [index for index in self._unused if index not in found]
+            made = (*self._used_generators, *map(self.generator_at, found))
+            self._used_generators = tuple(dict.fromkeys(generator for generator in made if generator is not None))
+        return self._used_generators
+
     def _tells_random_state(self) -> bool:
         return self._has("get_rng_state") and self._has("set_rng_state")
 
@@ -239,6 +260,10 @@ class Cuda(Accelerator):
 
     def memory_info(self, device: torch.device) -> tuple[int, int] | None:
         return torch.cuda.mem_get_info(device)
+
+    def is_used(self, index: int) -> bool:
+        has_context = torch_private.cuda_has_context
+        return has_context is None or has_context(index)
 
     def facts_of(self, device: torch.device) -> GpuFacts | None:
         return nvml.facts_of(str(torch.cuda.get_device_properties(device).uuid)) if torch.version.hip is None else None
@@ -324,6 +349,12 @@ def generator_of(device: torch.device) -> torch.Generator | DeviceGenerator | No
         return None
     index = device.index if device.index is not None else accelerator.current_index()
     return None if index is None else accelerator.generator_at(index)
+
+
+def used_generators() -> tuple[torch.Generator | DeviceGenerator, ...]:
+    """Return the default generators of all devices of the accelerator that are in use, or what stands for them."""
+    accelerator = current()
+    return () if accelerator is None else accelerator.used_generators()
 
 
 def autocast_types() -> tuple[str, ...]:

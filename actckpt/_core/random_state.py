@@ -4,8 +4,11 @@ NOTE [ Random state ]
 
 Rule 1. States are captured by value and written back into the same generator objects. A handle that
         is merely set back restores nothing, and a cloned generator is unknown to CUDA graphs.
-Rule 2. Captured are the CPU's default generator, the default generator of every device among the
-        inputs (once each), every `torch.Generator` among the inputs, and the trackers of extensions and callers.
+Rule 2. Captured are the CPU's default generator, the default generators of all devices that are in use (on CUDA:
+        that have a context) or among the inputs, once each, every `torch.Generator` among the inputs, and the trackers
+        of extensions and callers. Inputs alone do not tell: a function may send what it was given to a second device
+        and draw there, with parameters there or without. A device that the process uses for the first time within the
+        function is not captured.
 Rule 3. A tracker is any object with `get_states() -> dict` and `set_states(dict)`, whose values are
         byte tensors, `torch.Generator`s, or immutable values; recognised by value, not by class.
         It always gets a new dict, because trackers keep and change the one they are given.
@@ -105,7 +108,7 @@ class RandomState:
         generators: Sequence[torch.Generator],
         trackers: Sequence[GetTracker],
     ) -> None:
-        self._generators = _C.capture_generators((*generators_of_devices(of_inputs), *generators))
+        self._generators = _C.capture_generators((*generators_of_region(of_inputs), *generators))
         self._trackers = [_TrackerState(tracker) for tracker in known_trackers(trackers)]
         #: The swap within whose rerun the region is made (Rule 6).
         self.outer_swap = _C.current_swap()
@@ -177,14 +180,19 @@ def _copied(value: Any) -> Any:
 
 
 def generators_of_devices(found: Iterable[torch.device]) -> tuple[Generator, ...]:
-    """Return the default generators of the CPU and of these devices, each once (Rule 2)."""
+    """Return the default generators of the CPU and of these devices, each once."""
     generators = [torch.default_generator, *(devices.generator_of(device) for device in found)]
     return tuple(dict.fromkeys(generator for generator in generators if generator is not None))
 
 
-def generators_of_tensors(args: tuple[Any, ...]) -> tuple[Generator, ...]:
-    """Return the default generators of the CPU and of the devices of the tensors in `args`."""
-    return generators_of_devices(a.device for a in args if isinstance(a, Tensor) and not a.is_cpu)
+def generators_of_region(of_inputs: Iterable[torch.device]) -> tuple[Generator, ...]:
+    """Return the default generators that a function may draw from, given its inputs' devices, each once (Rule 2)."""
+    return tuple(dict.fromkeys((*generators_of_devices(of_inputs), *devices.used_generators())))
+
+
+def generators_of_call(args: tuple[Any, ...]) -> tuple[Generator, ...]:
+    """Return the default generators that a function called with `args` may draw from, each once."""
+    return generators_of_region(a.device for a in args if isinstance(a, Tensor) and not a.is_cpu)
 
 
 class _PythonRandom:

@@ -58,6 +58,9 @@ current_accelerator: Callable[[], torch.device | None] = (
     _optional(torch._C, "_accelerator_getAccelerator") or torch.accelerator.current_accelerator
 )
 
+#: Whether a CUDA device has a context, without making one. Only where torch was built for CUDA.
+cuda_has_context: Callable[[int], bool] | None = _optional(torch._C, "_cuda_hasPrimaryContext")
+
 #: Whether autocast is on for any device.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

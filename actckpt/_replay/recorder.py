@@ -215,11 +215,14 @@ def _begin_random(tape: Tape, step: Step, args: tuple[Any, ...], kwargs: dict[st
     if explicit:
         step.random = explicit[0].device, explicit[0].get_state()
         return None
-    generators = random_state.generators_of_devices(device for device in found if device.type not in ("cpu", "meta"))
+    found = [device for device in found if device.type not in ("cpu", "meta")]
+    generators = random_state.generators_of_devices(found)
     own = generators[-1]
     if operator.generator_name is not None and isinstance(own, torch.Generator):
         step.random = own.device, own.get_state()
         return None
+    if operator.is_foreign:  # may send what it was given to another device
+        generators = random_state.generators_of_region(found)
     step.random = random_state.capture(generators)
     tape.swap = _C.current_swap()
     return (generators, [generator.get_state() for generator in generators]) if not operator.is_random else None

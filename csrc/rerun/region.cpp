@@ -39,10 +39,15 @@ bool is_complete(const py::object& state) {
   return true;
 }
 
-// Whether the current stream is being captured. The fourth getter tells the current device, None where none is in use.
-bool is_capturing(const py::object& state) {
+// Whether the accelerator is in use: the fourth getter tells the current device, None as long as none was used.
+bool has_device(const py::object& state) {
   constexpr Py_ssize_t kDevice = 3;
-  return PyTuple_GET_ITEM(state.ptr(), kDevice) != Py_None && call(names().is_capturing).ptr() == Py_True;
+  return PyTuple_GET_ITEM(state.ptr(), kDevice) != Py_None;
+}
+
+// Whether the current stream is being captured.
+bool is_capturing(const py::object& state) {
+  return has_device(state) && call(names().is_capturing).ptr() == Py_True;
 }
 
 // ------------------------------------------------------------------------------------- calls
@@ -246,8 +251,9 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
     if (!recipe.args) return Py_NewRef(Py_NotImplemented);
     if (truth(args[3]) && !is_capturing(recipe.state)) {
-      const py::object generators =
-          on_device ? call(names().generators_of, args[1]) : py::reinterpret_borrow<py::object>(names().cpu_generators);
+      const py::object generators = on_device || has_device(recipe.state)
+                                        ? call(names().generators_of, args[1])
+                                        : py::reinterpret_borrow<py::object>(names().cpu_generators);
       recipe.random = capture_generators(generators.ptr());
       recipe.outer_swap = 0;
     }

@@ -214,12 +214,15 @@ def test_random_state_is_not_read_while_a_stream_is_capturing(worked: Worked, ca
 # Random numbers.
 
 
-def test_the_state_of_a_device_without_generators_is_swapped_through_its_module(module: Module) -> None:
+def test_the_state_of_a_device_without_generators_is_swapped_through_its_module(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     state = random_state.RandomState([torch.device(KIND, 1), torch.device(KIND, 1)], [], [])
     module.drawn[1] += 7
     module.drawn[0] += 3
     with state.swapped_in():
-        assert [int(each) for each in module.drawn] == [3, 0]
+        assert [int(each) for each in module.drawn] == [0, 0]
         module.drawn[1] += 1
     assert [int(each) for each in module.drawn] == [3, 7]
 
@@ -235,6 +238,37 @@ def test_a_device_without_a_number_is_the_current_one(module: Module, monkeypatc
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     assert devices.generator_of(torch.device(KIND)) == devices.generator_of(torch.device(KIND, 1))
     assert devices.generator_of(torch.device(KIND)) != devices.generator_of(torch.device(KIND, 0))
+
+
+def test_every_device_that_is_in_use_is_asked(
+    there: Accelerator, module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    module.is_initialized = lambda: False
+    assert devices.used_generators() == ()
+    module.is_initialized = lambda: True
+    first, second = there.generators()
+    assert devices.used_generators() == (first, second)
+    state = random_state.RandomState([], [], [])
+    module.drawn[1] += 7
+    with state.swapped_in():
+        assert int(module.drawn[1]) == 0
+    assert int(module.drawn[1]) == 7
+
+
+def test_a_cuda_device_is_in_use_when_it_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, with_context = Cuda(), {0}
+    monkeypatch.setattr(cuda, "current_index", lambda: 0)
+    monkeypatch.setattr(cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(cuda, "generator_at", str)
+    monkeypatch.setattr(torch_private, "cuda_has_context", with_context.__contains__)
+    assert cuda.used_generators() == ("0",)
+    with_context.add(2)
+    assert cuda.used_generators() == cuda.used_generators() == ("0", "2")
+    with_context.add(1)
+    assert cuda.used_generators() == ("0", "2", "1")
+    monkeypatch.setattr(torch_private, "cuda_has_context", None)
+    assert all(map(Cuda().is_used, range(3))), "nobody tells"
 
 
 def test_a_module_without_random_numbers_has_none_to_restore(there: Accelerator, module: Module) -> None:

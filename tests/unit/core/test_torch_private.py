@@ -183,6 +183,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "any_autocast_enabled",
         "apply_code",
         "below_autograd",
+        "cuda_has_context",
         "current_accelerator",
         "current_graph_exec_group",
         "current_graph_task_id",

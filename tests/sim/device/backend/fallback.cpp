@@ -24,6 +24,7 @@ struct Facts {
   bool touches_no_bytes = false;  // views, and questions about shapes
   bool tells_host = false;        // its result is a value of the host
   bool takes_any_device = false;
+  bool counts_versions = false;  // its kernel does: autograd leaves it to the kernels that lists of tensors run on
   std::vector<bool> writes;        // by argument
   std::vector<bool> is_generator;  // by argument
 };
@@ -73,6 +74,7 @@ Facts facts_from(const c10::OperatorHandle& op) {
                            name == "set_" || (op.hasTag(at::Tag::inplace_view) && name != "resize_");
   facts.takes_any_device = starts_with(name, "index") || starts_with(name, "_index") || name == "_unsafe_index" ||
                            name == "copy_" || starts_with(name, "_foreach_copy") || starts_with(name, "_copy_from");
+  facts.counts_versions = writes && starts_with(name, "_foreach_");
   return facts;
 }
 
@@ -100,6 +102,7 @@ class Launch {
   void for_tensors(const Function& function) const;
   c10::IValue& argument(std::size_t i) const { return (*stack_)[first_ + i]; }
   void require_one_device(int device) const;
+  void count_versions() const;
   void note_arguments(Stream* stream) const;
   void swap_arguments(int device, Aliases* aliases) const;
   void swap_results(Aliases* aliases) const;
@@ -157,6 +160,14 @@ void Launch::require_one_device(int device) const {
                       (tensor.is_privateuseone() ? tensor.device().index() == device : tensor.dim() == 0);
     TORCH_CHECK(fits, facts_.name, ": expected all tensors to be on the same device, but found at least two devices, ",
                 torch_device(device), " and ", tensor.device());
+  });
+}
+
+void Launch::count_versions() const {
+  for_tensors([](const at::Tensor& tensor, bool is_written) {
+    if (is_written && tensor.defined() && !tensor.is_inference()) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    }
   });
 }
 
@@ -236,6 +247,9 @@ void Launch::run(int device) {
   if (facts_.touches_no_bytes) {
     call(stream);
     return;
+  }
+  if (facts_.counts_versions) {
+    count_versions();
   }
   {
     const KernelScope kernel(stream);

@@ -1,0 +1,94 @@
+"""Random state of regions over two devices: reruns draw what the forward drew on each, whatever the inputs are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sim.device import accelerator
+from torch import Tensor
+from torch.nn import functional
+
+import actckpt
+from actckpt._core import devices, random_state
+
+Method = Callable[..., Any]
+
+
+def _checkpoint(function: Method, *args: Any) -> Any:
+    return actckpt.checkpoint(function, *args)
+
+
+def _offloading_inputs(function: Method, *args: Any) -> Any:
+    return actckpt.checkpoint(function, *args, offload_inputs=True)
+
+
+def _nested(function: Method, *args: Any) -> Any:
+    return actckpt.checkpoint(lambda *inner: actckpt.checkpoint(function, *inner), *args)
+
+
+def _replayed(function: Method, *args: Any) -> Any:
+    with actckpt.region("recompute"):
+        return function(*args)
+
+
+def _call_in_region(function: Method, *args: Any) -> Any:
+    return actckpt.checkpoint(function, *args, policy="recompute")
+
+
+METHODS = {
+    "checkpoint": _checkpoint,
+    "offload_inputs": _offloading_inputs,
+    "nested": _nested,
+    "region": _replayed,
+    "policy": _call_in_region,
+}
+
+
+def _split(x: Tensor) -> Tensor:
+    """Draw on a device that nothing was given on."""
+    there = functional.dropout(x.exp(), 0.5).to("sim:1")
+    there = functional.dropout(there.sin(), 0.5)
+    return (there * torch.rand(8, 8, device="sim:1")).tanh().to(x.device)
+
+
+def _gradients(method: Method, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(3)
+    y = method(_split, x)
+    torch.rand(5, device="sim:1")  # what comes between forward and backward
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    return [gradient, *torch.sim.get_rng_state_all()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("home", ["sim:0", "cpu"])
+def test_what_is_drawn_on_a_device_without_inputs_is_drawn_again(name: str, home: str) -> None:
+    x = torch.randn(8, 8, device=home, requires_grad=True)
+    with accelerator.offloading():
+        found = _gradients(METHODS[name], x)
+    expected = _gradients(lambda function, *args: function(*args), x)
+    assert all(map(torch.equal, found, expected))
+
+
+class _SecondIsNew(accelerator.Simulated):
+    """The second device is used later than the first one."""
+
+    is_second_used = False
+
+    def is_used(self, index: int) -> bool:
+        return index == 0 or self.is_second_used
+
+
+def test_the_generators_of_devices_are_captured_once_they_are_in_use() -> None:
+    first, second = torch.sim.default_generators  # type: ignore[attr-defined]
+    own = _SecondIsNew()
+    undo = devices.register(own)
+    try:
+        assert random_state.generators_of_region([]) == (torch.default_generator, first)
+        assert random_state.generators_of_region([torch.device("sim:1")]) == (torch.default_generator, second, first)
+        own.is_second_used = True
+        assert random_state.generators_of_region([]) == (torch.default_generator, first, second)
+    finally:
+        undo()
