@@ -10,6 +10,11 @@ import torch
 import actckpt
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the contract tests run with the tensors of another device."""
+    parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="where tensors of tests/contract are")
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_fixed_seeds_and_audits() -> Iterator[None]:
     threads = torch.get_num_threads()

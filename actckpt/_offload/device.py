@@ -85,9 +85,11 @@ class DeviceStore:
                 self._num_failed = found.num_failed_writes
                 notices.tell_of_failed_writes(found.num_failed_writes, found.num_full_writes, found.spill_error)
 
-    def saved_again(self, ticket: _C.DeviceTicket, device: torch.device) -> None:
+    def saved_again(self, ticket: _C.DeviceTicket, device: torch.device, storage: torch.UntypedStorage) -> None:
         assert device.index is not None
-        ticket.use(device.index, self.accelerator.stream_handle(device))
+        stream = self.accelerator.stream_handle(device)
+        if not ticket.use(device.index, stream):  # without us the graph would hold it as long as that stream works
+            record_streams(_C.Bytes(storage, 0), [(device.index, stream)])
 
     def fetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes:
         stream = self.accelerator.stream_handle(device)

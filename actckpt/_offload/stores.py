@@ -34,8 +34,8 @@ class Store(Protocol):
     def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         """Begin to move bytes out; returns a ticket, or None if they stay. Waits for room only if `must`."""
 
-    def saved_again(self, ticket: Any, device: torch.device) -> None:
-        """Note that the same bytes were saved again, perhaps on another stream."""
+    def saved_again(self, ticket: Any, device: torch.device, storage: torch.UntypedStorage) -> None:
+        """Note that the same bytes were saved again, perhaps on another stream, from that storage."""
 
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
         """Return the bytes, valid for the current stream."""

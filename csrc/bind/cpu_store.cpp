@@ -61,7 +61,7 @@ class CpuTicket final : public StoreTicket {
     in_python([this] { handle_.unload(); });
   }
 
-  void saved_again() override {}
+  void saved_again(PyObject*) override {}
 
   py::object timing() const override { return py::cast(handle_.timing()); }
 

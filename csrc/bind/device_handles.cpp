@@ -64,7 +64,15 @@ DeviceHandle::DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const Han
   workers_->set_progress([engine = engine_.get()] { return engine->advance(); });
 }
 
-DeviceHandle::~DeviceHandle() noexcept { workers_->stop(); }
+DeviceHandle::~DeviceHandle() noexcept {
+  workers_->stop();
+  Releases releases;
+  {
+    const py::gil_scoped_release no_gil;
+    engine_->finish(&releases);
+  }
+  finish(releases);
+}
 
 void DeviceHandle::work() {
   engine_->advance();
@@ -125,7 +133,9 @@ void DeviceHandle::poll() {
   engine_->poll(&released);
 }
 
-void DeviceTicketHandle::use(int device, std::uintptr_t stream) { owner_->engine()->use(ticket_, {device, stream}); }
+bool DeviceTicketHandle::use(int device, std::uintptr_t stream) {
+  return owner_->engine()->use(ticket_, {device, stream});
+}
 
 py::object DeviceTicketHandle::get(int device, std::uintptr_t stream) {
   for (;;) {

@@ -83,7 +83,7 @@ class DeviceTicketHandle {
   TimingPtr timing() const { return ticket_->timing; }
   const char* tier() const;
   std::pair<int, std::uintptr_t> put_stream() const { return {ticket_->put_stream.device, ticket_->put_stream.handle}; }
-  void use(int device, std::uintptr_t stream);
+  bool use(int device, std::uintptr_t stream);
 
   // (object, record_stream wanted), or None: allocate on the stream and `load(..., urgent=True)`.
   // Releases the GIL while a worker has to bring the bytes first.

@@ -6,7 +6,8 @@
 // the one that the driver's library knows:
 //
 //   ticket = engine.put(ptr, nbytes, device, stream, alias)    # a DeviceTicket, or why it stays: Kept
-//   ticket.use(device, other_stream)                           # the same storage is saved on another stream
+//   if not ticket.use(device, other_stream):                   # the same storage is saved on another stream
+//       alias.record_stream(other_stream)                      # and the engine holds it no more
 //   found = ticket.get(device, stream)                         # (object, record_stream wanted) or None
 //   if found is None:                                          # allocate with `stream` current
 //       ticket.load(device, stream, buffer.data_ptr(), buffer, urgent=True)

@@ -71,10 +71,11 @@ std::shared_ptr<DeviceHandle> make_over(const GivenDriver& driver, HandleSetting
   auto handle = std::make_shared<DeviceHandle>(backend, settings, release,
                                                [weak, advance = driver.advance](DeviceEngine::Lock& lock) {
                                                  advance();
-                                                 const auto waiting = weak->lock();
-                                                 lock.unlock();
-                                                 waiting->work();
-                                                 lock.lock();
+                                                 if (const auto waiting = weak->lock()) {
+                                                   lock.unlock();
+                                                   waiting->work();
+                                                   lock.lock();
+                                                 }
                                                });
   *weak = handle;
   return handle;

@@ -55,7 +55,7 @@ std::vector<py::object> join(const Destination& destination, PyObject* tensor, c
     reached = end_of(span_of(span.ptr()));
   }
   if (!move_until(extent.start + extent.nbytes)) return {};
-  for (const py::object& span : overlapping) share(span_of(span.ptr()));
+  for (const py::object& span : overlapping) share(span_of(span.ptr()), extent.storage);
   return joined;
 }
 
@@ -89,7 +89,7 @@ Placed place(const Destination& destination, PyObject* tensor, const TensorExten
   if (may_share) {
     py::object found = find_span(extent, &overlapping);
     if (found) {
-      share(span_of(found.ptr()));
+      share(span_of(found.ptr()), extent.storage);
       sums().deduplicated_bytes += reads().tensor_nbytes.number(tensor);
       return Placed::in(std::move(found));
     }

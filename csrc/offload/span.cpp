@@ -125,9 +125,9 @@ py::object new_span(const TensorExtent& extent, PyObject* store, std::unique_ptr
   return owner;
 }
 
-void share(SpanObject* span) {
+void share(SpanObject* span, PyObject* storage) {
   ++span->num_saved;
-  span->ticket->saved_again();
+  span->ticket->saved_again(storage);
 }
 
 void add_span_type(py::module_& module) {

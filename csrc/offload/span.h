@@ -98,8 +98,8 @@ py::object find_span(const TensorExtent& extent, std::vector<py::object>* overla
 py::object new_span(const TensorExtent& extent, PyObject* store, std::unique_ptr<StoreTicket> ticket,
                     SourceWatchPointer watch, bool may_share);
 
-// Notes that one more saved tensor shares it.
-void share(SpanObject* span);
+// Notes that one more saved tensor, of that storage, shares it.
+void share(SpanObject* span, PyObject* storage);
 
 void add_span_type(py::module_& module);
 

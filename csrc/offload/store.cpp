@@ -26,7 +26,9 @@ class PythonTicket final : public StoreTicket {
 
   void unload() override { call_method_with(ticket_.ptr(), names().unload); }
 
-  void saved_again() override { call_method_with(store_, names().saved_again, ticket_.ptr(), device_.ptr()); }
+  void saved_again(PyObject* storage) override {
+    call_method_with(store_, names().saved_again, ticket_.ptr(), device_.ptr(), storage);
+  }
 
   py::object timing() const override { return attribute(ticket_.ptr(), names().timing); }
 

@@ -30,8 +30,8 @@ class StoreTicket {
   // Releases what was brought back, and a source that is safe; the bytes stay in the store. Never waits.
   virtual void unload() = 0;
 
-  // The same bytes were saved again, perhaps on another stream.
-  virtual void saved_again() = 0;
+  // The same bytes were saved again, perhaps on another stream, from the storage they were put from.
+  virtual void saved_again(PyObject* storage) = 0;
 
   // How long the program waited for it; outlives it.
   virtual py::object timing() const = 0;

@@ -80,7 +80,7 @@ class PythonStore:
         ticket = self.inner.engine.put(address, nbytes, self.inner.tier, source, must=must)
         return None if isinstance(ticket, _C.Kept) else ticket
 
-    def saved_again(self, ticket: Any, device: torch.device) -> None:
+    def saved_again(self, ticket: Any, device: torch.device, storage: torch.UntypedStorage) -> None:
         pass
 
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:

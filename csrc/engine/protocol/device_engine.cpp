@@ -186,12 +186,14 @@ void DeviceEngine::pause(Lock& lock) {
   check_working("wait");
 }
 
-void DeviceEngine::use(const DeviceTicketPtr& ticket, Stream stream) {
+bool DeviceEngine::use(const DeviceTicketPtr& ticket, Stream stream) {
   fork_guard_.check("use");
   const Lock lock(calls_);
-  if (ticket->flight != nullptr && ticket->flight->keep != nullptr) {
-    add_use(&ticket->flight->uses, stream);
+  if (ticket->flight == nullptr || ticket->flight->keep == nullptr) {
+    return false;
   }
+  add_use(&ticket->flight->uses, stream);
+  return true;
 }
 
 Got DeviceEngine::get(const DeviceTicketPtr& ticket, Stream stream, Releases* releases) {

@@ -4,7 +4,7 @@
 // are the device's write-out, load and urgent-load streams, S the stream that is current in the
 // calling thread. Pinned memory comes first; where it is full, the tiers below it, in their order.
 // No call waits for the device or a worker but `put` with `must`, where bounce buffers are short,
-// and `wait`; both are counted.
+// and `wait`, which are counted, and `finish`.
 //  - The caller allocates destinations and does what only the framework can: for each Release it
 //    calls record_stream(use) on the object for every use and then drops it; for a Got with
 //    `record_stream`, it calls record_stream(S) on the object before using it.
@@ -156,8 +156,9 @@ class DeviceEngine {
   Put put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep, const PutOptions& options,
           Releases* releases);
 
-  // Another stream of the program uses the ticket's source (line 2).
-  void use(const DeviceTicketPtr& ticket, Stream stream);
+  // Another stream of the program uses the ticket's source (line 2). False if it was released already: then the caller
+  // does for that stream what it does for a Release.
+  bool use(const DeviceTicketPtr& ticket, Stream stream);
 
   // Lines 7-10. kNeedsLoad: allocate on `stream`, `load` with urgent = true, get again. kBusy:
   // `wait`, get again. Throws what a fetch left, once: the next load tries again.
@@ -182,6 +183,10 @@ class DeviceEngine {
 
   // Moves on what workers have finished; true while anything is on its way. Called by workers.
   bool advance() noexcept;
+
+  // Waits for all copies, so that their memory may go, and hands back what they held. The last call of all, when no
+  // worker is left.
+  void finish(Releases* releases) noexcept;
 
   // No device call from now on; whoever waits is told.
   void close() noexcept;

@@ -226,6 +226,28 @@ bool DeviceEngine::advance() noexcept {
   return is_busy;
 }
 
+void DeviceEngine::finish(Releases* releases) noexcept {
+  if (fork_guard_.forked()) {
+    return;
+  }
+  Lock lock(calls_);
+  settle(releases);
+  try {
+    for (const auto& [device, fly] : fly_) {
+      for (const Side side : {Side::kOut, Side::kIn, Side::kUrgent}) {
+        const DeviceScope scope(backend_.get(), device);
+        const EventPtr last = failed_ ? nullptr : backend_->record(backend_->side(device, side));
+        while (!failed_ && !backend_->passed(last)) {
+          pause(lock);
+        }
+      }
+    }
+  } catch (const DeviceError& error) {
+    fail("finish", error);
+  }
+  settle(releases);
+}
+
 void DeviceEngine::close() noexcept {
   if (fork_guard_.forked()) {
     return;

@@ -87,9 +87,15 @@ def settle() -> None:
     _device.settle()
 
 
-def set_adversary(seed: int, eagerness: float) -> None:
-    """At each call of the program take steps of queues with probability `eagerness`; 0: as late as possible."""
-    _device.set_adversary(seed, eagerness)
+def set_adversary(seed: int = 0, eagerness: float = 0.0, reluctance: float = 0.0) -> None:
+    """Choose when queued work runs that nothing forces.
+
+    Args:
+        seed: all choices follow from it.
+        eagerness: how probably a step is taken at each call of the program; 0: everything as late as it can be.
+        reluctance: how probably a query takes no step.
+    """
+    _device.set_adversary(seed, eagerness, reluctance)
 
 
 def num_pending(device: int = 0) -> int:
@@ -183,7 +189,7 @@ def advance(seconds: float, stream: torch.Stream | None = None) -> None:
 def checked() -> Iterator[None]:
     """Start at rest, without adversary and link, and raise at the end what programs did wrong meanwhile."""
     settle()
-    _device.set_adversary(0, 0.0)
+    set_adversary()
     take_faults()
     try:
         yield
@@ -193,4 +199,4 @@ def checked() -> Iterator[None]:
     finally:
         settle()
         take_faults()
-        _device.set_adversary(0, 0.0)
+        set_adversary()

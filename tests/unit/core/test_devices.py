@@ -342,9 +342,11 @@ class Ticket:
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.found, self.log = streams, None, []  # type: ignore[var-annotated]
+        self.is_held = True
 
-    def use(self, index: int, stream: int) -> None:
+    def use(self, index: int, stream: int) -> bool:
         self.log.append(("use", index, stream))
+        return self.is_held
 
     def get(self, index: int, stream: int) -> Any:
         self.log.append(("get", index, stream))
@@ -370,7 +372,7 @@ def test_the_store_works_on_the_current_stream_and_reads_ahead_on_that_of_the_pu
         return allocate(nbytes, device)
 
     monkeypatch.setattr(_C, "allocate_bytes", noted)
-    store.saved_again(ticket, device)
+    store.saved_again(ticket, device, torch.empty(4).untyped_storage())
     ahead = store.prefetch(ticket, 16, device)
     fetched = store.fetch(ticket, 16, device)
     assert fetched is ahead is not None
@@ -387,6 +389,14 @@ def test_released_memory_is_noted_on_every_stream_that_used_it(streams: Streams)
     record_streams(_C.Bytes(storage, 0), [(0, 5), (1, 9)])
     uses = [(torch.device("cpu", 0), 5), (torch.device("cpu", 1), 9)]
     assert streams.log == [(storage.data_ptr(), use) for use in uses]
+
+
+def test_what_is_saved_again_after_its_release_is_noted_on_that_stream(streams: Streams) -> None:
+    engine = sim.MockCuda().engine(limit_bytes=1, window_bytes=1, release=record_streams)
+    ticket, storage = Ticket(streams), torch.empty(4).untyped_storage()
+    ticket.is_held = False
+    DeviceStore(engine, streams).saved_again(ticket, torch.device("cpu", 0), storage)
+    assert streams.log == [(storage.data_ptr(), (torch.device("cpu", 0), 5))]
 
 
 # Memory.

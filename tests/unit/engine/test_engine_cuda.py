@@ -163,6 +163,14 @@ def test_a_reload_on_a_capturing_stream_raises_and_polls_go_on(rig: Rig) -> None
     assert rig.engine.stats().last_error == ""
 
 
+def test_an_engine_that_goes_waits_for_its_copies_and_hands_their_sources_back(rig: Rig) -> None:
+    tensor = Tensor()
+    rig.put(tensor).drop()
+    assert rig.released == [] and rig.cuda.num_pinned_bytes > 0  # nothing has run yet
+    del rig.engine
+    assert rig.released == [(tensor, [(0, DEFAULT)])] and rig.cuda.num_pinned_bytes == 0
+
+
 def test_a_full_pool_keeps_and_takes_no_reference() -> None:
     small = Rig(limit_bytes=2 * PAGE)
     tensor = Tensor(3)

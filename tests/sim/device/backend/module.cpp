@@ -42,9 +42,9 @@ void bind_streams(py::module_& module) {
     const Lock lock = lock_machine();
     return streams().num_pending(device);
   });
-  module.def("set_adversary", [](std::uint64_t seed, double eagerness) {
+  module.def("set_adversary", [](std::uint64_t seed, double eagerness, double reluctance) {
     const Lock lock = lock_machine();
-    streams().set_adversary(seed, eagerness);
+    streams().set_adversary(seed, eagerness, reluctance);
   });
   module.def(
       "settle",

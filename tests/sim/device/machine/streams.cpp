@@ -136,12 +136,13 @@ Access Streams::begin(const Lock&, Stream* stream, const char* what) {
     stream->queue = num_queues_++;
   }
   stream->clock.join(host_);
-  return {stream->queue, stream->clock.advance(stream->queue), what, stream};
+  stream->last_tick = stream->clock.advance(stream->queue);
+  return {stream->queue, stream->last_tick, what, stream};
 }
 
 Point Streams::record(const Lock&, Stream* stream) {
   stream->clock.join(host_);
-  return {stream, stream->issued, stream->clock, epoch_, now(stream)};
+  return {stream, stream->issued, stream->clock, stream->last_tick, epoch_, now(stream)};
 }
 
 Clock Streams::joined(Clock clock, const std::vector<Point>& points) const {
@@ -177,12 +178,20 @@ void Streams::know(const Point& point) {
   }
 }
 
+bool Streams::is_known(const Point& point) const {
+  return point.stream == nullptr || point.epoch != epoch_ || host_.covers(point.stream->queue, point.tick);
+}
+
+// Work that runs at launch may be said not to have ended: a device might be slower.
 bool Streams::query(Lock& lock, const Point& point) {
-  if (has_passed(point)) {
+  const bool is_reluctant = adversary_.chance(adversary_.reluctance);
+  if (has_passed(point) && (is_known(point) || !is_reluctant)) {
     know(point);
     return true;
   }
-  move_on(lock, point.stream);
+  if (!has_passed(point) && !is_reluctant) {
+    move_on(lock, point.stream);
+  }
   return false;
 }
 
@@ -206,8 +215,7 @@ void Streams::move_on(Lock& lock, Stream* stream) {
 }
 
 void Streams::meddle(Lock& lock) {
-  const auto chance = [&] { return static_cast<double>(adversary_.random() >> 11) * 0x1p-53; };
-  while (adversary_.eagerness > 0.0 && chance() < adversary_.eagerness) {
+  while (adversary_.chance(adversary_.eagerness)) {
     std::vector<Stream*> busy;
     for (const auto& stream : all_) {
       if (!stream->tasks.empty()) {
@@ -221,9 +229,10 @@ void Streams::meddle(Lock& lock) {
   }
 }
 
-void Streams::set_adversary(std::uint64_t seed, double eagerness) {
+void Streams::set_adversary(std::uint64_t seed, double eagerness, double reluctance) {
   adversary_.random.seed(seed);
   adversary_.eagerness = eagerness;
+  adversary_.reluctance = reluctance;
 }
 
 void Streams::settle(Lock& lock) {
@@ -236,6 +245,7 @@ void Streams::settle(Lock& lock) {
   host_ = Clock();
   for (const auto& stream : all_) {
     stream->queue = -1;
+    stream->last_tick = 0;
     stream->clock = Clock();
   }
   checker().clear();

@@ -2,7 +2,7 @@
 //
 // Contract: a stream runs its tasks in order. Kernels run when they are launched, after everything that their stream
 // has been given before; copies, fills and waits lie in its queue until something forces them: a kernel, a
-// synchronisation, a wait of another stream that is forced, a query (one step), or the adversary. They run in the
+// synchronisation, a wait of another stream that is forced, a query (a step), or the adversary. They run in the
 // thread that forces them, so that a program is the same each time. What is ordered is another question: clocks are
 // joined when work is given, in the program's order, whatever the adversary does later.
 //  - The host is one agent: its threads are taken as ordered among themselves. Work is ordered after what the host
@@ -42,6 +42,7 @@ struct Stream {
   std::thread::id runner;  // the thread that runs a kernel or task of it now
   int depth = 0;           // of kernels inside kernels; 0: nothing runs
   int queue = -1;          // in clocks; -1: none yet
+  std::uint32_t last_tick = 0;
   Clock clock;
   double time_s = 0.0;
   bool is_capturing = false;
@@ -54,6 +55,7 @@ struct Point {
   Stream* stream = nullptr;  // null: nothing, which has passed
   std::uint64_t position = 0;
   Clock clock;
+  std::uint32_t tick = 0;  // of the stream
   std::uint64_t epoch = 0;
   double time_s = 0.0;
 };
@@ -62,7 +64,9 @@ enum class Direction { kToHost, kToDevice };
 
 struct Adversary {
   std::mt19937_64 random{0};
-  double eagerness = 0.0;  // how probably a step is taken at each call; 0: everything as late as it can be
+  double eagerness = 0.0;   // how probably a step is taken at each call; 0: everything as late as it can be
+  double reluctance = 0.0;  // how probably a query takes no step, and tells nothing new
+  bool chance(double probability) { return static_cast<double>(random() >> 11) * 0x1p-53 < probability; }
 };
 
 class Streams {
@@ -88,14 +92,14 @@ class Streams {
   // `clock`, and what the points were behind.
   Clock joined(Clock clock, const std::vector<Point>& points) const;
   void wait(const Lock& lock, Stream* stream, const Point& point);
-  // False, and one step nearer, where it has not passed.
+  // False, and one step nearer, where it has not passed, or is said not to have.
   bool query(Lock& lock, const Point& point);
   void synchronize(Lock& lock, const Point& point);
   bool has_passed(const Point& point) const { return point.stream == nullptr || point.stream->done >= point.position; }
 
   // Steps that nobody asked for. Called where the program calls the machine.
   void meddle(Lock& lock);
-  void set_adversary(std::uint64_t seed, double eagerness);
+  void set_adversary(std::uint64_t seed, double eagerness, double reluctance);
 
   // Runs everything and tells the host, and then forgets who did what: all of it is past.
   void settle(Lock& lock);
@@ -112,6 +116,7 @@ class Streams {
   void step(Lock& lock, Stream* stream);
   void move_on(Lock& lock, Stream* stream);
   void know(const Point& point);
+  bool is_known(const Point& point) const;
   Stream* add(int device, std::int64_t id);
 
   std::vector<std::unique_ptr<Stream>> all_;

@@ -1,0 +1,144 @@
+"""The store of device tensors over the simulated device: right as it is, and caught as soon as anything is left out.
+
+The engine, its CUDA backend, the store and the accelerator are the package's. What is left out is generated: each rule
+of the engine's protocol, and each call of `Accelerator` that orders streams.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+import typing
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sim
+import store_programs
+import torch
+from sim import device
+from sim.device.accelerator import Simulated, offloading
+from torch import nn
+
+import actckpt
+from actckpt._core import devices
+from actckpt._offload import device as device_store
+from actckpt.errors import ActckptError
+
+#: What only orders the memory of the tier below pinned memory, which is none of a device: tests of the engine see it.
+TIER_RULES = {"place_outlives_dropped_haul"}
+NUM_PROGRAMS = 200
+
+
+def test_random_programs_are_right(tmp_path: Path) -> None:
+    for seed in range(NUM_PROGRAMS):
+        with store_programs.store(seed, str(tmp_path)) as store:
+            assert store_programs.run_program(seed, store) == [], seed
+
+
+@pytest.mark.parametrize("rule", sorted(set(sim.rules()) - TIER_RULES))
+def test_leaving_out_a_rule_is_caught(rule: str, tmp_path: Path) -> None:
+    def is_caught(seed: int) -> bool:
+        with store_programs.store(seed, str(tmp_path), rule) as store:
+            return bool(store_programs.run_program(seed, store))
+
+    assert any(is_caught(seed) for seed in range(NUM_PROGRAMS))
+
+
+def _ordering_calls() -> list[str]:
+    """Return the methods of `Accelerator` that say in which order devices work, and that the store calls."""
+    section = inspect.getsource(devices.Accelerator).split("# In which order devices work.")[1].split("\n    # ")[0]
+    used = inspect.getsource(device_store)
+    return [name for name in re.findall(r"def (\w+)\(", section) if f"accelerator.{name}(" in used]
+
+
+def _without(name: str) -> devices.Accelerator:
+    """Return an accelerator one of whose calls does nothing, or knows the default stream only."""
+    result = typing.get_type_hints(getattr(devices.Accelerator, name))["return"]
+
+    def nothing(self: Any, *given: Any) -> Any:
+        if result is int:
+            return 0
+        if result is torch.Stream:
+            return torch.sim.default_stream(given[-1])
+        return None if result is type(None) else nullcontext()
+
+    return type("Mutated", (Simulated,), {name: nothing})()
+
+
+def test_the_ordering_calls_are_found() -> None:
+    assert {"stream_handle", "stream_at", "on_stream", "record_stream"} <= set(_ordering_calls())
+
+
+@pytest.mark.parametrize("name", _ordering_calls())
+def test_leaving_out_a_call_that_orders_streams_is_caught(name: str, tmp_path: Path) -> None:
+    def is_caught(seed: int) -> bool:
+        with store_programs.store(seed, str(tmp_path), accelerator=_without(name)) as store:
+            return bool(store_programs.run_program(seed, store))
+
+    assert any(is_caught(seed) for seed in range(NUM_PROGRAMS))
+
+
+def _gradients(model: nn.Module, num_steps: int = 2, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    values = torch.randn(4, 16, 32, device="sim")
+    model.zero_grad()
+    for _ in range(num_steps):
+        with actckpt.offload(**options) if options else nullcontext():
+            loss = model(values).pow(2).mean()
+        loss.backward()
+    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    blocks = [nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True) for _ in range(2)]
+    return nn.Sequential(*blocks).to("sim")
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("settings", [{}, {"host_limit": 1 << 20, "max_inflight": 1 << 16}], ids=["pinned", "pageable"])
+def test_offloading_gives_the_gradients_of_plain_training(
+    model: nn.Module, seed: int, settings: dict[str, Any]
+) -> None:
+    expected = _gradients(model)
+    device.set_adversary(seed, 0.1 * seed, 0.9 - 0.1 * seed)
+    with offloading(**settings), device.judging_frees():
+        before = actckpt.stats().offloaded_bytes
+        found = _gradients(model, min_bytes=0)
+        assert actckpt.stats().offloaded_bytes > before
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5, 20, 50, 100, 200, 400, 800])
+def test_a_device_lost_in_the_middle_gives_right_gradients_or_one_error(model: nn.Module, calls: int) -> None:
+    expected = _gradients(model)
+    with offloading():
+        _gradients(model, 1, min_bytes=0)  # sets the engine up
+        try:
+            with device.failing_driver(calls):
+                found = _gradients(model, min_bytes=0)
+        except ActckptError as error:
+            assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in str(error)
+        else:
+            assert all(map(torch.equal, expected, found))
+    device.take_faults()
+
+
+def test_a_store_that_goes_with_copies_under_way_leaves_nothing_behind() -> None:
+    values = torch.ones(1 << 16, device="sim", requires_grad=True)
+    before = torch.sim.memory_allocated()
+    device.set_adversary(reluctance=0.99)
+    with offloading(), actckpt.offload(min_bytes=0):
+        (values * 1.5).sin().exp()
+        assert device.num_pending() > 0
+    gc.collect()
+    assert torch.sim.memory_allocated() == before and device.num_registered_bytes() == 0
+
+
+def test_what_the_driver_will_not_pin_stays_on_the_device(model: nn.Module) -> None:
+    expected = _gradients(model)
+    with device.refusing_pins(), offloading():
+        assert all(map(torch.equal, expected, _gradients(model, min_bytes=0)))
