@@ -8,7 +8,8 @@ Rule 2. In the first step of each size (shapes and dtypes of what the model is c
         evaluation mode, and which parameters and inputs are trained) everything is checkpointed,
         and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
         checkpointed as well. What is computed from the model's outputs is not seen: it is taken to need three times
-        their bytes (a loss, its intermediate result, a gradient). Where not everything fits, plans are made for 2 %
+        their bytes (a loss, its intermediate result, a gradient). Outputs that are alive when that backward has ended
+        are held by the program, and taken to be in every backward. Where not everything fits, plans are made for 2 %
         less than the budget.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
         once (pipelines), each gets its share of what is not fixed. Where what is fixed changes in the next steps, the
@@ -33,13 +34,13 @@ import torch
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
-from actckpt._budget.measuring import MeasuredStep, cost_table
+from actckpt._budget.measuring import MeasuredStep, cost_table, holding_outputs
 from actckpt._budget.meters import Meter
 from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
-from actckpt._core.storages import tensors_in
+from actckpt._core.storages import storages_of, tensors_in
 from actckpt.action import Action
 from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.memory import LiveStorages
@@ -163,7 +164,7 @@ class _Size:
         self._fixed_bytes = 0.0
         self._num_alive = self._most_alive = 0
         self._num_planned = 0
-        self._has_ended = False
+        self._held_output_bytes: float | None = None
         self._race: _Race | None = None
         self.plan: Plan | None = None
 
@@ -174,7 +175,7 @@ class _Size:
         if self._measured is None:
             self._watching = _Watching(self._forwards)
             return
-        if self.plan is None and not self._has_ended:
+        if self.plan is None and self._held_output_bytes is None:
             _use(self._forwards, {})
             return
         if self.plan is None or (self._num_planned < _WATCHED_STEPS and self._is_changed()):
@@ -211,6 +212,7 @@ class _Size:
         if watching is not None:
             self._measured = watching.measured(outputs)
         turn = None if self._race is None else self._race.turn()
+        storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
         is_first = iter((True,))
 
         def reached(_: torch.Tensor) -> None:
@@ -219,7 +221,7 @@ class _Size:
 
         def ended() -> None:
             if dropped.detach() is not None:
-                self._backward_ended(turn)
+                self._backward_ended(turn, [storage for ref in storages.values() if (storage := ref()) is not None])
 
         # It lives as long as the graph: where that goes without a backward, so does the forward.
         dropped = weakref.finalize(reached, self._dropped)
@@ -230,9 +232,10 @@ class _Size:
     def _dropped(self) -> None:
         self._num_alive -= 1
 
-    def _backward_ended(self, turn: _Turn | None) -> None:
+    def _backward_ended(self, turn: _Turn | None, held: list[torch.UntypedStorage]) -> None:
         self._num_alive -= 1
-        self._has_ended = True
+        if self._held_output_bytes is None:
+            self._held_output_bytes = float(sum(storage.nbytes() for storage in held))
         if turn is not None:
             turn.seconds.append(time.perf_counter() - turn.began_s)
 
@@ -248,7 +251,7 @@ class _Size:
 
         assert self._measured is not None
         meter = self._meter()
-        measured = meter.complete(self._measured)
+        measured = holding_outputs(meter.complete(self._measured), self._held_output_bytes or 0.0)
         self._fixed_bytes = meter.fixed_bytes
         wanted = self._wanted
         if wanted.activation_budget is None:
