@@ -9,6 +9,7 @@ TE_VENV ?= .venv-te
 INTEGRATIONS ?= .venv-integrations
 # Processes that `make test` runs tests in; each test uses one thread.
 WORKERS ?= 2
+DEVICE_TESTS := tests/unit/sim_device tests/device $(addprefix tests/contract/,offload rerun replay test_threads.py)
 SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
@@ -23,18 +24,16 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 	$(MAKE) device ARGS=
 
-# In processes of their own: once the simulated device is imported, torch has an accelerator.
+# The tests of the simulated device, and the contract tests with tensors of it: offloading, random state, and every
+# fourth of the others. In processes of their own: once the device is imported, torch has an accelerator.
 device: $(STAMP)
-	$(BIN)/python -m pytest --device sim tests/unit/sim_device $(ARGS)
-
-# The contract tests with tensors of the simulated device: offloading, random state, and every fourth of the others.
-device: $(STAMP)
-	PYTHON=$(BIN)/python scripts/device_tests --sample 4 $(ARGS)
+	PYTHONPATH=tests:. $(BIN)/python -c "import sim.device"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --device sim --sample 4 $(DEVICE_TESTS) $(ARGS)
 
 # Nothing may grow over 20,000 steps; `make test` runs the same over 2,000. And all that `make device` has a part of.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
-	PYTHON=$(BIN)/python scripts/device_tests $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --device sim $(DEVICE_TESTS) $(ARGS)
 
 # The tests that run code of other packages, in an environment of their own, with the extensions of the first one.
 integrations: $(STAMP) $(INTEGRATIONS)/.installed

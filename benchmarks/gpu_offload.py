@@ -3,9 +3,11 @@
     python benchmarks/gpu_offload.py --layers 8 --tokens 8192
 
 Measures a loop of pinned copies beside ours from 1 to 512 MiB, each way and both at once; training steps of a
-Llama-8B-shaped stack: plain, offload (and over pageable memory), torch's save_on_cpu(pin_memory=True), checkpoint, and
-checkpoint with offloaded inputs; then our copies over pageable memory and disk. The hidden share is
-1 - (step - step plain) / copy time, from CUDA events; the stalls are what the engine measured itself.
+Llama-8B-shaped stack: plain, offload (and over pageable memory), torch's save_on_cpu(pin_memory=True), checkpoints of
+torch and ours, ours with offloaded inputs, what keeps matmuls or attention, and half of the activations; then our
+copies over pageable memory and disk. The hidden share is 1 - (step - step plain) / copy time, from the device's events;
+the stalls are what the engine measured itself. The bounds of peaks are those of DESIGN, "The offload engine".
+--rehearse runs the same at toy size on the simulated accelerator of the tests, where only copies take time.
 What matters most comes first. What fails is written down as such, and the rest goes on; what --minutes leave no time
 for is written down as skipped, and a part that hangs is ended with the program one minute later.
 """
@@ -29,18 +31,40 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's name
 from torch.autograd.graph import save_on_cpu
+from torch.utils import checkpoint as torch_checkpoint
 
 import actckpt
 from actckpt import _C, config
 from actckpt._core import devices
+from actckpt._core.devices import Accelerator
 from actckpt._offload import stores
 from actckpt._offload.device import DeviceStore, record_streams
 
 _MIB = 1 << 20
-_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-_LIMIT_BYTES = 64 << 30
-_DIM, _HEADS, _KV_HEADS, _HIDDEN = 4096, 32, 8, 14336
 
+
+class Scale(NamedTuple):
+    """How large all is."""
+
+    sizes_mib: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    copied_mib: int = 1024
+    limit_bytes: int = 64 << 30
+    dim: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    hidden: int = 14336
+    min_bytes: int = 1 << 20
+    #: The copies that others are compared with.
+    typical_mib: int = 64
+
+
+_TOY = Scale(
+    (1, 2), copied_mib=1, limit_bytes=1 << 30, dim=32, heads=4, kv_heads=2, hidden=64, min_bytes=0, typical_mib=1
+)
+#: With `max_inflight="auto"`.
+_MOST_WINDOW_BYTES = 256 * _MIB
+
+_scale = Scale()
 _ACCELERATOR = devices.available()
 _DEVICE = torch.device("cpu") if _ACCELERATOR is None else _ACCELERATOR.device_at(0)
 
@@ -52,18 +76,19 @@ class Block(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        head = _DIM // _HEADS
-        self.attention_norm, self.mlp_norm = torch.nn.RMSNorm(_DIM), torch.nn.RMSNorm(_DIM)
-        self.q, self.o = torch.nn.Linear(_DIM, _DIM, bias=False), torch.nn.Linear(_DIM, _DIM, bias=False)
-        self.k = torch.nn.Linear(_DIM, _KV_HEADS * head, bias=False)
-        self.v = torch.nn.Linear(_DIM, _KV_HEADS * head, bias=False)
-        self.gate, self.up = torch.nn.Linear(_DIM, _HIDDEN, bias=False), torch.nn.Linear(_DIM, _HIDDEN, bias=False)
-        self.down = torch.nn.Linear(_HIDDEN, _DIM, bias=False)
+        dim, hidden = _scale.dim, _scale.hidden
+        self.head = dim // _scale.heads
+        self.attention_norm, self.mlp_norm = torch.nn.RMSNorm(dim), torch.nn.RMSNorm(dim)
+        self.q, self.o = torch.nn.Linear(dim, dim, bias=False), torch.nn.Linear(dim, dim, bias=False)
+        self.k = torch.nn.Linear(dim, _scale.kv_heads * self.head, bias=False)
+        self.v = torch.nn.Linear(dim, _scale.kv_heads * self.head, bias=False)
+        self.gate, self.up = torch.nn.Linear(dim, hidden, bias=False), torch.nn.Linear(dim, hidden, bias=False)
+        self.down = torch.nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output, shape (1, tokens, dim)."""
         h = self.attention_norm(x)
-        q, k, v = (layer(h).unflatten(-1, (-1, _DIM // _HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (layer(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(attended.transpose(1, 2).flatten(2))
         h = self.mlp_norm(x)
@@ -86,6 +111,7 @@ def _loop_bandwidths(nbytes: int, repeats: int) -> dict[str, float]:
     device_a, device_b = (torch.empty(nbytes, dtype=torch.uint8, device=_DEVICE) for _ in range(2))
     host_a, host_b = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     out, back = torch.Stream(_DEVICE), torch.Stream(_DEVICE)
+    devices.synchronize(_DEVICE)  # these streams know nothing of the one that the tensors are made on
 
     def copies(does_out: bool, does_back: bool) -> None:
         for _ in range(repeats):
@@ -111,10 +137,10 @@ def _only(tier: str, folder: str) -> Iterator[_C.DeviceEngine]:
     assert _ACCELERATOR is not None and _ACCELERATOR.driver_library is not None
     engine = _C.DeviceEngine.cuda(
         library=_ACCELERATOR.driver_library,
-        limit_bytes=_LIMIT_BYTES if tier == "pinned" else 0,
+        limit_bytes=_scale.limit_bytes if tier == "pinned" else 0,
         window_bytes=config.settings().window_bytes,
         release=record_streams,
-        pageable_limit=_LIMIT_BYTES if tier == "pageable" else 0,
+        pageable_limit=_scale.limit_bytes if tier == "pageable" else 0,
         spill_file=_C.SpillFile(folder) if tier == "disk" else None,
         bounce_bytes=256 * _MIB,
         num_workers=8,
@@ -204,30 +230,67 @@ def _train(layers: int, tokens: int, method: str, steps: int, folder: str) -> di
         return _train_steps(layers, tokens, method, steps)
 
 
+def _offload() -> AbstractContextManager[Any]:
+    return actckpt.offload(min_bytes=_scale.min_bytes)
+
+
+_CONTEXTS: dict[str, Context] = {
+    "offload": _offload,
+    "offload, pageable": _offload,
+    "save_on_cpu": lambda: save_on_cpu(pin_memory=True),
+}
+
+
+def _torch_checkpoint(model: torch.nn.Sequential, **options: Any) -> None:
+    for block in model:
+        block.forward = partial(torch_checkpoint.checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def _torch_selective(model: torch.nn.Sequential) -> None:
+    kept = [torch.ops.aten.mm.default]
+    _torch_checkpoint(model, context_fn=partial(torch_checkpoint.create_selective_checkpoint_contexts, kept))
+
+
+def _half(model: torch.nn.Sequential) -> None:
+    actckpt.apply(model, blocks=Block, activation_budget="50%")
+
+
+#: What is done to the model before its first step.
+_APPLIED: dict[str, Callable[[torch.nn.Sequential], object]] = {
+    "checkpoint": lambda model: actckpt.apply(model, blocks=Block),
+    "checkpoint, offloaded inputs": lambda model: actckpt.apply(model, blocks=Block, offload_inputs=True),
+    "torch checkpoint": _torch_checkpoint,
+    "torch selective, keeps matmuls": _torch_selective,
+    "keeps matmuls": lambda model: actckpt.apply(model, "matmuls", blocks=Block),
+    "keeps attention": lambda model: actckpt.apply(model, "attention", blocks=Block),
+    "recompute by replay": lambda model: actckpt.apply(model, [], blocks=Block),
+    "half of the activations": _half,
+}
+
+_METHODS = ("plain", "offload", "offload, pageable", "save_on_cpu", "checkpoint", "checkpoint, offloaded inputs")
+#: Where there is more time.
+_MORE_METHODS = tuple(name for name in _APPLIED if name not in _METHODS)
+
+
 def _train_steps(layers: int, tokens: int, method: str, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     with _DEVICE:
         model = torch.nn.Sequential(*(Block() for _ in range(layers))).bfloat16()
-    x = torch.randn(1, tokens, _DIM, device=_DEVICE, dtype=torch.bfloat16)
-    if method.startswith("checkpoint"):
-        actckpt.apply(model, blocks=Block, offload_inputs=method == "checkpoint, offloaded inputs")
-    contexts: dict[str, Context] = {
-        "offload": actckpt.offload,
-        "offload, pageable": actckpt.offload,
-        "save_on_cpu": lambda: save_on_cpu(pin_memory=True),
-    }
-    context = contexts.get(method, nullcontext)
+    x = torch.randn(1, tokens, _scale.dim, device=_DEVICE, dtype=torch.bfloat16)
+    _APPLIED.get(method, lambda _: None)(model)
+    context = _CONTEXTS.get(method, nullcontext)
 
     def step() -> None:
         with context():
             y = model(x).float().square().mean()
         y.backward()
 
-    milliseconds = []
+    milliseconds, before_bytes = [], 0
     actckpt.reset_stats()
     try:
         for _ in range(steps):
             torch.accelerator.reset_peak_memory_stats()
+            before_bytes = torch.accelerator.memory_allocated()
             milliseconds.append(_milliseconds(step))
             model.zero_grad(set_to_none=False)
     except torch.OutOfMemoryError:
@@ -236,8 +299,10 @@ def _train_steps(layers: int, tokens: int, method: str, steps: int) -> dict[str,
     return {
         "step_ms": statistics.median(milliseconds[2:]),
         "all_step_ms": milliseconds,
+        "fixed_bytes": before_bytes,
         "peak_allocated_bytes": torch.accelerator.max_memory_allocated(),
         "moved_bytes_per_step": figures.offloaded_bytes // steps,
+        "peak_inflight_bytes": figures.peak_inflight_bytes,
         "kept_full": figures.kept_full,
         "kept_failed": figures.kept_failed,
         "stall_ms_per_step": figures.stall_seconds / steps * 1e3,
@@ -245,11 +310,8 @@ def _train_steps(layers: int, tokens: int, method: str, steps: int) -> dict[str,
     }
 
 
-_METHODS = ("plain", "offload", "offload, pageable", "save_on_cpu", "checkpoint", "checkpoint, offloaded inputs")
-
-
 def _copies(tier: str, folder: str, mib: int) -> dict[str, Any]:
-    repeats = max(4, min(64, 1024 // mib))
+    repeats = max(4, min(64, _scale.copied_mib // mib))
     loop = _loop_bandwidths(mib * _MIB, repeats)
     with _only(tier, folder) as engine:
         ours = _our_bandwidths(engine, mib * _MIB, repeats)
@@ -258,9 +320,23 @@ def _copies(tier: str, folder: str, mib: int) -> dict[str, Any]:
     return {"loop": loop, "ours": ours, "share": {name: ours[name] / loop[name] for name in ours}}
 
 
+def _bound(figures: dict[str, dict[str, Any]], tokens: int, steps: int, method: str) -> dict[str, Any]:
+    """Return the peak of a method beside its bound, beyond what is there all the time."""
+    training = figures[f"training, {tokens} tokens"]
+    base = training["checkpoint"] if "checkpoint" in method else _train_steps(1, tokens, "plain", steps)
+    row = training[method]
+    if "peak_allocated_bytes" not in row or "peak_allocated_bytes" not in base:
+        return {"within": None, "because": f"no peak of {method} or of what bounds it"}
+    bound = base["peak_allocated_bytes"] - base["fixed_bytes"]
+    if "checkpoint" not in method:  # one block, both windows, and a storage each way
+        bound += 2 * (config.settings().window_bytes or _MOST_WINDOW_BYTES) + 2 * 2 * tokens * _scale.hidden
+    peak = row["peak_allocated_bytes"] - row["fixed_bytes"]
+    return {"peak_bytes": peak, "bound_bytes": bound, "within": peak <= bound}
+
+
 def _hidden(figures: dict[str, dict[str, Any]], training: str, method: str, base: str) -> dict[str, Any]:
     """Return how much of the copies' time the step does not see."""
-    copies = figures["copies, pinned"]["64 MiB"]
+    copies = figures["copies, pinned"][f"{_scale.typical_mib} MiB"]
     row, base_row = figures[training][method], figures[training][base]
     missing = [name for found, name in ((copies, "loop"), (row, "step_ms"), (base_row, "step_ms")) if name not in found]
     if missing or not row["moved_bytes_per_step"]:
@@ -329,34 +405,42 @@ def _give_back_memory() -> None:
 
 def plan(layers: int, all_tokens: Sequence[int], steps: int, folder: str, figures: dict[str, Any]) -> Iterator[Part]:
     """Yield all parts, those of most value first. `figures`: where they will be found, for parts made of others."""
-    for mib in _SIZES:
+    for mib in _scale.sizes_mib:
         yield Part("copies, pinned", f"{mib} MiB", partial(_copies, "pinned", folder, mib))
-    for tokens in all_tokens:
+    for number, tokens in enumerate(all_tokens):
         training = f"training, {tokens} tokens"
-        for method in _METHODS:
+        for method in (*_METHODS, *(_MORE_METHODS if number == 0 else ())):
             yield Part(training, method, partial(_train, layers, tokens, method, steps, folder))
         for method, base in (("offload", "plain"), ("checkpoint, offloaded inputs", "checkpoint")):
             measure = partial(_hidden, figures, training, method, base)
             yield Part(f"hidden copies, {tokens} tokens", method, measure)
+            yield Part(f"bounds of peaks, {tokens} tokens", method, partial(_bound, figures, tokens, steps, method))
     for tier in ("pageable", "disk"):
-        for mib in _SIZES[::3]:
+        for mib in _scale.sizes_mib[::3]:
             yield Part(f"copies, {tier}", f"{mib} MiB", partial(_copies, tier, folder, mib))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--steps", type=int, default=6, help="the first two are not counted")
-    parser.add_argument("--minutes", type=float, default=8, help="begins no part after that")
-    parser.add_argument("--spill-dir", help="folder of the spill file (default: TMPDIR)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_offload.json")
-    args = parser.parse_args()
-    if args.layers < 1 or min(args.tokens) < 1 or args.steps < 3 or args.minutes <= 0:
-        parser.error("--layers and --tokens must be at least 1, --steps at least 3, --minutes positive")
-    if _ACCELERATOR is None:
-        print("gpu_offload: no GPU, nothing measured.")
-        return 0
+def _use(accelerator: Accelerator, scale: Scale) -> None:
+    """Measure on the first device of an accelerator."""
+    global _ACCELERATOR, _DEVICE, _scale
+    _ACCELERATOR, _DEVICE, _scale = accelerator, accelerator.device_at(0), scale
+
+
+def _is_in(part: Part, sections: str | None) -> bool:
+    """Whether a part belongs to what was asked for. What is compared with copies needs those of one size."""
+    if sections is None:
+        return True
+    is_training = part.section.startswith(("training", "hidden", "bounds"))
+    if sections == "tiers":
+        return part.section in ("copies, pageable", "copies, disk")
+    if sections == "copies, pinned":
+        return part.section == sections
+    is_typical = part.section == "copies, pinned" and part.name == f"{_scale.typical_mib} MiB"
+    return is_typical or (is_training and (sections == "frontier" or part.name not in _MORE_METHODS))
+
+
+def _run(args: argparse.Namespace) -> int:
+    assert _ACCELERATOR is not None
     deadline = time.monotonic() + 60 * args.minutes
     faulthandler.dump_traceback_later(60 * args.minutes + 60, exit=True)  # the file has what is known by then
     about = {
@@ -367,10 +451,40 @@ def main() -> int:
     }
     report = Report(args.out, about)
     with tempfile.TemporaryDirectory(dir=args.spill_dir) as folder:
-        report.run(plan(args.layers, args.tokens, args.steps, folder, report.figures), deadline)
+        all_parts = plan(args.layers, args.tokens, args.steps, folder, report.figures)
+        report.run((part for part in all_parts if _is_in(part, args.sections)), deadline)
     faulthandler.cancel_dump_traceback_later()
     print(f"Wrote {args.out}" + (f"; failed: {', '.join(report.failed)}" if report.failed else ""))
     return 1 if report.failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--steps", type=int, default=6, help="the first two are not counted")
+    parser.add_argument("--minutes", type=float, default=8, help="begins no part after that")
+    parser.add_argument(
+        "--sections", choices=["copies, pinned", "frontier", "training", "tiers"], help="only these (default: all)"
+    )
+    parser.add_argument("--spill-dir", help="folder of the spill file (default: TMPDIR)")
+    parser.add_argument("--rehearse", action="store_true", help="at toy size on the simulated accelerator of the tests")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_offload.json")
+    args = parser.parse_args()
+    if args.layers < 1 or min(args.tokens) < 1 or args.steps < 3 or args.minutes <= 0:
+        parser.error("--layers and --tokens must be at least 1, --steps at least 3, --minutes positive")
+    if args.rehearse:
+        import rehearsal
+
+        with rehearsal.simulated():
+            accelerator = devices.available()
+            assert accelerator is not None
+            _use(accelerator, _TOY)
+            return _run(args)
+    if _ACCELERATOR is None:
+        print("gpu_offload: no GPU, nothing measured.")
+        return 0
+    return _run(args)
 
 
 if __name__ == "__main__":

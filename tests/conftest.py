@@ -15,22 +15,16 @@ _DEVICE_TESTS = [Path(__file__).parent / folder for folder in ("unit/sim_device"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let tests run with the simulated device."""
-    parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="sim: the tests of the simulated device")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the tests of the simulated device where it is not asked for."""
-    return True if config.getoption("--device") == "cpu" and collection_path in _DEVICE_TESTS else None
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the contract tests run with the tensors of another device."""
     parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="where tensors of tests/contract are")
     parser.addoption(
         "--sample", type=int, default=1, help="of tests/contract run offloading, random state, and every n-th"
     )
-    parser.addoption("--part", default="0/1", help="1/3: the second of three parts of tests/contract")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of the simulated device where it is not asked for."""
+    return True if config.getoption("--device") == "cpu" and collection_path in _DEVICE_TESTS else None
 
 
 @pytest.fixture(autouse=True)

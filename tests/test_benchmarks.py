@@ -74,8 +74,10 @@ def test_gpu_parts_come_in_the_order_of_their_value(gpu_offload: dict[str, Any])
         "copies, pinned",
         "training, 8192 tokens",
         "hidden copies, 8192 tokens",
+        "bounds of peaks, 8192 tokens",
         "training, 32768 tokens",
         "hidden copies, 32768 tokens",
+        "bounds of peaks, 32768 tokens",
         "copies, pageable",
         "copies, disk",
     ]
@@ -120,6 +122,58 @@ def test_the_hidden_share_needs_its_parts(gpu_offload: dict[str, Any], missing: 
         assert found == {"copy_ms": pytest.approx(200.0), "hidden_share": pytest.approx(0.9)}
     else:
         assert found["hidden_share"] is None and found["because"]
+
+
+@pytest.fixture(scope="module")
+def gpu_suite() -> dict[str, Any]:
+    return runpy.run_path(str(_BENCHMARKS / "gpu_suite.py"))
+
+
+def test_the_gpu_suite_is_rehearsed_without_hardware(gpu_suite: dict[str, Any], tmp_path: Path) -> None:
+    command = [sys.executable, str(_BENCHMARKS / "gpu_suite.py"), "--rehearse", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [part.name for part in gpu_suite["parts"](rehearses=True)]
+    assert names == [part.name for part in gpu_suite["parts"](rehearses=False)]
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(names)
+    assert all(each["exit_status"] == 0 for each in found.values())
+
+    loops = found["bandwidth"]["result"]["figures"]["copies, pinned"]
+    assert all(row["share"]["out"] == pytest.approx(1.0) for row in loops.values())
+    figures = found["frontier"]["result"]["figures"]
+    rows = figures["training, 64 tokens"]
+    assert {"plain", "offload", "torch checkpoint", "keeps matmuls", "half of the activations"} <= set(rows)
+    plain = rows["plain"]["peak_allocated_bytes"]
+    assert all(0 < row["peak_allocated_bytes"] < plain for name, row in rows.items() if name != "plain")
+    assert all(row["within"] is True for row in figures["bounds of peaks, 64 tokens"].values())
+    assert all(0 <= row["hidden_share"] <= 1 for row in figures["hidden copies, 64 tokens"].values())
+    assert "training, 128 tokens" in found["long_context"]["result"]["figures"]
+    assert set(found["other_tiers"]["result"]["figures"]) == {"copies, pageable", "copies, disk"}
+    assert "nothing measured" in found["transformer_engine"]["output"] and "skipped" in found["tests"]["output"]
+
+
+def test_a_part_of_the_suite_that_fails_hangs_or_has_no_time_is_written_down(
+    gpu_suite: dict[str, Any], tmp_path: Path
+) -> None:
+    part, python = gpu_suite["Part"], sys.executable
+    hangs = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text('{\"known\": 3}'); time.sleep(60)"
+    parts = [
+        part("raises", [python, "-c", "raise ValueError('no luck')"], 20),
+        part("missing", [str(tmp_path / "no program")], 20),
+        part("hangs", [python, "-c", hangs, "{result}"], 3),
+        part("good", [python, "-c", "print('all well')"], 20),
+    ]
+    begin = time.monotonic()
+    assert gpu_suite["run"](parts, tmp_path / "out", 60) == ["raises", "missing", "hangs"]
+    assert time.monotonic() - begin < 40
+    found = {each.name: json.loads((tmp_path / "out" / f"{each.name}.json").read_text()) for each in parts}
+    assert found["raises"]["error"] == "exit status 1: ValueError: no luck"
+    assert "FileNotFoundError" in found["missing"]["error"]
+    assert "time limit" in found["hangs"]["error"] and found["hangs"]["result"] == {"known": 3}
+    assert "error" not in found["good"] and "all well" in found["good"]["output"]
+    assert gpu_suite["run"](parts[3:], tmp_path / "late", 0) == ["good"]
+    assert "out of time" in json.loads((tmp_path / "late" / "good.json").read_text())["error"]
 
 
 def test_a_checkout_compared_with_itself_gives_a_ratio_for_every_row(tmp_path: Path) -> None:

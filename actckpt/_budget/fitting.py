@@ -24,7 +24,7 @@ from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 from actckpt.planner.solving import solve
 
-__all__ = ["fitted"]
+__all__ = ["fitted", "smallest_plan"]
 
 _MAX_TRIALS = 8
 #: A plan that leaves less than this share of the budget is not tried to be improved.
@@ -137,7 +137,7 @@ class _Search:
         except PlanInfeasibleError as error:
             if error.smallest_bytes is None:
                 raise
-            return _smallest(costs, error.smallest_bytes, self._pins), True
+            return smallest_plan(costs, error.smallest_bytes, self._pins), True
 
     def _between(self, wanted: float) -> float:
         """Return what to take off next: what is wanted, or the middle where that was tried already."""
@@ -168,7 +168,7 @@ class _Search:
         )
 
 
-def _smallest(costs: CostTable, budget_bytes: float, pins: Mapping[Any, Action | str] | None) -> Plan:
+def smallest_plan(costs: CostTable, budget_bytes: float, pins: Mapping[Any, Action | str] | None) -> Plan:
     """Return the plan that needs least. Measured times do not decide between several, so that it is always the same."""
     classes = {
         name: dataclasses.replace(

@@ -27,12 +27,15 @@ from actckpt._budget.running import RECOMPUTE
 from actckpt._core.training_state import TrainingState
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
-from actckpt.planner.costs import BlockClass, CostTable
+from actckpt.planner.costs import BlockClass, CostTable, Value
 
-__all__ = ["MeasuredStep", "cost_table", "measure"]
+__all__ = ["HEAD", "MeasuredStep", "cost_table", "holding_outputs", "measure"]
 
 _NUM_TIMED = 2
-_STEM, _HEAD = "(stem)", "(head)"
+#: Names of what runs outside of blocks, as classes of blocks.
+_STEM, HEAD = "(stem)", "(head)"
+#: Name of the value that stands for the outputs of the model.
+_OUTPUTS = "(outputs)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +178,21 @@ def cost_table(blocks: list[ProfiledBlock], stem: Outside, head: Outside) -> Mea
     names: dict[BlockClass, str] = {}
     for block in blocks:
         names.setdefault(block.costs, f"block {len(names)}")
-    classes |= {name: costs for costs, name in names.items()} | {_HEAD: head.block_class()}
-    stack = (_STEM, *(names[block.costs] for block in blocks), _HEAD)
+    classes |= {name: costs for costs, name in names.items()} | {HEAD: head.block_class()}
+    stack = (_STEM, *(names[block.costs] for block in blocks), HEAD)
     costs = CostTable.from_dict(CostTable(classes=classes, stack=stack).to_dict())
     return MeasuredStep(
         costs, (None, *(block.name for block in blocks), None), ({}, *(block.places for block in blocks), {})
     )
+
+
+def holding_outputs(measured: MeasuredStep, nbytes: float) -> MeasuredStep:
+    """Return a step in which so many bytes of what the head needs, the outputs, stay to the end of backward."""
+    if not nbytes:
+        return measured
+    classes = dict(measured.costs.classes)
+    stem, head = classes[_STEM], classes[HEAD]
+    outputs = Value(_OUTPUTS, nbytes, offloadable=False, replayable=False)
+    classes[_STEM] = dataclasses.replace(stem, values=(*stem.values, outputs))
+    classes[HEAD] = dataclasses.replace(head, working_set_bytes=max(head.working_set_bytes - nbytes, 0.0))
+    return dataclasses.replace(measured, costs=dataclasses.replace(measured.costs, classes=classes))

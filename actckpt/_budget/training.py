@@ -8,12 +8,14 @@ Rule 2. In the first step of each size (shapes and dtypes of what the model is c
         evaluation mode, and which parameters and inputs are trained) everything is checkpointed,
         and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
         checkpointed as well. What is computed from the model's outputs is not seen: it is taken to need three times
-        their bytes (a loss, its intermediate result, a gradient). Where not everything fits, plans are made for 2 %
+        their bytes (a loss, its intermediate result, a gradient). Outputs that are alive when that backward has ended
+        are held by the program, and taken to be in every backward. Where not everything fits, plans are made for 2 %
         less than the budget.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
         once (pipelines), each gets its share of what is not fixed. Where what is fixed changes in the next steps, the
         plan is made again.
-Rule 4. Where the plan is not predicted to be much faster than the best simple choice that fits, they take turns in the
+Rule 4. On a device the allocator tells where a step needed more than that (NOTE [ Observed peaks ]).
+Rule 5. Where the plan is not predicted to be much faster than the best simple choice that fits, they take turns in the
         next steps, and the fastest stays. All give the same gradients. Not on a device, where the clock of the host
         does not tell how long a step takes, nor with several ranks, which would have to agree.
 """
@@ -21,9 +23,10 @@ Rule 4. Where the plan is not predicted to be much faster than the best simple c
 from __future__ import annotations
 
 import dataclasses
-import statistics
+import math
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -33,17 +36,19 @@ import torch
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
-from actckpt._budget.measuring import MeasuredStep, cost_table
+from actckpt._budget.measuring import MeasuredStep, cost_table, holding_outputs
 from actckpt._budget.meters import Meter
+from actckpt._budget.observing import Observing
 from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
-from actckpt._core.storages import tensors_in
+from actckpt._budget.turns import Race, Turn
+from actckpt._core.storages import storages_of, tensors_in
 from actckpt.action import Action
 from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.memory import LiveStorages
-from actckpt.planner.plans import Plan, Raced
+from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetedTraining", "Wanted"]
 
@@ -51,9 +56,12 @@ __all__ = ["BudgetedTraining", "Wanted"]
 _MAX_SIZES = 16
 #: What is computed from the outputs of the model needs so many times their bytes.
 _LOSS = 3
+_EXCEEDED = (
+    "apply: steps needed more memory than was predicted, and with that no plan fits. From now on the plan runs that "
+    "needs least. {}"
+)
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race.
 _SURE = 0.03
-_ROUNDS = 5
 #: In so many steps after the plan it is looked whether what is fixed has changed, by more than this share.
 _WATCHED_STEPS, _CHANGE = 3, 0.01
 
@@ -163,8 +171,10 @@ class _Size:
         self._fixed_bytes = 0.0
         self._num_alive = self._most_alive = 0
         self._num_planned = 0
-        self._has_ended = False
-        self._race: _Race | None = None
+        self._held_output_bytes: float | None = None
+        self._race: Race | None = None
+        self._observing = Observing(device_of(model))
+        self._given_bytes = math.inf
         self.plan: Plan | None = None
 
     def begin(self) -> None:
@@ -174,10 +184,11 @@ class _Size:
         if self._measured is None:
             self._watching = _Watching(self._forwards)
             return
-        if self.plan is None and not self._has_ended:
+        if self.plan is None and self._held_output_bytes is None:
             _use(self._forwards, {})
             return
-        if self.plan is None or (self._num_planned < _WATCHED_STEPS and self._is_changed()):
+        is_changed = self._num_planned < _WATCHED_STEPS and self.plan is not None and self._is_changed()
+        if self.plan is None or is_changed or self._observing.wants_plan:
             self._make_plan()
         self._num_planned += 1
         if self._race is not None:
@@ -186,6 +197,8 @@ class _Size:
                 self._race = None
         assert self.plan is not None
         _use(self._forwards, settings_of(self.plan, self._model))
+        if self._wanted.budget is not None:
+            self._observing.begin(self.plan, is_alone=self._num_alive == 1)
 
     @property
     def watching_thread(self) -> int | None:
@@ -211,15 +224,17 @@ class _Size:
         if watching is not None:
             self._measured = watching.measured(outputs)
         turn = None if self._race is None else self._race.turn()
+        storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
         is_first = iter((True,))
 
         def reached(_: torch.Tensor) -> None:
             if next(is_first, False):
+                self._observing.note(is_head=True)
                 _C.when_backward_ends(ended)
 
         def ended() -> None:
             if dropped.detach() is not None:
-                self._backward_ended(turn)
+                self._backward_ended(turn, [storage for ref in storages.values() if (storage := ref()) is not None])
 
         # It lives as long as the graph: where that goes without a backward, so does the forward.
         dropped = weakref.finalize(reached, self._dropped)
@@ -230,9 +245,11 @@ class _Size:
     def _dropped(self) -> None:
         self._num_alive -= 1
 
-    def _backward_ended(self, turn: _Turn | None) -> None:
+    def _backward_ended(self, turn: Turn | None, held: list[torch.UntypedStorage]) -> None:
         self._num_alive -= 1
-        self._has_ended = True
+        self._observing.ended(self._given_bytes)
+        if self._held_output_bytes is None:
+            self._held_output_bytes = float(sum(storage.nbytes() for storage in held))
         if turn is not None:
             turn.seconds.append(time.perf_counter() - turn.began_s)
 
@@ -243,13 +260,15 @@ class _Size:
         return abs(self._meter().fixed_bytes - self._fixed_bytes) > _CHANGE * self._fixed_bytes
 
     def _make_plan(self) -> None:
-        from actckpt._budget.simple import NOTHING, plain_plan, simple_plans  # with the solver: half a second to import
+        from actckpt._budget.fitting import smallest_plan  # with the solver: half a second to import
+        from actckpt._budget.simple import NOTHING, plain_plan, simple_plans
         from actckpt.planner.solving import solve
 
         assert self._measured is not None
         meter = self._meter()
-        measured = meter.complete(self._measured)
+        measured = holding_outputs(meter.complete(self._measured), self._held_output_bytes or 0.0)
         self._fixed_bytes = meter.fixed_bytes
+        measured = dataclasses.replace(measured, costs=self._observing.corrected(measured.costs))
         wanted = self._wanted
         if wanted.activation_budget is None:
             nbytes = meter.budget_bytes(wanted.budget)
@@ -259,11 +278,14 @@ class _Size:
         share = Share(nbytes, self._fixed_bytes, self._most_alive, has_reserve=False)
         if plain_plan(measured.costs).peak_bytes > share.nbytes:  # else nothing is to be done
             share = dataclasses.replace(share, has_reserve=True)
-        nbytes = share.nbytes
+        nbytes, self._given_bytes = share.nbytes, share.given_bytes
         try:
             plan = solve(measured.costs, budget=nbytes, pins=wanted.pins)
         except PlanInfeasibleError as error:
-            raise share.infeasible(error) from None
+            if not self._observing.has_corrected or error.smallest_bytes is None:
+                raise share.infeasible(error) from None
+            warnings.warn(_EXCEEDED.format(share.infeasible(error)), stacklevel=4)  # where the model is called
+            plan = smallest_plan(measured.costs, error.smallest_bytes, wanted.pins)
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
         self.plan, self._race = plan, None
         for forward in self._forwards.values():
@@ -277,7 +299,7 @@ class _Size:
         ]
         best = min((other.overhead_seconds for _, other in others), default=float("inf"))
         if plan.overhead_seconds > 0.0 and best - plan.overhead_seconds < _SURE * plan.plain_seconds:
-            self._race = _Race([("plan", plan), *others])
+            self._race = Race([("plan", plan), *others])
 
 
 def _num_ranks() -> int:
@@ -357,46 +379,3 @@ class _Instead:
 
     def __call__(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._watching.call(self._name, forward, args, kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Turn:
-    """One step of a race."""
-
-    began_s: float
-    #: Of the plan that runs in it, step by step.
-    seconds: list[float]
-
-
-class _Race:
-    """Plans that take turns in real steps."""
-
-    def __init__(self, entries: list[tuple[str, Plan]]) -> None:
-        self._entries = entries
-        self._seconds: list[list[float]] = [[] for _ in entries]
-        self._at = 0
-        self._began_s = 0.0
-        self.is_over = False
-
-    def next(self) -> Plan:
-        """Return the plan that runs next, or the one that has won."""
-        if all(len(each) > _ROUNDS for each in self._seconds):
-            self.is_over = True
-            return self._winner()
-        self._at = min(range(len(self._entries)), key=lambda at: len(self._seconds[at]))
-        self._began_s = time.perf_counter()
-        return self._entries[self._at][1]
-
-    def turn(self) -> _Turn:
-        """Return the step that runs now."""
-        return _Turn(self._began_s, self._seconds[self._at])
-
-    def _winner(self) -> Plan:
-        medians = [statistics.median(each[1:]) for each in self._seconds]  # the first of each warms up
-        rows = tuple(
-            Raced(name, plan.peak_bytes, fits=True, seconds=seconds, ratio=seconds / medians[0])
-            for (name, plan), seconds in zip(self._entries, medians, strict=True)
-        )
-        best = min(range(len(medians)), key=medians.__getitem__)
-        name, plan = self._entries[best]
-        return dataclasses.replace(plan, race=rows, chosen=name)

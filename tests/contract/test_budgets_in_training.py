@@ -519,3 +519,24 @@ def test_a_block_that_reads_a_graph_from_elsewhere_trains_that_graph_once() -> N
             model.zero_grad()
             model(x).backward()
         assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_outputs_that_the_program_holds_in_backward_count(is_held: bool) -> None:
+    training = Training()
+    held = []
+
+    def step() -> None:
+        found = training.model(training.tokens)
+        held[:] = [found] if is_held else []
+        loss = found.flatten(0, 1).square().mean()
+        del found
+        loss.backward()
+
+    actckpt.apply(training.model, activation_budget="60%")
+    for _ in range(2):
+        training.model.zero_grad()
+        step()
+    plan = actckpt.report(training.model).plan
+    outputs = {value.name: value.nbytes for value in plan.costs.blocks[0].values}
+    assert outputs.get("(outputs)", 0.0) == (8 * 32 * 16 * 4 if is_held else 0.0)

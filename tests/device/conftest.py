@@ -1,0 +1,27 @@
+"""What only a device with a capacity shows. Every test starts with a machine at rest."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import demo_training
+import pytest
+import torch
+from sim import device
+from sim.device.accelerator import offloading
+
+import actckpt
+from actckpt import api
+
+
+@pytest.fixture(autouse=True)
+def _device_at_rest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let no test leave a fault behind; tensors of the device are offloaded to pinned memory."""
+    monkeypatch.setattr(api, "DEFAULT_MIN_BYTES", 0)  # `offload_inputs` leaves smaller tensors than this where they are
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    actckpt.reset_stats()
+    with device.checked(), offloading(max_inflight=demo_training.WINDOW_BYTES):
+        yield

@@ -1,0 +1,89 @@
+"""Budgets hold by the peak that the allocator of a device tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from demo_training import Training
+from oracle import assert_equal
+
+import actckpt
+
+_LAYERS, _NUM_BUDGETS = 4, 15
+
+
+def _training() -> Training:
+    return Training(layers=_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def plainly() -> tuple[list[torch.Tensor], int]:
+    """Gradients and peak of plain training."""
+    training = _training()
+    return training.gradients(), training.peak()
+
+
+def _budgets(smallest: float, plain: float) -> Iterator[int]:
+    for number in range(_NUM_BUDGETS):
+        yield int(smallest + number / (_NUM_BUDGETS - 1) * (plain - smallest)) + 1
+
+
+def _smallest(use: Callable[[Training, int], object]) -> float:
+    """Return the smallest budget, as the error for one that is too small tells it. Holds no tensor by a traceback."""
+    try:
+        use(_training(), 3 << 20)
+    except actckpt.PlanInfeasibleError as error:
+        assert error.smallest_bytes is not None
+        return error.smallest_bytes
+    raise AssertionError("3 MiB were enough")
+
+
+def _train(training: Training, budget: int) -> None:
+    actckpt.apply(training.model, budget=budget)
+    training.peak()
+    training.peak()
+
+
+def _plan(training: Training, budget: int) -> actckpt.Plan:
+    return actckpt.plan(training.step, model=training.model, budget=budget, race=False)
+
+
+def _peak_in_training(budget: int, expected: list[torch.Tensor]) -> int:
+    training = _training()
+    _train(training, budget)
+    found = training.peak()
+    assert found == training.peak() <= budget
+    assert_equal(training.gradients(), expected)
+    return found
+
+
+#: Every seventh budget, and for `make soak` all 15.
+_every = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.soak)])
+
+
+@_every
+def test_in_training(every: int, plainly: tuple[list[torch.Tensor], int]) -> None:
+    expected, plain = plainly
+    budgets = list(_budgets(_smallest(_train), 1.03 * plain))[::every]
+    peaks = [_peak_in_training(budget, expected) for budget in budgets]
+    assert peaks[-1] == plain and peaks[0] < 0.5 * plain
+
+
+def _peak_of_a_plan(budget: int, expected: list[torch.Tensor]) -> int:
+    training = _training()
+    plan = _plan(training, budget)
+    actckpt.apply(training.model, policy=plan)
+    assert_equal(training.gradients(), expected)
+    found = training.peak()
+    assert found <= budget and found == pytest.approx(plan.peak_bytes, rel=0.01)
+    return found
+
+
+@_every
+def test_with_a_step_to_try(every: int, plainly: tuple[list[torch.Tensor], int]) -> None:
+    expected, plain = plainly
+    budgets = list(_budgets(_smallest(_plan), plain))[::every]
+    peaks = [_peak_of_a_plan(budget, expected) for budget in budgets]
+    assert peaks[-1] == plain and peaks[0] < 0.5 * plain
