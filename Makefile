@@ -12,7 +12,7 @@ SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cp
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test soak integrations lint types bench sanitize te clean
+.PHONY: demo test device soak integrations lint types bench sanitize te clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
@@ -20,9 +20,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
-# Nothing may grow over 20,000 steps; `make test` runs the same over 2,000.
+# The contract tests with tensors of the simulated device: offloading, random state, and every fourth of the others.
+device: $(STAMP)
+	PYTHON=$(BIN)/python scripts/device_tests --sample 4 $(ARGS)
+
+# Nothing may grow over 20,000 steps; `make test` runs the same over 2,000. And all that `make device` has a part of.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
+	PYTHON=$(BIN)/python scripts/device_tests $(ARGS)
 
 # The tests that run code of other packages, in an environment of their own, with the extensions of the first one.
 integrations: $(STAMP) $(INTEGRATIONS)/.installed

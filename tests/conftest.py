@@ -13,6 +13,10 @@ import actckpt
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the contract tests run with the tensors of another device."""
     parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="where tensors of tests/contract are")
+    parser.addoption(
+        "--sample", type=int, default=1, help="of tests/contract run offloading, random state, and every n-th"
+    )
+    parser.addoption("--part", default="0/1", help="1/3: the second of three parts of tests/contract")
 
 
 @pytest.fixture(autouse=True)

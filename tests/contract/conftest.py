@@ -1,9 +1,14 @@
 """The counter of the oracle counts in forward and in backward, and changes nothing. Fixtures of several modules."""
 
+import gc
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from device_exemptions import is_expected, why_exempt
 from offload_oracle import store_of_kind
+from on_device import tensors_on
 from oracle import CountOperators
 from settings_seen import settings_as_before
 
@@ -18,9 +23,41 @@ __all__ = ["settings_as_before"]
 _FIRST = "test_better_than_torch.py"
 
 
+def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether a test belongs to the part and to the sample that the command line asks for."""
+    part, num_parts = map(int, config.getoption("--part").split("/"))
+    number = zlib.crc32(item.nodeid.encode())
+    always = item.path.parent.name == "offload" or item.path.name == "test_random_state.py"
+    return number % num_parts == part and (always or number // num_parts % config.getoption("--sample") == 0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run that file first."""
+    """Run that file first, and leave out what does not run on the device that is asked for."""
     items.sort(key=lambda item: item.path.name != _FIRST)
+    if items and items[0].config.getoption("--device") != "cpu":
+        here = Path(__file__).parent
+        items[:] = [item for item in items if here not in item.path.parents or _is_wanted(item, item.config)]
+        for item in items:
+            reason = why_exempt(item)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test on the device of the command line, which must have no fault to tell of."""
+    name: str = request.config.getoption("--device")
+    if name == "cpu":
+        yield name
+        return
+    from sim.device import accelerator, checked, settle, take_faults
+
+    with accelerator.offloading(), checked(), tensors_on(name):
+        yield name
+        gc.collect()
+        settle()
+        faults = [fault for fault in take_faults() if not is_expected(request.node, fault)]
+        assert not faults, "\n".join(faults)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import on_device
 import torch
 from oracle import assert_equal
 from torch.autograd.graph import saved_tensors_hooks
@@ -14,28 +16,108 @@ from torch.utils import _pytree
 
 import actckpt
 from actckpt import _C, config
+from actckpt._core import devices
 from actckpt._offload import stores
 from actckpt._offload.cpu import CpuStore
+from actckpt._offload.device import DeviceStore, record_streams
 
 KINDS = ("disk", "memory")
 
 
+_UNLIMITED = 1 << 40
+_BUFFER_BYTES = 64 << 10
+
+
+class TestedDeviceStore(DeviceStore):
+    """The store of device tensors, with what tests ask of the store of CPU tensors."""
+
+    __test__ = False
+
+    @classmethod
+    def made(
+        cls,
+        file: _C.SpillFile | None,
+        *,
+        limit_bytes: int = _UNLIMITED,
+        window_bytes: int | None = 256 << 20,
+        num_workers: int = 2,
+    ) -> TestedDeviceStore:
+        """Make one that has a file, and no memory but bounce buffers; pinned memory if there is no file."""
+        accelerator = devices.accelerator_of(on_device.device_type)
+        assert accelerator is not None
+        engine = _C.DeviceEngine.cuda(
+            library=accelerator.driver_library or "",
+            limit_bytes=limit_bytes if file is None else 0,
+            window_bytes=window_bytes,
+            release=record_streams,
+            spill_file=file,
+            bounce_bytes=0 if file is None else 16 * _BUFFER_BYTES,
+            buffer_bytes=_BUFFER_BYTES,
+            num_workers=max(1, num_workers),
+        )
+        return cls(engine, accelerator)
+
+    def flush(self) -> None:
+        """Wait until all bytes have left."""
+        for index in range(self.accelerator.device_count()):
+            self.accelerator.synchronize(self.accelerator.device_at(index))
+        self.poll()
+        deadline = time.monotonic() + 10
+        while self.engine.stats().inflight_bytes and time.monotonic() < deadline:
+            time.sleep(1e-4)
+            self.poll()
+
+    def poll(self) -> None:
+        """Release the sources whose copy has ended."""
+        self.engine.poll()
+
+    def stats(self) -> _C.DeviceStats:
+        """Counters since the store was made."""
+        return self.engine.stats()
+
+
+Tested = CpuStore | TestedDeviceStore
+
+
+def store_in_memory(**options: Any) -> Tested:
+    """Return a store that keeps the tensors of the device that tests run on in host memory."""
+    return CpuStore.in_memory(**options) if on_device.device_type == "cpu" else TestedDeviceStore.made(None, **options)
+
+
+def store_on_file(file: _C.SpillFile, **options: Any) -> Tested:
+    """Return a store that keeps them in a file."""
+    if on_device.device_type == "cpu":
+        return CpuStore.on_file(file, **options)
+    return TestedDeviceStore.made(file, **options)
+
+
+def store_on_disk(folder: str, *, limit_bytes: int = _UNLIMITED, **options: Any) -> Tested:
+    """Return a store that keeps them in a file of a folder."""
+    return store_on_file(_C.SpillFile(folder, limit_bytes=limit_bytes), **options)
+
+
 @contextmanager
-def store_of_kind(kind: str, **options: Any) -> Iterator[CpuStore]:
-    """Offload CPU tensors to a store of our own inside the block."""
+def store_of_kind(kind: str, **options: Any) -> Iterator[Tested]:
+    """Offload tensors to a store of our own inside the block."""
     if kind == "disk":
-        store = CpuStore.on_disk(config.settings().spill_folder, **options)
+        store = store_on_disk(config.settings().spill_folder, **options)
     else:
-        store = CpuStore.in_memory(**options)
+        store = store_in_memory(**options)
     with using(store):
         yield store
 
 
+def the_store() -> Tested | None:
+    """Return the store of the tensors of tests, if there is one already, and it is ours."""
+    found = stores._stores.get(on_device.device_type, (0, None))[1]
+    return found if isinstance(found, CpuStore | TestedDeviceStore) else None
+
+
 @contextmanager
 def using(store: Any) -> Iterator[None]:
-    """Offload CPU tensors to `store` inside the block."""
+    """Offload tensors to `store` inside the block."""
     before = dict(stores._stores)
-    stores._stores["cpu"] = config.generation, store
+    stores._stores[on_device.device_type] = config.generation, store
     try:
         yield
     finally:
@@ -45,7 +127,7 @@ def using(store: Any) -> Iterator[None]:
 
 def flush() -> None:
     """Wait until every byte has left, so that backward must bring it back."""
-    store = stores.cpu_store()
+    store = the_store()
     if store is not None:
         store.flush()
         store.poll()
@@ -58,15 +140,15 @@ def deep(x: torch.Tensor) -> torch.Tensor:
 
 def live_tickets() -> int:
     """Return how many tickets the store holds."""
-    store = stores.cpu_store()
+    store = the_store()
     assert store is not None
     return store.stats().num_live
 
 
 class PythonStore:
-    """What the hooks do with a store of the CPU, in Python: one that a test can change. See `stores.Store`."""
+    """What the hooks do with a store, in Python: one that a test can change. See `stores.Store`."""
 
-    def __init__(self, inner: CpuStore) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
         #: What was allocated to be read into.
         self.buffers: list[weakref.ref[torch.UntypedStorage]] = []
@@ -76,14 +158,19 @@ class PythonStore:
         return self.inner.window_bytes
 
     def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+        if isinstance(self.inner, DeviceStore):
+            return self.inner.put(source, nbytes, must=must)
         address = source.storage.data_ptr() + source.start
         ticket = self.inner.engine.put(address, nbytes, self.inner.tier, source, must=must)
         return None if isinstance(ticket, _C.Kept) else ticket
 
     def saved_again(self, ticket: Any, device: torch.device, storage: torch.UntypedStorage) -> None:
-        pass
+        if isinstance(self.inner, DeviceStore):
+            self.inner.saved_again(getattr(ticket, "inner", ticket), device, storage)  # tests may wrap tickets
 
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
+        if isinstance(self.inner, DeviceStore):
+            return self._noted(self.inner.fetch(ticket, nbytes, device))
         found = ticket.get()
         while found is None:
             buffer = self._buffer(nbytes, device)
@@ -92,11 +179,16 @@ class PythonStore:
         return found
 
     def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
+        if isinstance(self.inner, DeviceStore):
+            began = self.inner.prefetch(ticket, nbytes, device)
+            return None if began is None else self._noted(began)
         buffer = self._buffer(nbytes, device)
         return buffer if ticket.prefetch(buffer.storage.data_ptr(), buffer) else None
 
     def _buffer(self, nbytes: int, device: torch.device) -> _C.Bytes:
-        made = _C.allocate_bytes(nbytes, device)
+        return self._noted(_C.allocate_bytes(nbytes, device))
+
+    def _noted(self, made: _C.Bytes) -> _C.Bytes:
         self.buffers.append(weakref.ref(made.storage))
         return made
 

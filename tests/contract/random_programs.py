@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from on_device import random_states
 from oracle import Checkpoint
 
 SIZE = 4
@@ -118,7 +119,7 @@ def outcome(checkpoint: Checkpoint, drawn: Drawn) -> Any:
     pool = [inputs[0], *(x * 1.5 for x in inputs[1:])]
     outputs = _run(drawn.program, pool, checkpoint)
     values = [output.detach().clone() for output in outputs]
-    after_forward = torch.get_rng_state()
+    after_forward = random_states()
     chosen = [o for o, is_used in zip(outputs, drawn.used, strict=False) if is_used and o.requires_grad] or [
         o for o in outputs if o.requires_grad
     ]
@@ -131,4 +132,4 @@ def outcome(checkpoint: Checkpoint, drawn: Drawn) -> Any:
             grads.append(torch.autograd.grad(loss, wanted[-1:], retain_graph=True, allow_unused=True))
             grads.append(torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True))
         grads.append(torch.autograd.grad(loss, wanted, allow_unused=True))
-    return values, grads, after_forward, torch.get_rng_state()
+    return values, grads, after_forward, random_states()

@@ -14,13 +14,22 @@ from typing import Any
 import pytest
 import sim
 import torch
-from offload_oracle import PythonStore, deep, flush, live_tickets, store_of_kind, using
+from offload_oracle import (
+    PythonStore,
+    deep,
+    flush,
+    live_tickets,
+    store_in_memory,
+    store_of_kind,
+    store_on_disk,
+    store_on_file,
+    the_store,
+    using,
+)
 from oracle import assert_equal, gradients, leaf, mlp
 
 import actckpt
 from actckpt import _C, config
-from actckpt._offload import stores
-from actckpt._offload.cpu import CpuStore
 
 SIZE = 64  # 64 * 64 float32: 16 KiB per tensor
 TENSOR_BYTES = SIZE * SIZE * 4
@@ -29,7 +38,7 @@ TENSOR_BYTES = SIZE * SIZE * 4
 @contextmanager
 def _faulty_store(folder: Path, **options: Any) -> Iterator[sim.FaultyFileIo]:
     io = sim.FaultyFileIo()
-    with using(sim.disk_store(str(folder), io, **options)):
+    with using(store_on_file(sim.spill_file(str(folder), io), **options)):
         actckpt.reset_stats()
         yield io
 
@@ -153,7 +162,7 @@ class _FailingUnloads(PythonStore):
 
 def test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind() -> None:
     x = leaf(SIZE, SIZE)
-    store = _FailingUnloads(CpuStore.in_memory())
+    store = _FailingUnloads(store_in_memory())
     store.errors = []
     with using(store):
         with actckpt.offload(min_bytes=0):
@@ -175,7 +184,7 @@ def test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behi
 @pytest.mark.parametrize("limit", [0, 4096, TENSOR_BYTES, 2 * TENSOR_BYTES + 100, 1 << 30])
 def test_the_disk_limit_is_never_exceeded(tmp_path: Path, limit: int) -> None:
     x = leaf(SIZE, SIZE)
-    with using(CpuStore.on_disk(str(tmp_path), limit_bytes=limit)):
+    with using(store_on_disk(str(tmp_path), limit_bytes=limit)):
         actckpt.reset_stats()
         for _ in range(3):
             with actckpt.offload(min_bytes=0):
@@ -191,7 +200,7 @@ def test_the_disk_limit_is_never_exceeded(tmp_path: Path, limit: int) -> None:
 @pytest.mark.parametrize("window", [0, 1, TENSOR_BYTES, 3 * TENSOR_BYTES])
 def test_bytes_in_flight_stay_within_the_window_and_one_tensor(tmp_path: Path, window: int, num_workers: int) -> None:
     x = leaf(SIZE, SIZE)
-    with using(CpuStore.on_disk(str(tmp_path), window_bytes=window, num_workers=num_workers)):
+    with using(store_on_disk(str(tmp_path), window_bytes=window, num_workers=num_workers)):
         for _ in range(3):
             with actckpt.offload(min_bytes=0):
                 y = deep(x)
@@ -290,7 +299,7 @@ def test_two_thousand_steps_leave_everything_flat() -> None:
     def held() -> dict[str, int]:
         flush()
         gc.collect()
-        store = stores.cpu_store()
+        store = the_store()
         assert store is not None
         return {
             "threads": threading.active_count() + len(os.listdir("/proc/self/task")),

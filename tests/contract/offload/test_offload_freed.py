@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import sim
 import torch
-from offload_oracle import PythonStore, flush, live_tickets, using
+from offload_oracle import PythonStore, flush, live_tickets, store_on_disk, store_on_file, using
 from oracle import leaf
 
 import actckpt
-from actckpt._offload.cpu import CpuStore
 from actckpt.errors import SavedTensorChangedError
 
 #: More than a bounce buffer: a part of it is read only once the first write goes on.
@@ -31,7 +30,7 @@ def _held_writes(folder: Path, num_workers: int) -> Iterator[Callable[[], None]]
     faults = sim.Faults()
     faults.hold_writes = True
     io.set(faults)
-    with using(sim.disk_store(str(folder), io, num_workers=num_workers)):
+    with using(store_on_file(sim.spill_file(str(folder), io), num_workers=num_workers)):
         try:
             yield lambda: io.set(sim.Faults())
         finally:
@@ -101,7 +100,7 @@ def test_memory_freed_that_could_not_be_moved_raises(tmp_path: Path, num_workers
     faults = sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    with using(sim.disk_store(str(tmp_path), io, num_workers=num_workers)):
+    with using(store_on_file(sim.spill_file(str(tmp_path), io), num_workers=num_workers)):
         h = x * 1.5
         with actckpt.offload(min_bytes=0):
             y = h.sin()
@@ -116,7 +115,7 @@ def test_a_tensor_in_two_spans_raises_where_the_memory_of_one_was_made_smaller(t
     faults = sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.EIO
     io.set(faults)
-    with using(sim.disk_store(str(tmp_path), io)):
+    with using(store_on_file(sim.spill_file(str(tmp_path), io))):
         h = leaf(1000) * 1.5
         with actckpt.offload(min_bytes=0):
             first, second = h[:300].sin(), h[200:400].sin()
@@ -129,7 +128,7 @@ def test_a_tensor_in_two_spans_raises_where_the_memory_of_one_was_made_smaller(t
 
 def test_what_was_brought_back_may_be_freed_by_its_reader(tmp_path: Path) -> None:
     """The next unpack brings the bytes back once more."""
-    with using(CpuStore.on_disk(str(tmp_path))):
+    with using(store_on_disk(str(tmp_path))):
         h = leaf(1024) * 1.5
         expected = h.detach().clone()
         with actckpt.offload(min_bytes=0):
@@ -196,7 +195,7 @@ class _Fails(torch.autograd.Function):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_a_failed_backward_read_ahead_is_released(tmp_path: Path, num_workers: int) -> None:
     """While the graph, which is retained, lives on. The last tensor saved is the only one that is read."""
-    store = PythonStore(CpuStore.on_disk(str(tmp_path), num_workers=num_workers))
+    store = PythonStore(store_on_disk(str(tmp_path), num_workers=num_workers))
     x = leaf(1024)
     with using(store):
         h = x * 1
@@ -220,7 +219,7 @@ def test_what_a_failed_backward_read_ahead_is_released(tmp_path: Path, num_worke
 
 def test_a_failed_backward_keeps_nothing_once_its_graph_is_gone(tmp_path: Path) -> None:
     """autograd itself keeps the nodes that were to run next until the next backward of the thread."""
-    with using(CpuStore.on_disk(str(tmp_path))):
+    with using(store_on_disk(str(tmp_path))):
         for _ in range(3):
             x = leaf(1024)
             with actckpt.offload(min_bytes=0):

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import PythonStore, assert_same, deep, flush, using
+from offload_oracle import PythonStore, assert_same, deep, flush, store_in_memory, using
 from oracle import assert_equal, gradients, leaf, mlp, ours, theirs
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
-from actckpt._offload.cpu import CpuStore
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -35,7 +34,7 @@ def test_backward_three_times_over_one_graph() -> None:
 
 def test_a_retained_graph_does_not_grow() -> None:
     """Neither in the store nor in what was brought back, also for tensors saved several times."""
-    store = PythonStore(CpuStore.in_memory())
+    store = PythonStore(store_in_memory())
     x = leaf(32, 32)
     with using(store):
         with actckpt.offload(min_bytes=0):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sim
 import torch
-from offload_oracle import flush, store_of_kind, two_tensor, using
+from offload_oracle import flush, store_of_kind, store_on_file, two_tensor, using
 from oracle import leaf, ours
 from references import STEPS, SavesBoth, assert_references_flat, chain, fails, sines
 from te_fakes import Recipe, installed
@@ -48,7 +48,7 @@ def _failing_store(folder: Path) -> Iterator[None]:
     io = sim.FaultyFileIo()
     faults = sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.ENOSPC
-    with using(sim.disk_store(str(folder), io, num_workers=0)):
+    with using(store_on_file(sim.spill_file(str(folder), io), num_workers=0)):
         io.set(faults)
         yield
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sim
 import torch
-from offload_oracle import PythonStore, flush, using
+from offload_oracle import PythonStore, flush, store_on_disk, store_on_file, using
 from oracle import assert_equal, leaf
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 import actckpt
 from actckpt import _C, Action, config
 from actckpt._offload import stores
-from actckpt._offload.cpu import CpuStore
 from actckpt._replay import audit
 
 _MM = torch.ops.aten.mm.default
@@ -72,15 +71,10 @@ class _ScriptedStore(PythonStore):
 
 @contextmanager
 def _scripted(folder: Path, stall_of_size: dict[int, float] | None = None) -> Iterator[_ScriptedStore]:
-    before = dict(stores._stores)
-    store = _ScriptedStore(CpuStore.on_disk(str(folder)))
+    store = _ScriptedStore(store_on_disk(str(folder)))
     store.stall_of_size = stall_of_size or {}
-    stores._stores["cpu"] = config.generation, store
-    try:
+    with using(store):
         yield store
-    finally:
-        stores._stores.clear()
-        stores._stores.update(before)
 
 
 def _program(x: Tensor, w: Tensor) -> Tensor:
@@ -163,7 +157,7 @@ def test_what_finds_no_room_at_once_stays_if_it_only_prefers_to_move(action: Act
 
 def test_forward_does_not_wait_for_a_disk_that_is_behind(tmp_path: Path) -> None:
     io = sim.FaultyFileIo()
-    store = sim.disk_store(str(tmp_path), io, window_bytes=20 * _KIB, num_workers=1)
+    store = store_on_file(sim.spill_file(str(tmp_path), io), window_bytes=20 * _KIB, num_workers=1)
     faults = sim.Faults()
     faults.hold_writes = True
     io.set(faults)
@@ -187,13 +181,13 @@ def test_what_made_earlier_steps_wait_stays_from_the_third_step_on(tmp_path: Pat
     assert "an earlier step waited for it" in str(results[-1][1][0])
 
 
-def test_new_settings_begin_to_learn_anew(tmp_path: Path) -> None:
+def test_new_settings_begin_to_learn_anew(tmp_path: Path, device: str) -> None:
     with _scripted(tmp_path, {32 * _KIB: 4.0}) as store:
         for _ in range(3):
             report = _step(_per_op)[1][0]
         assert _moved(report) == 80 * _KIB
         actckpt.configure(max_inflight=config.settings().max_inflight)
-        stores._stores["cpu"] = config.generation, store
+        stores._stores[device] = config.generation, store
         assert _moved(_step(_per_op)[1][0]) == 112 * _KIB
 
 

@@ -1,0 +1,133 @@
+"""Tests of contract/{offload,replay,rerun} that `pytest --device sim` leaves out, by name, with the reason.
+
+A name is `folder/file.py::test`, for all of its parameters, or `folder/file.py::test[some words]` for those with all
+of these words.
+At most a tenth of the tests may stand here (test_device_exemptions.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+__all__ = ["CHANGING", "EXEMPT", "is_expected", "split", "why_exempt", "words_of"]
+
+_NO_LAYOUT = "the simulated device has strided tensors only"
+_SHALLOW_COPY = "torch's `.data =` takes a conjugated tensor only on devices that it names itself"
+_LATER = "a device's store gives bytes back at its next call, once copies have passed"
+_COUNTS_THREADS = "counts what the thread of the device may still hold"
+_CPU_GENERATOR = "is about numbers that the CPU's generator draws"
+_DEFAULT_DEVICE = "is about the default device, which is another one here"
+_FREED = "is about memory of the CPU that is freed or enlarged while workers write it to a file, or when they have"
+_FILE = "is about a file that workers write straight from CPU tensors; device tensors get there by bounce buffers"
+_COUNTERS = "asks for what the store of CPU tensors counts"
+_HOOKS = "compares hooks that copy between devices, under a mode that changes what copies make, with no hooks"
+_NUMPY = "looks into tensors with NumPy"
+_OF_CPU = "is about operators, kernels or tensors of the CPU"
+_COUNT_THEMSELVES = "counts versions, as the recorder does where kernels do not; those of devices do"
+_HAS_ACCELERATOR = "is about a machine without accelerators"
+
+_OFFLOAD = "offload/test_offload_"
+_MATCHES = "replay/test_policy_matches.py::"
+_SITES = "replay/test_replay_sites.py::"
+EXEMPT: dict[str, str] = {
+    f"{_OFFLOAD}fidelity.py::test_gradients_are_bit_equal[sparse]": _NO_LAYOUT,
+    f"{_OFFLOAD}fidelity.py::test_what_comes_back_has_the_same_values_and_layout[sparse]": _NO_LAYOUT,
+    f"{_OFFLOAD}fidelity.py::test_gradients_are_bit_equal[conjugated]": _SHALLOW_COPY,
+    f"{_OFFLOAD}fidelity.py::test_what_comes_back_has_the_same_values_and_layout[conjugated]": _SHALLOW_COPY,
+    f"{_OFFLOAD}regressions.py::test_a_nested_tensor_of_the_strided_layout_runs": _NO_LAYOUT,
+    f"{_OFFLOAD}graphs.py::test_a_graph_whose_backward_never_runs_gives_its_bytes_back[memory]": _LATER,
+    f"{_OFFLOAD}references.py::test_offloading_gives_every_reference_back": _COUNTS_THREADS,
+    f"{_OFFLOAD}faults.py::test_host_without_an_accelerator_is_refused": _HAS_ACCELERATOR,
+    f"{_OFFLOAD}graphs.py::test_a_retained_graph_does_not_grow": _COUNTERS,
+    f"{_OFFLOAD}faults.py::test_the_disk_limit_is_never_exceeded": _COUNTERS,
+    f"{_OFFLOAD}faults.py::test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind": _LATER,
+    "replay/test_replay_first_step.py::test_what_might_have_been_kept_is_audited_all_the_same[_overwritten]": _NUMPY,
+    "replay/test_replay_kernels.py::test_a_bfloat16_cast_of_a_weight_is_replayed_and_not_kept": _OF_CPU,
+    "replay/test_replay_references.py::test_each_policy_gives_every_reference_back": _COUNTS_THREADS,
+    "replay/test_replay_references.py::test_replays_under_each_setting_give_every_reference_back": _COUNTS_THREADS,
+    "replay/test_replay_regressions.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (
+        _COUNT_THEMSELVES
+    ),
+    f"{_OFFLOAD}regressions.py::test_what_was_written_is_freed_though_nothing_else_is_saved": _LATER,
+    f"{_OFFLOAD}regressions.py::test_a_module_with_a_sparse_buffer_runs": _NO_LAYOUT,
+    f"{_OFFLOAD}stays.py::test_a_tensor_dtype_and_device_that_no_store_takes_stays": _NO_LAYOUT,
+    "offload/test_prefer_offload.py::test_forward_does_not_wait_for_a_disk_that_is_behind": _FILE,
+    "replay/test_replay_regressions.py::test_strided_nested_tensors_pass_through_a_region": _NO_LAYOUT,
+    "replay/test_dispatch_modes.py::test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd"
+    "[hooks noise]": _HOOKS,
+    "replay/test_dispatch_modes.py::test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd"
+    "[nested noise]": _HOOKS,
+    f"{_MATCHES}test_a_policy_that_matches_nothing_warns_once_per_place_and_names_what_runs": _OF_CPU,
+    f"{_MATCHES}test_operators_run_as_the_warning_says": _OF_CPU,
+    "replay/test_replay_audit.py::test_an_original_that_cannot_be_read_back_is_an_audit_error": _NUMPY,
+    "replay/test_replay_filling.py::test_gradients_are_those_of_plain_autograd[behind_the_back]": _NUMPY,
+    "replay/test_replay_filling.py::test_gradients_are_those_of_plain_autograd[behind_the_back_of_the_version]": _NUMPY,
+    "replay/test_replay_nesting.py::test_rule_10_flex_attention_in_a_region": _OF_CPU,
+    "replay/test_replay_references.py::test_each_recorded_program_gives_every_reference_back": _COUNTS_THREADS,
+    f"{_SITES}test_the_audit_of_one_function_does_not_pass_another_one_of_the_same_operators": _NUMPY,
+    "rerun/test_random_state.py::test_without_preserve_rng_state_the_rerun_draws_on": _CPU_GENERATOR,
+    "rerun/test_better_than_torch.py::test_a_default_device_at_the_time_of_a_rerun_does_not_reach_it": _DEFAULT_DEVICE,
+    "rerun/test_better_than_torch.py::test_the_default_device_of_the_forward_holds_in_the_rerun": _DEFAULT_DEVICE,
+    f"{_OFFLOAD}enlarged.py::test_memory_that_cpp_frees_under_a_copy_is_no_crash_and_no_wrong_number": _FREED,
+    f"{_OFFLOAD}freed.py::test_memory_freed_while_it_is_copied_out_gives_what_was_saved": _FREED,
+    f"{_OFFLOAD}freed.py::test_memory_freed_after_its_graph_is_gone_is_no_crash": _FREED,
+    f"{_OFFLOAD}freed.py::test_memory_freed_that_could_not_be_moved_raises": _FREED,
+    f"{_OFFLOAD}freed.py::test_a_tensor_in_two_spans_raises_where_the_memory_of_one_was_made_smaller": _FREED,
+    f"{_OFFLOAD}freed.py::test_what_was_brought_back_may_be_freed_by_its_reader": _FREED,
+    f"{_OFFLOAD}freed.py::test_storages_that_nobody_copies_do_not_wait": _FREED,
+    f"{_OFFLOAD}freed.py::test_memory_freed_while_backward_holds_it_gives_what_was_saved": _FREED,
+    f"{_OFFLOAD}freed.py::test_what_a_failed_backward_read_ahead_is_released": _FREED,
+    f"{_OFFLOAD}freed.py::test_a_failed_backward_keeps_nothing_once_its_graph_is_gone": _FREED,
+    f"{_OFFLOAD}faults.py::test_a_write_that_fails_keeps_the_tensor": _FILE,
+    f"{_OFFLOAD}faults.py::test_short_writes_and_reads_are_continued": _FILE,
+    f"{_OFFLOAD}faults.py::test_an_altered_byte_raises_and_the_next_try_is_right": _FILE,
+    f"{_OFFLOAD}faults.py::test_a_read_that_fails_raises_and_the_next_try_is_right": _FILE,
+    f"{_OFFLOAD}faults.py::test_a_read_ahead_that_fails_raises_once_it_is_needed": _FILE,
+    f"{_OFFLOAD}faults.py::test_sources_that_are_still_being_written_are_used_as_they_are": _FILE,
+    f"{_OFFLOAD}faults.py::test_a_model_trained_over_a_failing_disk_ends_as_over_a_good_one": _FILE,
+}
+
+#: Tests that change a saved tensor in place while it may be copied to the host. Nobody orders the two, and nobody uses
+#: what was copied: backward raises for the change, or is over.
+CHANGING = {
+    f"{_OFFLOAD}overlaps.py::test_a_change_between_two_overlapping_views_is_not_joined",
+    f"{_OFFLOAD}stays.py::test_a_change_after_backward_is_nobodys_business",
+    f"{_OFFLOAD}stays.py::test_a_change_in_place_raises",
+    f"{_OFFLOAD}stays.py::test_a_change_of_a_saved_output_raises",
+    f"{_OFFLOAD}stays.py::test_a_tensor_changed_and_saved_again_comes_back_as_it_was_then",
+    f"{_OFFLOAD}stays.py::test_an_optimizer_step_between_forward_and_backward_raises",
+    "replay/test_replay_aliases.py::test_a_change_that_plain_autograd_notices_never_gives_another_gradient",
+    "offload/test_prefer_offload.py::test_a_demoted_tensor_is_watched_for_changes_as_any_that_is_kept",
+}
+_WHILE_COPIED = re.compile(r"^\w+ on sim:\d, stream \d+ writes \d+ bytes that cuMemcpyDtoHAsync .* reads, and nothing")
+
+
+def split(key: str) -> tuple[str, set[str]]:
+    """Return what a name says of a test: without parameters, and words of these."""
+    name, _, words = key.removesuffix("]").partition("[")
+    return name, set(words.split())
+
+
+_BY_NAME: dict[str, list[tuple[set[str], str]]] = {}
+for _key, _why in EXEMPT.items():
+    _BY_NAME.setdefault(split(_key)[0], []).append((split(_key)[1], _why))
+
+
+def words_of(item: pytest.Item) -> tuple[str, set[str]]:
+    """Return the name of a test without parameters, and the words of these."""
+    name = f"{item.path.parent.name}/{item.path.name}::{getattr(item, 'originalname', item.name)}"
+    callspec = getattr(item, "callspec", None)
+    return name, set() if callspec is None else set(callspec.id.replace("-", " ").split())
+
+
+def why_exempt(item: pytest.Item) -> str | None:
+    """Return why a test does not run on the device; None if it does."""
+    name, words = words_of(item)
+    return next((why for key, why in _BY_NAME.get(name, ()) if key <= words), None)
+
+
+def is_expected(item: pytest.Item, fault: str) -> bool:
+    """Whether a test provokes a fault of the device on purpose."""
+    return words_of(item)[0] in CHANGING and _WHILE_COPIED.match(fault) is not None
