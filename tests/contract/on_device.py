@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,7 +64,11 @@ def _constructors() -> Iterator[tuple[Any, str]]:
 def tensors_on(device: str) -> Iterator[None]:
     """Make tensors on `device` inside the block where their maker does not say."""
     global device_type
-    importlib.import_module("torch._decomp.decompositions_for_jvp")  # scripted once, before what is put in place below
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module(
+            "torch._decomp.decompositions_for_jvp"
+        )  # scripted once, before what is put in place below
     before = [(module, name, getattr(module, name)) for module, name in _constructors()]
     device_before, device_type = device_type, device
     for module, name, make in before:
