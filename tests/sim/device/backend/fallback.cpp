@@ -24,7 +24,7 @@ struct Facts {
   bool touches_no_bytes = false;  // views, and questions about shapes
   bool tells_host = false;        // its result is a value of the host
   bool takes_any_device = false;
-  bool counts_versions = false;  // its kernel does: autograd leaves it to the kernels that lists of tensors run on
+  bool counts_versions = false;    // its kernel does: autograd leaves it to the kernels that lists of tensors run on
   std::vector<bool> writes;        // by argument
   std::vector<bool> is_generator;  // by argument
 };

@@ -2,7 +2,8 @@
 //
 // Contract: an operator that has no kernel of its own runs the CPU's on the same bytes, at launch, on the current
 // stream of its device, and the checker is told what it read and wrote. Tensors on several devices are refused, as
-// CUDA's kernels refuse them, but for 0-dimensional ones of the CPU and for indices.
+// CUDA's kernels refuse them, but for 0-dimensional ones of the CPU and for indices. What a schema does not say is
+// written, as the running statistics of `native_batch_norm`, counts as read.
 // Thread rule: any thread.
 
 #pragma once
