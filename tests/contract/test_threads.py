@@ -138,11 +138,11 @@ def test_a_failing_rerun_in_one_thread_leaves_the_others_alone() -> None:
 
 def test_backward_in_another_thread_than_forward_restores_thread_local_state() -> None:
     model, x = mlp(), leaf(3, 8)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         y = ours(model, x)
     expected = torch.autograd.grad(ours(model, x.detach().requires_grad_()).sum(), list(model.parameters()))
     actual = in_threads(lambda _: torch.autograd.grad(y.float().sum(), list(model.parameters())), 1)[0]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         plain_y = model(x)
     assert_equal(actual, torch.autograd.grad(plain_y.float().sum(), list(model.parameters())))
     assert not torch.equal(actual[0], expected[0])

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_audit")
 
 def _loss(layer: torch.nn.Linear, x: Tensor, policy: Any, num_regions: int) -> Tensor:
     h = x
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         for _ in range(num_regions):
             with nullcontext() if policy is None else actckpt.region(policy):
                 h = torch.tanh(layer(h))
