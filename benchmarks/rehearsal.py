@@ -21,5 +21,5 @@ def simulated() -> Iterator[None]:
     from actckpt import api
 
     api.DEFAULT_MIN_BYTES = 0  # what `offload_inputs` moves; the process ends with the rehearsal
-    with device.checked(), device.link(bytes_per_s=_LINK_BYTES_PER_S), offloading(max_inflight=_WINDOW_BYTES):
+    with device.checked(), device.timed(link_bytes_per_s=_LINK_BYTES_PER_S), offloading(max_inflight=_WINDOW_BYTES):
         yield

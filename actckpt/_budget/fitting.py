@@ -175,6 +175,7 @@ def smallest_plan(costs: CostTable, budget_bytes: float, pins: Mapping[Any, Acti
             block,
             forward_s=1.0,
             backward_s=1.0,
+            recording_s=0.0,
             values=tuple(dataclasses.replace(value, recompute_s=1.0) for value in block.values),
         )
         for name, block in costs.classes.items()

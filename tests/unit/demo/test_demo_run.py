@@ -66,9 +66,10 @@ def test_a_budget_shows_plan_prediction_and_what_was_measured(
     settings = _toy(tmp_path, methods=("none",), dim=64, seq=64, activation_budget="60%")
     assert run_demo(prepare_demo(settings)) == 0
     out = capsys.readouterr().out
-    assert "Plan of 'budget'" in out and "Recomputed:" in out and "Predicted: peak" in out
+    assert "Plan of 'budget'" in out and "Predicted: peak" in out
+    assert "Recomputed:" in out or "Run again as a whole:" in out
     results = {result["method"]: result for result in json.loads((tmp_path / "demo.json").read_text())["results"]}
-    assert 30 < results["budget"]["saved_percent"] < 60
+    assert 30 < results["budget"]["saved_percent"] < 75
     with pytest.raises(ValueError, match="activation_budget='lots' is not a size"):
         prepare_demo(_toy(tmp_path, activation_budget="lots"))
 
