@@ -70,6 +70,7 @@ EXEMPT: dict[str, str] = {
     "replay/test_replay_filling.py::test_gradients_are_those_of_plain_autograd[behind_the_back]": _NUMPY,
     "replay/test_replay_filling.py::test_gradients_are_those_of_plain_autograd[behind_the_back_of_the_version]": _NUMPY,
     "replay/test_replay_nesting.py::test_rule_10_flex_attention_in_a_region": _OF_CPU,
+    "replay/test_replay_references.py::test_replays_give_every_reference_back_however_backward_goes": _COUNTS_THREADS,
     "replay/test_replay_references.py::test_each_recorded_program_gives_every_reference_back": _COUNTS_THREADS,
     f"{_SITES}test_the_audit_of_one_function_does_not_pass_another_one_of_the_same_operators": _NUMPY,
     "rerun/test_random_state.py::test_without_preserve_rng_state_the_rerun_draws_on": _CPU_GENERATOR,
