@@ -46,9 +46,7 @@ bool has_device(const py::object& state) {
 }
 
 // Whether the current stream is being captured.
-bool is_capturing(const py::object& state) {
-  return has_device(state) && call(names().is_capturing).ptr() == Py_True;
-}
+bool is_capturing(const py::object& state) { return has_device(state) && call(names().is_capturing).ptr() == Py_True; }
 
 // ------------------------------------------------------------------------------------- calls
 
