@@ -26,7 +26,7 @@ __all__ = ["apply", "remove", "report"]
 
 _NO_PLAN = (
     "No plan for the budget is made yet, and all blocks are checkpointed: it is made at the second forward with "
-    "gradients of the model that was given to apply, for the first 16 sizes of its inputs, and not under torch.compile."
+    "gradients of the model that was given to apply, for the first 16 kinds of steps, and not under torch.compile."
 )
 _NOTHING_RECORDED = (
     "Nothing was recorded. Run a step, outside of torch.compile; what 'keep' leaves to autograd, region('keep', "
@@ -110,9 +110,9 @@ def apply(
             plan is then made while the model trains: the first step runs with all blocks checkpointed and measures;
             from the second on the fastest plan that is predicted to fit runs; with `race` (on unless `pins` are given,
             several ranks train, or the model is on a device) it takes turns with simple choices in the next steps, and
-            the fastest stays. Each size of inputs has a plan of its own, up to 16 sizes. `actckpt.report(model).plan`
-            is the plan, None until it is made. What is computed from the model's outputs is taken to need three times
-            their bytes.
+            the fastest stays. Each kind of step has a plan of its own, up to 16: sizes of inputs, autocast, training or
+            evaluation mode, what is trained. `actckpt.report(model).plan` is the plan, None until it is made. What is
+            computed from the model's outputs is taken to need three times their bytes.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.

@@ -48,6 +48,7 @@ from actckpt._core.storages import storages_of, tensors_in
 from actckpt.action import Action
 from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.memory import LiveStorages
+from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetedTraining", "Wanted"]
@@ -260,46 +261,58 @@ class _Size:
         return abs(self._meter().fixed_bytes - self._fixed_bytes) > _CHANGE * self._fixed_bytes
 
     def _make_plan(self) -> None:
-        from actckpt._budget.fitting import smallest_plan  # with the solver: half a second to import
-        from actckpt._budget.simple import NOTHING, plain_plan, simple_plans
-        from actckpt.planner.solving import solve
-
         assert self._measured is not None
         meter = self._meter()
         measured = holding_outputs(meter.complete(self._measured), self._held_output_bytes or 0.0)
         self._fixed_bytes = meter.fixed_bytes
-        measured = dataclasses.replace(measured, costs=self._observing.corrected(measured.costs))
-        wanted = self._wanted
-        if wanted.activation_budget is None:
-            nbytes = meter.budget_bytes(wanted.budget)
+        costs = self._observing.corrected(measured.costs)
+        share = self._share(costs, meter)
+        plan = dataclasses.replace(self._solved(costs, share), blocks=measured.names, places=measured.places)
+        self._given_bytes, self.plan, self._race = share.given_bytes, plan, self._race_of(plan, share)
+        for forward in self._forwards.values():
+            forward.together.is_watching = True  # so that the report has a step of the plan
+
+    def _share(self, costs: CostTable, meter: Meter) -> Share:
+        """Return what a forward may use."""
+        from actckpt._budget.simple import plain_plan  # with the solver: half a second to import
+
+        plain_bytes = plain_plan(costs).peak_bytes
+        if self._wanted.activation_budget is None:
+            nbytes = meter.budget_bytes(self._wanted.budget)
         else:
-            plain = plain_plan(measured.costs).peak_bytes
-            nbytes = activation_budget_bytes(wanted.activation_budget, plain_bytes=plain)
+            nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=plain_bytes)
         share = Share(nbytes, self._fixed_bytes, self._most_alive, has_reserve=False)
-        if plain_plan(measured.costs).peak_bytes > share.nbytes:  # else nothing is to be done
-            share = dataclasses.replace(share, has_reserve=True)
-        nbytes, self._given_bytes = share.nbytes, share.given_bytes
+        fits = plain_bytes <= share.nbytes  # then nothing is to be done
+        return share if fits else dataclasses.replace(share, has_reserve=True)
+
+    def _solved(self, costs: CostTable, share: Share) -> Plan:
+        """Return the plan for a share; the one that needs least where more was observed than there is."""
+        from actckpt._budget.fitting import smallest_plan
+        from actckpt.planner.solving import solve
+
         try:
-            plan = solve(measured.costs, budget=nbytes, pins=wanted.pins)
+            return solve(costs, budget=share.nbytes, pins=self._wanted.pins)
         except PlanInfeasibleError as error:
             if not self._observing.has_corrected or error.smallest_bytes is None:
                 raise share.infeasible(error) from None
-            warnings.warn(_EXCEEDED.format(share.infeasible(error)), stacklevel=4)  # where the model is called
-            plan = smallest_plan(measured.costs, error.smallest_bytes, wanted.pins)
-        plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
-        self.plan, self._race = plan, None
-        for forward in self._forwards.values():
-            forward.together.is_watching = True  # so that the report has a step of the plan
+            warnings.warn(_EXCEEDED.format(share.infeasible(error)), stacklevel=2)
+            return smallest_plan(costs, error.smallest_bytes, self._wanted.pins)
+
+    def _race_of(self, plan: Plan, share: Share) -> Race | None:
+        """Return the race of a plan against simple choices that fit; None where its gain is sure, or none may run."""
+        from actckpt._budget.simple import NOTHING, simple_plans
+
+        wanted = self._wanted
         if not wanted.race or wanted.pins or _num_ranks() > 1 or device_of(self._model).type != "cpu":
-            return
+            return None
         others = [
-            (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=nbytes))
-            for name, other in simple_plans(measured.costs)
-            if name != NOTHING and other.peak_bytes <= nbytes
+            (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=share.nbytes))
+            for name, other in simple_plans(plan.costs)
+            if name != NOTHING and other.peak_bytes <= share.nbytes
         ]
         best = min((other.overhead_seconds for _, other in others), default=float("inf"))
-        if plan.overhead_seconds > 0.0 and best - plan.overhead_seconds < _SURE * plan.plain_seconds:
-            self._race = Race([("plan", plan), *others])
+        is_sure = best - plan.overhead_seconds >= _SURE * plan.plain_seconds
+        return None if is_sure or plan.overhead_seconds == 0.0 else Race([("plan", plan), *others])
 
 
 def _num_ranks() -> int:

@@ -96,9 +96,8 @@ class Clock(TorchDispatchMode):
         flops = self._flops(packet, args, kwargs, result)
         dtype = next((tensor.dtype for tensor in (*made, *given) if tensor.is_floating_point()), torch.float32)
         rate = self._target.flops_per_s if dtype.itemsize <= 2 else self._float32_flops_per_s
-        written = made or list(
-            tensors_in(args[:1] if func._schema.is_mutable else ())
-        )  # `_foreach_` ones return nothing
+        # `_foreach_` ones return nothing.
+        written = made or list(tensors_in(args[:1] if func._schema.is_mutable else ()))
         moved = _moved_bytes(packet, given, written)
         self.flops += flops
         self.busy_seconds += max(flops / rate, moved / self._target.memory_bytes_per_s)
