@@ -32,7 +32,7 @@ from torch import Tensor
 
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
-from actckpt._budget.structure import BlockStructure, run_recorded
+from actckpt._budget.structure import BlockStructure, held_elsewhere, run_recorded
 from actckpt._core import devices
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
@@ -98,6 +98,9 @@ class Profiler:
         before = attributes_of(block)
         result, structure = run_recorded(forward, args, kwargs, first_tensor((args, kwargs)))
         inputs.forward_done()
+        if structure.note_alive(result):
+            with inputs.as_found(checks=False), _explained(name):
+                structure.note_held(_held_elsewhere(block, forward, (args, kwargs), structure.written))
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
@@ -168,6 +171,13 @@ def _profiled(
         ),
         rerun=not (writes_to_input or structure.holds_twice_in_rerun()),
     )
+
+
+def _held_elsewhere(
+    block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, written: dict[int, torch.UntypedStorage]
+) -> frozenset[str]:
+    with set_apart(block, arguments, written) as ((args, kwargs), _):
+        return held_elsewhere(forward, args, kwargs)
 
 
 def _in_region(forward: Callable[..., Any]) -> Callable[..., Any]:

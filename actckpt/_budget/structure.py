@@ -7,10 +7,12 @@ Rule 1. A forward of each block runs in a region, so that the recorder names val
         notes which storages it reads and makes: a graph of places.
 Rule 2. A value is a storage that an operator of the block made. An operator that writes to it in place is part of what
         computing it again takes; where another value was made from it before, it is taken not to be replayable.
-Rule 3. A value that was dropped and lives on is held by something else: a context of an `autograd.Function`, the cache
-        of weights of autocast, an attribute. Dropping it frees nothing, nor does a rerun of the block: its bytes are
-        added to those of the block's input, which always stay, and to keep it as well costs nothing. (What backward
-        does not need is not known to the recorder as held: keeping it would cost its bytes.)
+Rule 3. A value that was dropped and lives on is held by the recorder, which begins replays with it (results of opaque
+        operators): then it is not replayable, nor is what was made from it. Or it is held by something else: a context
+        of an `autograd.Function`, the cache of weights of autocast, an attribute. That shows where the block is run
+        once more with nothing recorded. Dropping it frees nothing, nor does a rerun of the block: its bytes are added
+        to those of the block's input, which always stay, and to keep it as well costs nothing. (What backward does not
+        need is not known to the recorder as held: keeping it would cost its bytes.)
 Rule 4. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
         input, and what several blocks share (masks, angles), are held by whoever made them or by the region.
 """
@@ -38,7 +40,7 @@ from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint_call
 from actckpt.planner.costs import BLOCK_INPUT, Value
 
-__all__ = ["BlockStructure", "run_recorded"]
+__all__ = ["BlockStructure", "held_elsewhere", "run_recorded"]
 
 
 @dataclasses.dataclass
@@ -55,7 +57,9 @@ class _Made:
     replayable: bool = True
     #: Another value was made from it.
     is_read: bool = False
-    #: It lives whether it is kept or not (Rule 3).
+    #: It was dropped, and lives (Rule 3).
+    is_alive: bool = False
+    #: Something other than the recorder holds it.
     is_held: bool = False
 
 
@@ -97,14 +101,25 @@ class BlockStructure:
         """Return whether a rerun makes again what lives already: all but weights in the cache of autocast."""
         return any(made.is_held and (made.inputs or "::aten._to_copy" not in made.places[0]) for made in self._made)
 
-    def note_held(self, result: Any) -> None:
-        """Take down which of the values that were dropped are still alive, after the block returned `result`."""
+    def note_alive(self, result: Any) -> frozenset[str]:
+        """Take down which of the values that were dropped are alive, the block having returned `result`.
+
+        Returns:
+            Their places.
+        """
         returned = {id(storage) for storage in storages_of(list(tensors_in(result)))}
         for made in self._made:
-            storage = made.storage()
-            info = self._info(made)
+            storage, info = made.storage(), self._info(made)
             is_dropped = made.replayable and (info is None or info.replayable)
-            made.is_held = is_dropped and storage is not None and id(storage) not in returned
+            made.is_alive = is_dropped and storage is not None and id(storage) not in returned
+        return frozenset(made.places[0] for made in self._made if made.is_alive)
+
+    def note_held(self, places: frozenset[str]) -> None:
+        """Take down which of the values that are alive something other than the recorder holds."""
+        for made in self._made:
+            made.is_held = made.is_alive and made.places[0] in places
+            if made.is_alive and not made.is_held and self._info(made) is None:
+                made.replayable = False
 
     def values(self) -> tuple[Value, ...]:
         """Return what the planner is told about: the block's input, what backward needs, and what leads to it."""
@@ -149,8 +164,15 @@ def run_recorded(
     structure = BlockStructure(0 if argument is None else argument.untyped_storage().nbytes())
     with _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, CheckpointOptions(policy=structure.note_saved))
-    structure.note_held(result)
     return result, structure
+
+
+def held_elsewhere(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    """Run the forward of a block once with nothing recorded; return the places of what it leaves alive."""
+    structure = BlockStructure(0)
+    with _Graph(structure):
+        result = checkpoint_call(forward, args, kwargs, CheckpointOptions(policy="recompute"))
+    return structure.note_alive(result)
 
 
 class _Graph(TorchDispatchMode):

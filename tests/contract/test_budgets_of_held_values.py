@@ -1,9 +1,9 @@
-"""Budgets where something besides autograd holds what blocks compute: dropping that frees nothing."""
+"""Budgets where something besides autograd holds what blocks compute, and where the recorder must."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +29,15 @@ class _Silu(torch.autograd.Function):
         return gradient * (ctx.y * (1 + ctx.x * (1 - ctx.y)))
 
 
+@torch.library.custom_op("held_values::twice", mutates_args=())
+def _twice(x: Tensor) -> Tensor:
+    """An operator that replays do not run again; backward does not need what it makes."""
+    return x * 2
+
+
+_twice.register_autograd(lambda ctx, gradient: gradient * 2, setup_context=lambda ctx, inputs, output: None)
+
+
 class _Block(nn.Module):
     def __init__(self, activation: Callable[[Tensor], Tensor], keeps: bool) -> None:
         super().__init__()
@@ -46,7 +55,8 @@ class _Block(nn.Module):
 class _Training:
     def __init__(self, kind: str) -> None:
         torch.manual_seed(0)
-        activation: Any = _Silu.apply if kind == "context" else functional.gelu
+        activations: dict[str, Any] = {"context": _Silu.apply, "opaque": lambda x: functional.gelu(_twice(x) + 1)}
+        activation = activations.get(kind, functional.gelu)
         blocks = [_Block(activation, keeps=kind == "attribute") for _ in range(6)]
         self.model = nn.Sequential(nn.Linear(32, 32), *blocks, nn.Linear(32, 8))
         self.x = torch.randn(8, 32, 32)
@@ -65,7 +75,15 @@ class _Training:
         return [p.grad.clone() for p in self.model.parameters()], live.peak_bytes
 
 
-@pytest.mark.parametrize("kind", ["plain", "context", "attribute", "autocast"])
+@pytest.fixture
+def _opaque() -> Iterator[None]:
+    actckpt.configure(opaque=["held_values.twice"])
+    yield
+    actckpt.configure(opaque=[])
+
+
+@pytest.mark.usefixtures("_opaque")
+@pytest.mark.parametrize("kind", ["plain", "context", "attribute", "autocast", "opaque"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
 def test_steps_in_training_fit(kind: str, share: float) -> None:
     training = _Training(kind)
@@ -77,6 +95,7 @@ def test_steps_in_training_fit(kind: str, share: float) -> None:
     assert error.value.smallest_bytes is not None
     smallest = error.value.smallest_bytes
     assert (smallest > 0.5 * plain) == (kind in ("context", "attribute"))
+    assert smallest < plain
     actckpt.remove(training.model)
     budget = int(smallest + share * (plain - smallest))
     actckpt.apply(training.model, blocks=_Block, activation_budget=budget, race=False)
@@ -88,5 +107,6 @@ def test_steps_in_training_fit(kind: str, share: float) -> None:
     assert peaks[-1] <= budget
     plan = actckpt.report(training.model).plan
     assert plan is not None
+    assert peaks[-1] <= 1.02 * plan.peak_bytes
     # Blocks that are run again as a whole need less than they are predicted to.
-    assert 0.8 * plan.peak_bytes <= peaks[-1] <= 1.02 * plan.peak_bytes
+    assert any(plan.rerun) or peaks[-1] >= 0.94 * plan.peak_bytes
