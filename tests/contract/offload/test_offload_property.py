@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_oracle import KINDS, flush, live_tickets, store_of_kind
+from offload_oracle import KINDS, assert_no_ticket_is_left, flush, store_of_kind
 from oracle import assert_equal, ours, plain, theirs
 from random_programs import Drawn, draws, many_draws, outcome
 
@@ -85,4 +85,4 @@ def test_random_programs_are_bit_equal_to_plain_autograd(
                 stack.enter_context(actckpt.offload(min_bytes=0))
             found = outcome(region, drawn)
         assert_equal(found, expected)
-        assert live_tickets() == 0
+        assert_no_ticket_is_left()
