@@ -126,6 +126,7 @@ NAMES: dict[str, Any] = {
     "changed_after_error": aliases.changed_after_error,
     "other_bytes_error": execute.other_bytes_error,
     "keep": Action.KEEP,
+    "offload": Action.OFFLOAD,
     "recompute": Action.RECOMPUTE,
     "why_inference": aliases.WHY_INFERENCE,
     "below_autograd": torch_private.below_autograd,

@@ -77,8 +77,6 @@ class CheckpointOptions(NamedTuple):
                 "checkpoint: policy= and context_fn= both say what to recompute. Pass one of the two; a policy "
                 "function of torch's create_selective_checkpoint_contexts can be passed as policy= unchanged."
             )
-        if not self.is_rerun:
-            self.check_replays(f"policy={self.policy!r}")
         if self.determinism_check not in ("default", "none"):
             raise ValueError(
                 "checkpoint: determinism_check should be one of ['default', 'none'], but got "
@@ -100,15 +98,6 @@ class CheckpointOptions(NamedTuple):
                 "and one for the reruns; contextlib.nullcontext() is one that does nothing."
             )
         return contexts
-
-    def check_replays(self, what: str) -> None:
-        """Raise where an option is for reruns only, and `what` has operators replayed."""
-        if self.offload_inputs:
-            raise ValueError(
-                "checkpoint: offload_inputs=True goes with policy=None, whose reruns hold the inputs of the region. "
-                f"With this {what} operators are replayed: use a policy= function that returns Action.OFFLOAD where "
-                "its SavedTensorInfo.is_input is True."
-            )
 
 
 #: Keywords of the installed torch's checkpoint that came after this file was written, with their defaults.

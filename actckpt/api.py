@@ -29,6 +29,7 @@ from actckpt._options import (
 )
 from actckpt._replay.audit import caller_of, site_of
 from actckpt._replay.calls import run_in_region
+from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
@@ -98,7 +99,7 @@ def checkpoint(
             a selective `context_fn` or a policy keeps; False: that is held as it is. Has no effect without them.
         policy: None or `"recompute"`: `function` runs again in backward. Any other policy of `region`: nothing runs
             again but single operators, as in `with region(policy):`.
-        offload_inputs: move the tensors that the region holds for its reruns to a store, as `offload` does.
+        offload_inputs: move the tensors that the region holds for its reruns or replays to a store, as `offload` does.
             Inside another region it does nothing: that one frees them.
         rng_trackers: callables that return random state trackers, in addition to those registered
             with `actckpt.rng.register_tracker`.
@@ -189,7 +190,8 @@ def checkpoint_call(
         site = site_of(caller_of(function, args, kwargs))
         if not site.is_rerun:
             respects_hooks = options.respect_saved_tensors_hooks is not False
-            return run_in_region(choice_of(policy), site, function, args, kwargs, respects_hooks, matches, figures)
+            choice = _choice_for(choice_of(policy), function, options)
+            return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches, figures)
         options = options._replace(preserve_rng_state=True)  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
@@ -216,6 +218,14 @@ def checkpoint_call(
 _checkpoint_eagerly = torch_private.disable_dynamo(checkpoint_call)
 
 
+def _choice_for(choice: Choice, function: Callable[..., Any], options: CheckpointOptions) -> Choice:
+    """Return a policy that also moves the inputs of the region where the options say so."""
+    if not options.offload_inputs:
+        return choice
+    keep_in_place(function)
+    return choice.offloading_inputs(DEFAULT_MIN_BYTES)
+
+
 def _forced(options: CheckpointOptions, early_stop: bool | None, debug: bool | None) -> CheckpointOptions:
     """Return the options with what contexts of torch say instead."""
     return options._replace(
@@ -238,11 +248,11 @@ def _run(
         contexts = options.make_contexts()
         selective = selective_choice(contexts[0])
         if selective is not None:
-            options.check_replays("context_fn")
             site = site_of(caller_of(function, args, kwargs))
             if not site.is_rerun:
                 respects_hooks = options.respect_saved_tensors_hooks is not False
-                return run_in_region(selective, site, function, args, kwargs, respects_hooks, None, figures)
+                choice = _choice_for(selective, function, options)
+                return run_in_region(choice, site, function, args, kwargs, respects_hooks, None, figures)
             contexts, preserve_rng_state = None, True
     if options.offload_inputs:
         keep_in_place(function)

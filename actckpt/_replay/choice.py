@@ -1,5 +1,6 @@
 """What a policy decides, as the recorder asks it."""
 
+import copy
 import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -104,11 +105,13 @@ class Choice:
         is_per_operator: whether `default` goes by operator too, also where there are no `actions`: inputs stay, and
             values of any size move.
         preset: the one word that stands for `actions`.
+        offloads_inputs_from: tensors from before the region that are no parameters, and have so many bytes, are moved;
+            None: they stay. Of them `for_value` decides itself.
     """
 
     __slots__ = (
         *("_after_call", "_is_per_operator", "actions", "asks_calls", "asks_places", "default", "find", "for_value"),
-        *("found", "names_drop", "operators", "preset", "table"),
+        *("found", "names_drop", "offloads_inputs_from", "operators", "preset", "table"),
     )
 
     def __init__(
@@ -122,11 +125,13 @@ class Choice:
         for_value: Callable[[SavedTensorInfo], Action] | None = None,
         is_per_operator: bool = False,
         preset: str = "",
+        offloads_inputs_from: int | None = None,
     ) -> None:
         #: None: by place.
         self.actions: Mapping[str, Action] | None = None if table is not None else actions or {}
         self.operators: tuple[Any, ...] = operators
         self.preset = preset
+        self.offloads_inputs_from = offloads_inputs_from
         self.table = table
         #: What was looked up in the table so far, and who is asked for the rest.
         self.found = None if table is None else table.found
@@ -141,6 +146,21 @@ class Choice:
         #: Whether every operator must be reported with `after_call`.
         self.asks_calls: bool = after_call is not None
         self.for_value: Callable[[SavedTensorInfo], Action] | None = for_value
+
+    def offloading_inputs(self, nbytes: int) -> "Choice":
+        """Return the same policy, which moves the inputs of the region as well, from so many bytes on.
+
+        Raises:
+            ValueError: it is a function of values, which decides of inputs too.
+        """
+        if self.for_value is not None:
+            raise ValueError(
+                "checkpoint: offload_inputs=True goes with policies that do not decide of inputs themselves. With this "
+                "policy= function return Action.OFFLOAD where its SavedTensorInfo.is_input is True."
+            )
+        other = copy.copy(self)
+        other.offloads_inputs_from = nbytes
+        return other
 
     def of(self, operator: str) -> Action | None:
         """Return the action for what an overload makes, None if that is not known from the overload alone."""
@@ -160,6 +180,8 @@ class Choice:
     @property
     def always(self) -> Action | None:
         """The action for all values, None if they may differ."""
-        if self.table is not None or self.actions or (self._is_per_operator and self.default is not Action.KEEP):
+        if self.offloads_inputs_from is not None or self.table is not None or self.actions:
+            return None
+        if self._is_per_operator and self.default is not Action.KEEP:
             return None
         return self.default

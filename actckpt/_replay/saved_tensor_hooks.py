@@ -241,7 +241,8 @@ def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
         return
     alias = value.held
     assert alias is not None
-    if value.action in (Action.OFFLOAD, Action.PREFER_OFFLOAD) and not value.is_input:
+    is_to_move = value.action in (Action.OFFLOAD, Action.PREFER_OFFLOAD)
+    if is_to_move and (not value.is_input or tape.choice.offloads_inputs_from is not None):
         why = tape.offload(value, alias)
         if value.entry is not None and not why:
             value.entry.action = Action.OFFLOAD

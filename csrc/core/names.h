@@ -57,6 +57,7 @@ namespace actckpt {
   X(modules, "_modules") \
   X(name, "name") \
   X(names_drop, "names_drop") \
+  X(offloads_inputs_from, "offloads_inputs_from") \
   X(neg_view, "_neg_view") \
   X(no_reason, "") \
   X(num_returned, "num_returned") \
@@ -164,6 +165,7 @@ namespace actckpt {
   X(other_bytes_error)   /* (value, result) */ \
   X(recompute)           /* Action.RECOMPUTE */ \
   X(keep)                /* Action.KEEP */ \
+  X(offload)             /* Action.OFFLOAD */ \
   X(why_inference)       /* what reports say of what is made from inference tensors */ \
   X(below_autograd) \
   X(keeps_graph) \

@@ -86,7 +86,8 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 bool is_watched(const TapeObject* tape, const ValueObject* value) {
-  return is_none(tape->outer) && (value->action == names().keep || value->is_input != 0);
+  if (!is_none(tape->outer)) return false;
+  return value->action == names().keep || (value->is_input != 0 && value->action != names().offload);
 }
 
 // The tensor on the bytes of `value` that the region used last: what an operator returned may have been an

@@ -37,7 +37,13 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   assign(value->held, root.ptr());
   look_at(value, root.ptr(), root_of(root.ptr()));
   assign(value->choice, tape->choice);
-  assign(value->action, attribute(tape->choice, names().for_value).is_none() ? names().keep : Py_None);
+  if (!attribute(tape->choice, names().for_value).is_none()) {
+    assign(value->action, Py_None);
+  } else {
+    const py::object least = attribute(tape->choice, names().offloads_inputs_from);
+    const bool moves = value->is_parameter == 0 && !least.is_none() && value->nbytes >= PyLong_AsLongLong(least.ptr());
+    assign(value->action, moves ? names().offload : names().keep);
+  }
   add_known_storage(tape, storage.ptr(), made.ptr());
   append(tape->holding, made.ptr());
   look_at_maker(tape, value, root.ptr());

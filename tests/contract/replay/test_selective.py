@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from offload_oracle import store_of_kind
 from oracle import BOTH, Checkpoint, CountOperators, assert_equal, leaf, mlp, ours, plain, theirs
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actckpt
-from actckpt import Action, SavedTensorInfo
+from actckpt import Action, SavedTensorInfo, api
 from actckpt.memory import LiveStorages
 
 _MM = torch.ops.aten.mm.default
@@ -218,7 +219,13 @@ def test_hooks_outside_get_what_is_kept_unless_told_otherwise(selective: str, re
     assert_equal((x.grad, w.grad), torch.autograd.grad(function(x, w).sum(), (x, w)))
 
 
-def test_offloading_inputs_of_a_region_that_replays_is_refused() -> None:
+def test_inputs_of_a_region_that_replays_may_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "DEFAULT_MIN_BYTES", 0)
+    x, w = leaf(4, 4), leaf(4, 4)
+    expected = torch.autograd.grad(_program(x * 1.5, w).sum(), (x, w))
     for options in ({"context_fn": _contexts([_MM])}, {"policy": [_MM]}):
-        with pytest.raises(ValueError, match=r"offload_inputs=True goes with policy=None[\s\S]*is_input"):
-            ours(_program, leaf(4, 4), leaf(4, 4), offload_inputs=True, **options)
+        with store_of_kind("memory"):
+            before = actckpt.stats().offloaded_bytes
+            y = ours(_program, x * 1.5, w, offload_inputs=True, **options).sum()
+            assert actckpt.stats().offloaded_bytes > before
+            assert_equal(torch.autograd.grad(y, (x, w)), expected)

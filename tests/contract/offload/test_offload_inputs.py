@@ -1,0 +1,102 @@
+"""`offload_inputs=True` where operators are replayed: what the region holds of its inputs goes to the store."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from offload_oracle import flush
+from oracle import assert_equal, leaf
+
+import actckpt
+from actckpt import api
+from actckpt.errors import SavedTensorChangedError
+
+pytestmark = pytest.mark.usefixtures("kind")
+
+_SIZE = 32
+_BYTES = _SIZE * _SIZE * 4
+_POLICIES: dict[str, Any] = {
+    "nothing kept": [],
+    "products kept": ["aten.mm"],
+    "sines offloaded": {"**::aten.sin": "offload"},
+    "preset": "matmuls",
+}
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move inputs of every size."""
+    monkeypatch.setattr(api, "DEFAULT_MIN_BYTES", 0)
+
+
+def _saved_by_autograd(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (h @ w).sin().exp()
+
+
+def _read_by_replay_alone(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (h + 1.0).sin().sin() + w.sum()
+
+
+_FUNCTIONS = (_saved_by_autograd, _read_by_replay_alone)
+
+
+@pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.parametrize("function", _FUNCTIONS)
+def test_gradients_are_bit_equal_and_the_input_is_released(function: Callable[..., torch.Tensor], policy: str) -> None:
+    x, w = leaf(_SIZE, _SIZE), torch.nn.Parameter(torch.randn(_SIZE, _SIZE))
+    expected = torch.autograd.grad(function(x * 1.5, w).sum(), (x, w))
+    for _ in range(2):  # the first one is audited
+        h = x * 1.5
+        storage = weakref.ref(h.untyped_storage())
+        y = actckpt.checkpoint(function, h, w, policy=_POLICIES[policy], offload_inputs=True).sum()
+        del h
+        flush()
+        gc.collect()
+        assert storage() is None
+        assert actckpt.stats().store_bytes >= _BYTES
+        assert_equal(torch.autograd.grad(y, (x, w), retain_graph=True), expected)
+        assert_equal(torch.autograd.grad(y, (x, w)), expected)
+        del y
+
+
+def test_parameters_buffers_and_small_inputs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "DEFAULT_MIN_BYTES", _BYTES)
+    module = torch.nn.BatchNorm1d(_SIZE)
+    module.register_buffer("big", torch.randn(_SIZE, _SIZE))
+    weight, small = torch.nn.Parameter(torch.randn(_SIZE, _SIZE)), torch.randn(_SIZE)
+    module.forward = lambda h: ((h @ weight) * module.big * small).sin()
+    x = leaf(_SIZE, _SIZE)
+    expected = torch.autograd.grad(module.forward(x * 1.5).sum(), (x, weight))
+    for is_audited in (True, False):
+        actckpt.reset_stats()
+        y = actckpt.checkpoint(module, x * 1.5, policy=[], offload_inputs=True).sum()
+        assert is_audited or actckpt.stats().offloaded_bytes == _BYTES
+        assert_equal(torch.autograd.grad(y, (x, weight)), expected)
+
+
+@pytest.mark.parametrize("function", _FUNCTIONS)
+def test_an_input_that_changes_afterwards_never_gives_another_gradient(function: Callable[..., torch.Tensor]) -> None:
+    x, w = leaf(_SIZE, _SIZE), torch.nn.Parameter(torch.randn(_SIZE, _SIZE))
+    expected = torch.autograd.grad(function(x * 1.5, w).sum(), (x, w))
+    for _ in range(2):
+        h = x * 1.5
+        y = actckpt.checkpoint(function, h, w, policy=[], offload_inputs=True).sum()
+        flush()
+        h.detach().zero_()
+        try:
+            found = torch.autograd.grad(y, (x, w))
+        except SavedTensorChangedError:
+            continue
+        assert function is _read_by_replay_alone, "plain autograd notices the change"
+        assert_equal(found, expected)
+
+
+def test_a_function_that_decides_of_inputs_itself_is_refused() -> None:
+    x = leaf(_SIZE, _SIZE)
+    with pytest.raises(ValueError, match=r"do not decide of inputs themselves[\s\S]*is_input"):
+        actckpt.checkpoint(torch.sin, x, policy=lambda info: actckpt.Action.KEEP, offload_inputs=True)
