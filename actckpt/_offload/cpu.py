@@ -66,6 +66,10 @@ class CpuStore(_C.CpuStore):
         """How many bytes may be on their way at once, as things stand."""
         return self.stats().window_bytes
 
+    def limit_window(self, nbytes: int | None) -> None:
+        """Have no more bytes waiting to be written from now on; None: as many as the settings say."""
+        self.engine.limit_window(nbytes)
+
     def poll(self) -> None:
         """Release the sources whose copy has ended. Every other call does so too."""
         self.engine.poll()

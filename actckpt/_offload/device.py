@@ -65,6 +65,10 @@ class DeviceStore:
         """How many bytes may be on their way at once, as things stand."""
         return self.engine.stats().window_bytes
 
+    def limit_window(self, nbytes: int | None) -> None:
+        """Have no more bytes in flight from now on; None: as many as the settings say."""
+        self.engine.limit_window(nbytes)
+
     def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> _C.DeviceTicket | None:
         device = source.storage.device
         stream = self.accelerator.stream_handle(device)

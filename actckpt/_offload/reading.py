@@ -22,7 +22,7 @@ __all__ = ["max_inflight"]
 def max_inflight() -> int:
     """Return the window of Rule 2 in bytes."""
     window = config.settings().window_bytes
-    return stores.window_bytes() if window is None else window
+    return stores.window_bytes() if window is None else stores.limited(window)
 
 
 pressure.register("read-ahead", _C.release_read_ahead)

@@ -10,6 +10,7 @@ program waited for that ticket.
 """
 
 import threading
+import weakref
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -20,7 +21,10 @@ from actckpt._core import pressure
 from actckpt._offload.cpu import CpuStore
 from actckpt._offload.device import DeviceStore, no_backend
 
-__all__ = ["Store", "cpu_store", "device_store", "is_ready", "store_for", "why_none", "window_bytes"]
+__all__ = [
+    *("Store", "cpu_store", "device_store", "is_ready", "limit_windows", "limited", "store_for", "why_none"),
+    "window_bytes",
+]
 
 
 class Store(Protocol):
@@ -43,10 +47,15 @@ class Store(Protocol):
     def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
         """Begin to bring the bytes back; returns to where, None if there is no need. Never waits."""
 
+    def limit_window(self, nbytes: int | None) -> None:
+        """Have no more bytes on their way from now on; None: as many as the settings say."""
+
 
 _lock = threading.RLock()
 #: By the type of the devices whose tensors it takes, with the generation of its settings.
 _stores: dict[str, tuple[int, Any]] = {}
+#: Most bytes that may be on their way, by who says so.
+_limits: dict[weakref.ref[Any], int] = {}
 
 
 def store_for(device_type: str) -> Any:
@@ -63,6 +72,7 @@ def store_for(device_type: str) -> Any:
                 known = CpuStore.from_settings(settings)
             else:
                 known = DeviceStore.from_settings(settings, device_type)
+            known.limit_window(min(_limits.values(), default=None))
             _stores[device_type] = config.generation, known
         return known
 
@@ -97,6 +107,37 @@ def _release_free_slabs(nbytes: int) -> int:
 
 
 pressure.register("host pool", _release_free_slabs)
+
+
+def limit_windows(owner: Any, nbytes: int | None) -> None:
+    """Have no more than so many bytes on their way, from now on and as long as `owner` lives; None: no such limit.
+
+    The least of what several owners say counts, for all stores.
+    """
+    with _lock:
+        owned = weakref.ref(owner, _forget)
+        if nbytes is None:
+            _limits.pop(owned, None)
+        else:
+            _limits[owned] = nbytes
+        _limit_all()
+
+
+def _forget(owned: weakref.ref[Any]) -> None:
+    with _lock:
+        if _limits.pop(owned, None) is not None:
+            _limit_all()
+
+
+def _limit_all() -> None:
+    for _, made in list(_stores.values()):
+        with suppress(_C.ForkedError):
+            made.limit_window(min(_limits.values(), default=None))
+
+
+def limited(nbytes: int) -> int:
+    """Return a number of bytes, or less where that is what owners allow."""
+    return min([nbytes, *_limits.values()])
 
 
 def window_bytes() -> int:

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -49,6 +50,7 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
   void poll();
   std::uint64_t trim() { return pool_->trim() + pageable_->trim(); }
   const std::string& library() const { return library_; }
+  void limit_window(std::optional<std::uint64_t> bytes) { engine_->limit_window(bytes.value_or(kFollowsSizes)); }
   DeviceStats stats() { return engine_->stats(); }
   PoolStats pool_stats() { return pool_->stats(); }
 

@@ -191,6 +191,7 @@ void bind_device(py::module_& module) {
       .def("poll", &DeviceHandle::poll)
       .def_property_readonly("library", &DeviceHandle::library)
       .def("_work", &DeviceHandle::work, NoGil())
+      .def("limit_window", &DeviceHandle::limit_window, py::arg("nbytes"), NoGil())
       // Release the GIL: may wait for another thread's call, or unmap.
       .def("shutdown", &DeviceHandle::close, NoGil())
       .def("trim", &DeviceHandle::trim, NoGil())

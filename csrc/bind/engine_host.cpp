@@ -142,6 +142,8 @@ void bind_host(py::module_& module) {
       // Keeps the GIL: a leaf lock.
       .def("poll", &collect)
       // Keeps the GIL: no lock.
+      .def("limit_window", [](HostEngine& self,
+                              std::optional<std::uint64_t> bytes) { self.limit_window(bytes.value_or(kFollowsSizes)); })
       .def_property_readonly("num_failed_writes", &HostEngine::num_failed_writes)
       // Release the GIL: wait.
       .def("flush", &HostEngine::flush, NoGil())

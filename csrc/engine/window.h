@@ -3,7 +3,7 @@
 // A number, or what follows the sizes of the live tickets: the root of their sum times the largest,
 // so that both what waits to be written and what is read ahead is small beside what is moved, and
 // at least four of the largest, so that copies have something to overlap with. It begins anew when
-// no ticket is left: most programs move other sizes then.
+// no ticket is left: most programs move other sizes then. Never more than `limit` says.
 // Thread rule: the owner's lock.
 #pragma once
 
@@ -21,7 +21,10 @@ class Window {
  public:
   explicit Window(std::uint64_t bytes) : follows_(bytes == kFollowsSizes), bytes_(follows_ ? kLeast : bytes) {}
 
-  std::uint64_t bytes() const { return bytes_; }
+  std::uint64_t bytes() const { return std::min(bytes_, limit_); }
+
+  // Most bytes from now on; kFollowsSizes: no limit of this kind.
+  void limit(std::uint64_t bytes) { limit_ = bytes; }
 
   // A ticket of so many bytes is made.
   void add(std::uint64_t bytes) {
@@ -47,6 +50,7 @@ class Window {
 
   bool follows_;
   std::uint64_t bytes_;
+  std::uint64_t limit_ = kFollowsSizes;
   std::uint64_t live_ = 0;
   std::uint64_t largest_ = 0;
 };

@@ -303,6 +303,13 @@ void HostEngine::shutdown() noexcept {
   }
 }
 
+void HostEngine::limit_window(std::uint64_t bytes) {
+  fork_guard_.check("limit_window");
+  const Lock lock(mutex_);
+  window_.limit(bytes);
+  done_.notify_all();  // whoever waits for room may have it
+}
+
 HostStats HostEngine::stats() const {
   fork_guard_.check("stats");
   const Lock lock(mutex_);

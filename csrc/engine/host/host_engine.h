@@ -123,6 +123,9 @@ class HostEngine {
   // Cancels what no thread has begun, joins the workers. Idempotent.
   void shutdown() noexcept;
 
+  // What is waiting to be written stays below this from now on; kFollowsSizes: the window of the settings.
+  void limit_window(std::uint64_t bytes);
+
   HostStats stats() const;
 
  private:

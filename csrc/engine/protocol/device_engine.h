@@ -191,6 +191,9 @@ class DeviceEngine {
   // No device call from now on; whoever waits is told.
   void close() noexcept;
 
+  // What is in flight stays below this from now on; kFollowsSizes: the window of the settings.
+  void limit_window(std::uint64_t bytes);
+
   DeviceStats stats();
 
  private:

@@ -283,6 +283,12 @@ void DeviceEngine::fail(const char* what, const std::exception& error) {
   moved_.notify_all();
 }
 
+void DeviceEngine::limit_window(std::uint64_t bytes) {
+  fork_guard_.check("limit_window");
+  const Lock lock(calls_);
+  window_.limit(bytes);
+}
+
 DeviceStats DeviceEngine::stats() {
   fork_guard_.check("stats");
   const Lock lock(calls_);
