@@ -232,6 +232,26 @@ def test_kernels_may_take_time_too() -> None:
         assert device.clock() - before == pytest.approx(0.5)
 
 
+def test_a_host_that_asks_runs_beside_the_kernels_that_it_gave() -> None:
+    side = torch.Stream(device="sim")
+    source, host = torch.ones(1000, device="sim"), torch.zeros(1000, pin_memory=True)
+    with device.timed(link_bytes_per_s=8000.0, kernel_bytes_per_s=80000.0):
+        _current().synchronize()
+        before = device.clock()
+        side.wait_stream(_current())
+        with side:
+            host.copy_(source, non_blocking=True)
+            copied = torch.Event("sim")
+            copied.record()
+        for _ in range(4):  # half a second, as long as the copy takes
+            assert not copied.query()
+            source.mul_(2)
+        for _ in range(2):
+            source.mul_(2)
+        assert [copied.query() for _ in range(2)][-1]  # the first one may take the step of the copy
+        assert device.clock() - before < 0.7
+
+
 def test_importing_it_again_changes_nothing() -> None:
     extension, module = device._device, torch.sim
     importlib.reload(device)

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kPoolSize = 32;  // as torch's pool of CUDA streams
 constexpr std::int64_t kFirstCreated = 1000;
+constexpr double kQuerySeconds = 1e-6;
 
 thread_local int device_here = 0;
 thread_local std::array<Stream*, kNumDevices> stream_here{};
@@ -184,6 +185,10 @@ bool Streams::is_known(const Point& point) const {
 
 // Work that runs at launch may be said not to have ended: a device might be slower.
 bool Streams::query(Lock& lock, const Point& point) {
+  if (kernel_bytes_per_s > 0.0 && point.epoch == epoch_ && point.time_s > std::max(host_time_s_, kernels_time_s_)) {
+    host_time_s_ += kQuerySeconds;
+    return false;
+  }
   const bool is_reluctant = adversary_.chance(adversary_.reluctance);
   if (has_passed(point) && (is_known(point) || !is_reluctant)) {
     know(point);

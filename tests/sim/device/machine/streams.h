@@ -8,11 +8,14 @@
 //  - The host is one agent: its threads are taken as ordered among themselves. Work is ordered after what the host
 //    knew when it gave it; the host knows what a synchronisation or a successful query told it.
 //  - Time is simulated: a stream's clock in seconds moves on by what its copies cost on the link, and by `advance`.
+//    A host that gives work runs beside the kernels that it gave last: what ends after these has not passed yet when
+//    it asks, which takes it a moment.
 // Thread rule: under the machine's lock, which `force` gives up while another thread runs the stream.
 // Ownership: streams live for good.
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <memory>
@@ -106,7 +109,10 @@ class Streams {
 
   // Simulated seconds: of a copy on the device's link, and of anything else.
   void take_link(const Lock& lock, Stream* stream, Direction direction, std::size_t bytes);
-  void advance(const Lock&, Stream* stream, double seconds) { stream->time_s = now(stream) + seconds; }
+  void advance(const Lock&, Stream* stream, double seconds) {
+    stream->time_s = now(stream) + seconds;
+    kernels_time_s_ = std::max(kernels_time_s_, stream->time_s);
+  }
   double host_time_s() const { return host_time_s_; }
   double link_bytes_per_s = 0.0;    // 0: no time
   double kernel_bytes_per_s = 0.0;  // of all that a kernel reads and writes; 0: no time
@@ -125,6 +131,7 @@ class Streams {
   std::condition_variable changed_;
   Clock host_;
   double host_time_s_ = 0.0;
+  double kernels_time_s_ = 0.0;  // when those that were given so far end
   std::array<std::array<double, 2>, kNumDevices> link_free_s_{};
   int num_queues_ = 0;
   std::uint64_t epoch_ = 0;
