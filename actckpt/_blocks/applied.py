@@ -18,6 +18,7 @@ from actckpt._blocks.finding import has_forward, repeated_blocks
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.recording import RecordedCall
 from actckpt._blocks.together import AppliedBlocks
+from actckpt._blocks.windows import Windows
 from actckpt._options import CheckpointOptions
 from actckpt._text.selectors import is_pattern, matches
 from actckpt.action import Action
@@ -30,7 +31,8 @@ __all__ = [
 ]
 
 #: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
-#: `"drops_caches": True` takes key-value caches away from it, as for reruns.
+#: `"drops_caches": True` takes key-value caches away from it, as for reruns. `"windows"` are those of a plan, also of a
+#: block that runs as it is (`"is_plain": True`).
 Settings = Mapping[str, Any] | None
 Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
 
@@ -78,6 +80,7 @@ def unpatch(blocks: Mapping[str, Any]) -> None:
     """Give blocks back the forwards that they had."""
     for module in blocks.values():
         forward = module.__dict__.pop("forward")
+        forward.together.limit_windows(None)
         if forward.together.training is not None:
             forward.together.training.close()
         if forward.replaced is not None:
@@ -104,7 +107,8 @@ class CheckpointedForward:
         offloads = options.get("policy") == "offload"
         if offloads:
             del options["policy"]
-        self.is_plain = settings is None
+        self.is_plain: bool = options.pop("is_plain", settings is None)
+        self.windows: Windows | None = options.pop("windows", None)
         #: Whether key-value caches are taken away, which would hold what is dropped.
         self.drops_caches = options.pop("drops_caches", options.get("policy") in (None, "recompute", Action.RECOMPUTE))
         #: The keywords of `offload`, None: the block is checkpointed.
@@ -121,6 +125,11 @@ class CheckpointedForward:
         """Run it checkpointed, and take down what it saves."""
         if self.instead is not None and not torch.compiler.is_compiling():
             return self.instead(self, args, kwargs)
+        if self.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return self.windows.run(self.together, lambda: self._run(args, kwargs, record))
+        return self._run(args, kwargs, record)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
         if self.is_plain:
             return self.original()(*args, **kwargs)
         if self.offloading is not None:

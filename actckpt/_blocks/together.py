@@ -9,6 +9,7 @@ import torch
 
 from actckpt._blocks.recording import RecordedCall, Recording
 from actckpt._core.storages import tensors_in
+from actckpt._offload import stores
 from actckpt._replay.named_operators import Matches
 from actckpt.planner.plans import Plan
 
@@ -53,6 +54,16 @@ class AppliedBlocks:
         #: What finds a plan for them while the model trains.
         self.training: Training | None = None
         self._plan: Plan | None = None
+        self._window_bytes: int | None = None
+
+    def limit_windows(self, nbytes: int | None) -> None:
+        """Let stores have no more than so many bytes on their way; None: as many as the settings say."""
+        if nbytes != self._window_bytes:
+            self._window_bytes = nbytes
+            stores.limit_windows(self, nbytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_window_bytes": None}  # of a copy the stores know nothing yet
 
     @property
     def plan(self) -> Plan | None:

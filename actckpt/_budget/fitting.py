@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from actckpt._budget.links import Pins
+from actckpt._budget.offloading import solved
 from actckpt._budget.simple import predicted
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
-from actckpt.action import Action
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 from actckpt.planner.solving import solve
@@ -34,7 +35,7 @@ _GOOD = 0.01
 def fitted(
     costs: CostTable,
     budget_bytes: float,
-    pins: Mapping[Any, Action | str] | None,
+    pins: Pins | None,
     peak_of: Callable[[Plan], float],
     others: Iterable[Plan],
 ) -> Plan:
@@ -63,7 +64,7 @@ class _Search:
         self,
         costs: CostTable,
         budget_bytes: float,
-        pins: Mapping[Any, Action | str] | None,
+        pins: Pins | None,
         peak_of: Callable[[Plan], float],
         others: list[Plan],
     ) -> None:
@@ -133,7 +134,7 @@ class _Search:
         """Return the plan for the budget, or the one that needs least, and whether it is that."""
         costs = _with_less(self._costs, less)
         try:
-            return solve(costs, budget=self._budget, pins=self._pins), False
+            return solved(costs, self._budget, self._pins), False
         except PlanInfeasibleError as error:
             if error.smallest_bytes is None:
                 raise
@@ -155,7 +156,7 @@ class _Search:
     def _infeasible(self) -> PlanInfeasibleError:
         smallest_bytes, less = self._smallest
         try:
-            solve(_with_less(self._costs, less), budget=self._budget, pins=self._pins)
+            solved(_with_less(self._costs, less), self._budget, self._pins)
         except PlanInfeasibleError as error:
             if smallest_bytes <= self._smallest_other:
                 return error
@@ -168,8 +169,12 @@ class _Search:
         )
 
 
-def smallest_plan(costs: CostTable, budget_bytes: float, pins: Mapping[Any, Action | str] | None) -> Plan:
+def smallest_plan(costs: CostTable, budget_bytes: float, pins: Pins | None) -> Plan:
     """Return the plan that needs least. Measured times do not decide between several, so that it is always the same."""
+    return solved(costs, budget_bytes, pins, _solved_by_bytes)
+
+
+def _solved_by_bytes(costs: CostTable, budget_bytes: float, pins: Pins | None) -> Plan:
     classes = {
         name: dataclasses.replace(
             block,

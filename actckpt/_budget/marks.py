@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 
+import torch
+
+from actckpt._core import devices
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BlockClass, Value
 
@@ -37,7 +39,7 @@ class Mark:
 
     what: str
     block: str
-    seconds: float
+    moment: devices.Moment
     live_bytes: int
     #: Most bytes alive since the mark before.
     peak_bytes: int
@@ -46,10 +48,10 @@ class Mark:
 
 
 class Marks:
-    """Takes down marks of one step."""
+    """Takes down marks of one step on a device."""
 
-    def __init__(self, live: LiveStorages | None) -> None:
-        self._live = live
+    def __init__(self, live: LiveStorages | None, device: torch.device) -> None:
+        self._live, self._device = live, device
         self.found: list[Mark] = []
 
     def note(self, what: str, block: str = "", nbytes: int = 0) -> None:
@@ -58,14 +60,14 @@ class Marks:
         if self._live is not None:
             live_bytes, peak_bytes = self._live.live_bytes, self._live.peak_bytes
             self._live.reset_peak()
-        self.found.append(Mark(what, block, time.perf_counter(), live_bytes, peak_bytes, nbytes))
+        self.found.append(Mark(what, block, devices.moment(self._device), live_bytes, peak_bytes, nbytes))
 
 
 def outside_seconds(marks: list[Mark], order: list[str]) -> list[tuple[float, float]]:
     """Return forward and backward seconds of stem and head."""
     stem, head = [0.0, 0.0], [0.0, 0.0]
     for mark, after in itertools.pairwise(marks):
-        seconds = after.seconds - mark.seconds
+        seconds = devices.seconds_between(mark.moment, after.moment)
         if mark.what in ("start", "stem"):
             stem[mark.what == "stem"] += seconds
         elif mark.what == "end" and mark.block == order[-1]:

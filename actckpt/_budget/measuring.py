@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
+from actckpt._budget.links import flush
 from actckpt._budget.marks import Mark, Marks, Outside, held_between, outside_bytes, outside_seconds
 from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
-from actckpt._budget.running import RECOMPUTE
+from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.training_state import TrainingState
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
@@ -56,6 +57,7 @@ def measure(
     model: torch.nn.Module,
     state: TrainingState,
     may_change: bool,
+    offloads: bool,
 ) -> MeasuredStep:
     """Run a step a few times and return what it costs.
 
@@ -64,12 +66,13 @@ def measure(
         blocks: by qualified name.
         state: what is put back before each run.
         may_change: the step may change parameters, since `state` has those of its optimizer.
+        offloads: whether plans may offload.
     Raises:
         BlocksError: a block does not run, or not once.
     Cost: four steps, and of each distinct block seven more.
     """
-    watched = _Watched(step, blocks, state)
-    profiled = watched.profiled()
+    watched = _Watched(step, blocks, state, device_of(model))
+    profiled = watched.profiled(Profiler(offloads=offloads))
     state.check("plan", may_change=may_change)
     order = [each.name for each in profiled]
     live = LiveStorages(parameters=model.parameters())
@@ -88,8 +91,14 @@ def measure(
 class _Watched:
     """Runs the step of a model with its blocks recomputed, and watches them."""
 
-    def __init__(self, step: Callable[[], object], blocks: dict[str, torch.nn.Module], state: TrainingState) -> None:
-        self._step, self._blocks, self._state = step, blocks, state
+    def __init__(
+        self,
+        step: Callable[[], object],
+        blocks: dict[str, torch.nn.Module],
+        state: TrainingState,
+        device: torch.device,
+    ) -> None:
+        self._step, self._blocks, self._state, self._device = step, blocks, state, device
 
     @contextlib.contextmanager
     def _calls(self, call: _BlockCall) -> Iterator[None]:
@@ -105,19 +114,24 @@ class _Watched:
                 block.forward = forwards[name]
             unpatch(self._blocks)
 
-    def profiled(self) -> list[ProfiledBlock]:
+    def profiled(self, profiler: Profiler) -> list[ProfiledBlock]:
         """Return what each block costs, in the order in which they run."""
         found: list[ProfiledBlock] = []
         reached: set[str] = set()
-        profiler = Profiler()
 
         def call(name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             result, block = profiler.call(name, self._blocks[name], forward.original(), args, kwargs)
             found.append(block)
-            _on_gradient(result, lambda: reached.add(name))
+            _on_gradient(result, lambda: backward_reached(name))
             return result
+
+        def backward_reached(name: str) -> None:
+            if not reached:  # nothing is back yet of what was moved
+                flush(self._device)
+                found[:] = [each.with_input_kept() for each in found]
+            reached.add(name)
 
         self._state.put_back()
         with self._calls(call):
@@ -127,7 +141,7 @@ class _Watched:
 
     def marked(self, live: LiveStorages | None) -> list[Mark]:
         """Return the marks of one step."""
-        marks = Marks(live)
+        marks = Marks(live, self._device)
         first = iter((True,))
 
         def call(name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from actckpt._budget.running import device_of
 from actckpt._budget.sizes import budget_bytes
 from actckpt._core import devices
 from actckpt._core.storages import storages_of
+from actckpt._offload import stores
 from actckpt.memory import LiveStorages
 
 __all__ = ["Meter"]
@@ -73,7 +74,8 @@ def _gradient_bytes(parameter: torch.nn.Parameter) -> int:
 def _static_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
     allocator = devices.counting(device)
     if allocator is not None:
-        return allocator.allocated_bytes(device)
+        inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
+        return allocator.allocated_bytes(device) - inflight_bytes
     held: list[object] = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
     if optimizer is not None:
         held += [list(state.values()) for state in optimizer.state.values()]

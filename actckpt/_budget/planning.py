@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from actckpt._budget.fitting import fitted
+from actckpt._budget.links import is_linked, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, measure
 from actckpt._budget.meters import Meter
 from actckpt._budget.racing import race_plans
-from actckpt._budget.running import Candidate, forwards_of, settings_of
+from actckpt._budget.running import Candidate, device_of, forwards_of, settings_of
 from actckpt._budget.simple import NOTHING, plain_plan, simple_plans
 from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._core.training_state import TrainingState
@@ -36,13 +37,19 @@ def planned(
     """Return the fastest plan that fits. Arguments and errors are those of `actckpt.plan`, which see."""
     state = TrainingState(model, optimizer)
     try:
-        measured = measure(step, model=model, blocks=blocks, state=state, may_change=optimizer is not None)
+        offloads = is_linked(device_of(model), pins)
+        if offloads:
+            prepare(device_of(model))
+        may_change = optimizer is not None
+        measured = measure(step, model=model, blocks=blocks, state=state, may_change=may_change, offloads=offloads)
         meter = Meter(model, optimizer, total=budget is not None)
         measured = meter.complete(measured)
         if activation_budget is None:
             nbytes = meter.budget_bytes(budget)
         else:
             nbytes = activation_budget_bytes(activation_budget, plain_bytes=plain_plan(measured.costs).peak_bytes)
+        if offloads and plain_plan(measured.costs).peak_bytes > nbytes:
+            measured = dataclasses.replace(measured, costs=with_links(measured.costs, device_of(model)))
         trials = _Trials(step, model, state, meter, measured)
         others = [] if pins else [other for name, other in simple_plans(measured.costs) if name != NOTHING]
         found = fitted(measured.costs, nbytes, pins, trials.peak_of, others)

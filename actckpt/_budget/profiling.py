@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -61,6 +61,15 @@ class ProfiledBlock:
     #: Where each value is in the model, by its name in the cost table.
     places: dict[str, str]
     output_bytes: int
+    #: The storage of its input.
+    input: weakref.ref[torch.UntypedStorage] | None
+
+    def with_input_kept(self) -> ProfiledBlock:
+        """Return the block without the choice to offload its input if that is still alive."""
+        if self.input is None or self.input() is None:
+            return self
+        values = (dataclasses.replace(self.costs.values[0], offloadable=False), *self.costs.values[1:])
+        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
 
     def with_more(self, nbytes: int) -> ProfiledBlock:
         """Return the block with so many more bytes that always stay."""
@@ -74,9 +83,14 @@ class ProfiledBlock:
 
 
 class Profiler:
-    """Profiles blocks as they are called, each structure once."""
+    """Profiles blocks as they are called, each structure once.
 
-    def __init__(self) -> None:
+    Args:
+        offloads: whether plans may offload.
+    """
+
+    def __init__(self, *, offloads: bool) -> None:
+        self._offloads = offloads
         self._known: dict[tuple[Any, ...], BlockClass] = {}
 
     def call(
@@ -96,7 +110,8 @@ class Profiler:
         args, kwargs = without_cache(block, forward, args, kwargs) or (args, kwargs)
         inputs = held_inputs(forward, args, kwargs, None)
         before = attributes_of(block)
-        result, structure = run_recorded(forward, args, kwargs, first_tensor((args, kwargs)))
+        argument = first_tensor((args, kwargs))
+        result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
         inputs.forward_done()
         if structure.note_alive(result):
             with inputs.as_found(checks=False), _explained(name):
@@ -115,7 +130,7 @@ class Profiler:
                 known = dataclasses.replace(known, rerun=False)
             self._known[key] = known
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
-        return result, ProfiledBlock(name, self._known[key], by_name, bytes_of(result))
+        return result, ProfiledBlock(name, self._known[key], by_name, bytes_of(result), structure.input)
 
 
 def _renamed(value: Value, names: dict[str, str]) -> Value:
@@ -152,10 +167,11 @@ def _profiled(
     def run(of: Callable[..., Any] = forward) -> contextlib.AbstractContextManager[_Run]:
         return _one_run(block, of, (args, kwargs), structure.written)
 
+    device = structure.device
     held_bytes, peak_bytes = _bytes(run, block)
     recording = functools.partial(run, _in_region(forward))
-    _seconds(recording)  # the first one is audited
-    times = [(*_seconds(run), *_seconds(recording)) for _ in range(_NUM_TIMED)]
+    _seconds(recording, device)  # the first one is audited
+    times = [(*_seconds(run, device), *_seconds(recording, device)) for _ in range(_NUM_TIMED)]
     forward_s, backward_s, recorded_s, replaying_s = map(min, zip(*times, strict=True))
     given = storages_of(list(tensors_in((args, kwargs))))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
@@ -247,20 +263,16 @@ def _bytes(runs: _Runs, block: torch.nn.Module) -> tuple[int, int]:
         return held_bytes, live.peak_bytes
 
 
-def _seconds(runs: _Runs) -> tuple[float, float]:
+def _seconds(runs: _Runs, device: torch.device) -> tuple[float, float]:
+    """Return what forward and backward take: a device starts at rest."""
     with runs() as run:
-        start = time.perf_counter()
-        roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
-        _wait(roots)
-        middle = time.perf_counter()
-        run.backward(roots, [torch.ones_like(root) for root in roots])
-        _wait(roots)
-        return middle - start, time.perf_counter() - middle
-
-
-def _wait(tensors: list[Tensor]) -> None:
-    for device in {tensor.device for tensor in tensors}:
         devices.synchronize(device)
+        start = devices.moment(device)
+        roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
+        middle = devices.moment(device)
+        run.backward(roots, [torch.ones_like(root) for root in roots])
+        end = devices.moment(device)
+        return devices.seconds_between(start, middle), devices.seconds_between(middle, end)
 
 
 def bytes_of(value: Any) -> int:

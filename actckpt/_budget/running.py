@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from actckpt._blocks.applied import Settings, applied_blocks, find_blocks, patch, unpatch
+from actckpt._blocks.windows import Windows
 from actckpt._core import devices
 from actckpt._core.training_state import TrainingState
 from actckpt.action import Action
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
-from actckpt.planner.costs import BlockClass
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 from actckpt.planner.plans import Plan
 
 __all__ = ["RECOMPUTE", "Candidate", "device_of", "forwards_of", "settings_of"]
@@ -44,19 +44,34 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
             f"{type(model).__name__}, the first is {missing[0]!r}. Make the plan again."
         )
     stack = zip(plan.blocks, plan.costs.blocks, plan.actions, plan.places, plan.rerun, strict=True)
-    return {
+    found = {
         name: _settings(block, actions, places, rerun)
         for name, block, actions, places, rerun in stack
         if name is not None
     }
+    return found if plan.windows is None else _within_windows(found, plan)
+
+
+def _within_windows(settings: dict[str, Settings], plan: Plan) -> dict[str, Settings]:
+    windows = dict(zip(plan.blocks or (), plan.windows or (), strict=True))
+    last = names[-1] if (names := list(settings)) else None
+    return {
+        name: {
+            **({"is_plain": True} if found is None else found),
+            "windows": Windows(*windows[name], is_last=name == last),
+        }
+        for name, found in settings.items()
+    }
 
 
 def _settings(block: BlockClass, actions: Mapping[str, Action], places: Mapping[str, str], rerun: bool) -> Settings:
+    moves_input = actions.get(BLOCK_INPUT) is Action.OFFLOAD
     if rerun:
-        return {"policy": "recompute"}
+        return {"policy": "recompute", "offload_inputs": moves_input}
     if all(actions[value.name] is Action.KEEP for value in block.values if value.needed):
         return None
-    return {"policy": {place: actions[name] for name, place in places.items()}, "drops_caches": True}
+    policy = {place: actions[name] for name, place in places.items()}
+    return {"policy": policy, "drops_caches": True, "offload_inputs": moves_input}
 
 
 def forwards_of(model: torch.nn.Module, settings: Mapping[str, Settings]) -> dict[torch.nn.Module, Any]:
@@ -131,7 +146,6 @@ class Candidate:
         self._state.put_back()
         with self._applied():
             devices.synchronize(self._device)
-            start = time.perf_counter()
+            start = devices.moment(self._device)
             self._step()
-            devices.synchronize(self._device)
-            self.seconds.append(time.perf_counter() - start)
+            self.seconds.append(devices.seconds_between(start, devices.moment(self._device)))

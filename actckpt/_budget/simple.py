@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from actckpt._budget.offloading import with_windows
 from actckpt._text.presets import PRESETS
 from actckpt.action import Action
-from actckpt.planner.costs import BLOCK_INPUT, CostTable, Value
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Value
 from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import simulate
 from actckpt.planner.solving import solve
@@ -28,8 +29,13 @@ def simple_plans(costs: CostTable) -> Iterator[tuple[str, Plan]]:
     """Yield simple choices by name, with what they are predicted to cost: nothing done, first."""
     plain = plain_plan(costs)
     yield NOTHING, plain
-    if any(block.rerun for block in costs.blocks):
-        yield "recompute", _rerun(plain)
+    can_rerun = any(block.rerun for block in costs.blocks)
+    if can_rerun:
+        yield "recompute", _rerun(plain, Action.KEEP)
+    if costs.d2h_bytes_per_s:
+        if can_rerun:
+            yield "offload inputs", _rerun(plain, Action.OFFLOAD)
+        yield "offload", _offloaded(plain)
     for preset in ("attention", "matmuls"):
         yield f"keep {preset}", _chosen(plain, frozenset(PRESETS[preset]))
 
@@ -49,13 +55,24 @@ def _chosen(plain: Plan, operators: frozenset[str]) -> Plan:
     return _predicted(plain, [{value.name: action(value) for value in block.values} for block in plain.costs.blocks])
 
 
-def _rerun(plain: Plan) -> Plan:
+def _rerun(plain: Plan, inputs: Action) -> Plan:
+    def action(block: BlockClass, value: Value) -> Action:
+        if not block.rerun:
+            return Action.KEEP
+        if value.name != BLOCK_INPUT:
+            return Action.RECOMPUTE
+        return inputs if value.offloadable else Action.KEEP
+
     blocks = plain.costs.blocks
-    actions = [
-        {v.name: Action.RECOMPUTE if block.rerun and v.name != BLOCK_INPUT else Action.KEEP for v in block.values}
-        for block in blocks
-    ]
+    actions = [{value.name: action(block, value) for value in block.values} for block in blocks]
     return _predicted(plain, actions, tuple(block.rerun for block in blocks))
+
+
+def _offloaded(plain: Plan) -> Plan:
+    def action(value: Value) -> Action:
+        return Action.OFFLOAD if value.needed and value.offloadable else Action.KEEP
+
+    return _predicted(plain, [{value.name: action(value) for value in block.values} for block in plain.costs.blocks])
 
 
 def _predicted(plain: Plan, actions: list[dict[str, Action]], rerun: tuple[bool, ...] | None = None) -> Plan:
@@ -66,12 +83,14 @@ def _predicted(plain: Plan, actions: list[dict[str, Action]], rerun: tuple[bool,
 def predicted(plan: Plan, costs: CostTable) -> Plan:
     """Return a plan with what it comes to by a cost table."""
     found = simulate(costs, plan)
-    return dataclasses.replace(
-        plan,
-        costs=costs,
-        recompute_seconds=found.recompute_seconds,
-        write_wait_seconds=found.write_wait_seconds,
-        read_wait_seconds=found.read_wait_seconds,
-        bound_seconds=0.0,
-        peak_bytes=found.peak_bytes,
+    return with_windows(
+        dataclasses.replace(
+            plan,
+            costs=costs,
+            recompute_seconds=found.recompute_seconds,
+            write_wait_seconds=found.write_wait_seconds,
+            read_wait_seconds=found.read_wait_seconds,
+            bound_seconds=0.0,
+            peak_bytes=found.peak_bytes,
+        )
     )

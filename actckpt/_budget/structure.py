@@ -13,14 +13,16 @@ Rule 3. A value that was dropped and lives on is held by the recorder, which beg
         once more with nothing recorded. Dropping it frees nothing, nor does a rerun of the block: its bytes are added
         to those of the block's input, which always stay, and to keep it as well costs nothing. (What backward does not
         need is not known to the recorder as held: keeping it would cost its bytes.)
-Rule 4. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
+Rule 4. What has enough bytes may be offloaded where there is a store (NOTE [ Measuring links ]), unless only replays
+        read it. The recorded call moves its inputs, so that it shows which of them something else holds as well:
+        moving those frees nothing (`ProfiledBlock.with_input_kept`).
+Rule 5. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
         input, and what several blocks share (masks, angles), are held by whoever made them or by the region.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -34,6 +36,7 @@ from actckpt._C import is_paused
 from actckpt._core import devices
 from actckpt._core.sites import module_name
 from actckpt._core.storages import storages_of, tensors_in
+from actckpt._offload import session
 from actckpt._options import CheckpointOptions
 from actckpt._rerun.buffers import written_tensors
 from actckpt.action import Action, SavedTensorInfo
@@ -66,8 +69,13 @@ class _Made:
 class BlockStructure:
     """The values of one call of a block, in the order in which it makes them."""
 
-    def __init__(self, input_bytes: int) -> None:
-        self.input_bytes = input_bytes
+    def __init__(self, argument: Tensor | None, *, offloads: bool) -> None:
+        storage = None if argument is None else argument.untyped_storage()
+        self.input_bytes = 0 if storage is None else storage.nbytes()
+        self.input = None if storage is None else weakref.ref(storage)
+        self.device = torch.device("cpu") if argument is None else argument.device
+        #: Whether there is a store for what it saves.
+        self.offloads = offloads
         self._saved: dict[str, SavedTensorInfo] = {}
         self._made: list[_Made] = []
         #: Storages from outside that operators of the block wrote to, by id.
@@ -124,8 +132,9 @@ class BlockStructure:
     def values(self) -> tuple[Value, ...]:
         """Return what the planner is told about: the block's input, what backward needs, and what leads to it."""
         wanted = self._leading_to_saved()
-        always = self.input_bytes + self.bytes_held()
-        found = [Value(BLOCK_INPUT, always, offloadable=False, replayable=False)]
+        always = self.bytes_held()
+        offloadable = not always and self._may_move(self.input_bytes)
+        found = [Value(BLOCK_INPUT, self.input_bytes + always, offloadable=offloadable, replayable=False)]
         lost: set[str] = set()  # nothing keeps them, and nothing computes them again
         for made in sorted(self._made, key=lambda made: made.order):
             if id(made) in wanted:
@@ -137,8 +146,12 @@ class BlockStructure:
                 if info is None and not replayable:
                     lost.add(name)
                 nbytes = 0 if made.is_held and info is not None else made.nbytes
-                found.append(Value(name, nbytes, made.seconds, inputs, info is not None, replayable=replayable))
+                may_move = info is not None and self._may_move(nbytes)
+                found.append(Value(name, nbytes, made.seconds, inputs, info is not None, may_move, replayable))
         return tuple(found)
+
+    def _may_move(self, nbytes: int) -> bool:
+        return self.offloads and nbytes >= session.DEFAULT_MIN_BYTES
 
     def _leading_to_saved(self) -> set[int]:
         wanted: set[int] = set()
@@ -152,7 +165,12 @@ class BlockStructure:
 
 
 def run_recorded(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argument: Tensor | None
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argument: Tensor | None,
+    *,
+    offloads: bool,
 ) -> tuple[Any, BlockStructure]:
     """Run the forward of a block once; return its result, and what it made.
 
@@ -160,16 +178,18 @@ def run_recorded(
 
     Args:
         argument: its input.
+        offloads: whether there is a store for what it saves.
     """
-    structure = BlockStructure(0 if argument is None else argument.untyped_storage().nbytes())
+    structure = BlockStructure(argument, offloads=offloads)
+    options = CheckpointOptions(policy=structure.note_saved, offload_inputs=structure.offloads)
     with _Graph(structure):
-        result = checkpoint_call(forward, args, kwargs, CheckpointOptions(policy=structure.note_saved))
+        result = checkpoint_call(forward, args, kwargs, options)
     return result, structure
 
 
 def held_elsewhere(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
     """Run the forward of a block once with nothing recorded; return the places of what it leaves alive."""
-    structure = BlockStructure(0)
+    structure = BlockStructure(None, offloads=False)
     with _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, CheckpointOptions(policy="recompute"))
     return structure.note_alive(result)
@@ -191,10 +211,9 @@ class _Graph(TorchDispatchMode):
         before = {id(storage): storage for storage in storages_of((args, kwargs or {}))}
         written = storages_of(written_tensors(func, args, kwargs or {})) if func._schema.is_mutable else ()
         self._structure.written.update((id(each), each) for each in written if self._known(each) is None)
-        start = time.perf_counter()
+        start = devices.moment(self._structure.device)
         result = func(*args, **(kwargs or {}))
-        _wait(result)
-        seconds = time.perf_counter() - start
+        seconds = devices.seconds_between(start, devices.moment(self._structure.device))
         read = [found for storage in before.values() if (found := self._known(storage)) is not None]
         results = result if isinstance(result, (tuple, list)) else (result,)
         new = {index: storage for index, each in enumerate(results) for storage in storages_of(each)}
@@ -245,8 +264,3 @@ class _Graph(TorchDispatchMode):
                 other.is_read = True
         written.order = self._num_made
         self._num_made += 1
-
-
-def _wait(result: Any) -> None:
-    for device in {storage.device for storage in storages_of(result)}:
-        devices.synchronize(device)

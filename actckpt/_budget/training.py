@@ -35,19 +35,19 @@ import torch
 
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
-from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
-from actckpt._budget.measuring import MeasuredStep, cost_table, holding_outputs
+from actckpt._budget.links import is_linked, prepare, with_links
+from actckpt._budget.measuring import MeasuredStep, holding_outputs
 from actckpt._budget.meters import Meter
 from actckpt._budget.observing import Observing
-from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
+from actckpt._budget.offloading import solved
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
 from actckpt._budget.turns import Race, Turn
+from actckpt._budget.watching import Watching
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt.action import Action
 from actckpt.errors import BlocksError, PlanInfeasibleError
-from actckpt.memory import LiveStorages
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 
@@ -55,8 +55,6 @@ __all__ = ["BudgetedTraining", "Wanted"]
 
 #: Of so many sizes plans are remembered; what comes after stays checkpointed.
 _MAX_SIZES = 16
-#: What is computed from the outputs of the model needs so many times their bytes.
-_LOSS = 3
 _EXCEEDED = (
     "apply: steps needed more memory than was predicted, and with that no plan fits. From now on the plan runs that "
     "needs least. {}"
@@ -167,15 +165,19 @@ class _Size:
 
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:
         self._model, self._forwards, self._wanted = model, forwards, wanted
-        self._watching: _Watching | None = None
+        self._watching: Watching | None = None
         self._measured: MeasuredStep | None = None
         self._fixed_bytes = 0.0
         self._num_alive = self._most_alive = 0
         self._num_planned = 0
         self._held_output_bytes: float | None = None
         self._race: Race | None = None
-        self._observing = Observing(device_of(model))
+        self._device = device_of(model)
+        self._offloads = is_linked(self._device, wanted.pins)
+        self._observing = Observing(self._device)
         self._given_bytes = math.inf
+        #: Of the plan that ran last.
+        self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
         self.plan: Plan | None = None
 
     def begin(self) -> None:
@@ -183,7 +185,9 @@ class _Size:
         self._num_alive += 1
         self._most_alive = max(self._most_alive, self._num_alive)
         if self._measured is None:
-            self._watching = _Watching(self._forwards)
+            if self._offloads:
+                prepare(self._device)
+            self._watching = Watching(self._forwards, self._device, offloads=self._offloads)
             return
         if self.plan is None and self._held_output_bytes is None:
             _use(self._forwards, {})
@@ -197,7 +201,9 @@ class _Size:
             if self._race.is_over:
                 self._race = None
         assert self.plan is not None
-        _use(self._forwards, settings_of(self.plan, self._model))
+        if self._settings is None or self._settings[0] is not self.plan:
+            self._settings = self.plan, settings_of(self.plan, self._model)
+        _use(self._forwards, self._settings[1])
         if self._wanted.budget is not None:
             self._observing.begin(self.plan, is_alone=self._num_alive == 1)
 
@@ -267,6 +273,8 @@ class _Size:
         self._fixed_bytes = meter.fixed_bytes
         costs = self._observing.corrected(measured.costs)
         share = self._share(costs, meter)
+        if share.has_reserve and self._offloads:
+            costs = with_links(costs, self._device)
         plan = dataclasses.replace(self._solved(costs, share), blocks=measured.names, places=measured.places)
         self._given_bytes, self.plan, self._race = share.given_bytes, plan, self._race_of(plan, share)
         for forward in self._forwards.values():
@@ -288,10 +296,9 @@ class _Size:
     def _solved(self, costs: CostTable, share: Share) -> Plan:
         """Return the plan for a share; the one that needs least where more was observed than there is."""
         from actckpt._budget.fitting import smallest_plan
-        from actckpt.planner.solving import solve
 
         try:
-            return solve(costs, budget=share.nbytes, pins=self._wanted.pins)
+            return solved(costs, share.nbytes, self._wanted.pins)
         except PlanInfeasibleError as error:
             if not self._observing.has_corrected or error.smallest_bytes is None:
                 raise share.infeasible(error) from None
@@ -303,7 +310,7 @@ class _Size:
         from actckpt._budget.simple import NOTHING, simple_plans
 
         wanted = self._wanted
-        if not wanted.race or wanted.pins or _num_ranks() > 1 or device_of(self._model).type != "cpu":
+        if not wanted.race or wanted.pins or _num_ranks() > 1 or self._device.type != "cpu":
             return None
         others = [
             (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=share.nbytes))
@@ -318,77 +325,3 @@ class _Size:
 def _num_ranks() -> int:
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-class _Watching:
-    """A forward in which everything is checkpointed and profiled."""
-
-    def __init__(self, forwards: dict[str, CheckpointedForward]) -> None:
-        self._forwards = forwards
-        self._profiler = Profiler()
-        self._profiled: list[ProfiledBlock] = []
-        self._live = LiveStorages()
-        self._marks = Marks(self._live)
-        self._is_closed = False
-        self.thread = threading.get_ident()
-        for name, forward in forwards.items():
-            forward.instead = _Instead(self, name)
-        self._live.__enter__()
-        self._marks.note("start")
-
-    def call(self, name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a block."""
-        self._marks.note("forward", name, bytes_of(first_tensor((args, kwargs))))
-        try:
-            result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
-        except BaseException:  # of an interrupt no hook tells
-            self.close()
-            raise
-        self._profiled.append(profiled)
-        self._marks.note("end", name, bytes_of(result))
-        return result
-
-    def close(self) -> None:
-        """The forward has ended. May be called more than once."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._marks.note("done")
-        self._live.__exit__(None, None, None)
-        for forward in self._forwards.values():
-            forward.instead = None
-
-    def measured(self, outputs: list[torch.Tensor]) -> MeasuredStep | None:
-        """Return what was found, None where no block ran.
-
-        Raises:
-            BlocksError: a block ran more than once.
-        """
-        order = [each.name for each in self._profiled]
-        if twice := next((name for name in order if order.count(name) > 1), None):
-            raise BlocksError(
-                f"apply: block {twice!r} ran {order.count(twice)} times in one forward, expected once: no plan can be "
-                "made for it. Pass other blocks=, or a policy in place of the budget."
-            )
-        if not order:
-            return None
-        marks = self._marks.found
-        stem, head = outside_bytes(marks, order)
-        last = next(mark for mark in marks if mark.what == "end" and mark.block == order[-1])
-        held = marks[-1].live_bytes - (last.live_bytes - last.nbytes)
-        loss = _LOSS * sum(tensor.nbytes for tensor in outputs if tensor.is_floating_point())
-        needed = max(head.working_set_bytes, float(held + loss))
-        forward_s = marks[-1].seconds - last.seconds
-        head = Outside(forward_s, 2 * forward_s, needed)
-        profiled = [each.with_more(more) for each, more in zip(self._profiled, held_between(marks, order), strict=True)]
-        return cost_table(profiled, stem, head)
-
-
-class _Instead:
-    """Takes the call of one block."""
-
-    def __init__(self, watching: _Watching, name: str) -> None:
-        self._watching, self._name = watching, name
-
-    def __call__(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._watching.call(self._name, forward, args, kwargs)

@@ -17,6 +17,7 @@ Rule 4. Nothing that a forward calls waits for a device: `synchronize` and the f
 """
 
 import functools
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,10 +29,7 @@ from actckpt._core import nvml, torch_private
 from actckpt._core.nvml import GpuFacts
 
 __all__ = [
-    "CUDA_LIBRARY",
-    "Accelerator",
-    "Cuda",
-    "DeviceGenerator",
+    *("CUDA_LIBRARY", "Accelerator", "Cuda", "DeviceGenerator", "Moment"),
     "accelerator_of",
     "autocast_types",
     "available",
@@ -41,7 +39,9 @@ __all__ = [
     "generator_of",
     "is_capturing",
     "is_on_accelerator",
+    "moment",
     "register",
+    "seconds_between",
     "synchronize",
     "used_generators",
 ]
@@ -130,6 +130,19 @@ class Accelerator:
     def synchronize(self, device: torch.device) -> None:
         """Wait for all work of a device (Rule 4)."""
         torch.accelerator.synchronize(device)
+
+    @functools.cached_property
+    def times_events(self) -> bool:
+        """Whether events tell the time between them."""
+        try:
+            events = [torch.Event(self.device_type, enable_timing=True) for _ in range(2)]
+            for event in events:
+                event.record()
+            events[1].synchronize()
+            events[0].elapsed_time(events[1])
+        except (RuntimeError, NotImplementedError):
+            return False
+        return True
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
@@ -340,6 +353,31 @@ def synchronize(device: torch.device) -> None:
     accelerator = accelerator_of(device.type)
     if accelerator is not None:
         accelerator.synchronize(device)
+
+
+#: A point in the work of a device, or in the time of the host.
+Moment = torch.Event | float
+
+
+def moment(device: torch.device) -> Moment:
+    """Return this point in the current stream of a device; now, in seconds, where all work is done (Rule 4)."""
+    accelerator = accelerator_of(device.type)
+    if accelerator is None or not accelerator.times_events:
+        synchronize(device)
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    """Return the seconds from one moment of a device to a later one; waits for that (Rule 4)."""
+    if isinstance(start, torch.Event):
+        assert isinstance(end, torch.Event)
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    assert not isinstance(end, torch.Event)
+    return end - start
 
 
 def generator_of(device: torch.device) -> torch.Generator | DeviceGenerator | None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from actckpt import _C, config
 from actckpt._offload import counts, notices
 from actckpt._offload.spill import spill_file
@@ -65,6 +67,10 @@ class CpuStore(_C.CpuStore):
     def window_bytes(self) -> int:
         """How many bytes may be on their way at once, as things stand."""
         return self.stats().window_bytes
+
+    def make_room(self, device: torch.device) -> None:
+        """Wait until no more bytes are to be written than the window has."""
+        self.engine.make_room()
 
     def limit_window(self, nbytes: int | None) -> None:
         """Have no more bytes waiting to be written from now on; None: as many as the settings say."""

@@ -30,9 +30,11 @@ def no_backend(device_type: str) -> str:
 class DeviceStore:
     """See `actckpt._offload.stores.Store`."""
 
-    def __init__(self, engine: _C.DeviceEngine, accelerator: Accelerator) -> None:
+    def __init__(self, engine: _C.DeviceEngine, accelerator: Accelerator, host_bytes: int | None = None) -> None:
         self.engine = engine
         self.accelerator = accelerator
+        #: Most bytes of pinned memory that it takes for tensors; None: not limited here.
+        self.host_bytes = host_bytes
         self._num_failed = 0
         counts.note(self, engine)
 
@@ -58,12 +60,26 @@ class DeviceStore:
             buffer_bytes=buffer,
             num_workers=max(1, settings.num_workers),
         )
-        return cls(engine, accelerator)
+        return cls(engine, accelerator, host - bounce)
 
     @property
     def window_bytes(self) -> int:
         """How many bytes may be on their way at once, as things stand."""
         return self.engine.stats().window_bytes
+
+    def poll(self) -> None:
+        """Release the sources whose copy has ended. Every other call does so too."""
+        self.engine.poll()
+
+    def flush(self) -> None:
+        """Wait for all work of the devices, copies too. For measuring."""
+        for index in range(self.accelerator.device_count()):
+            self.accelerator.synchronize(self.accelerator.device_at(index))
+
+    def make_room(self, device: torch.device) -> None:
+        """Let the current stream of a device wait for copies out beyond the window."""
+        assert device.index is not None
+        self.engine.make_room(device.index, self.accelerator.stream_handle(device))
 
     def limit_window(self, nbytes: int | None) -> None:
         """Have no more bytes in flight from now on; None: as many as the settings say."""

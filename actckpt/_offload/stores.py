@@ -22,8 +22,8 @@ from actckpt._offload.cpu import CpuStore
 from actckpt._offload.device import DeviceStore, no_backend
 
 __all__ = [
-    *("Store", "cpu_store", "device_store", "is_ready", "limit_windows", "limited", "store_for", "why_none"),
-    "window_bytes",
+    *("Store", "cpu_store", "device_store", "inflight_bytes", "is_ready", "limit_windows", "limited", "make_room"),
+    *("store_for", "why_none", "window_bytes"),
 ]
 
 
@@ -46,6 +46,9 @@ class Store(Protocol):
 
     def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
         """Begin to bring the bytes back; returns to where, None if there is no need. Never waits."""
+
+    def make_room(self, device: torch.device) -> None:
+        """Let the current stream of a device, or on a CPU the program, wait for copies out beyond the window."""
 
     def limit_window(self, nbytes: int | None) -> None:
         """Have no more bytes on their way from now on; None: as many as the settings say."""
@@ -133,6 +136,22 @@ def _limit_all() -> None:
     for _, made in list(_stores.values()):
         with suppress(_C.ForkedError):
             made.limit_window(min(_limits.values(), default=None))
+
+
+def make_room(device: torch.device) -> None:
+    """Let the current stream of a device, or on a CPU the program, wait for copies out beyond the window."""
+    made = _stores.get(device.type, (0, None))[1]
+    if made is not None:
+        made.make_room(device)
+
+
+def inflight_bytes(device: torch.device) -> int:
+    """Return what the store holds on a device until copies have passed."""
+    made = _stores.get(device.type, (0, None))[1]
+    if made is None:
+        return 0
+    made.poll()
+    return int(made.engine.stats().inflight_bytes)
 
 
 def limited(nbytes: int) -> int:

@@ -106,7 +106,7 @@ class Choice:
             values of any size move.
         preset: the one word that stands for `actions`.
         offloads_inputs_from: tensors from before the region that are no parameters, and have so many bytes, are moved;
-            None: they stay. Of them `for_value` decides itself.
+            None: they stay, or `for_value` decides.
     """
 
     __slots__ = (
@@ -148,16 +148,7 @@ class Choice:
         self.for_value: Callable[[SavedTensorInfo], Action] | None = for_value
 
     def offloading_inputs(self, nbytes: int) -> "Choice":
-        """Return the same policy, which moves the inputs of the region as well, from so many bytes on.
-
-        Raises:
-            ValueError: it is a function of values, which decides of inputs too.
-        """
-        if self.for_value is not None:
-            raise ValueError(
-                "checkpoint: offload_inputs=True goes with policies that do not decide of inputs themselves. With this "
-                "policy= function return Action.OFFLOAD where its SavedTensorInfo.is_input is True."
-            )
+        """Return the same policy, which moves the inputs of the region as well, from so many bytes on."""
         other = copy.copy(self)
         other.offloads_inputs_from = nbytes
         return other

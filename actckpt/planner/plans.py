@@ -6,13 +6,13 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from actckpt._version import __version__
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
 
-__all__ = ["PLAN_VERSION", "Plan", "Raced"]
+__all__ = ["PLAN_VERSION", "BlockWindows", "Plan", "Raced"]
 
 PLAN_VERSION = 1
 
@@ -29,6 +29,16 @@ class Raced:
     seconds: float | None = None
     #: To the plan's.
     ratio: float | None = None
+
+
+class BlockWindows(NamedTuple):
+    """Most bytes that may be on their way while a block of a model runs, its own among them."""
+
+    #: Out, while it runs forward, and when that has ended.
+    out_bytes: int
+    left_bytes: int
+    #: Read back ahead of its backward.
+    back_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +72,8 @@ class Plan:
     #: what runs outside of blocks), and the place of each value by name. None: the plan knows no model.
     blocks: tuple[str | None, ...] | None = None
     places: tuple[Mapping[str, Any], ...] | None = None
+    #: Per block of the stack, where a plan for a model offloads.
+    windows: tuple[BlockWindows, ...] | None = None
     #: What was run against it to find the fastest, and which of them this is: `"plan"`, or the name of a simple choice.
     race: tuple[Raced, ...] = ()
     chosen: str = "plan"
@@ -114,6 +126,7 @@ class Plan:
         plan["rerun"] = list(self.rerun)
         plan["pins"] = [[list(key) if isinstance(key, tuple) else key, action.value] for key, action in self.pins]
         plan["places"] = None if self.places is None else [dict(places) for places in self.places]
+        plan["windows"] = None if self.windows is None else [list(each) for each in self.windows]
         plan["race"] = [dataclasses.asdict(raced) for raced in self.race]
         plan["costs"] = self.costs.to_dict()
         sums = {"overhead_seconds": self.overhead_seconds, "step_seconds": self.step_seconds}  # for other readers
@@ -143,6 +156,7 @@ class Plan:
         fields["pins"] = tuple((key, Action(each)) for key, each in pins)
         fields["blocks"] = None if plan["blocks"] is None else tuple(plan["blocks"])
         fields["places"] = None if plan["places"] is None else tuple(plan["places"])
+        fields["windows"] = None if plan["windows"] is None else tuple(BlockWindows(*each) for each in plan["windows"])
         fields["race"] = tuple(Raced(**raced) for raced in plan["race"])
         fields["costs"] = CostTable.from_dict(plan["costs"])
         return cls(**fields)

@@ -16,12 +16,21 @@ from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, as_cost_table
 from actckpt.planner.plans import Plan
 
-__all__ = ["Simulation", "Span", "simulate"]
+__all__ = ["InFlight", "Simulation", "Span", "simulate"]
 
 #: Bytes that differ by less than this share of all are the same.
 _ROUNDING = 1e-12
 #: A wait that ends this share of memory too late or too early, as moments are rounded, ends in time.
 _LATE = 1e-9
+
+
+class InFlight(NamedTuple):
+    """Most bytes of other blocks on their way while a block runs."""
+
+    #: Of blocks before it, on their way out when its forward ends.
+    out_bytes: float
+    #: Of blocks before it, brought back ahead while it runs backward.
+    ahead_bytes: float
 
 
 class Span(NamedTuple):
@@ -53,6 +62,8 @@ class Simulation:
     excess_bytes: float
     host_peak_bytes: float
     disk_peak_bytes: float
+    #: For each block of the stack.
+    inflight: tuple[InFlight, ...]
     #: Moments and bytes in memory at them; straight lines between.
     memory: tuple[tuple[float, float], ...]
     compute: tuple[Span, ...]
@@ -197,6 +208,8 @@ class _Step:
         self.compute: list[Span] = []
         self.memory: list[tuple[float, float]] = []
         self.peak, self.peak_at, self.excess = -1.0, "", 0.0
+        self.out_bytes: list[float] = []
+        self.ahead_bytes: list[float] = []
         self._stores()
 
     def _stores(self) -> None:
@@ -256,6 +269,7 @@ class _Step:
         base = self.costs.fixed_bytes + block.costs.working_set_bytes + kept
         room = capacity - base
         target = gone if block is self.blocks[-1] else min(max(gone - min(room, self.plan.max_inflight), 0.0), gone)
+        self.out_bytes.append(gone - target)
         began = self.now
         self.now = self.out.wait(self.now, 0, target, self.rounding)
         self._span(self.now - began, "wait", block.index)
@@ -270,6 +284,7 @@ class _Step:
             room = self._capacity(block.index, True) - base
             needed = self.total - gone
             most = min(most, needed + max(min(room, self.plan.max_inflight), 0.0))
+            self.ahead_bytes.append(most - needed)
             plans.append((block, base, room, needed, most))
             kept += block.kept
             gone += sum(size for _, size in block.offloaded)
@@ -305,6 +320,7 @@ class _Step:
             peak_at=self.peak_at,
             excess_bytes=self.excess,
             host_peak_bytes=max(self.out.most_buffered, self.back.most_buffered),
+            inflight=tuple(map(InFlight, self.out_bytes, self.ahead_bytes)),
             disk_peak_bytes=self.on_disk,
             memory=tuple(self.memory),
             compute=tuple(self.compute),

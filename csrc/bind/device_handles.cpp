@@ -133,6 +133,11 @@ void DeviceHandle::poll() {
   engine_->poll(&released);
 }
 
+void DeviceHandle::make_room(int device, std::uintptr_t stream) {
+  Finisher released(this);
+  engine_->make_room({device, stream}, &released);
+}
+
 bool DeviceTicketHandle::use(int device, std::uintptr_t stream) {
   return owner_->engine()->use(ticket_, {device, stream});
 }

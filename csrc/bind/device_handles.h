@@ -48,6 +48,7 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
   py::object put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream, const py::object& keep,
                  bool must, bool may_use_disk);
   void poll();
+  void make_room(int device, std::uintptr_t stream);
   std::uint64_t trim() { return pool_->trim() + pageable_->trim(); }
   const std::string& library() const { return library_; }
   void limit_window(std::optional<std::uint64_t> bytes) { engine_->limit_window(bytes.value_or(kFollowsSizes)); }

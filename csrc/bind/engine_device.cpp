@@ -189,6 +189,7 @@ void bind_device(py::module_& module) {
       .def("put", &DeviceHandle::put, py::arg("ptr"), py::arg("nbytes"), py::arg("device"), py::arg("stream"),
            py::arg("keep"), py::kw_only(), py::arg("must") = true, py::arg("may_use_disk") = true)
       .def("poll", &DeviceHandle::poll)
+      .def("make_room", &DeviceHandle::make_room, py::arg("device"), py::arg("stream"))
       .def_property_readonly("library", &DeviceHandle::library)
       .def("_work", &DeviceHandle::work, NoGil())
       .def("limit_window", &DeviceHandle::limit_window, py::arg("nbytes"), NoGil())

@@ -141,11 +141,18 @@ void bind_host(py::module_& module) {
            py::arg("must") = true)
       // Keeps the GIL: a leaf lock.
       .def("poll", &collect)
+      // Keeps the GIL: a leaf lock.
+      .def(
+          "limit_window",
+          [](HostEngine& self, std::optional<std::uint64_t> bytes) {
+            self.limit_window(bytes.value_or(kFollowsSizes));
+          },
+          py::arg("nbytes"))
       // Keeps the GIL: no lock.
-      .def("limit_window", [](HostEngine& self,
-                              std::optional<std::uint64_t> bytes) { self.limit_window(bytes.value_or(kFollowsSizes)); })
       .def_property_readonly("num_failed_writes", &HostEngine::num_failed_writes)
-      // Release the GIL: wait.
+      // Release the GIL: wait. The first one until what is to be written fits the window.
+      .def(
+          "make_room", [](HostEngine& self) { self.make_room(0); }, NoGil())
       .def("flush", &HostEngine::flush, NoGil())
       .def("shutdown", &HostEngine::shutdown, NoGil())
       .def("stats", &HostEngine::stats, NoGil());

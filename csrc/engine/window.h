@@ -3,7 +3,7 @@
 // A number, or what follows the sizes of the live tickets: the root of their sum times the largest,
 // so that both what waits to be written and what is read ahead is small beside what is moved, and
 // at least four of the largest, so that copies have something to overlap with. It begins anew when
-// no ticket is left: most programs move other sizes then. Never more than `limit` says.
+// no ticket is left: most programs move other sizes then. Whoever knows better gives a `limit`.
 // Thread rule: the owner's lock.
 #pragma once
 
@@ -21,9 +21,9 @@ class Window {
  public:
   explicit Window(std::uint64_t bytes) : follows_(bytes == kFollowsSizes), bytes_(follows_ ? kLeast : bytes) {}
 
-  std::uint64_t bytes() const { return std::min(bytes_, limit_); }
+  std::uint64_t bytes() const { return follows_ && limit_ != kFollowsSizes ? limit_ : std::min(bytes_, limit_); }
 
-  // Most bytes from now on; kFollowsSizes: no limit of this kind.
+  // Most bytes from now on, in the place of what follows the sizes; kFollowsSizes: no such limit.
   void limit(std::uint64_t bytes) { limit_ = bytes; }
 
   // A ticket of so many bytes is made.

@@ -250,6 +250,19 @@ PyMethodDef reading_functions[] = {
      "release_reloads(nbytes) -> released bytes of what waits for other saved tensors."},
     {nullptr, nullptr, 0, nullptr}};
 
+// What was moved last at some moment of a forward; borrowed.
+struct Moved {
+  std::weak_ptr<Record> record;
+
+  // A backward has come to what was computed then: begins to read ahead, within the window as it is now.
+  void read_ahead() const {
+    const RecordPointer found = record.lock();
+    if (found == nullptr) return;
+    window.limit = PyLong_AsLongLong(call(names().max_inflight).ptr());
+    read_ahead_of(found);
+  }
+};
+
 }  // namespace
 
 Sums& sums() {
@@ -321,6 +334,9 @@ std::shared_ptr<Record> last_moved() { return last_record().lock(); }
 
 void add_reading_functions(py::module_& module) {
   if (PyModule_AddFunctions(module.ptr(), reading_functions) < 0) throw_pending();
+  py::class_<Moved>(module, "LastMoved")
+      .def(py::init([] { return Moved{last_record()}; }))
+      .def("read_ahead", &Moved::read_ahead);
 }
 
 }  // namespace actckpt

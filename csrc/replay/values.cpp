@@ -37,12 +37,11 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   assign(value->held, root.ptr());
   look_at(value, root.ptr(), root_of(root.ptr()));
   assign(value->choice, tape->choice);
-  if (!attribute(tape->choice, names().for_value).is_none()) {
-    assign(value->action, Py_None);
+  const py::object least = attribute(tape->choice, names().offloads_inputs_from);
+  if (value->is_parameter == 0 && !least.is_none() && value->nbytes >= PyLong_AsLongLong(least.ptr())) {
+    assign(value->action, names().offload);
   } else {
-    const py::object least = attribute(tape->choice, names().offloads_inputs_from);
-    const bool moves = value->is_parameter == 0 && !least.is_none() && value->nbytes >= PyLong_AsLongLong(least.ptr());
-    assign(value->action, moves ? names().offload : names().keep);
+    assign(value->action, attribute(tape->choice, names().for_value).is_none() ? names().keep : Py_None);
   }
   add_known_storage(tape, storage.ptr(), made.ptr());
   append(tape->holding, made.ptr());

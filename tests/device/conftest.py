@@ -1,4 +1,4 @@
-"""What only a device with a capacity shows. Every test starts with a machine at rest."""
+"""What only a device with a capacity shows. Every test starts with a machine at rest, whose work takes time."""
 
 from __future__ import annotations
 
@@ -23,5 +23,6 @@ def _device_at_rest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     actckpt.reset_stats()
-    with device.checked(), offloading(max_inflight=demo_training.WINDOW_BYTES):
+    taking_time = device.timed(link_bytes_per_s=20e6, kernel_bytes_per_s=200e6)
+    with device.checked(), taking_time, offloading(max_inflight=demo_training.WINDOW_BYTES):
         yield

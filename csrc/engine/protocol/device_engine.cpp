@@ -77,7 +77,7 @@ Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPt
     return {outcome, nullptr, true};  // some pieces are on their way already
   }
   launch(ticket);
-  shrink_window(*ticket, releases);
+  shrink_window(stream, ticket->timing, releases);
   return {PutOutcome::kTaken, ticket, true};
 }
 

@@ -191,6 +191,9 @@ class DeviceEngine {
   // No device call from now on; whoever waits is told.
   void close() noexcept;
 
+  // Line 6, on its own: `stream` waits for what is in flight beyond the window.
+  void make_room(Stream stream, Releases* releases);
+
   // What is in flight stays below this from now on; kFollowsSizes: the window of the settings.
   void limit_window(std::uint64_t bytes);
 
@@ -226,7 +229,7 @@ class DeviceEngine {
   void write_out(DeviceTicket* ticket, std::uintptr_t src, const Fences& fences);
   bool lags(int device, std::uint64_t bytes);
   void launch(const DeviceTicketPtr& ticket);
-  void shrink_window(const DeviceTicket& ticket, Releases* releases);
+  void shrink_window(Stream stream, const TimingPtr& timing, Releases* releases);
   void shrink_graves(Fly* fly, Releases* releases);
   void begin_load(DeviceTicket* ticket, const LandingPtr& landing, std::uintptr_t dst, Side side);
   Got get_landing(DeviceTicket* ticket, Stream stream, Releases* releases);

@@ -28,25 +28,42 @@ bool DeviceEngine::lags(int device, std::uint64_t bytes) {
 }
 
 // Line 6: beyond the window the stream, not the host, waits, and the oldest sources go at once.
-void DeviceEngine::shrink_window(const DeviceTicket& ticket, Releases* releases) {
-  Fly& fly = fly_[ticket.device];
+void DeviceEngine::shrink_window(Stream stream, const TimingPtr& timing, Releases* releases) {
+  Fly& fly = fly_[stream.device];
   std::uint64_t left = fly.bytes();
   std::size_t num_oldest = 0;
   while (left > window_.bytes() && num_oldest < fly.flights.size()) {
     left -= fly.flights[num_oldest++]->bytes;
   }
   if (num_oldest > 0 && config_.rules.stream_waits_before_early_release) {
-    waits_.wait(backend_.get(), ticket.put_stream, fly.flights[num_oldest - 1]->d2h, ticket.timing);
+    waits_.wait(backend_.get(), stream, fly.flights[num_oldest - 1]->d2h, timing);
   }
   for (; num_oldest > 0; --num_oldest) {
     const std::shared_ptr<Flight> oldest = std::move(fly.flights.front());
     fly.flights.pop_front();
     fly.flight_bytes -= oldest->bytes;
     ++stats_.num_early_releases;
-    add_use(&oldest->uses, ticket.put_stream);
+    add_use(&oldest->uses, stream);
     release(oldest.get(), releases);
   }
   shrink_graves(&fly, releases);
+}
+
+void DeviceEngine::make_room(Stream stream, Releases* releases) {
+  fork_guard_.check("make_room");
+  const Lock lock(calls_);
+  settle(releases);
+  if (failed_) {
+    return;
+  }
+  try {
+    const DeviceScope scope(backend_.get(), stream.device);
+    if (!backend_->capturing(stream)) {
+      shrink_window(stream, std::make_shared<Timing>(), releases);
+    }
+  } catch (const DeviceError& error) {
+    fail("make_room", error);
+  }
 }
 
 // Nobody reads a destination in its grave: only its next owner, on the stream it was allocated on,

@@ -25,6 +25,7 @@ _POLICIES: dict[str, Any] = {
     "products kept": ["aten.mm"],
     "sines offloaded": {"**::aten.sin": "offload"},
     "preset": "matmuls",
+    "a function": lambda info: "recompute",
 }
 
 
@@ -96,7 +97,16 @@ def test_an_input_that_changes_afterwards_never_gives_another_gradient(function:
         assert_equal(found, expected)
 
 
-def test_a_function_that_decides_of_inputs_itself_is_refused() -> None:
-    x = leaf(_SIZE, _SIZE)
-    with pytest.raises(ValueError, match=r"do not decide of inputs themselves[\s\S]*is_input"):
-        actckpt.checkpoint(torch.sin, x, policy=lambda info: actckpt.Action.KEEP, offload_inputs=True)
+def test_a_function_is_asked_for_all_but_the_inputs_that_are_moved() -> None:
+    asked: list[actckpt.SavedTensorInfo] = []
+
+    def policy(info: actckpt.SavedTensorInfo) -> actckpt.Action:
+        asked.append(info)
+        return actckpt.Action.KEEP
+
+    x, w = leaf(_SIZE, _SIZE), torch.nn.Parameter(torch.randn(_SIZE, _SIZE))
+    expected = torch.autograd.grad(_saved_by_autograd(x * 1.5, w).sum(), (x, w))
+    y = actckpt.checkpoint(_saved_by_autograd, x * 1.5, w, policy=policy, offload_inputs=True).sum()
+    assert actckpt.stats().offloaded_bytes == _BYTES
+    assert not any(info.is_input and not info.is_parameter for info in asked) and len(asked) >= 2
+    assert_equal(torch.autograd.grad(y, (x, w)), expected)

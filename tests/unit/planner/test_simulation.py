@@ -76,6 +76,14 @@ def test_copies_that_hide_behind_compute_cost_nothing() -> None:
     assert names == [*(("forward", i) for i in range(3)), *(("backward", i) for i in (2, 1, 0))]
 
 
+def test_what_may_be_on_its_way_is_what_each_block_has_room_for() -> None:
+    step = _simulate(_table(), "ook", budget=15)
+    assert [each.out_bytes for each in step.inflight] == [0, 5, 0], "everything has left when backward begins"
+    assert [each.ahead_bytes for each in step.inflight] == [5, 5, 5]
+    assert [each.ahead_bytes for each in _simulate(_table(), "ook", budget=15, window=3).inflight] == [3, 3, 3]
+    assert [each.out_bytes for each in _simulate(_table(), "ook", budget=10).inflight] == [0, 0, 0]
+
+
 def test_blocks_wait_for_room_and_for_what_they_need() -> None:
     step = _simulate(_table(), "ook", budget=10)
     assert step.write_wait_seconds == 2.0, "a second at the end of each of the last two blocks"

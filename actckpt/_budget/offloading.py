@@ -1,0 +1,121 @@
+"""Plans that may offload: solved with and without the links, with the windows that their peaks need.
+
+NOTE [ Plans that offload ]
+
+Rule 1. A simulated block waits for copies out when its forward ends. A real one needs its memory before: no more than
+        what the link moves while it runs forward may be on its way when that begins, so many bytes are added to what it
+        needs. A plan that offloads nothing does not need them: both are solved, and the faster one counts.
+Rule 2. How much may be on its way while each block runs follows from the simulation, and is part of the plan: what is
+        tried and what stays run within the same windows (NOTE [ Windows of a plan ]).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+from actckpt._budget.links import Pins, pins_offload
+from actckpt._error_base import PlanInfeasibleError
+from actckpt.action import Action
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable
+from actckpt.planner.plans import BlockWindows, Plan
+from actckpt.planner.simulation import simulate
+
+__all__ = ["solved", "with_windows"]
+
+_RECOMPUTED = (Action.RECOMPUTE, Action.RECOMPUTE.value)
+
+
+def _drained_bytes(block: BlockClass, costs: CostTable) -> float:
+    """Return the bytes that leave while a block runs forward, at most those of one block (Rule 1)."""
+    most = max(sum(value.nbytes for value in each.values if value.offloadable) for each in costs.classes.values())
+    return min(block.forward_s * costs.d2h_bytes_per_s, most)
+
+
+def solved(
+    costs: CostTable,
+    budget: float,
+    pins: Pins | None,
+    by: Callable[[CostTable, float, Pins | None], Plan] | None = None,
+) -> Plan:
+    """Return the fastest plan that fits a budget, with or without the links of a cost table (Rule 1).
+
+    Args:
+        by: what solves, in the place of `solve`.
+    Raises:
+        PlanInfeasibleError: neither fits. Its `smallest_bytes` is the smaller one of both.
+        ValueError: as `solve` does.
+    """
+    costs = _with_pinned_stay(costs, pins)
+    plans: list[Plan] = []
+    error: PlanInfeasibleError | None = None
+    for each in _with_and_without(costs, pins):
+        try:
+            plan = (by or _solve)(each, budget, pins)
+            plans.append(plan if each.d2h_bytes_per_s else dataclasses.replace(plan, costs=costs))
+        except PlanInfeasibleError as found:
+            error = min(error or found, found, key=lambda each: each.smallest_bytes or math.inf)
+    if not plans:
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # else this frame and the error would hold each other, and tensors of frames around
+    return with_windows(min(plans, key=lambda plan: plan.overhead_seconds))
+
+
+def _with_pinned_stay(costs: CostTable, pins: Pins | None) -> CostTable:
+    """Return a cost table without reruns of blocks that have a value pinned to stay or to be offloaded.
+
+    A rerun makes all values of a block again, whatever becomes of them.
+    """
+    held = {
+        key[-1] if isinstance(key, tuple) else key for key, action in (pins or {}).items() if action not in _RECOMPUTED
+    }
+    classes = {
+        name: dataclasses.replace(block, rerun=block.rerun and held.isdisjoint(_names_made(block)))
+        for name, block in costs.classes.items()
+    }
+    return dataclasses.replace(costs, classes=classes) if held else costs
+
+
+def _names_made(block: BlockClass) -> set[str]:
+    return {value.name for value in block.values if value.needed and value.name != BLOCK_INPUT}
+
+
+def _solve(costs: CostTable, budget: float, pins: Pins | None) -> Plan:
+    from actckpt.planner.solving import solve  # half a second to import
+
+    return solve(costs, budget=budget, pins=pins)
+
+
+def _with_and_without(costs: CostTable, pins: Pins | None) -> Iterator[CostTable]:
+    if not costs.d2h_bytes_per_s:
+        yield costs
+        return
+    if not pins_offload(pins):
+        yield dataclasses.replace(costs, d2h_bytes_per_s=0.0, h2d_bytes_per_s=0.0, host_bytes=None)
+    classes = {
+        name: dataclasses.replace(block, working_set_bytes=block.working_set_bytes + _drained_bytes(block, costs))
+        for name, block in costs.classes.items()
+    }
+    yield dataclasses.replace(costs, classes=classes)
+
+
+def with_windows(plan: Plan) -> Plan:
+    """Return a plan with its windows (Rule 2), as it is where it offloads nothing."""
+    blocks, costs = plan.costs.blocks, plan.costs
+    own = [
+        sum(value.nbytes for value in block.values if actions[value.name] is Action.OFFLOAD)
+        for block, actions in zip(blocks, plan.actions, strict=True)
+    ]
+    if not any(own):
+        return plan
+    inflight = simulate(costs, plan).inflight
+    out = [each.out_bytes + _drained_bytes(block, costs) for each, block in zip(inflight, blocks, strict=True)]
+    windows = [
+        BlockWindows(math.ceil(out[i] + own[i]), math.ceil(left), math.ceil(inflight[i].ahead_bytes + own[i]))
+        for i, left in enumerate([*out[1:], 0.0])
+    ]
+    return dataclasses.replace(plan, windows=tuple(windows))

@@ -1,0 +1,98 @@
+"""The first forward of a model under a budget: everything is checkpointed, and blocks are profiled."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from actckpt._blocks.applied import CheckpointedForward
+from actckpt._budget.links import flush
+from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
+from actckpt._budget.measuring import MeasuredStep, cost_table
+from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
+from actckpt._core import devices
+from actckpt.errors import BlocksError
+from actckpt.memory import LiveStorages
+
+__all__ = ["Watching"]
+
+#: What is computed from the outputs of the model needs so many times their bytes.
+_LOSS = 3
+
+
+class Watching:
+    """A forward in which everything is checkpointed and profiled."""
+
+    def __init__(self, forwards: dict[str, CheckpointedForward], device: torch.device, *, offloads: bool) -> None:
+        self._forwards, self._device = forwards, device
+        self._profiler = Profiler(offloads=offloads)
+        self._profiled: list[ProfiledBlock] = []
+        self._live = LiveStorages()
+        self._marks = Marks(self._live, device)
+        self._is_closed = False
+        self.thread = threading.get_ident()
+        for name, forward in forwards.items():
+            forward.instead = _Instead(self, name)
+        self._live.__enter__()
+        self._marks.note("start")
+
+    def call(self, name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a block."""
+        self._marks.note("forward", name, bytes_of(first_tensor((args, kwargs))))
+        try:
+            result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
+        except BaseException:  # of an interrupt no hook tells
+            self.close()
+            raise
+        self._profiled.append(profiled)
+        self._marks.note("end", name, bytes_of(result))
+        return result
+
+    def close(self) -> None:
+        """The forward has ended. May be called more than once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._marks.note("done")
+        self._live.__exit__(None, None, None)
+        for forward in self._forwards.values():
+            forward.instead = None
+
+    def measured(self, outputs: list[torch.Tensor]) -> MeasuredStep | None:
+        """Return what was found, None where no block ran.
+
+        Raises:
+            BlocksError: a block ran more than once.
+        """
+        order = [each.name for each in self._profiled]
+        if twice := next((name for name in order if order.count(name) > 1), None):
+            raise BlocksError(
+                f"apply: block {twice!r} ran {order.count(twice)} times in one forward, expected once: no plan can be "
+                "made for it. Pass other blocks=, or a policy in place of the budget."
+            )
+        if not order:
+            return None
+        marks = self._marks.found
+        stem, head = outside_bytes(marks, order)
+        last = next(mark for mark in marks if mark.what == "end" and mark.block == order[-1])
+        held = marks[-1].live_bytes - (last.live_bytes - last.nbytes)
+        loss = _LOSS * sum(tensor.nbytes for tensor in outputs if tensor.is_floating_point())
+        needed = max(head.working_set_bytes, float(held + loss))
+        forward_s = devices.seconds_between(last.moment, marks[-1].moment)
+        head = Outside(forward_s, 2 * forward_s, needed)
+        flush(self._device)
+        between = held_between(marks, order)
+        profiled = [each.with_input_kept().with_more(more) for each, more in zip(self._profiled, between, strict=True)]
+        return cost_table(profiled, stem, head)
+
+
+class _Instead:
+    """Takes the call of one block."""
+
+    def __init__(self, watching: Watching, name: str) -> None:
+        self._watching, self._name = watching, name
+
+    def __call__(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._watching.call(self._name, forward, args, kwargs)

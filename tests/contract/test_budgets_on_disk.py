@@ -1,0 +1,99 @@
+"""Plans for tensors of the CPU use the disk where a folder was configured, or a pin says so, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import nn
+
+import actckpt
+from actckpt import Action, api
+from actckpt._offload import session
+
+_WIDTH, _BATCH = 64, 256
+#: What the first linear layer of a block makes.
+_HIDDEN = "1::aten.addmm.default#0.0"
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (session, api):
+        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 16 << 10)
+    yield
+    actckpt.configure(spill_dir=None, disk_limit=None)
+
+
+class _Training:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(self._block() for _ in range(6)), nn.Linear(_WIDTH, 1))
+        self.x = torch.randn(_BATCH, _WIDTH)
+
+    @staticmethod
+    def _block() -> nn.Module:
+        linears = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+        return nn.Sequential(nn.LayerNorm(_WIDTH), linears[0], nn.GELU(), linears[1])
+
+    def step(self) -> None:
+        self.model(self.x).square().mean().backward()
+
+    def gradients(self) -> list[torch.Tensor]:
+        self.model.zero_grad()
+        self.step()
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+def _train(num_steps: int = 3, **options: Any) -> tuple[actckpt.Plan, int]:
+    """Train under a budget, with the gradients of plain training; return the plan, and bytes offloaded in one step."""
+    expected, training = _Training().gradients(), _Training()
+    actckpt.apply(training.model, **options)
+    for _ in range(num_steps):
+        assert_equal(training.gradients(), expected)
+    actckpt.reset_stats()
+    assert_equal(training.gradients(), expected)
+    plan = actckpt.report(training.model).plan
+    assert plan is not None
+    return plan, actckpt.stats().offloaded_bytes
+
+
+def _planned_bytes(plan: actckpt.Plan) -> float:
+    stack = zip(plan.costs.blocks, plan.actions, strict=True)
+    return sum(v.nbytes for block, actions in stack for v in block.values if actions[v.name] is Action.OFFLOAD)
+
+
+def test_without_a_folder_nothing_goes_to_disk() -> None:
+    plan, offloaded = _train(activation_budget="50%")
+    assert (plan.costs.d2h_bytes_per_s, _planned_bytes(plan), offloaded) == (0, 0, 0)
+    assert plan.overhead_seconds > 0
+
+
+def test_with_a_folder_plans_know_how_fast_it_is(tmp_path: Path) -> None:
+    actckpt.configure(spill_dir=tmp_path, disk_limit="64MiB")
+    plan, offloaded = _train(num_steps=60, activation_budget="50%")  # the race is over by then
+    assert plan.costs.d2h_bytes_per_s > 1e6 and plan.costs.h2d_bytes_per_s > 1e6
+    assert plan.costs.host_bytes == 64 << 20
+    assert offloaded == _planned_bytes(plan)
+
+
+def test_a_pin_is_enough() -> None:
+    plan, offloaded = _train(activation_budget="60%", pins={_HIDDEN: "offload"})
+    assert offloaded == _planned_bytes(plan) >= 6 * _BATCH * 4 * _WIDTH * 4
+    assert not any(plan.rerun), "a rerun would make what is pinned again"
+
+
+def test_a_plan_of_a_step_may_offload(tmp_path: Path) -> None:
+    actckpt.configure(spill_dir=tmp_path)
+    expected, training = _Training().gradients(), _Training()
+    options: dict[str, Any] = {"model": training.model, "activation_budget": "60%", "race": False}
+    plan = actckpt.plan(training.step, pins={_HIDDEN: Action.OFFLOAD}, **options)
+    assert plan.peak_bytes <= plan.budget_bytes
+    actckpt.apply(training.model, policy=plan)
+    assert_equal(training.gradients(), expected)
+    actckpt.reset_stats()
+    assert_equal(training.gradients(), expected)
+    assert actckpt.stats().offloaded_bytes == _planned_bytes(plan) > 0

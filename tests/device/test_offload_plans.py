@@ -1,0 +1,150 @@
+"""Plans for a budget that offload: what they promise of peak and time is what the device and its link show."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from demo_training import Training
+from oracle import assert_equal
+
+import actckpt
+from actckpt import Action, api, config
+from actckpt._budget import training as budgeted
+from actckpt._offload import session, stores
+
+_LAYERS = 8
+#: Of what plain training holds beyond parameters and what else is there all the time.
+_SHARES = (0.3, 0.5, 0.7)
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let plans offload tensors of the toy model, and set windows by themselves."""
+    for module in (session, api):
+        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 16 << 10)
+    before = {name: getattr(config.settings(), name) for name in ("max_inflight", "host_limit", "pageable_limit")}
+    actckpt.configure(max_inflight="auto")
+    yield
+    actckpt.configure(**before)
+
+
+def _seconds(training: Training) -> float:
+    """Return the simulated seconds of a step."""
+    begin, end = (torch.Event("sim", enable_timing=True) for _ in range(2))
+    training.model.zero_grad()
+    torch.accelerator.synchronize()
+    begin.record()
+    training.step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+class _Plainly:
+    """What plain training comes to."""
+
+    def __init__(self) -> None:
+        training = Training(layers=_LAYERS)
+        self.static_bytes = torch.accelerator.memory_allocated()
+        self.gradients = training.gradients()
+        self.peak = training.peak()
+        self.seconds = _seconds(training)
+
+    def budget(self, share: float) -> int:
+        return int(self.static_bytes + share * (self.peak - self.static_bytes))
+
+
+def _num_offloaded(plan: actckpt.Plan) -> int:
+    return sum(action is Action.OFFLOAD for actions in plan.actions for action in actions.values())
+
+
+def _plan_of(training: Training) -> actckpt.Plan:
+    plan = actckpt.report(training.model).plan
+    assert plan is not None
+    return plan
+
+
+def _check(training: Training, plan: actckpt.Plan, plainly: _Plainly, budget: int) -> float:
+    """Check gradients, peak and time of a plan that is in force; return its ratio to plain."""
+    assert_equal(training.gradients(), plainly.gradients)
+    assert training.peak() <= budget
+    assert_equal(training.gradients(), plainly.gradients)
+    ratio = _seconds(training) / plainly.seconds
+    predicted = plan.step_seconds / plan.plain_seconds
+    print(f"budget {budget}: {ratio:.3f} of plain, predicted {predicted:.3f}, {_num_offloaded(plan)} offloaded")
+    assert ratio == pytest.approx(predicted, abs=0.06)
+    return ratio
+
+
+@pytest.mark.parametrize("share", _SHARES)
+def test_plans_in_training_hold_and_beat_those_that_only_recompute(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plainly = _Plainly()
+    budget = plainly.budget(share)
+
+    def ratio(*, offloads: bool) -> float:
+        training = Training(layers=_LAYERS)
+        actckpt.apply(training.model, budget=budget)
+        training.gradients()
+        training.gradients()
+        plan = _plan_of(training)
+        assert (_num_offloaded(plan) > 0) is offloads
+        found = _check(training, plan, plainly, budget)
+        actckpt.remove(training.model)
+        assert stores.limited(1 << 60) == 1 << 60, "its windows end with it"
+        return found
+
+    with_link = ratio(offloads=True)
+    gc.collect()
+    monkeypatch.setattr(budgeted, "is_linked", lambda device, pins: False)
+    assert with_link < ratio(offloads=False) - 0.02
+
+
+def test_a_plan_of_a_step_offloads_and_is_predicted() -> None:
+    plainly = _Plainly()
+    budget = plainly.budget(0.5)
+    training = Training(layers=_LAYERS)
+    plan = actckpt.plan(training.step, model=training.model, budget=budget)
+    assert _num_offloaded(plan) > 0 and plan.costs.d2h_bytes_per_s == pytest.approx(20e6)
+    actckpt.apply(training.model, policy=plan)
+    _check(training, plan, plainly, budget)
+    assert training.peak() == pytest.approx(plan.peak_bytes, rel=0.03)
+
+
+def test_an_input_that_the_program_holds_is_not_offloaded() -> None:
+    budget = _Plainly().budget(0.5)
+    gc.collect()
+    training = Training(layers=_LAYERS)
+    held: list[torch.Tensor] = []
+    training.model.blocks[3].register_forward_hook(lambda module, args, result: held.append(result.detach()))
+    actckpt.apply(training.model, budget=budget)
+    for _ in range(2):
+        held.clear()
+        training.gradients()
+    plan = _plan_of(training)
+    movable = {
+        name: block.values[0].offloadable
+        for name, block in zip(plan.blocks or (), plan.costs.blocks, strict=True)
+        if name is not None
+    }
+    assert movable == {f"blocks.{i}": i != 4 for i in range(_LAYERS)}
+
+
+def test_what_the_store_has_no_room_for_is_not_planned_to_leave() -> None:
+    budget = _Plainly().budget(0.5)
+    gc.collect()
+    actckpt.configure(host_limit="1MiB", pageable_limit=0)
+    training = Training(layers=_LAYERS)
+    actckpt.apply(training.model, budget=budget)
+    for _ in range(3):
+        training.gradients()
+    plan = _plan_of(training)
+    offloaded = actckpt.planner.simulate(plan.costs, plan).host_peak_bytes
+    assert 0 < offloaded <= 1 << 20
+    actckpt.reset_stats()
+    training.gradients()
+    assert actckpt.stats().kept_full == 0
