@@ -9,34 +9,41 @@ TE_VENV ?= .venv-te
 INTEGRATIONS ?= .venv-integrations
 # Processes that `make test` runs tests in; each test uses one thread.
 WORKERS ?= 2
+# A file's tests run in one process, and the few long ones of test_benchmarks.py do not come last.
+XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CONTRACT_ON_DEVICE := $(addprefix tests/contract/,offload rerun replay test_threads.py)
 SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test device soak integrations lint types bench sanitize te clean
+.PHONY: demo build test cpu device soak integrations lint types bench sanitize te clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+# All that is compiled, the simulated device of the tests too.
+build: $(STAMP)
+	PYTHONPATH=tests:. $(BIN)/python -c "import sim.device"
+
+test: cpu
 	$(MAKE) device ARGS=
+
+cpu: build
+	$(BIN)/python -m pytest $(XDIST) $(ARGS)
 
 # The tests of the simulated device, what only a capacity shows, and the contract tests with tensors of the device:
 # offloading, random state, and every fourth of the others. In processes of their own: once the device is imported, torch
 # has an accelerator, and what other tests leave on it counts toward budgets.
-device: $(STAMP)
-	PYTHONPATH=tests:. $(BIN)/python -c "import sim.device"
+device: build
 	$(BIN)/python -m pytest --device sim tests/unit/sim_device $(ARGS)
 	$(BIN)/python -m pytest --device sim tests/device $(ARGS)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --device sim --sample 4 $(CONTRACT_ON_DEVICE) $(ARGS)
+	$(BIN)/python -m pytest $(XDIST) --device sim --sample 4 $(CONTRACT_ON_DEVICE) $(ARGS)
 
 # Nothing may grow over 20,000 steps; `make test` runs the same over 2,000. And all that `make device` has a part of.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --device sim $(CONTRACT_ON_DEVICE) $(ARGS)
+	$(BIN)/python -m pytest $(XDIST) --device sim $(CONTRACT_ON_DEVICE) $(ARGS)
 
 # The tests that run code of other packages, in an environment of their own, with the extensions of the first one.
 integrations: $(STAMP) $(INTEGRATIONS)/.installed

@@ -1,6 +1,6 @@
 """What a change costs: rows of the benchmarks of two checkouts, in interleaved pairs, one process each.
 
-    python benchmarks/compare_checkouts.py BEFORE AFTER [--rounds 60] [--out RESULT.json]
+    python benchmarks/compare_checkouts.py BEFORE AFTER [--rounds 60] [--warm-ups 10] [--out RESULT.json]
 
 Both checkouts have their extension built in place. Rows: steps of 32, 8 and 1 regions with reruns and with policies;
 the backward of one region whose eight operators in a row are all dropped; put and get of a small CPU tensor beyond two
@@ -25,7 +25,7 @@ import torch
 
 _WORKER = r"""
 import sys, statistics, time
-root = sys.argv[1]
+root, warm_ups = sys.argv[1], int(sys.argv[2])
 sys.path[:0] = [root, root + "/benchmarks"]
 import torch
 torch.set_num_threads(1)
@@ -75,7 +75,7 @@ def small_tensors(num_workers):
 for num_workers in (0, 2):
     steps[f"offload: put and get beyond copies, {num_workers} workers"] = small_tensors(num_workers)
 for step in steps.values():
-    for _ in range(10):
+    for _ in range(warm_ups):
         step()
 print(list(steps), flush=True)
 for line in sys.stdin:
@@ -105,13 +105,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--warm-ups", type=int, default=10, help="of each row, before the first round")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(checkout.resolve())],
+            [sys.executable, "-c", _WORKER, str(checkout.resolve()), str(args.warm_ups)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -153,20 +153,25 @@ def test_the_gpu_suite_is_rehearsed_without_hardware(gpu_suite: dict[str, Any], 
     assert "nothing measured" in found["transformer_engine"]["output"] and "skipped" in found["tests"]["output"]
 
 
+def test_the_parts_of_the_gpu_suite_fit_into_nine_minutes_even_where_each_takes_all_of_its_time(
+    gpu_suite: dict[str, Any],
+) -> None:
+    limits = [part.seconds for part in gpu_suite["parts"](rehearses=False)]
+    assert sum(limits) < gpu_suite["_SECONDS"] == 9 * 60
+
+
 def test_a_part_of_the_suite_that_fails_hangs_or_has_no_time_is_written_down(
     gpu_suite: dict[str, Any], tmp_path: Path
 ) -> None:
     part, python = gpu_suite["Part"], sys.executable
-    hangs = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text('{\"known\": 3}'); time.sleep(60)"
+    hangs = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text('{\"known\": 3}'); time.sleep(9999)"
     parts = [
-        part("raises", [python, "-c", "raise ValueError('no luck')"], 20),
-        part("missing", [str(tmp_path / "no program")], 20),
-        part("hangs", [python, "-c", hangs, "{result}"], 3),
-        part("good", [python, "-c", "print('all well')"], 20),
+        part("raises", [python, "-c", "raise ValueError('no luck')"], 999),
+        part("missing", [str(tmp_path / "no program")], 999),
+        part("hangs", [python, "-c", hangs, "{result}"], 5),
+        part("good", [python, "-c", "print('all well')"], 999),
     ]
-    begin = time.monotonic()
-    assert gpu_suite["run"](parts, tmp_path / "out", 60) == ["raises", "missing", "hangs"]
-    assert time.monotonic() - begin < 40
+    assert gpu_suite["run"](parts, tmp_path / "out", 9999) == ["raises", "missing", "hangs"]
     found = {each.name: json.loads((tmp_path / "out" / f"{each.name}.json").read_text()) for each in parts}
     assert found["raises"]["error"] == "exit status 1: ValueError: no luck"
     assert "FileNotFoundError" in found["missing"]["error"]
@@ -179,8 +184,8 @@ def test_a_part_of_the_suite_that_fails_hangs_or_has_no_time_is_written_down(
 def test_a_checkout_compared_with_itself_gives_a_ratio_for_every_row(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     root = str(_BENCHMARKS.parent)
-    command = [sys.executable, str(_BENCHMARKS / "compare_checkouts.py"), root, root, "--rounds=1", f"--out={out}"]
-    subprocess.run(command, check=True, timeout=300)
+    options = ["--rounds=1", "--warm-ups=1", f"--out={out}"]
+    subprocess.run([sys.executable, str(_BENCHMARKS / "compare_checkouts.py"), root, root, *options], check=True)
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 21
     assert all(

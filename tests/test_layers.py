@@ -196,10 +196,9 @@ def test_import_adds_less_than_300_ms_to_torch(tmp_path: Path) -> None:
     # With bytecode at hand, as an installed package has it: the first import writes it.
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     code = "import torch, time; start = time.process_time(); import actckpt; print(time.process_time() - start)"
-    seconds = [
-        float(
-            subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environ).stdout
-        )
-        for _ in range(4)
-    ]
-    assert min(seconds) < 0.3
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environ)
+        seconds = float(done.stdout)
+        if seconds < 0.3:
+            return
+    raise AssertionError(f"four imports took {seconds:.2f} s each, or more")

@@ -70,7 +70,7 @@ def test_memory_that_cpp_frees_under_a_copy_is_no_crash_and_no_wrong_number(
 ) -> None:
     arguments = [str(tmp_path), str(num_workers), memory, str(Path(sim.__file__).parents[1])]
     command = [sys.executable, "-c", textwrap.dedent(_PROGRAM), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "spill file" not in done.stderr, "nobody says that the disk fails"
     found = json.loads(done.stdout)

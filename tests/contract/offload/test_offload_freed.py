@@ -207,11 +207,10 @@ def test_what_a_failed_backward_read_ahead_is_released(tmp_path: Path, num_worke
         with pytest.raises(ArithmeticError):
             torch.autograd.grad(y, x, retain_graph=True)
         store.inner.flush()
-        for _ in range(50):  # a copy that is under way ends first
+        deadline = time.monotonic() + 60
+        while any(reference() is not None for reference in store.buffers) and time.monotonic() < deadline:
+            time.sleep(0.001)  # a copy that is under way ends first
             store.inner.poll()
-            if all(reference() is None for reference in store.buffers):
-                break
-            time.sleep(0.02)
         assert len(store.buffers) > 2, "some were read ahead"
         assert [reference() for reference in store.buffers] == [None] * len(store.buffers)
         del y

@@ -117,13 +117,13 @@ def test_real_tensors_come_back_right_beside_fake_ones() -> None:
 
 def _seconds(policy: Any) -> float:
     x = torch.ones(8, 8, device="meta", requires_grad=True)
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     with contextlib.nullcontext() if policy is None else actckpt.region(policy):
         y = x
         for _ in range(10):
             y = (y * 2).exp()
     y.sum().backward()
-    return time.perf_counter() - start_s
+    return time.process_time() - start_s
 
 
 def test_a_region_over_meta_tensors_takes_a_few_times_as_long_as_plain() -> None:

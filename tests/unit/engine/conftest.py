@@ -24,9 +24,9 @@ def make_bytes() -> Callable[..., np.ndarray]:
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool]], None]:
     def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true in 30 s"
+            assert time.monotonic() < deadline, "the condition did not come true in 60 s"
             time.sleep(0.001)
 
     return wait

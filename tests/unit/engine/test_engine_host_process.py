@@ -122,7 +122,7 @@ def test_a_process_ends_cleanly_with_copies_in_flight(folder: str, ending: str) 
         f"{ending}\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, folder], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "ignore", "-c", script, folder], capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stderr) == (0, "")
 
