@@ -109,6 +109,8 @@ class CheckpointedForward:
             del options["policy"]
         self.is_plain: bool = options.pop("is_plain", settings is None)
         self.windows: Windows | None = options.pop("windows", None)
+        if self.windows is None:
+            self.together.limit_windows(None)
         #: Whether key-value caches are taken away, which would hold what is dropped.
         self.drops_caches = options.pop("drops_caches", options.get("policy") in (None, "recompute", Action.RECOMPUTE))
         #: The keywords of `offload`, None: the block is checkpointed.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 
 import actckpt
 from actckpt import Action, api
-from actckpt._offload import session
+from actckpt._offload import session, stores
 
 _WIDTH, _BATCH = 64, 256
 #: What the first linear layer of a block makes.
@@ -97,3 +99,28 @@ def test_a_plan_of_a_step_may_offload(tmp_path: Path) -> None:
     actckpt.reset_stats()
     assert_equal(training.gradients(), expected)
     assert actckpt.stats().offloaded_bytes == _planned_bytes(plan) > 0
+
+
+def test_the_windows_of_a_plan_go_when_another_one_runs() -> None:
+    gc.collect()  # models of other tests are in cycles
+    training = _Training()
+    unlimited = 1 << 60
+    plans = [
+        actckpt.plan(training.step, model=training.model, activation_budget=budget, pins=pins, race=False)
+        for budget, pins in (("60%", {_HIDDEN: "offload"}), ("100%", None))
+    ]
+    forwards = actckpt.apply(training.model, policy=plans[0])
+    training.gradients()
+    assert forwards and stores.limited(unlimited) < unlimited
+    actckpt.remove(training.model)
+    assert stores.limited(unlimited) == unlimited
+    actckpt.apply(training.model, policy=plans[0])
+    training.gradients()
+    copied = copy.deepcopy(training.model)
+    actckpt.remove(training.model)
+    copied(training.x).sum().backward()
+    assert stores.limited(unlimited) < unlimited, "a copy has windows of its own"
+    del copied
+    gc.collect()
+    assert stores.limited(unlimited) == unlimited
+    assert plans[1].windows is None
