@@ -65,6 +65,10 @@ class DeviceStore:
         """How many bytes may be on their way at once, as things stand."""
         return self.engine.stats().window_bytes
 
+    def poll(self) -> None:
+        """Release the sources whose copy has ended, as most other calls do."""
+        self.engine.poll()
+
     def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> _C.DeviceTicket | None:
         device = source.storage.device
         stream = self.accelerator.stream_handle(device)
