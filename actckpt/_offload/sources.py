@@ -11,7 +11,8 @@ Rule 1. What the engine may read is watched (csrc/offload/sources.h) from before
         engine releases it.
 Rule 2. From the first copy on, the methods of UntypedStorage that free memory wait for the copies out of a
         storage that is watched, and let the engine release it: backward gets what was copied, not what the memory
-        holds by then. There is no cost where nothing is freed.
+        holds by then. What is saved in the storage later is moved anew (NOTE [ Spans ]). There is no cost where nothing
+        is freed.
 Rule 3. C++ that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Workers
         therefore read memory of CPU tensors such that none being there is an error, not the end of the process
         (csrc/engine/memory/foreign.h): then the tensor stays.
@@ -60,6 +61,7 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
         if _C.is_source(storage):
             _finish_copies(storage.device)
             _C.end_sources(storage)
+        _C.end_sharing(storage)
         return method(storage, *args, **kwargs)
 
     return wait_and_call
