@@ -164,6 +164,23 @@ def test_a_device_lost_in_the_middle_gives_right_gradients_or_one_error(model: n
     device.take_faults()
 
 
+@pytest.mark.parametrize("calls", range(12))
+def test_a_device_lost_while_the_engine_is_made_gives_right_gradients_or_one_error(
+    model: nn.Module, calls: int
+) -> None:
+    expected = _gradients(model)
+    with offloading(), device.failing_driver(calls):
+        try:
+            found = _gradients(model, min_bytes=0)
+        except ActckptError as error:
+            assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in str(error)
+            assert calls > 0 or device.library_path in str(error), "the driver itself does not start"
+        else:
+            assert calls > 0 and all(map(torch.equal, expected, found))
+    gc.collect()
+    device.take_faults()
+
+
 def test_a_store_that_goes_with_copies_under_way_leaves_nothing_behind() -> None:
     values = torch.ones(1 << 16, device="sim", requires_grad=True)
     before = torch.sim.memory_allocated()
