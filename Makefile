@@ -40,10 +40,11 @@ device: build
 	$(BIN)/python -m pytest --device sim tests/device $(ARGS)
 	$(BIN)/python -m pytest $(XDIST) --device sim --sample 4 $(CONTRACT_ON_DEVICE) $(ARGS)
 
-# Nothing may grow over 20,000 steps; `make test` runs the same over 2,000. And all that `make device` has a part of.
+# Nothing may grow over 20,000 steps; `make test` runs the same over 2,000. And all that `make device` has a part of,
+# with 1,000 random programs in each of the five tests that draw them.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
-	$(BIN)/python -m pytest $(XDIST) --device sim $(CONTRACT_ON_DEVICE) $(ARGS)
+	$(BIN)/python -m pytest $(XDIST) --device sim --programs 1000 $(CONTRACT_ON_DEVICE) $(ARGS)
 
 # The tests that run code of other packages, in an environment of their own, with the extensions of the first one.
 integrations: $(STAMP) $(INTEGRATIONS)/.installed

@@ -17,6 +17,7 @@ _DEVICE_TESTS = [Path(__file__).parent / folder for folder in ("unit/sim_device"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the contract tests run with the tensors of another device."""
     parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="where tensors of tests/contract are")
+    parser.addoption("--programs", type=int, default=300, help="how many programs each test of random ones draws")
     parser.addoption(
         "--sample", type=int, default=1, help="of tests/contract run offloading, random state, and every n-th"
     )

@@ -10,7 +10,9 @@ nor the address tells afterwards, since the same address may be given out again.
 Rule 1. What the engine may read is watched (csrc/offload/sources.h) from before its copy is queued until the
         engine releases it.
 Rule 2. From the first copy on, the methods of UntypedStorage that free memory wait for the copies out of a
-        storage that is watched. There is no cost where nothing is freed.
+        storage that is watched, and let the engine release it: backward gets what was copied, not what the memory
+        holds by then. What is saved in the storage later is moved anew (NOTE [ Spans ]). There is no cost where nothing
+        is freed.
 Rule 3. C++ that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Workers
         therefore read memory of CPU tensors such that none being there is an error, not the end of the process
         (csrc/engine/memory/foreign.h): then the tensor stays.
@@ -30,6 +32,7 @@ import torch
 from actckpt import _C
 from actckpt._core import devices, torch_private
 from actckpt._offload.cpu import CpuStore
+from actckpt._offload.device import DeviceStore
 
 __all__ = ["guard"]
 
@@ -58,6 +61,7 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
         if _C.is_source(storage):
             _finish_copies(storage.device)
             _C.end_sources(storage)
+        _C.end_sharing(storage)
         return method(storage, *args, **kwargs)
 
     return wait_and_call
@@ -66,7 +70,9 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
 def _finish_copies(device: torch.device) -> None:
     with _lock:
         used = tuple(_used)
+    devices.synchronize(device)
     for store in used:
         if isinstance(store, CpuStore):
             store.flush()
-    devices.synchronize(device)
+        elif isinstance(store, DeviceStore):
+            store.poll()  # else it would go on handing out a source whose memory is replaced

@@ -51,6 +51,15 @@ void span_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
+// end_sharing(storage)
+PyObject* end_sharing(PyObject*, PyObject* storage) {
+  const auto found = registry().find(storage);
+  if (found == registry().end()) Py_RETURN_NONE;
+  for (SpanObject* span : found->second) span->key = nullptr;
+  registry().erase(found);
+  Py_RETURN_NONE;
+}
+
 PyObject* num_spans(PyObject*, PyObject*) { return PyLong_FromSize_t(registry().size()); }
 
 PyType_Slot span_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(span_dealloc)},
@@ -59,8 +68,10 @@ PyType_Slot span_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(span_dealloc
 PyType_Spec span_spec = {"actckpt._C.Span", sizeof(SpanObject), 0,
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, span_slots};
 
-PyMethodDef span_functions[] = {{"num_spans", num_spans, METH_NOARGS, "num_spans(): storages that have spans now."},
-                                {nullptr, nullptr, 0, nullptr}};
+PyMethodDef span_functions[] = {
+    {"num_spans", num_spans, METH_NOARGS, "num_spans(): storages that have spans now."},
+    {"end_sharing", end_sharing, METH_O, "end_sharing(storage): what is saved in it from now on is moved anew."},
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 

@@ -9,6 +9,8 @@
 // Rule 3. A tensor whose bytes lie within a span that was moved at the same version shares it, if both are views of one
 //         tensor, or that tensor: only then do they share a version counter. (`x.data` does not: its version says
 //         nothing of what was done to x.)
+//         Memory that was freed may hold something else when the storage has some again, at the same version: what was
+//         moved before is shared with nobody any more (NOTE [ Sources ]).
 // Rule 4. Where only a part of its bytes was moved so, the tensor moves the rest, and is joined from several spans when
 //         it comes back: each byte is copied out once.
 //

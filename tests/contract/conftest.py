@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import random_programs
 from device_exemptions import is_expected, why_exempt
 from offload_oracle import store_of_kind
 from on_device import tensors_on
@@ -15,6 +16,11 @@ from settings_seen import settings_as_before
 import actckpt
 
 __all__ = ["settings_as_before"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell the tests of random programs how many to draw, before they are imported."""
+    random_programs.num_programs = config.getoption("--programs")
 
 
 #: It sees when inner regions release containers, by their references (csrc/rerun/exclusive.cpp). A call of

@@ -16,7 +16,6 @@ __all__ = ["CHANGING", "EXEMPT", "is_expected", "split", "why_exempt", "words_of
 _NO_LAYOUT = "the simulated device has strided tensors only"
 _SHALLOW_COPY = "torch's `.data =` takes a conjugated tensor only on devices that it names itself"
 _LATER = "a device's store gives bytes back at its next call, once copies have passed"
-_COUNTS_THREADS = "counts what the thread of the device may still hold"
 _CPU_GENERATOR = "is about numbers that the CPU's generator draws"
 _DEFAULT_DEVICE = "is about the default device, which is another one here"
 _FREED = "is about memory of the CPU that is freed or enlarged while workers write it to a file, or when they have"
@@ -35,23 +34,18 @@ _SITES = "replay/test_replay_sites.py::"
 EXEMPT: dict[str, str] = {
     "replay/test_replay_kernels.py::test_torch_func_inside_a_region[jvp]": _FORWARD_MODE,
     "replay/test_replay_regressions.py::test_a_sparse_argument_that_changes_is_not_read_again": _NO_LAYOUT,
-    f"{_OFFLOAD}references.py::test_quantized_modules_give_every_reference_back": _COUNTS_THREADS,
-    "rerun/test_rerun_references.py::test_reruns_give_every_reference_back": _COUNTS_THREADS,
     f"{_OFFLOAD}fidelity.py::test_gradients_are_bit_equal[sparse]": _NO_LAYOUT,
     f"{_OFFLOAD}fidelity.py::test_what_comes_back_has_the_same_values_and_layout[sparse]": _NO_LAYOUT,
     f"{_OFFLOAD}fidelity.py::test_gradients_are_bit_equal[conjugated]": _SHALLOW_COPY,
     f"{_OFFLOAD}fidelity.py::test_what_comes_back_has_the_same_values_and_layout[conjugated]": _SHALLOW_COPY,
     f"{_OFFLOAD}regressions.py::test_a_nested_tensor_of_the_strided_layout_runs": _NO_LAYOUT,
     f"{_OFFLOAD}graphs.py::test_a_graph_whose_backward_never_runs_gives_its_bytes_back[memory]": _LATER,
-    f"{_OFFLOAD}references.py::test_offloading_gives_every_reference_back": _COUNTS_THREADS,
     f"{_OFFLOAD}faults.py::test_host_without_an_accelerator_is_refused": _HAS_ACCELERATOR,
     f"{_OFFLOAD}graphs.py::test_a_retained_graph_does_not_grow": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_the_disk_limit_is_never_exceeded": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind": _LATER,
     "replay/test_replay_first_step.py::test_what_might_have_been_kept_is_audited_all_the_same[_overwritten]": _NUMPY,
     "replay/test_replay_kernels.py::test_a_bfloat16_cast_of_a_weight_is_replayed_and_not_kept": _OF_CPU,
-    "replay/test_replay_references.py::test_each_policy_gives_every_reference_back": _COUNTS_THREADS,
-    "replay/test_replay_references.py::test_replays_under_each_setting_give_every_reference_back": _COUNTS_THREADS,
     "replay/test_replay_regressions.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (
         _COUNT_THEMSELVES
     ),
@@ -70,8 +64,6 @@ EXEMPT: dict[str, str] = {
     "replay/test_replay_filling.py::test_gradients_are_those_of_plain_autograd[behind_the_back]": _NUMPY,
     "replay/test_replay_filling.py::test_gradients_are_those_of_plain_autograd[behind_the_back_of_the_version]": _NUMPY,
     "replay/test_replay_nesting.py::test_rule_10_flex_attention_in_a_region": _OF_CPU,
-    "replay/test_replay_references.py::test_replays_give_every_reference_back_however_backward_goes": _COUNTS_THREADS,
-    "replay/test_replay_references.py::test_each_recorded_program_gives_every_reference_back": _COUNTS_THREADS,
     f"{_SITES}test_the_audit_of_one_function_does_not_pass_another_one_of_the_same_operators": _NUMPY,
     "rerun/test_random_state.py::test_without_preserve_rng_state_the_rerun_draws_on": _CPU_GENERATOR,
     "rerun/test_better_than_torch.py::test_a_default_device_at_the_time_of_a_rerun_does_not_reach_it": _DEFAULT_DEVICE,

@@ -67,10 +67,6 @@ class TestedDeviceStore(DeviceStore):
             time.sleep(1e-4)
             self.poll()
 
-    def poll(self) -> None:
-        """Release the sources whose copy has ended."""
-        self.engine.poll()
-
     def stats(self) -> _C.DeviceStats:
         """Counters since the store was made."""
         return self.engine.stats()

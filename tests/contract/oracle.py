@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import on_device
 import torch
 import torch.utils.checkpoint
 from on_device import random_states
@@ -27,6 +29,14 @@ def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def theirs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call through torch's non-reentrant checkpoint."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    """Whether a condition holds: on a device within seconds, since its thread lets go of a graph after backward."""
+    deadline = time.monotonic() + 5
+    while on_device.device_type != "cpu" and not holds() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return holds()
 
 
 ours = actckpt.checkpoint

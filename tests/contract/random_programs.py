@@ -108,9 +108,15 @@ draws = st.builds(
     retain=st.booleans(),
     seed=st.integers(0, 3),
 )
-many_draws = settings(
-    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
-)
+#: That each test draws; `pytest --programs` says it.
+num_programs = 300
+
+
+def many_draws(test: Any) -> Any:
+    """Let a test draw so many programs, the same ones each time."""
+    ignored = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    drawn = settings(max_examples=num_programs, suppress_health_check=ignored, deadline=None)
+    return settings(drawn, derandomize=True, database=None)(test)
 
 
 def outcome(checkpoint: Checkpoint, drawn: Drawn) -> Any:

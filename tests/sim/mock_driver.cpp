@@ -9,6 +9,7 @@ namespace {
 
 MockDriver* current = nullptr;
 
+constexpr cuda::Result kInvalidValue = 1;
 constexpr cuda::Result kInvalidContext = 201;
 constexpr cuda::Result kCaptureUnsupported = 900;
 constexpr cuda::Result kCaptureIsolation = 905;
@@ -169,6 +170,21 @@ struct MockCalls {
     current->pinned_.erase(reinterpret_cast<std::uintptr_t>(ptr));
     return 0;
   }
+  static cuda::Result device_attribute(int* value, int attribute, int) {
+    if (attribute != cuda::kAttributeHostNumaId) {
+      current->fault("an attribute of no use");
+    }
+    *value = current->node_;
+    return 0;
+  }
+  static cuda::Result device_pci_bus_id(char* text, int bytes, int) {
+    if (current->bus_id_.empty() || current->bus_id_.size() >= static_cast<std::size_t>(bytes)) {
+      return kInvalidValue;
+    }
+    current->bus_id_.copy(text, current->bus_id_.size());
+    text[current->bus_id_.size()] = '\0';
+    return 0;
+  }
   static cuda::Result error_name(cuda::Result code, const char** name) {
     *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OF_THE_MOCK";
     return 0;
@@ -207,6 +223,8 @@ const cuda::Driver* MockDriver::table() const {
     d.host_register = &MockCalls::host_register;
     d.host_unregister = &MockCalls::host_unregister;
     d.error_name = &MockCalls::error_name;
+    d.device_attribute = &MockCalls::device_attribute;
+    d.device_pci_bus_id = &MockCalls::device_pci_bus_id;
     return d;
   }();
   return &driver;

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/cuda/driver.h"
@@ -36,6 +37,12 @@ class MockDriver {
   void fail_at(std::uint64_t n, cuda::Result code);
   void set_capturing(int queue, bool capturing) { capturing_[queue] = capturing; }
   void refuse_pins(bool refuse) { refuse_pins_ = refuse; }
+  // What devices say of their place: the node of host memory nearest to them, -1 if they do not tell; and where they
+  // are on the bus, empty if they do not tell.
+  void set_place(int node, std::string bus_id) {
+    node_ = node;
+    bus_id_ = std::move(bus_id);
+  }
 
   std::uint64_t num_calls() const { return num_calls_; }
   std::uint64_t num_pinned_bytes() const;
@@ -64,6 +71,8 @@ class MockDriver {
   std::vector<std::string> faults_;
   int capture_mode_ = 0;
   bool refuse_pins_ = false;
+  int node_ = -1;
+  std::string bus_id_;
   std::uint64_t num_calls_ = 0;
   std::uint64_t fail_at_ = UINT64_MAX;
   cuda::Result failure_ = 0;

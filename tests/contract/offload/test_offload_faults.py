@@ -16,6 +16,7 @@ import sim
 import torch
 from offload_oracle import (
     PythonStore,
+    assert_no_ticket_is_left,
     deep,
     flush,
     live_tickets,
@@ -299,6 +300,7 @@ def test_two_thousand_steps_leave_everything_flat() -> None:
     def held() -> dict[str, int]:
         flush()
         gc.collect()
+        assert_no_ticket_is_left()
         store = the_store()
         assert store is not None
         return {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sim
 import torch
-from offload_oracle import PythonStore, flush, live_tickets, store_on_disk, store_on_file, using
+from offload_oracle import KINDS, PythonStore, flush, live_tickets, store_of_kind, store_on_disk, store_on_file, using
 from oracle import leaf
 
 import actckpt
@@ -77,6 +77,25 @@ def test_memory_freed_while_it_is_copied_out_gives_what_was_saved(tmp_path: Path
         timer.join()
         flush()
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("is_flushed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_memory_holds_when_it_is_filled_anew_is_saved_anew(kind: str, is_flushed: bool) -> None:
+    """Nothing counts what is done to a storage itself as a change: the tensor has the version that it had."""
+    x, h = leaf(1024), torch.full((1024,), 2.0)
+    with store_of_kind(kind):
+        with actckpt.offload(min_bytes=0):
+            first = x * h
+            if is_flushed:
+                flush()
+            nbytes = h.untyped_storage().nbytes()
+            h.untyped_storage().resize_(0)
+            h.untyped_storage().resize_(nbytes)
+            h.untyped_storage().copy_(torch.full((1024,), 7.0).untyped_storage())
+            second, third = x * h, x * h
+        found = [torch.autograd.grad(y.sum(), x)[0] for y in (first, second, third)]
+    assert [float(gradient.min()) for gradient in found] == [float(gradient.max()) for gradient in found] == [2, 7, 7]
 
 
 def test_memory_freed_after_its_graph_is_gone_is_no_crash(tmp_path: Path) -> None:

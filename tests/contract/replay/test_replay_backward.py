@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CountOperators, assert_equal, leaf, mlp
+from oracle import CountOperators, assert_equal, leaf, mlp, soon
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
@@ -220,7 +220,7 @@ def test_nothing_is_referenced_after_the_graph_is_gone(policy: Any, ends: str) -
                 with pytest.raises(actckpt.SavedTensorChangedError):
                     y.backward()
         del middle, given, y, x, region
-        assert [reference() for reference in references] == [None] * 4 or ends == "failed"
+        assert ends == "failed" or soon(lambda: all(reference() is None for reference in references))
     finally:
         gc.enable()
     gc.collect()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_programs import many_draws
 from replay_operators import OPERATORS
 from replay_programs import POLICIES, difference
 
@@ -38,13 +39,7 @@ def _audited(request: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*backwards ran inside of one region:UserWarning")
 @pytest.mark.filterwarnings("ignore:A region ran none of the places:UserWarning")
 @pytest.mark.usefixtures("_audited")
-@settings(
-    max_examples=300,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    database=None,
-)
+@many_draws
 @given(
     program=programs.filter(lambda program: any(kind == "region" for kind, *_ in program)),
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from oracle import SavingSquare, leaf, ours
@@ -13,12 +15,11 @@ from references import assert_references_flat, chain, fails, sines
 
 import actckpt
 
-_normed = torch.nn.BatchNorm1d(4)
-
 
 @pytest.fixture(autouse=True)
 def _settings() -> Iterator[None]:
     before = actckpt.configure()
+    _normed(), _buffer(), _weight()  # outside of any region
     yield
     actckpt.configure(audit=before.audit, opaque=before.opaque, replay_window=before.replay_window)
 
@@ -63,20 +64,29 @@ def _filled(x: torch.Tensor) -> torch.Tensor:
     return buffer.exp() * torch.rand(4)
 
 
-_buffer = torch.ones(4)
+@functools.cache
+def _normed() -> torch.nn.Module:
+    return torch.nn.BatchNorm1d(4)
+
+
+@functools.cache
+def _buffer() -> torch.Tensor:
+    return torch.ones(4)
 
 
 def _buffers(x: torch.Tensor) -> torch.Tensor:
-    _buffer.mul_(0.5).add_(1)
-    return _normed(x.sin()).exp() * _buffer
+    _buffer().mul_(0.5).add_(1)
+    return _normed()(x.sin()).exp() * _buffer()
 
 
-_weight = torch.nn.Parameter(torch.randn(4, 4))
+@functools.cache
+def _weight() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(4, 4))
 
 
 def _casts(x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return (x @ _weight).tanh() @ _weight
+    with torch.autocast(on_device.device_type, torch.bfloat16):
+        return (x @ _weight()).tanh() @ _weight()
 
 
 def _function(x: torch.Tensor) -> torch.Tensor:

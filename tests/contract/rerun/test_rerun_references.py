@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -35,11 +36,13 @@ def _closure_and_module(x: torch.Tensor) -> None:
     ours(lambda x: layer(x * scale).sin(), x).sum().backward()
 
 
-_normed = torch.nn.BatchNorm1d(4)
+@functools.cache
+def _normed() -> torch.nn.Module:
+    return torch.nn.BatchNorm1d(4)
 
 
 def _buffers_of_a_module(x: torch.Tensor) -> None:
-    ours(_normed, x).sum().backward()
+    ours(_normed(), x).sum().backward()
 
 
 _generator = torch.Generator()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
 import sys
+import textwrap
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,6 +166,36 @@ def test_a_reload_on_a_capturing_stream_raises_and_polls_go_on(rig: Rig) -> None
     assert rig.engine.stats().last_error == ""
 
 
+def test_a_load_on_a_capturing_stream_or_of_a_dropped_ticket_raises(rig: Rig) -> None:
+    ticket = rig.put(Tensor())
+    rig.settle()
+    buffer = Tensor()
+    count = sys.getrefcount(buffer)
+    rig.cuda.set_capturing(1, True)
+    with pytest.raises(_C.DeviceError, match="load: the stream is being captured: reload before capture"):
+        ticket.load(0, OTHER, buffer.ptr, buffer, urgent=True)
+    rig.cuda.set_capturing(1, False)
+    ticket.drop()
+    with pytest.raises(_C.ClosedError, match="load: this ticket was dropped"):
+        ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
+    assert sys.getrefcount(buffer) == count and rig.engine.stats().last_error == ""
+
+
+def test_a_consumer_that_cannot_wait_for_its_reload_raises_and_nothing_is_recycled(rig: Rig) -> None:
+    ticket = rig.put(Tensor())
+    rig.settle()
+    buffer = Tensor()
+    ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
+    calls = rig.cuda.num_calls
+    assert ticket.get(0, DEFAULT) == (buffer, True)
+    rig.cuda.fail_at(rig.cuda.num_calls - calls - 2, 700)  # the other stream's wait, not its questions
+    with pytest.raises(_C.DeviceError, match=r"cu\w+ returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+        ticket.get(0, OTHER)
+    with pytest.raises(_C.DeviceError, match="an earlier device call failed: get: "):
+        ticket.get(0, DEFAULT)
+    assert rig.engine.put(1 << 60, PAGE, 0, DEFAULT, None) == _C.Kept.FAILED
+
+
 def test_an_engine_that_goes_waits_for_its_copies_and_hands_their_sources_back(rig: Rig) -> None:
     tensor = Tensor()
     rig.put(tensor).drop()
@@ -276,6 +309,41 @@ def test_a_missing_driver_or_symbol_is_named() -> None:
         assert re.match(why, _C.why_no_driver(library))
         with pytest.raises(_C.DeviceError, match=f"cannot be moved: {why}"):
             _C.DeviceEngine.cuda(limit_bytes=1, window_bytes=1, release=lambda keep, uses: None, library=library)
+
+
+_AT_EXIT = """
+    import atexit, sys
+    engines = []
+
+    @atexit.register  # before the package is imported, so that it runs after what that registers
+    def tell():
+        (cuda, engine), calls = engines, engines[0].num_calls
+        kept = engine.put(1 << 60, 4096, 0, 0, None)
+        print(str(kept), engine.stats().last_error, cuda.num_calls - calls)
+
+    sys.path.insert(0, sys.argv[1])
+    import sim
+    cuda = sim.MockCuda()
+    engine = cuda.engine(limit_bytes=1 << 20, window_bytes=1 << 20, release=lambda keep, uses: None)
+    engines += cuda, engine
+    ticket = engine.put(1 << 60, 4096, 0, 0, None)
+"""
+
+
+def test_an_engine_makes_no_driver_call_once_the_process_ends() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(_AT_EXIT), str(Path(sim.__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.split() == ["Kept.FAILED", "the", "process", "is", "ending", "0"]
+
+
+def test_options_that_no_engine_can_have_are_named() -> None:
+    options: dict[str, Any] = {"limit_bytes": 1, "window_bytes": 1, "release": lambda keep, uses: None}
+    with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
+        _C.DeviceEngine.cuda(library="libm.so.6", num_workers=0, **options)
+    for nbytes in (0, 1000):
+        with pytest.raises(ValueError, match=f"buffer_bytes must be a multiple of 4096, got {nbytes}"):
+            _C.DeviceEngine.cuda(library="libm.so.6", buffer_bytes=nbytes, **options)
 
 
 def test_an_engine_needs_a_library_or_a_driver_and_not_both() -> None:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import sim
 import torch
@@ -20,8 +21,8 @@ from sim.device.accelerator import Simulated
 
 from actckpt import _C
 from actckpt._core import devices
-from actckpt._core.devices import Accelerator
-from actckpt._offload.device import DeviceStore, record_streams
+from actckpt._offload import device as device_store
+from actckpt._offload.device import DeviceStore
 
 _SIZES = (1024, 1024, 4096, 16384)
 _KIND = torch.Stream(device="sim").device_type
@@ -154,11 +155,14 @@ class Program:
 
 
 @contextmanager
-def store(seed: int, folder: str, rule: str = "", accelerator: Accelerator | None = None) -> Iterator[DeviceStore]:
+def store(seed: int, folder: str, rule: str = "", module: ModuleType = device_store) -> Iterator[DeviceStore]:
     """Make a store over the simulated device, with room that its seed says, whose engine leaves out a rule.
 
     Half of them have little pinned memory, and half of those a disk below it that fails at some write. There are no
     threads: what workers do is done where the engine waits, and at `poll`.
+
+    Args:
+        module: where the store is: that of the package, or one that was made from it.
     """
     own = random.Random(seed)
     is_small, has_disk = own.random() < 0.5, own.random() < 0.5
@@ -168,21 +172,21 @@ def store(seed: int, folder: str, rule: str = "", accelerator: Accelerator | Non
         failing.fail_write_at, failing.write_errno = own.randrange(20), errno.EIO
         io.set(failing)
         file = sim.spill_file(folder, io)
-    used = accelerator or Simulated()
+    accelerator = Simulated()
     engine = _C.DeviceEngine.cuda(
         driver=sim.driver_without(device.library_path, rule),
         limit_bytes=own.choice([1 << 15, 1 << 17]) if is_small else 1 << 22,
         window_bytes=own.choice([1 << 13, 1 << 15, 1 << 17]),
-        release=record_streams,
+        release=module.record_streams,
         pageable_limit=0 if file is not None else 1 << 24,
         spill_file=file,
         bounce_bytes=1 << 18,
         buffer_bytes=1 << 14,
         num_workers=0,
     )
-    undo = devices.register(used)
+    undo = devices.register(accelerator)
     try:
-        yield DeviceStore(engine, used)
+        yield module.DeviceStore(engine, accelerator)
     finally:
         device.settle()
         engine.poll()  # what it holds goes while the accelerator is known

@@ -1,17 +1,19 @@
 """The store of device tensors over the simulated device: right as it is, and caught as soon as anything is left out.
 
 The engine, its CUDA backend, the store and the accelerator are the package's. What is left out is generated: each rule
-of the engine's protocol, and each call of `Accelerator` that orders streams.
+of the engine's protocol, and each call of the store that orders streams.
 """
 
 from __future__ import annotations
 
+import ast
 import gc
 import inspect
 import re
 import typing
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import sim
 import store_programs
 import torch
 from sim import device
-from sim.device.accelerator import Simulated, offloading
+from sim.device.accelerator import offloading
 from torch import nn
 
 import actckpt
@@ -47,35 +49,69 @@ def test_leaving_out_a_rule_is_caught(rule: str, tmp_path: Path) -> None:
     assert any(is_caught(seed) for seed in range(NUM_PROGRAMS))
 
 
-def _ordering_calls() -> list[str]:
-    """Return the methods of `Accelerator` that say in which order devices work, and that the store calls."""
+def _ordering_calls() -> set[str]:
+    """Return the methods of `Accelerator` that say in which order devices work."""
     section = inspect.getsource(devices.Accelerator).split("# In which order devices work.")[1].split("\n    # ")[0]
-    used = inspect.getsource(device_store)
-    return [name for name in re.findall(r"def (\w+)\(", section) if f"accelerator.{name}(" in used]
+    return set(re.findall(r"def (\w+)\(", section))
 
 
-def _without(name: str) -> devices.Accelerator:
-    """Return an accelerator one of whose calls does nothing, or knows the default stream only."""
+def _nothing(name: str, *given: Any) -> Any:
+    """Return what stands for an ordering call: nothing is done, and only default streams are known."""
     result = typing.get_type_hints(getattr(devices.Accelerator, name))["return"]
-
-    def nothing(self: Any, *given: Any) -> Any:
-        if result is int:
-            return 0
-        if result is torch.Stream:
-            return torch.sim.default_stream(given[-1])
-        return None if result is type(None) else nullcontext()
-
-    return type("Mutated", (Simulated,), {name: nothing})()
+    if result is int:
+        return 0
+    if result is torch.Stream:
+        return torch.sim.default_stream(given[-1])
+    return None if result is type(None) else nullcontext()
 
 
-def test_the_ordering_calls_are_found() -> None:
-    assert {"stream_handle", "stream_at", "on_stream", "record_stream"} <= set(_ordering_calls())
+class _LeaveOut(ast.NodeTransformer):
+    """Leaves out one of the calls that order streams: of the accelerator, `record_streams`, and `use` (line 2)."""
+
+    def __init__(self, place: int | None) -> None:
+        self.found: list[str] = []
+        self._place, self._within = place, ""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self._within = node.name
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        of, _, name = ast.unparse(node.func).rpartition(".")
+        if name in _ordering_calls() and of.endswith("accelerator"):
+            left_out: ast.expr = ast.Call(ast.Name("_nothing", ast.Load()), [ast.Constant(name), *node.args], [])
+        elif name in ("record_streams", "use"):
+            left_out = ast.Constant(True)
+        else:
+            return self.generic_visit(node)
+        self.found.append(f"{name} in {self._within}")
+        return left_out if len(self.found) - 1 == self._place else self.generic_visit(node)
 
 
-@pytest.mark.parametrize("name", _ordering_calls())
-def test_leaving_out_a_call_that_orders_streams_is_caught(name: str, tmp_path: Path) -> None:
+def _store_without(place: int | None) -> tuple[ModuleType, list[str]]:
+    """Return the module of the store without an ordering call, by its place in the source, and all such calls."""
+    mutation, module = _LeaveOut(place), ModuleType("mutated")
+    tree = mutation.visit(ast.parse(inspect.getsource(device_store)))
+    vars(module)["_nothing"] = _nothing
+    exec(compile(ast.fix_missing_locations(tree), device_store.__file__, "exec"), vars(module))
+    return module, mutation.found
+
+
+_CALLS = _store_without(None)[1]
+#: What others than the store call: test_sim_sources.py and tests/unit/core/test_devices.py leave them out.
+_OF_OTHERS = {"synchronize", "is_capturing"}
+
+
+def test_every_ordering_call_is_left_out_somewhere() -> None:
+    assert {call.partition(" ")[0] for call in _CALLS} | _OF_OTHERS == _ordering_calls() | {"record_streams", "use"}
+
+
+@pytest.mark.parametrize("place", range(len(_CALLS)), ids=[call.replace(" ", "_") for call in _CALLS])
+def test_leaving_out_a_call_that_orders_streams_is_caught(place: int, tmp_path: Path) -> None:
+    module = _store_without(place)[0]
+
     def is_caught(seed: int) -> bool:
-        with store_programs.store(seed, str(tmp_path), accelerator=_without(name)) as store:
+        with store_programs.store(seed, str(tmp_path), module=module) as store:
             return bool(store_programs.run_program(seed, store))
 
     assert any(is_caught(seed) for seed in range(NUM_PROGRAMS))
@@ -125,6 +161,23 @@ def test_a_device_lost_in_the_middle_gives_right_gradients_or_one_error(model: n
         else:
             assert all(map(torch.equal, expected, found))
     gc.collect()  # the engine, which knows nothing of its copies any more
+    device.take_faults()
+
+
+@pytest.mark.parametrize("calls", range(12))
+def test_a_device_lost_while_the_engine_is_made_gives_right_gradients_or_one_error(
+    model: nn.Module, calls: int
+) -> None:
+    expected = _gradients(model)
+    with offloading(), device.failing_driver(calls):
+        try:
+            found = _gradients(model, min_bytes=0)
+        except ActckptError as error:
+            assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in str(error)
+            assert calls > 0 or device.library_path in str(error), "the driver itself does not start"
+        else:
+            assert calls > 0 and all(map(torch.equal, expected, found))
+    gc.collect()
     device.take_faults()
 
 

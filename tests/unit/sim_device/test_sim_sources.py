@@ -1,0 +1,94 @@
+"""Memory of the device that is freed, replaced or enlarged while it is copied out: NOTE [ Sources ]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from sim import device
+from sim.device.accelerator import offloading
+
+import actckpt
+from actckpt._core import devices
+from actckpt.errors import SavedTensorChangedError
+
+NUM_VALUES = 1 << 14
+
+
+def _free(h: torch.Tensor) -> None:
+    h.untyped_storage().resize_(0)
+
+
+def _free_and_fill(h: torch.Tensor) -> None:
+    """As where a buffer is given back for a while; the allocator often hands out the same address."""
+    nbytes = h.untyped_storage().nbytes()
+    h.untyped_storage().resize_(0)
+    h.untyped_storage().resize_(nbytes)
+    h.untyped_storage().fill_(7)
+
+
+_FREED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "freed": _free,
+    "freed and filled anew": _free_and_fill,
+    "freed by its old name": lambda h: h._typed_storage()._resize_(0),
+    "made smaller": lambda h: h.untyped_storage().resize_(64),
+}
+#: C++ does not wait (Rule 3). The last two have a version counter of their own: what was saved is as it was.
+_ENLARGED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "resize_": (lambda h: h.resize_(2 * NUM_VALUES), "raises"),
+    "out=": (lambda h: torch.ones(2 * NUM_VALUES, out=h, device="sim"), "raises"),
+    "data.resize_": (lambda h: h.data.resize_(2 * NUM_VALUES), "right"),
+    "an alias": (lambda h: torch.empty(0, device="sim").set_(h.untyped_storage()).resize_(2 * NUM_VALUES), "right"),
+}
+
+
+@pytest.fixture(params=[{}, {"host_limit": 1 << 16}], ids=["pinned", "pageable"])
+def _offloading(request: pytest.FixtureRequest) -> Iterator[None]:
+    with offloading(**request.param):
+        yield
+
+
+def _outcome(change: Callable[[torch.Tensor], Any]) -> str:
+    """Change what is being copied out, let others have the memory, and say what backward then gives."""
+    device.set_adversary(reluctance=0.99)
+    x = torch.ones(NUM_VALUES, device="sim", requires_grad=True)
+    h = torch.full((NUM_VALUES,), 2.0, device="sim")
+    with actckpt.offload(min_bytes=0):
+        y = x * h
+    assert device.num_pending() > 0
+    change(h)
+    others = [torch.full((NUM_VALUES,), 7.0, device="sim") for _ in range(3)]
+    try:
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    except SavedTensorChangedError:
+        return "raises"
+    finally:
+        del y, others
+    return "right" if torch.equal(gradient.cpu(), torch.full((NUM_VALUES,), 2.0)) else "wrong"
+
+
+@pytest.mark.usefixtures("_offloading")
+@pytest.mark.parametrize("how", _FREED)
+def test_memory_freed_while_it_is_copied_out_gives_what_was_saved(how: str) -> None:
+    assert _outcome(_FREED[how]) == "right"
+
+
+@pytest.mark.usefixtures("_offloading")
+@pytest.mark.parametrize("how", _FREED)
+def test_not_waiting_for_the_device_is_caught(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.Accelerator, "synchronize", lambda self, device: None)
+    assert _outcome(_FREED[how]) != "right" or device.take_faults()
+    device.take_faults()
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+@pytest.mark.usefixtures("_offloading")
+@pytest.mark.parametrize("how", _ENLARGED)
+def test_memory_that_cpp_replaces_under_a_copy_gives_no_wrong_number(how: str) -> None:
+    change, expected = _ENLARGED[how]
+    assert _outcome(change) == expected
+    device.settle()
+    faults = device.take_faults()
+    assert faults and all("cuMemcpyDtoHAsync" in fault for fault in faults), "nobody uses what was copied"
