@@ -59,6 +59,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     from sim.device import accelerator, checked, settle, take_faults
 
+    if gc.get_freeze_count() == 0:  # torch and all tests, which the collection below would look through each time
+        gc.collect()
+        gc.freeze()
     with accelerator.offloading(), checked(), tensors_on(name):
         yield name
         gc.collect()
