@@ -29,7 +29,8 @@ def plan(
 
     `actckpt.apply(model, policy=plan)` then runs it. Model, gradients, optimizer and random state are as before
     afterwards, also when the step raises. No step runs that needs much more memory than one with all blocks
-    checkpointed, or than the budget.
+    checkpointed, or than the budget. Plans offload where there is a store: to pinned memory on a device, for tensors of
+    the CPU to disk where `configure(spill_dir=...)` or a pin says so.
 
     Args:
         step: runs forward and backward, without arguments, through each block once; may run the optimizer.
@@ -44,8 +45,8 @@ def plan(
         blocks: as in `apply`.
         optimizer: the one that the step runs, if it does.
         pins: as in `actckpt.planner.solve`.
-        race: run the plan against simple choices that fit (nothing, recompute, keep attention, keep matmuls), and
-            return the fastest. All give the same gradients. With `pins` nothing races, since these hold none.
+        race: run the plan against simple choices that fit (nothing, recompute, offload inputs, offload, keep
+            attention, keep matmuls), and return the fastest. All give the same gradients. With `pins` nothing races, since these hold none.
     Returns:
         A plan, whose `blocks` and `places` say where its values are in the model, and whose `race` says what was
         measured. `explain()`, `table()` and `plot()` show it.
