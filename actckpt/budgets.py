@@ -46,7 +46,8 @@ def plan(
         optimizer: the one that the step runs, if it does.
         pins: as in `actckpt.planner.solve`.
         race: run the plan against simple choices that fit (nothing, recompute, offload inputs, offload, keep
-            attention, keep matmuls), and return the fastest. All give the same gradients. With `pins` nothing races, since these hold none.
+            attention, keep matmuls), and return the fastest. All give the same gradients. With `pins` nothing races,
+            since these hold none.
     Returns:
         A plan, whose `blocks` and `places` say where its values are in the model, and whose `race` says what was
         measured. `explain()`, `table()` and `plot()` show it.

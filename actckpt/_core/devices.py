@@ -106,6 +106,19 @@ class Accelerator:
         """Return a context in which that device is the current one."""
         return torch.accelerator.device_index(index)
 
+    @functools.cached_property
+    def times_events(self) -> bool:
+        """Whether events tell the time between them."""
+        try:
+            events = [torch.Event(self.device_type, enable_timing=True) for _ in range(2)]
+            for event in events:
+                event.record()
+            events[1].synchronize()
+            events[0].elapsed_time(events[1])
+        except (RuntimeError, NotImplementedError):
+            return False
+        return True
+
     # In which order devices work.
 
     def stream_handle(self, device: torch.device) -> int:
@@ -130,19 +143,6 @@ class Accelerator:
     def synchronize(self, device: torch.device) -> None:
         """Wait for all work of a device (Rule 4)."""
         torch.accelerator.synchronize(device)
-
-    @functools.cached_property
-    def times_events(self) -> bool:
-        """Whether events tell the time between them."""
-        try:
-            events = [torch.Event(self.device_type, enable_timing=True) for _ in range(2)]
-            for event in events:
-                event.record()
-            events[1].synchronize()
-            events[0].elapsed_time(events[1])
-        except (RuntimeError, NotImplementedError):
-            return False
-        return True
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""

@@ -25,8 +25,11 @@ from sim.device.accelerator import offloading
 from torch import nn
 
 import actckpt
+from actckpt import _C
 from actckpt._core import devices
 from actckpt._offload import device as device_store
+from actckpt._offload import stores
+from actckpt._offload.device import DeviceStore
 from actckpt.errors import ActckptError
 
 #: What only orders the memory of the tier below pinned memory, which is none of a device: tests of the engine see it.
@@ -98,6 +101,8 @@ def _store_without(place: int | None) -> tuple[ModuleType, list[str]]:
 
 
 _CALLS = _store_without(None)[1]
+#: These decide who waits, and no order of memory: the next two tests are about them.
+_OF_TIME = {"synchronize in flush", "stream_handle in make_room"}
 #: What others than the store call: test_sim_sources.py and tests/unit/core/test_devices.py leave them out.
 _OF_OTHERS = {"synchronize", "is_capturing"}
 
@@ -106,7 +111,43 @@ def test_every_ordering_call_is_left_out_somewhere() -> None:
     assert {call.partition(" ")[0] for call in _CALLS} | _OF_OTHERS == _ordering_calls() | {"record_streams", "use"}
 
 
-@pytest.mark.parametrize("place", range(len(_CALLS)), ids=[call.replace(" ", "_") for call in _CALLS])
+def _copied_out(nbytes: int = 4000) -> tuple[DeviceStore, torch.Stream]:
+    """Have a tensor on its way out that takes a second; return the store, and a stream that did nothing yet."""
+    store = stores.store_for("sim")
+    tensor = torch.ones(nbytes // 4, device="sim")
+    store.put(_C.Bytes(tensor.untyped_storage(), 0), nbytes)
+    return store, torch.Stream(device="sim")
+
+
+def test_flush_waits_for_copies() -> None:
+    with offloading(), device.timed(link_bytes_per_s=4000.0):
+        store, _ = _copied_out()
+        before = device.clock()
+        store.flush()
+        assert device.clock() - before == pytest.approx(1.0)
+        store.poll()
+        assert store.engine.stats().inflight_bytes == 0
+
+
+def test_the_stream_that_asks_for_room_waits() -> None:
+    with offloading(), device.timed(link_bytes_per_s=4000.0):
+        store, side = _copied_out()
+        begin, end, other = (torch.Event("sim", enable_timing=True) for _ in range(3))
+        begin.record(side)
+        store.limit_window(0)
+        with side:
+            store.make_room(torch.device("sim", 0))
+        end.record(side)
+        other.record(torch.sim.default_stream())
+        torch.accelerator.synchronize()
+        assert begin.elapsed_time(end) == pytest.approx(1000.0)
+        assert begin.elapsed_time(other) < 1.0
+        assert store.engine.stats().inflight_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "place", [place for place, call in enumerate(_CALLS) if call not in _OF_TIME], ids=lambda place: _CALLS[place]
+)
 def test_leaving_out_a_call_that_orders_streams_is_caught(place: int, tmp_path: Path) -> None:
     module = _store_without(place)[0]
 
