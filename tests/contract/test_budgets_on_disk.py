@@ -13,7 +13,7 @@ from torch import nn
 
 import actckpt
 from actckpt import Action, api
-from actckpt._offload import session
+from actckpt._offload import session, stores
 
 _WIDTH, _BATCH = 64, 256
 #: What the first linear layer of a block makes.
@@ -97,3 +97,16 @@ def test_a_plan_of_a_step_may_offload(tmp_path: Path) -> None:
     actckpt.reset_stats()
     assert_equal(training.gradients(), expected)
     assert actckpt.stats().offloaded_bytes == _planned_bytes(plan) > 0
+
+
+def test_windows_of_a_plan_end_with_its_backward() -> None:
+    training = _Training()
+    actckpt.apply(training.model, activation_budget="60%", pins={_HIDDEN: "offload"})
+    for _ in range(3):
+        training.gradients()
+        assert stores.limited(1 << 60) == 1 << 60
+    loss = training.model(training.x).square().mean()
+    assert stores.limited(1 << 60) < 1 << 20
+    actckpt.remove(training.model)
+    loss.backward()
+    assert stores.limited(1 << 60) == 1 << 60, "hooks of its graph limit nothing afterwards"
