@@ -8,6 +8,7 @@ Rule 2. When a block's forward ends, its stream (on a CPU the program) waits unt
         runs next has room for. When backward comes to the last block, nothing may be on its way out.
 Rule 3. When backward comes to a block's output, what the blocks before it moved is read ahead within its window; no
         value of a block that keeps everything is unpacked by hooks of ours that could begin it.
+Rule 4. When a backward has ended, what else the process offloads is not limited any more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from actckpt._C import LastMoved
+from actckpt._C import LastMoved, when_backward_ends
 from actckpt._core.storages import tensors_in
 from actckpt._offload import stores
 
@@ -49,12 +50,16 @@ class Windows:
         stores.make_room(output.device)
         moved = LastMoved()
 
+        def ended() -> None:
+            blocks.limit_windows(None)
+
         def reached(gradient: torch.Tensor) -> None:
             if self.is_last:
                 blocks.limit_windows(0)
                 stores.make_room(gradient.device)
             blocks.limit_windows(self.back_bytes)
             moved.read_ahead()
+            when_backward_ends(ended)
 
         output.register_hook(reached)
         return result

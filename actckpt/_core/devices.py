@@ -366,7 +366,7 @@ def moment(device: torch.device) -> Moment:
         synchronize(device)
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
-    event.record()
+    event.record(torch.accelerator.current_stream(device))  # else that of the current device
     return event
 
 
@@ -374,6 +374,7 @@ def seconds_between(start: Moment, end: Moment) -> float:
     """Return the seconds from one moment of a device to a later one; waits for that (Rule 4)."""
     if isinstance(start, torch.Event):
         assert isinstance(end, torch.Event)
+        start.synchronize()  # it may be on another stream
         end.synchronize()
         return start.elapsed_time(end) / 1000
     assert not isinstance(end, torch.Event)

@@ -10,6 +10,8 @@ Rule 2. An input that is a leaf goes as the very object. All else goes as an ali
 Rule 3. Hooks may give back other bytes (bfloat16 and back) and other strides. Saved tensors are what they gave, and
         replay begins from it. So a checksum of what they were handed tells whether the region can be audited at all.
 Rule 4. Each backward unpacks each of them once, as torch's checkpoint demands.
+Rule 5. What is handed out, and in which order, does not depend on which of several inputs on one storage is a view of
+        which: in a rerun around the region they may no longer be, and it takes what it finds in the same places.
 """
 
 import weakref
@@ -72,15 +74,17 @@ def _windows_in(arguments: Iterable[Any]) -> Iterator[Window]:
 
 def _pieces(value: Value, reads: Reads, given: Tensor) -> list[Geometry]:
     """Return in which pieces to hand out the bytes of a value (Rule 1)."""
-    as_given, every = Geometry.of_tensor(given), Geometry.of_bytes(value.nbytes, given)
-    found = dict.fromkeys(Geometry.of(window) for window in value.windows())
+    whole, every = Geometry.of_tensor(given), Geometry.of_bytes(value.nbytes, given)
+    if value.is_input:
+        whole = _in_order(whole)
+    found = list(dict.fromkeys(Geometry.of(window) for window in value.windows()))
     needed = [*reads.windows, every] if reads.needs_all else list(reads.windows)
     missing = [
         window for window in needed if not any(piece.covers(window) and not piece.has_overlaps() for piece in found)
     ]
     if missing or not found:
-        found[as_given if all(as_given.covers(window) for window in missing) else every] = None
-    ranked = sorted(found, key=lambda piece: piece != as_given)  # of equals, what is the very object
+        found.append(whole if all(whole.covers(window) for window in missing) else every)
+    ranked = sorted(found, key=lambda piece: piece != _in_order(piece))
     return [
         piece
         for i, piece in enumerate(ranked)
@@ -88,6 +92,12 @@ def _pieces(value: Value, reads: Reads, given: Tensor) -> list[Geometry]:
             j != i and other.covers(piece) and (j < i or not piece.covers(other)) for j, other in enumerate(ranked)
         )
     ]
+
+
+def _in_order(geometry: Geometry) -> Geometry:
+    """Return the same elements with the largest stride first (Rule 5)."""
+    pairs = sorted(zip(geometry.stride, geometry.shape, strict=True), reverse=True)
+    return geometry._replace(shape=tuple(size for _, size in pairs), stride=tuple(step for step, _ in pairs))
 
 
 class _Piece(NamedTuple):

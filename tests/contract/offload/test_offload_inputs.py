@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -110,3 +111,36 @@ def test_a_function_is_asked_for_all_but_the_inputs_that_are_moved() -> None:
     assert actckpt.stats().offloaded_bytes == _BYTES
     assert not any(info.is_input and not info.is_parameter for info in asked) and len(asked) >= 2
     assert_equal(torch.autograd.grad(y, (x, w)), expected)
+
+
+_ON_ONE_STORAGE: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "transposed": lambda h: (h, h.t()),
+    "detached": lambda h: (h, h.detach().t()),
+    "halves": lambda h: tuple(torch.stack([h, h.cos()]).unbind()),
+    "halves transposed": lambda h: tuple(part.t() for part in torch.stack([h, h.cos()]).unbind()),
+}
+_OF_BOTH: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "one first": lambda h, o: (h.sin() * o).exp().sin(),
+    "other first": lambda h, o: (o.sin() * h).exp().sin(),
+    "read by replay": lambda h, o: ((o + 1.0).sin() * (h + 1.0).cos()).sin(),
+    "in turns": lambda h, o: (o + 1.0).cos() * h.sin() * o.cos(),
+}
+
+
+@pytest.mark.parametrize("outside", ["offload_inputs", "offload"])
+@pytest.mark.parametrize("function", _OF_BOTH)
+@pytest.mark.parametrize("inputs", _ON_ONE_STORAGE)
+def test_a_region_in_a_rerun_finds_each_of_several_inputs_on_one_storage(
+    inputs: str, function: str, outside: str
+) -> None:
+    def region(h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        with actckpt.region("recompute"):
+            return _OF_BOTH[function](h, o)
+
+    x = leaf(_SIZE, _SIZE)
+    expected = torch.autograd.grad(_OF_BOTH[function](*_ON_ONE_STORAGE[inputs](x * 1.5)).sum(), x)
+    for _ in range(2):
+        with actckpt.offload(min_bytes=0) if outside == "offload" else contextlib.nullcontext():
+            both = _ON_ONE_STORAGE[inputs](x * 1.5)
+            y = actckpt.checkpoint(region, *both, offload_inputs=outside == "offload_inputs").sum()
+        assert_equal(torch.autograd.grad(y, x), expected)

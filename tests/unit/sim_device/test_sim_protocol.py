@@ -130,7 +130,7 @@ def test_flush_waits_for_copies() -> None:
 
 
 def test_the_stream_that_asks_for_room_waits() -> None:
-    with offloading(), device.timed(link_bytes_per_s=4000.0):
+    with offloading(), device.timed(link_bytes_per_s=4000.0, kernel_bytes_per_s=1e12):
         store, side = _copied_out()
         begin, end, other = (torch.Event("sim", enable_timing=True) for _ in range(3))
         begin.record(side)

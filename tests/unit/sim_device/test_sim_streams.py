@@ -8,6 +8,9 @@ import pytest
 import torch
 from driver_rig import copy_out, current
 from sim import device
+from sim.device.accelerator import offloading
+
+from actckpt._core import devices
 
 STALE = torch.zeros(8)
 VALUES = torch.arange(8.0)
@@ -257,3 +260,14 @@ def test_importing_it_again_changes_nothing() -> None:
     extension, module = device._device, torch.sim
     importlib.reload(device)
     assert device._device is extension and torch.sim is module and torch.ones(2, device="sim").sum().item() == 2
+
+
+def test_moments_are_those_of_a_device_that_is_not_the_current_one() -> None:
+    other = torch.device("sim", 1)
+    with offloading(), device.timed(link_bytes_per_s=20e6, kernel_bytes_per_s=1e6):
+        x = torch.ones(1 << 18, device=other)
+        start = devices.moment(other)
+        x * 2
+        end = devices.moment(other)
+        assert torch.accelerator.current_device_index() == 0
+        assert isinstance(start, torch.Event) and devices.seconds_between(start, end) > 0.5
