@@ -64,14 +64,19 @@ DeviceHandle::DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const Han
   workers_->set_progress([engine = engine_.get()] { return engine->advance(); });
 }
 
+// Without the GIL: threads end, and memory is unpinned, which waits for the device.
 DeviceHandle::~DeviceHandle() noexcept {
-  workers_->stop();
   Releases releases;
   {
     const py::gil_scoped_release no_gil;
+    workers_->stop();
     engine_->finish(&releases);
   }
   finish(releases);
+  const py::gil_scoped_release no_gil;
+  engine_.reset();
+  pageable_.reset();
+  pool_.reset();
 }
 
 void DeviceHandle::work() {

@@ -67,10 +67,10 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
  private:
   const std::string library_;
   const std::shared_ptr<cuda::CudaBackend> backend_;
-  const std::shared_ptr<Pool> pool_;
-  const std::shared_ptr<Pool> pageable_;
+  std::shared_ptr<Pool> pool_;
+  std::shared_ptr<Pool> pageable_;
   const std::shared_ptr<Workers> workers_;
-  const std::unique_ptr<DeviceEngine> engine_;
+  std::unique_ptr<DeviceEngine> engine_;
   const py::object release_;
 };
 

@@ -22,7 +22,6 @@ _FREED = "is about memory of the CPU that is freed or enlarged while workers wri
 _FILE = "is about a file that workers write straight from CPU tensors; device tensors get there by bounce buffers"
 _COUNTERS = "asks for what the store of CPU tensors counts"
 _HOOKS = "compares hooks that copy between devices, under a mode that changes what copies make, with no hooks"
-_NUMPY = "looks into tensors with NumPy"
 _OF_CPU = "is about operators, kernels or tensors of the CPU"
 _COUNT_THEMSELVES = "counts versions, as the recorder does where kernels do not; those of devices do"
 _FORWARD_MODE = "torch's forward-mode derivatives end the process on the simulated device, without actckpt too"
@@ -30,7 +29,7 @@ _HAS_ACCELERATOR = "is about a machine without accelerators"
 
 _OFFLOAD = "offload/test_offload_"
 _MATCHES = "replay/test_policy_matches.py::"
-_SITES = "replay/test_replay_sites.py::"
+_AUDIT = "replay/test_replay_audit.py::"
 EXEMPT: dict[str, str] = {
     "replay/test_replay_kernels.py::test_torch_func_inside_a_region[jvp]": _FORWARD_MODE,
     "replay/test_replay_regressions.py::test_a_sparse_argument_that_changes_is_not_read_again": _NO_LAYOUT,
@@ -44,7 +43,6 @@ EXEMPT: dict[str, str] = {
     f"{_OFFLOAD}graphs.py::test_a_retained_graph_does_not_grow": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_the_disk_limit_is_never_exceeded": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind": _LATER,
-    "replay/test_replay_first_step.py::test_what_might_have_been_kept_is_audited_all_the_same[_overwritten]": _NUMPY,
     "replay/test_replay_kernels.py::test_a_bfloat16_cast_of_a_weight_is_replayed_and_not_kept": _OF_CPU,
     "replay/test_replay_regressions.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (
         _COUNT_THEMSELVES
@@ -60,11 +58,8 @@ EXEMPT: dict[str, str] = {
     "[nested noise]": _HOOKS,
     f"{_MATCHES}test_a_policy_that_matches_nothing_warns_once_per_place_and_names_what_runs": _OF_CPU,
     f"{_MATCHES}test_operators_run_as_the_warning_says": _OF_CPU,
-    "replay/test_replay_audit.py::test_an_original_that_cannot_be_read_back_is_an_audit_error": _NUMPY,
-    "replay/test_replay_filling.py::test_gradients_are_those_of_plain_autograd[behind_the_back]": _NUMPY,
-    "replay/test_replay_filling.py::test_gradients_are_those_of_plain_autograd[behind_the_back_of_the_version]": _NUMPY,
+    f"{_AUDIT}test_workspaces_are_not_compared_where_a_policy_keeps_the_results_before_them": _OF_CPU,
     "replay/test_replay_nesting.py::test_rule_10_flex_attention_in_a_region": _OF_CPU,
-    f"{_SITES}test_the_audit_of_one_function_does_not_pass_another_one_of_the_same_operators": _NUMPY,
     "rerun/test_random_state.py::test_without_preserve_rng_state_the_rerun_draws_on": _CPU_GENERATOR,
     "rerun/test_better_than_torch.py::test_a_default_device_at_the_time_of_a_rerun_does_not_reach_it": _DEFAULT_DEVICE,
     "rerun/test_better_than_torch.py::test_the_default_device_of_the_forward_holds_in_the_rerun": _DEFAULT_DEVICE,
@@ -97,6 +92,7 @@ CHANGING = {
     f"{_OFFLOAD}stays.py::test_a_tensor_changed_and_saved_again_comes_back_as_it_was_then",
     f"{_OFFLOAD}stays.py::test_an_optimizer_step_between_forward_and_backward_raises",
     "replay/test_replay_aliases.py::test_a_change_that_plain_autograd_notices_never_gives_another_gradient",
+    "replay/test_replay_property.py::test_random_programs_are_bit_equal_to_plain_autograd",
     "offload/test_prefer_offload.py::test_a_demoted_tensor_is_watched_for_changes_as_any_that_is_kept",
 }
 _WHILE_COPIED = re.compile(r"^\w+ on sim:\d, stream \d+ writes \d+ bytes that cuMemcpyDtoHAsync .* reads, and nothing")

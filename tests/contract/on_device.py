@@ -6,6 +6,7 @@ every thread, and without a function mode, which would keep regions off the path
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 import warnings
@@ -13,10 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
-__all__ = ["device_type", "random_states", "tensors_on"]
+__all__ = ["device_type", "memory_of", "random_states", "tensors_on"]
 
 #: Where the tensors of tests are.
 device_type = "cpu"
@@ -28,6 +30,16 @@ def random_states() -> list[torch.Tensor]:
     if device_type != "cpu":
         states += getattr(torch, device_type).get_rng_state_all()
     return states
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor as an array of NumPy, for what a kernel does that torch knows nothing of."""
+    itemsize, storage = tensor.element_size(), tensor.untyped_storage()
+    memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = storage  # type: ignore[attr-defined]  # the array holds it
+    dtype = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
+    strides = tuple(stride * itemsize for stride in tensor.stride())
+    return numpy.ndarray(tuple(tensor.shape), dtype, memory, tensor.storage_offset() * itemsize, strides)
 
 
 def _names_a_device(kwargs: dict[str, Any]) -> bool:

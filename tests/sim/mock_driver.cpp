@@ -167,6 +167,9 @@ struct MockCalls {
   }
   static cuda::Result host_unregister(void* ptr) {
     ++current->num_calls_;
+    if (!current->may_wait_()) {
+      current->fault("memory is unpinned, which waits, in a thread that others wait for");
+    }
     current->pinned_.erase(reinterpret_cast<std::uintptr_t>(ptr));
     return 0;
   }

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -37,6 +38,8 @@ class MockDriver {
   void fail_at(std::uint64_t n, cuda::Result code);
   void set_capturing(int queue, bool capturing) { capturing_[queue] = capturing; }
   void refuse_pins(bool refuse) { refuse_pins_ = refuse; }
+  // Whether the calling thread may wait now: unpinning memory waits for the device.
+  void set_may_wait(std::function<bool()> may_wait) { may_wait_ = std::move(may_wait); }
   // What devices say of their place: the node of host memory nearest to them, -1 if they do not tell; and where they
   // are on the bus, empty if they do not tell.
   void set_place(int node, std::string bus_id) {
@@ -71,6 +74,7 @@ class MockDriver {
   std::vector<std::string> faults_;
   int capture_mode_ = 0;
   bool refuse_pins_ = false;
+  std::function<bool()> may_wait_ = [] { return true; };
   int node_ = -1;
   std::string bus_id_;
   std::uint64_t num_calls_ = 0;

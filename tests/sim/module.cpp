@@ -25,6 +25,7 @@ class MockCuda : public std::enable_shared_from_this<MockCuda> {
   MockCuda() : world_(0), driver_(&world_, {world_.add_queue(0)}) {
     world_.add_queue(0);
     world_.set_eagerness(0);
+    driver_.set_may_wait([] { return PyGILState_Check() == 0; });
   }
 
   void drain() { world_.drain(); }

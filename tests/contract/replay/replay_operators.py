@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import on_device
 import torch
+from on_device import memory_of
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
@@ -47,6 +49,11 @@ def _pair(pool: Pool, a: int, b: int) -> tuple[Tensor, Tensor]:
 
 def _square(pool: Pool, a: int) -> Tensor:
     return fit(real(at(pool, a)), 4, 4)
+
+
+def _of_numpy(number: int) -> Tensor:
+    made = torch.from_numpy(memory_of(torch.arange(16.0).view(4, 4)) * (number + 1))
+    return made.to(on_device.device_type)
 
 
 class Dirty(torch.autograd.Function):
@@ -325,7 +332,9 @@ _FACTORIES: dict[str, Operator] = {
     "tensor": lambda p, a, b, c: torch.tensor([[0.5, c], [1.0, -1.0]]) * real(at(p, a)).sum(),
     "eye": lambda p, a, b, c: torch.eye(4) + _square(p, a),
     "full like": _unary(lambda t: torch.full_like(t, 0.3)),
-    "numpy": lambda p, a, b, c: torch.from_numpy(torch.arange(16.0).view(4, 4).numpy() * (c + 1)) * _square(p, a),
+    "numpy": lambda p, a, b, c: (
+        torch.from_numpy(memory_of(torch.arange(16.0).view(4, 4)) * (c + 1)).to(on_device.device_type) * _square(p, a)
+    ),
     "buffer": _into_buffer,
     "part of buffer": _into_part_of_buffer,
     "rows into buffer": _by_rows_or_columns,

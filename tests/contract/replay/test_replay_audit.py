@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import PythonStore
+from offload_oracle import PythonStore, flush, store_in_memory, using
+from on_device import memory_of
 from oracle import assert_equal
 from torch import Tensor
 
 import actckpt
-from actckpt import _C, config
-from actckpt._offload import stores
-from actckpt._offload.cpu import CpuStore
+from actckpt import _C
 
 
 @pytest.fixture(autouse=True)
@@ -29,18 +27,13 @@ def _first() -> Iterator[None]:
     actckpt.configure(audit=before, opaque=())
 
 
-def _write(target: Tensor, source: Tensor) -> None:
-    """Copy bytes as a kernel would that torch knows nothing of."""
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-
-
 class IntoFreshMemory(torch.autograd.Function):
     """Its result comes from a raw kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        _write(out, torch.from_numpy(x.detach().numpy() * 3))
+        memory_of(out)[:] = memory_of(x) * 3
         ctx.save_for_backward(out)
         return out
 
@@ -55,7 +48,7 @@ class IntoRecordedValue(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         out = x * 2
-        _write(out, torch.from_numpy(x.detach().numpy() * 5))
+        memory_of(out)[:] = memory_of(x) * 5
         ctx.save_for_backward(out)
         return out
 
@@ -162,12 +155,12 @@ def test_an_audit_does_not_fail_where_its_store_refuses(monkeypatch: pytest.Monk
         raise _C.EngineError("refused")
 
     monkeypatch.setattr(PythonStore, "put", refuse)
-    monkeypatch.setitem(stores._stores, "cpu", (config.generation, PythonStore(CpuStore.in_memory())))
     x = torch.randn(12, 3, requires_grad=True)
-    with actckpt.region():
-        y = x.exp().sin()
-    assert refused
-    assert_equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(x.exp().sin().sum(), x)[0])
+    with using(PythonStore(store_in_memory())):
+        with actckpt.region():
+            y = x.exp().sin()
+        assert refused
+        assert_equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(x.exp().sin().sum(), x)[0])
 
 
 def test_an_audit_does_not_fail_in_a_child_process_that_may_not_use_its_store() -> None:
@@ -211,13 +204,14 @@ def test_an_original_that_cannot_be_read_back_is_an_audit_error(monkeypatch: pyt
     def broken(*_: Any) -> None:
         raise _C.EngineError("the disk broke")
 
-    monkeypatch.setitem(stores._stores, "cpu", (config.generation, PythonStore(CpuStore.in_memory())))
     x = torch.randn(14, 3, requires_grad=True)
-    with actckpt.region():
-        y = (IntoRecordedValue.apply(x.sin()) * x).exp()
-    monkeypatch.setattr(PythonStore, "fetch", broken)
-    with pytest.raises(actckpt.AuditError) as raised:
-        y.sum().backward()
+    with using(PythonStore(store_in_memory())):
+        with actckpt.region():
+            y = (IntoRecordedValue.apply(x.sin()) * x).exp()
+        flush()
+        monkeypatch.setattr(PythonStore, "fetch", broken)
+        with pytest.raises(actckpt.AuditError) as raised:
+            y.sum().backward()
     assert "the disk broke" in str(raised.value.__cause__)
 
 

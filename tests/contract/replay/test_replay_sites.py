@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from on_device import memory_of
 from oracle import assert_equal
 from torch import Tensor
 
@@ -25,8 +25,7 @@ class Doubled(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, raw: bool) -> Tensor:
         out = x * 2
         if raw:
-            source = torch.from_numpy(x.detach().numpy() * 5)
-            ctypes.memmove(out.data_ptr(), source.data_ptr(), 4 * out.numel())
+            memory_of(out)[:] = memory_of(x) * 5
         ctx.save_for_backward(out)
         return out
 
