@@ -90,11 +90,8 @@ class _Search:
         """Solve, run the plan, and decide how the next one is made."""
         less = self._less
         plan, is_smallest = self._solved(less)
-        key = (*(tuple(each.items()) for each in plan.actions), plan.rerun)
-        is_known = key in self._tried
-        if not is_known:
-            self._tried[key] = self._peak_of(plan)
-        peak = self._tried[key]
+        is_known = _key(plan) in self._tried
+        peak = self._measured(plan)
         right = less + plan.peak_bytes - peak  # with it, the prediction would have been right
         if peak <= self._budget:
             self._note(dataclasses.replace(plan, costs=_with_less(self._costs, right)), peak)
@@ -112,6 +109,12 @@ class _Search:
         self._is_done = self._is_done or (is_known and self._best is not None)
         self._less = self._between(right)
 
+    def _measured(self, plan: Plan) -> float:
+        """Return the peak of a plan, which is run once."""
+        if _key(plan) not in self._tried:
+            self._tried[_key(plan)] = self._peak_of(plan)
+        return self._tried[_key(plan)]
+
     def _note(self, plan: Plan, peak: float) -> None:
         """Take down a plan that fits."""
         if self._best is None or plan.overhead_seconds < self._best.overhead_seconds:
@@ -120,8 +123,8 @@ class _Search:
     def _try_others(self) -> float:
         """Try the other plans; return the most that may be taken off working sets, as they show it."""
         less = 0.0
-        for plan in self._others:
-            peak = self._peak_of(plan)
+        for plan in (self._least(), *self._others):
+            peak = self._measured(plan)
             self._smallest_other = min(self._smallest_other, peak)
             if peak <= self._budget:
                 self._note(dataclasses.replace(plan, costs=_with_less(self._costs, plan.peak_bytes - peak)), peak)
@@ -129,6 +132,14 @@ class _Search:
         self._others = []
         self._is_done = self._best is None
         return less
+
+    def _least(self) -> Plan:
+        """Return the plan that needs least by the table as it was measured.
+
+        An error for a smaller budget names its peak as a budget to pass. Of plans that are predicted to need the same,
+        the one for changed working sets may be another one, which needs more when it runs.
+        """
+        return _Search(self._costs, 0.0, self._pins, self._peak_of, [])._solved(0.0)[0]
 
     def _solved(self, less: float) -> tuple[Plan, bool]:
         """Return the plan for the budget, or the one that needs least, and whether it is that."""
@@ -196,3 +207,7 @@ def _with_less(costs: CostTable, less: float) -> CostTable:
         for name, block in costs.classes.items()
     }
     return dataclasses.replace(costs, classes=classes)
+
+
+def _key(plan: Plan) -> tuple[Any, ...]:
+    return (*(tuple(each.items()) for each in plan.actions), plan.rerun)
