@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from offload_oracle import TwoTensor, flush, store_of_kind, two_tensor
@@ -261,17 +262,18 @@ def test_reading_ahead_reaches_into_the_next_block(options: dict[str, Any]) -> N
         *(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(6)),
     )
     actckpt.apply(model, **options)
-    fewest_late = None
-    for _ in range(10):  # on a busy machine a read that was begun ahead may still be late
-        actckpt.reset_stats()
-        y = model(leaf(512, 512) * 1)
-        flush()
-        y.sum().backward()
-        figures = actckpt.stats()
-        assert figures.prefetched_reloads + figures.late_reloads > 2
-        late = figures.late_reloads
-        fewest_late = late if fewest_late is None else min(fewest_late, late)
-    assert fewest_late is not None and fewest_late <= 2, "only the first could not be known"
+    behind = []
+    with store_of_kind("disk" if on_device.device_type == "cpu" else "memory"):  # there no clock of the machine decides
+        for _ in range(10):  # on a busy machine a read that was begun ahead may still be late
+            actckpt.reset_stats()
+            y = model(leaf(512, 512) * 1)
+            flush()
+            y.sum().backward()
+            figures = actckpt.stats()
+            assert figures.prefetched_reloads + figures.late_reloads > 2
+            not_ahead = figures.offloaded_bytes // (512 * 512 * 4) - figures.prefetched_reloads
+            behind.append(figures.late_reloads if on_device.device_type == "cpu" else not_ahead)
+    assert min(behind) <= 2, "only the first could not be known"
 
 
 # Bad input.
