@@ -20,6 +20,8 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["RECOMPUTE", "Candidate", "device_of", "forwards_of", "settings_of"]
 
+#: Events tell no shorter times apart.
+_RESOLUTION_S = 5e-7
 #: Everything is recomputed, operator by operator: no Python of a block runs twice.
 RECOMPUTE: Settings = {"policy": [], "drops_caches": True}
 
@@ -148,4 +150,5 @@ class Candidate:
             devices.synchronize(self._device)
             start = devices.moment(self._device)
             self._step()
-            self.seconds.append(devices.seconds_between(start, devices.moment(self._device)))
+            seconds = devices.seconds_between(start, devices.moment(self._device))
+            self.seconds.append(max(seconds, _RESOLUTION_S))
