@@ -9,6 +9,8 @@ Rule 2. A list, dict or dataclass is built again only if nothing but the call re
         tell the difference. Tuples cannot be changed and always are. Other containers, and objects, are passed
         as they are; they keep their tensors alive.
 Rule 3. A closure variable counts as in Rule 2 of NOTE [ Inputs of a region ].
+Rule 4. Tensors on one storage are on one in a rerun too, in the same places: hooks may give each of them memory of its
+        own, and a region inside, which hands out what it holds storage by storage, would take one for the other.
 """
 
 import dataclasses
@@ -28,6 +30,42 @@ from actckpt._core.functions import EMPTY_CELL, contents_of, is_of_module
 from actckpt._rerun.inputs import Call, Inputs, Originals, Restored, Survey
 
 __all__ = ["held_inputs"]
+
+
+#: Offset, shape and strides.
+_Place = tuple[int, torch.Size, tuple[int, ...]]
+
+
+class _OneStorage:
+    """Tensors that are on one storage (Rule 4)."""
+
+    __slots__ = ("members", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        #: With offset, shape and strides of each, in elements, and its type.
+        self.members: list[tuple[_C.HeldTensor, _Place, torch.dtype]] = []
+
+    def restore(self) -> list[Tensor]:
+        """Return the tensors for one rerun."""
+        found = [held.restore() for held, *_ in self.members]
+        storages = [_C.strided_storage_of(tensor) for tensor in found]
+        if None in storages or len({storage.data_ptr() for storage in storages if storage is not None}) == 1:
+            return found
+        pairs = list(zip(found, self.members, strict=True))
+        if any(tensor.shape != place[1] or tensor.dtype is not dtype for tensor, (_, place, dtype) in pairs):
+            return found  # hooks that change this are reported where it is read
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device=found[0].device).untyped_storage()
+        return [_moved(tensor, memory, place) for tensor, (_, place, _) in pairs]
+
+
+def _moved(tensor: Tensor, memory: torch.UntypedStorage, place: _Place) -> Tensor:
+    """Return what stands for a tensor in other memory."""
+    result = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory, *place)
+    once = tuple(slice(1) if step == 0 else slice(None) for step in place[2])  # of elements that share an address
+    result[once].copy_(tensor[once])
+    result.__dict__.update(tensor.__dict__)
+    return result.requires_grad_(tensor.requires_grad)
 
 
 class _HeldContainer:
@@ -75,6 +113,7 @@ class Packed:
         self._args = [holding.hold(value) for value in args]
         self._kwargs = {name: holding.hold(value) for name, value in kwargs.items()}
         self._rebound: list[_HeldCell] = []
+        self._together: dict[int, _OneStorage] = {}
         #: id() of the containers and functions that are built again.
         self.rebuilt_ids = holding.rebuilt_ids
         # What is not packed (globals, what objects hold) is watched as without hooks.
@@ -85,13 +124,14 @@ class Packed:
         """Decide which closure variables stay live (Rule 3), and release the originals."""
         assert self._holding is not None
         self._rebound = self._holding.forward_done()
+        self._together = self._holding.together()
         self._holding = None
         self._watched.forward_done(kept)
 
     def restore(self) -> Restored:
         """Return what one rerun is called with."""
         self._watched.restore()
-        restoring = _Restoring()
+        restoring = _Restoring(self._together)
         try:
             args = tuple([restoring.restore(value) for value in self._args])
             kwargs = {name: restoring.restore(value) for name, value in self._kwargs.items()}
@@ -111,6 +151,8 @@ class _Holding:
         self._known: dict[int, Any] = {}
         self._originals: list[Any] = []  # keep ids taken until the forward is done
         self._cells: list[tuple[_HeldCell, Any]] = []
+        #: By id() of the storage.
+        self._storages: dict[int, _OneStorage] = {}
         #: id() of the tensors that went through the hooks.
         self.packed_ids: set[int] = set()
         #: id() of the containers and functions that are built again.
@@ -156,7 +198,22 @@ class _Holding:
         self._originals.append(tensor)
         self.packed_ids.add(id(tensor))
         known: _C.HeldTensor = self._known.setdefault(id(tensor), held)
+        if known is held:
+            self._note_storage(tensor, held)
         return known
+
+    def _note_storage(self, tensor: Tensor, held: "_C.HeldTensor") -> None:
+        storage = _C.strided_storage_of(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
+        if storage is None or tensor.is_conj() or tensor.is_neg():
+            return
+        one = self._storages.setdefault(id(storage), _OneStorage(storage.nbytes()))
+        one.members.append((held, (int(tensor.storage_offset()), tensor.shape, tensor.stride()), tensor.dtype))
+        self._originals.append(storage)
+
+    def together(self) -> dict[int, _OneStorage]:
+        """Return the storages of several tensors, by id() of what is held of each."""
+        several = [one for one in self._storages.values() if len(one.members) > 1]
+        return {id(held): one for one in several for held, *_ in one.members}
 
     def _hold_new(self, value: Any) -> Any:
         if is_of_module(value):
@@ -219,8 +276,9 @@ class _HeldPartial:
 class _Restoring:
     """One rerun's inputs; what was one object is one object (Rule 1)."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: dict[int, _OneStorage]) -> None:
         self.tensors: list[Tensor] = []
+        self._together = together
         self._built: dict[int, Any] = {}
 
     def restore(self, value: Any) -> Any:
@@ -233,10 +291,7 @@ class _Restoring:
 
     def _build(self, value: Any) -> Any:
         if isinstance(value, _C.HeldTensor):
-            with torch.no_grad():
-                tensor = value.restore()
-            self.tensors.append(tensor)
-            return tensor
+            return self._tensor(value)
         if isinstance(value, _HeldContainer):
             return value.build([self.restore(part) for part in value.parts])
         if isinstance(value, _HeldCell):
@@ -250,6 +305,17 @@ class _Restoring:
         function.__kwdefaults__ = self.restore(value.kwdefaults)
         function.__dict__.update(attributes)
         return function
+
+    def _tensor(self, value: "_C.HeldTensor") -> Tensor:
+        one = self._together.get(id(value))
+        with torch.no_grad():
+            tensors = [value.restore()] if one is None else one.restore()
+        self.tensors += tensors
+        if one is None:
+            return tensors[0]
+        self._built.update((id(held), tensor) for (held, *_), tensor in zip(one.members, tensors, strict=True))
+        built: Tensor = self._built[id(value)]
+        return built
 
 
 def _dict(kind: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:

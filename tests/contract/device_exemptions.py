@@ -27,8 +27,6 @@ _COUNT_THEMSELVES = "counts versions, as the recorder does where kernels do not;
 _FORWARD_MODE = "torch's forward-mode derivatives end the process on the simulated device, without actckpt too"
 _HAS_ACCELERATOR = "is about a machine without accelerators"
 
-_ONE_STORAGE = "a rerun may take inputs of one storage that come back on two for each other (docs/offload.md)"
-
 _OFFLOAD = "offload/test_offload_"
 _MATCHES = "replay/test_policy_matches.py::"
 _AUDIT = "replay/test_replay_audit.py::"
@@ -44,9 +42,6 @@ EXEMPT: dict[str, str] = {
     f"{_OFFLOAD}faults.py::test_host_without_an_accelerator_is_refused": _HAS_ACCELERATOR,
     f"{_OFFLOAD}graphs.py::test_a_retained_graph_does_not_grow": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_the_disk_limit_is_never_exceeded": _COUNTERS,
-    f"{_OFFLOAD}inputs.py::test_a_region_in_a_rerun_finds_each_of_several_inputs_on_one_storage[halves in turns]": (
-        _ONE_STORAGE
-    ),
     f"{_OFFLOAD}window.py::test_a_store_made_later_has_the_limit_of_owners": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind": _LATER,
     "replay/test_replay_kernels.py::test_a_bfloat16_cast_of_a_weight_is_replayed_and_not_kept": _OF_CPU,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from offload_oracle import flush
 from oracle import assert_equal, leaf
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
 from actckpt import api
@@ -117,6 +118,7 @@ _ON_ONE_STORAGE: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Te
     "transposed": lambda h: (h, h.t()),
     "detached": lambda h: (h, h.detach().t()),
     "halves": lambda h: tuple(torch.stack([h, h.cos()]).unbind()),
+    "expanded": lambda h: (h, h[0].expand(_SIZE, _SIZE)),
     "halves transposed": lambda h: tuple(part.t() for part in torch.stack([h, h.cos()]).unbind()),
 }
 _OF_BOTH: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -127,7 +129,18 @@ _OF_BOTH: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("outside", ["offload_inputs", "offload"])
+#: Hooks around the rerun: they give all inputs of one storage one memory, or each its own.
+_OUTSIDE: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "offload_inputs": contextlib.nullcontext,
+    "offload": lambda: actckpt.offload(min_bytes=0),
+    "aliases": lambda: saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor),
+    "clones": lambda: saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor),
+    "rounded": lambda: saved_tensors_hooks(lambda tensor: tensor.contiguous().double(), lambda tensor: tensor.float()),
+    "save_on_cpu": save_on_cpu,
+}
+
+
+@pytest.mark.parametrize("outside", _OUTSIDE)
 @pytest.mark.parametrize("function", _OF_BOTH)
 @pytest.mark.parametrize("inputs", _ON_ONE_STORAGE)
 def test_a_region_in_a_rerun_finds_each_of_several_inputs_on_one_storage(
@@ -139,8 +152,9 @@ def test_a_region_in_a_rerun_finds_each_of_several_inputs_on_one_storage(
 
     x = leaf(_SIZE, _SIZE)
     expected = torch.autograd.grad(_OF_BOTH[function](*_ON_ONE_STORAGE[inputs](x * 1.5)).sum(), x)
-    for _ in range(2):
-        with actckpt.offload(min_bytes=0) if outside == "offload" else contextlib.nullcontext():
+    for early_stop in (True, False):
+        with _OUTSIDE[outside]():
             both = _ON_ONE_STORAGE[inputs](x * 1.5)
-            y = actckpt.checkpoint(region, *both, offload_inputs=outside == "offload_inputs").sum()
+            options = {"offload_inputs": outside == "offload_inputs", "early_stop": early_stop}
+            y = actckpt.checkpoint(region, *both, **options).sum()
         assert_equal(torch.autograd.grad(y, x), expected)
