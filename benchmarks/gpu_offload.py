@@ -139,7 +139,7 @@ def _only(tier: str, folder: str) -> Iterator[_C.DeviceEngine]:
         library=_ACCELERATOR.driver_library,
         limit_bytes=_scale.limit_bytes if tier == "pinned" else 0,
         window_bytes=config.settings().window_bytes,
-        release=record_streams,
+        release=partial(record_streams, _ACCELERATOR),
         pageable_limit=_scale.limit_bytes if tier == "pageable" else 0,
         spill_file=_C.SpillFile(folder) if tier == "disk" else None,
         bounce_bytes=256 * _MIB,

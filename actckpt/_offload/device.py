@@ -5,6 +5,8 @@ Copies go to pinned host memory on side streams; where that is full, on to pagea
 in csrc/engine/protocol/README.md.
 """
 
+import functools
+
 import torch
 
 from actckpt import _C, config
@@ -53,7 +55,7 @@ class DeviceStore:
             library=accelerator.driver_library,
             limit_bytes=host - bounce,
             window_bytes=settings.window_bytes,
-            release=record_streams,
+            release=functools.partial(record_streams, accelerator),
             pageable_limit=pageable,
             spill_file=file,
             bounce_bytes=bounce,
@@ -109,7 +111,7 @@ class DeviceStore:
         assert device.index is not None
         stream = self.accelerator.stream_handle(device)
         if not ticket.use(device.index, stream):  # without us the graph would hold it as long as that stream works
-            record_streams(_C.Bytes(storage, 0), [(device.index, stream)])
+            record_streams(self.accelerator, _C.Bytes(storage, 0), [(device.index, stream)])
 
     def fetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes:
         stream = self.accelerator.stream_handle(device)
@@ -121,7 +123,7 @@ class DeviceStore:
         result, record = found
         assert isinstance(result, _C.Bytes)
         if record:
-            record_streams(result, [(device.index, stream)])
+            record_streams(self.accelerator, result, [(device.index, stream)])
         return result
 
     def prefetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes | None:
@@ -132,11 +134,9 @@ class DeviceStore:
         return buffer if began else None
 
 
-def record_streams(source: object, uses: list[tuple[int, int]]) -> None:
+def record_streams(accelerator: Accelerator, source: object, uses: list[tuple[int, int]]) -> None:
     """Tell the allocator which streams, of (device, handle), use the memory of bytes that the engine hands back."""
     assert isinstance(source, _C.Bytes)
-    accelerator = devices.accelerator_of(source.storage.device.type)
-    assert accelerator is not None
     tensor = torch.empty(0, dtype=torch.uint8, device=source.storage.device).set_(source.storage)
     for index, handle in uses:
         accelerator.record_stream(tensor, accelerator.stream_at(handle, accelerator.device_at(index)))

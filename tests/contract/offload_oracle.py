@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import on_device
@@ -49,7 +50,7 @@ class TestedDeviceStore(DeviceStore):
             library=accelerator.driver_library or "",
             limit_bytes=limit_bytes if file is None else 0,
             window_bytes=window_bytes,
-            release=record_streams,
+            release=partial(record_streams, accelerator),
             spill_file=file,
             bounce_bytes=0 if file is None else 16 * _BUFFER_BYTES,
             buffer_bytes=_BUFFER_BYTES,

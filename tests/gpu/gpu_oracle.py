@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: An
         library=CUDA_LIBRARY,
         limit_bytes=4 << 30 if tier == "pinned" else 0,
         window_bytes=options.pop("window_bytes", 64 << 20),
-        release=record_streams,
+        release=partial(record_streams, Cuda()),
         pageable_limit=4 << 30 if tier == "pageable" else 0,
         spill_file=file,
         bounce_bytes=bounce_bytes,

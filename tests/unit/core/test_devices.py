@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -396,7 +397,7 @@ class Ticket:
 def test_the_store_works_on_the_current_stream_and_reads_ahead_on_that_of_the_put(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = sim.MockCuda().engine(limit_bytes=1, window_bytes=1, release=record_streams)
+    engine = sim.MockCuda().engine(limit_bytes=1, window_bytes=1, release=partial(record_streams, streams))
     store, ticket = DeviceStore(engine, streams), Ticket(streams)
     device = torch.device("cpu", 0)
     allocate, allocated = _C.allocate_bytes, []
@@ -420,13 +421,13 @@ def test_the_store_works_on_the_current_stream_and_reads_ahead_on_that_of_the_pu
 
 def test_released_memory_is_noted_on_every_stream_that_used_it(streams: Streams) -> None:
     storage = torch.empty(4).untyped_storage()
-    record_streams(_C.Bytes(storage, 0), [(0, 5), (1, 9)])
+    record_streams(streams, _C.Bytes(storage, 0), [(0, 5), (1, 9)])
     uses = [(torch.device("cpu", 0), 5), (torch.device("cpu", 1), 9)]
     assert streams.log == [(storage.data_ptr(), use) for use in uses]
 
 
 def test_what_is_saved_again_after_its_release_is_noted_on_that_stream(streams: Streams) -> None:
-    engine = sim.MockCuda().engine(limit_bytes=1, window_bytes=1, release=record_streams)
+    engine = sim.MockCuda().engine(limit_bytes=1, window_bytes=1, release=partial(record_streams, streams))
     ticket, storage = Ticket(streams), torch.empty(4).untyped_storage()
     ticket.is_held = False
     DeviceStore(engine, streams).saved_again(ticket, torch.device("cpu", 0), storage)

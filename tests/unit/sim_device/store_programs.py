@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 
 import sim
@@ -177,7 +178,7 @@ def store(seed: int, folder: str, rule: str = "", module: ModuleType = device_st
         driver=sim.driver_without(device.library_path, rule),
         limit_bytes=own.choice([1 << 15, 1 << 17]) if is_small else 1 << 22,
         window_bytes=own.choice([1 << 13, 1 << 15, 1 << 17]),
-        release=module.record_streams,
+        release=partial(module.record_streams, accelerator),
         pageable_limit=0 if file is not None else 1 << 24,
         spill_file=file,
         bounce_bytes=1 << 18,
