@@ -68,7 +68,7 @@ def test_in_training(every: int, plainly: tuple[list[torch.Tensor], int]) -> Non
     expected, plain = plainly
     budgets = list(_budgets(_smallest(_train), 1.03 * plain))[::every]
     peaks = [_peak_in_training(budget, expected) for budget in budgets]
-    assert peaks[-1] == plain and peaks[0] < 0.5 * plain
+    assert peaks == sorted(peaks) and peaks[-1] == plain and peaks[0] < 0.5 * plain
 
 
 def _peak_of_a_plan(budget: int, expected: list[torch.Tensor]) -> int:
@@ -86,4 +86,4 @@ def test_with_a_step_to_try(every: int, plainly: tuple[list[torch.Tensor], int])
     expected, plain = plainly
     budgets = list(_budgets(_smallest(_plan), plain))[::every]
     peaks = [_peak_of_a_plan(budget, expected) for budget in budgets]
-    assert peaks[-1] == plain and peaks[0] < 0.5 * plain
+    assert peaks == sorted(peaks) and peaks[-1] == plain and peaks[0] < 0.5 * plain

@@ -72,11 +72,11 @@ def test_auto_follows_the_capacity(capacity: int, expected: list[torch.Tensor]) 
         assert_equal(training.gradients(), expected)
     plan = actckpt.report(training.model).plan
     assert plan is not None
-    assert 0.6 * 0.95 * capacity <= peaks[-1] <= 0.95 * capacity
+    assert 0.8 * 0.95 * capacity <= peaks[-1] <= 0.95 * capacity
 
 
 def test_a_plan_is_found_on_a_device_that_is_too_small_for_the_plain_step(expected: list[torch.Tensor]) -> None:
-    capacity = 12 << 20  # `plan` runs steps and blocks to measure them: checksums of the first ones need room as well
+    capacity = 9 << 20  # `plan` runs steps and blocks to measure them: checksums of the first ones need room as well
     with device.capacity(0, capacity):
         training = Training()
         plan = actckpt.plan(training.step, model=training.model, budget="auto", race=False)
