@@ -130,6 +130,19 @@ def flush() -> None:
         store.poll()
 
 
+def free_memory(h: torch.Tensor) -> None:
+    """Free the memory of a tensor."""
+    h.untyped_storage().resize_(0)
+
+
+def free_and_fill(h: torch.Tensor) -> None:
+    """Free the memory of a tensor, and fill what it gets anew: often the same address, as if nothing had happened."""
+    nbytes = h.untyped_storage().nbytes()
+    h.untyped_storage().resize_(0)
+    h.untyped_storage().resize_(nbytes)
+    h.untyped_storage().fill_(7)
+
+
 def deep(x: torch.Tensor) -> torch.Tensor:
     """Save several tensors of the size of `x`, which is square."""
     return ((x * 1.5).sin().exp() @ x.cos().T).tanh().square().sum()

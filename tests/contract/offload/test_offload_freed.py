@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 import sim
 import torch
-from offload_oracle import KINDS, PythonStore, flush, live_tickets, store_of_kind, store_on_disk, store_on_file, using
+from offload_oracle import (
+    KINDS,
+    PythonStore,
+    flush,
+    free_and_fill,
+    free_memory,
+    live_tickets,
+    store_of_kind,
+    store_on_disk,
+    store_on_file,
+    using,
+)
 from oracle import leaf
 
 import actckpt
@@ -37,25 +48,13 @@ def _held_writes(folder: Path, num_workers: int) -> Iterator[Callable[[], None]]
             io.set(sim.Faults())
 
 
-def _free(h: torch.Tensor) -> None:
-    h.untyped_storage().resize_(0)
-
-
-def _free_and_fill(h: torch.Tensor) -> None:
-    """What allocators give back is often the same address: it looks as if nothing had happened."""
-    nbytes = h.untyped_storage().nbytes()
-    h.untyped_storage().resize_(0)
-    h.untyped_storage().resize_(nbytes)
-    h.untyped_storage().fill_(7)
-
-
 def _free_by_its_old_name(h: torch.Tensor) -> None:
     h._typed_storage()._resize_(0)
 
 
 _WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "freed": _free,
-    "freed and filled anew": _free_and_fill,
+    "freed": free_memory,
+    "freed and filled anew": free_and_fill,
     "freed by its old name": _free_by_its_old_name,
     "moved to shared memory": lambda h: h.detach().share_memory_(),
     "made smaller": lambda h: h.untyped_storage().resize_(4096),
@@ -107,7 +106,7 @@ def test_memory_freed_after_its_graph_is_gone_is_no_crash(tmp_path: Path) -> Non
         del y
         timer = threading.Timer(0.1, let_go)
         timer.start()
-        _free(h)
+        free_memory(h)
         timer.join()
         flush()
 
@@ -123,7 +122,7 @@ def test_memory_freed_that_could_not_be_moved_raises(tmp_path: Path, num_workers
         h = x * 1.5
         with actckpt.offload(min_bytes=0):
             y = h.sin()
-        _free(h)
+        free_memory(h)
         with pytest.raises(SavedTensorChangedError, match=r"(?s)\(1024,\).*0 bytes; saved were 4096"):
             torch.autograd.grad(y.sum(), x)
 
@@ -192,7 +191,7 @@ def test_memory_freed_while_backward_holds_it_gives_what_was_saved(tmp_path: Pat
         def free() -> None:
             let_go()
             flush()
-            _free(h)
+            free_memory(h)
 
         (expected,) = torch.autograd.grad((h.sin() * h.cos()).sum(), x, retain_graph=True)
         with actckpt.offload(min_bytes=0):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from offload_oracle import free_and_fill, free_memory
 from sim import device
 from sim.device.accelerator import offloading
 
@@ -17,21 +18,9 @@ from actckpt.errors import SavedTensorChangedError
 NUM_VALUES = 1 << 14
 
 
-def _free(h: torch.Tensor) -> None:
-    h.untyped_storage().resize_(0)
-
-
-def _free_and_fill(h: torch.Tensor) -> None:
-    """As where a buffer is given back for a while; the allocator often hands out the same address."""
-    nbytes = h.untyped_storage().nbytes()
-    h.untyped_storage().resize_(0)
-    h.untyped_storage().resize_(nbytes)
-    h.untyped_storage().fill_(7)
-
-
 _FREED: dict[str, Callable[[torch.Tensor], Any]] = {
-    "freed": _free,
-    "freed and filled anew": _free_and_fill,
+    "freed": free_memory,
+    "freed and filled anew": free_and_fill,
     "freed by its old name": lambda h: h._typed_storage()._resize_(0),
     "made smaller": lambda h: h.untyped_storage().resize_(64),
 }
