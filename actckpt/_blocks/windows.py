@@ -22,6 +22,7 @@ import torch
 from actckpt._C import LastMoved, when_backward_ends
 from actckpt._core.storages import tensors_in
 from actckpt._offload import stores
+from actckpt.planner.plans import BlockWindows
 
 if TYPE_CHECKING:
     from actckpt._blocks.together import AppliedBlocks
@@ -31,22 +32,19 @@ __all__ = ["Windows"]
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The windows of one block, in bytes."""
+    """The windows of one block."""
 
-    #: As in `planner.plans.BlockWindows`.
-    out_bytes: int
-    left_bytes: int
-    back_bytes: int
+    block: BlockWindows
     is_last: bool
 
     def run(self, blocks: AppliedBlocks, forward: Callable[[], Any]) -> Any:
         """Run the forward of a block within its windows, and have its backward begin with reading ahead."""
-        blocks.limit_windows(self.out_bytes)
+        blocks.limit_windows(self.block.out_bytes)
         result = forward()
         output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)
         if output is None:
             return result
-        blocks.limit_windows(self.left_bytes)
+        blocks.limit_windows(self.block.left_bytes)
         stores.make_room(output.device)
         moved = LastMoved()
 
@@ -57,7 +55,7 @@ class Windows:
             if self.is_last:
                 blocks.limit_windows(0)
                 stores.make_room(gradient.device)
-            blocks.limit_windows(self.back_bytes)
+            blocks.limit_windows(self.block.back_bytes)
             moved.read_ahead()
             when_backward_ends(ended)
 

@@ -60,7 +60,7 @@ def _within_windows(settings: dict[str, Settings], plan: Plan) -> dict[str, Sett
     return {
         name: {
             **({"is_plain": True} if found is None else found),
-            "windows": Windows(*windows[name], is_last=name == last),
+            "windows": Windows(windows[name], is_last=name == last),
         }
         for name, found in settings.items()
     }
