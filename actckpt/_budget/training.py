@@ -302,7 +302,7 @@ class _Size:
         except PlanInfeasibleError as error:
             if not self._observing.has_corrected or error.smallest_bytes is None:
                 raise share.infeasible(error) from None
-            warnings.warn(_EXCEEDED.format(share.infeasible(error)), stacklevel=2)
+            warnings.warn(_EXCEEDED.format(share.infeasible(error)), stacklevel=5)  # where the model is called
             return smallest_plan(costs, error.smallest_bytes, self._wanted.pins)
 
     def _race_of(self, plan: Plan, share: Share) -> Race | None:
