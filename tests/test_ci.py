@@ -1,12 +1,15 @@
 """What runs all that a change must pass: two suites at a time, and one that fails or takes too long is named."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_RUN = Path(__file__).parents[1] / ".ci" / "run"
+import pytest
+
+_FOLDER = Path(__file__).parents[1] / ".ci"
 _WITH_STAGES = """
 import json, pathlib, runpy, sys
 run = runpy.run_path(sys.argv[1])
@@ -19,12 +22,21 @@ _Stages = Sequence[Sequence[tuple[str, float, str]]]
 
 def _ran(folder: Path, stages: _Stages) -> tuple[int, str, dict[str, list[str]]]:
     """Return exit status, output, and the rows of the table without the names."""
-    command = [sys.executable, "-c", _WITH_STAGES, str(_RUN), str(folder), json.dumps(stages)]
+    command = [sys.executable, "-c", _WITH_STAGES, str(_FOLDER / "suites.py"), str(folder), json.dumps(stages)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert not done.stderr, done.stderr
     lines = done.stdout.splitlines()
     (header,) = (number for number, line in enumerate(lines) if line.startswith("suite "))
     return done.returncode, done.stdout, {line.split()[0]: line.split()[1:] for line in lines[header + 1 : -1]}
+
+
+@pytest.mark.parametrize("command", [["bash", ".ci/run"], [".ci/run"]])
+def test_it_starts_as_a_file_and_as_a_script_of_the_shell(tmp_path: Path, command: list[str]) -> None:
+    shutil.copytree(_FOLDER, tmp_path / ".ci")
+    (tmp_path / "Makefile").write_text(".PHONY: build\nbuild:\n\techo compiled here\n\texit 3\n")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert not done.stderr and done.returncode == 1
+    assert "compiled here\n" in done.stdout and done.stdout.endswith("; build: FAILED (2)\n")
 
 
 def test_suites_of_a_stage_run_beside_each_other_and_stages_one_after_the_other(tmp_path: Path) -> None:
