@@ -100,7 +100,7 @@ def checkpoint(
         policy: None or `"recompute"`: `function` runs again in backward. Any other policy of `region`: nothing runs
             again but single operators, as in `with region(policy):`.
         offload_inputs: move the tensors that the region holds for its reruns or replays to a store, as `offload` does.
-            Inside another region it does nothing: that one frees them.
+            Inside another region, or under other saved-tensor hooks, it does nothing: those have them.
         rng_trackers: callables that return random state trackers, in addition to those registered
             with `actckpt.rng.register_tracker`.
     Returns:

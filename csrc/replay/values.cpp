@@ -38,7 +38,9 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   look_at(value, root.ptr(), root_of(root.ptr()));
   assign(value->choice, tape->choice);
   const py::object least = attribute(tape->choice, names().offloads_inputs_from);
-  if (value->is_parameter == 0 && !least.is_none() && value->nbytes >= PyLong_AsLongLong(least.ptr())) {
+  // Hooks outside get what the region holds: theirs to move.
+  if (is_none(tape->outer) && value->is_parameter == 0 && !least.is_none() &&
+      value->nbytes >= PyLong_AsLongLong(least.ptr())) {
     assign(value->action, names().offload);
   } else {
     assign(value->action, attribute(tape->choice, names().for_value).is_none() ? names().keep : Py_None);

@@ -140,6 +140,20 @@ _OUTSIDE: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("policy", ["recompute", [], lambda info: "keep"])
+@pytest.mark.parametrize("outside", ["clones", "save_on_cpu", "region"])
+def test_what_hooks_outside_hold_is_theirs_to_move(outside: str, policy: Any) -> None:
+    hooks = {**_OUTSIDE, "region": lambda: actckpt.region([])}
+    x, w = leaf(_SIZE, _SIZE), torch.nn.Parameter(torch.randn(_SIZE, _SIZE))
+    expected = torch.autograd.grad(_saved_by_autograd(x * 1.5, w).sum(), (x, w))
+    for is_audited in (True, False):
+        actckpt.reset_stats()
+        with hooks[outside]():
+            y = actckpt.checkpoint(_saved_by_autograd, x * 1.5, w, policy=policy, offload_inputs=True).sum()
+        assert is_audited or actckpt.stats().offloaded_bytes == 0
+        assert_equal(torch.autograd.grad(y, (x, w)), expected)
+
+
 @pytest.mark.parametrize("outside", _OUTSIDE)
 @pytest.mark.parametrize("function", _OF_BOTH)
 @pytest.mark.parametrize("inputs", _ON_ONE_STORAGE)
