@@ -61,10 +61,13 @@ def pins_offload(pins: Pins | None) -> bool:
 
 def flush(device: torch.device) -> None:
     """Wait until nothing that was moved is still held on the device."""
-    if stores.is_ready(device.type):
-        store = stores.store_for(device.type)
+    if not stores.is_ready(device.type):
+        return
+    devices.synchronize(device)
+    store = stores.store_for(device.type)
+    if isinstance(store, CpuStore):
         store.flush()
-        store.poll()
+    store.poll()
 
 
 def prepare(device: torch.device) -> None:
@@ -119,14 +122,17 @@ def _spilled(store: CpuStore) -> tuple[float, float]:
     """Return the rates at which pieces are written to the spill file and read back, in bytes per second."""
     nbytes = session.DEFAULT_MIN_BYTES
     pieces = [torch.full((nbytes,), number, dtype=torch.uint8).untyped_storage() for number in range(_NUM_PIECES)]
+    before = store.stats().written_bytes
     began = time.perf_counter()
-    tickets = [store.engine.put(piece.data_ptr(), nbytes, store.tier, _C.Bytes(piece, 0)) for piece in pieces]
+    put = [store.engine.put(piece.data_ptr(), nbytes, store.tier, _C.Bytes(piece, 0)) for piece in pieces]
     store.flush()
     written = time.perf_counter()
     store.poll()
+    moved_bytes = store.stats().written_bytes - before
+    tickets = [ticket for ticket in put if isinstance(ticket, _C.Ticket)]
+    pieces = [torch.empty(nbytes, dtype=torch.uint8).untyped_storage() for _ in tickets]
+    loaded = time.perf_counter()
     for ticket, piece in zip(tickets, pieces, strict=True):
-        if isinstance(ticket, _C.Ticket):
-            ticket.load(piece.data_ptr(), _C.Bytes(piece, 0))
+        ticket.load(piece.data_ptr(), _C.Bytes(piece, 0))
     read = time.perf_counter()
-    total = _NUM_PIECES * nbytes
-    return total / max(written - began, 1e-9), total / max(read - written, 1e-9)
+    return moved_bytes / max(written - began, 1e-9), moved_bytes / max(read - loaded, 1e-9)

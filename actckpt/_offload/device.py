@@ -73,11 +73,6 @@ class DeviceStore:
         """Release the sources whose copy has ended. Every other call does so too."""
         self.engine.poll()
 
-    def flush(self) -> None:
-        """Wait for all work of the devices, copies too. For measuring."""
-        for index in range(self.accelerator.device_count()):
-            self.accelerator.synchronize(self.accelerator.device_at(index))
-
     def make_room(self, device: torch.device) -> None:
         """Let the current stream of a device wait for copies out beyond the window."""
         assert device.index is not None

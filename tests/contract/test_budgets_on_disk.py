@@ -110,3 +110,9 @@ def test_windows_of_a_plan_end_with_its_backward() -> None:
     actckpt.remove(training.model)
     loss.backward()
     assert stores.limited(1 << 60) == 1 << 60, "hooks of its graph limit nothing afterwards"
+
+
+def test_pieces_that_found_no_room_do_not_count_as_written(tmp_path: Path) -> None:
+    actckpt.configure(spill_dir=tmp_path, disk_limit=8 << 10)  # less than one piece
+    plan, offloaded = _train(activation_budget="50%")
+    assert (plan.costs.d2h_bytes_per_s, plan.costs.h2d_bytes_per_s, offloaded) == (0, 0, 0)
