@@ -8,11 +8,12 @@ Rule 1. A forward of each block runs in a region, so that the recorder names val
 Rule 2. A value is a storage that an operator of the block made. An operator that writes to it in place is part of what
         computing it again takes; where another value was made from it before, it is taken not to be replayable.
 Rule 3. A value that was dropped and lives on is held by the recorder, which begins replays with it (results of opaque
-        operators): then it is not replayable, nor is what was made from it. Or it is held by something else: a context
-        of an `autograd.Function`, the cache of weights of autocast, an attribute. That shows where the block is run
-        once more with nothing recorded. Dropping it frees nothing, nor does a rerun of the block: its bytes are added
-        to those of the block's input, which always stay, and to keep it as well costs nothing. (What backward does not
-        need is not known to the recorder as held: keeping it would cost its bytes.)
+        operators) or keeps what decides where data goes (NOTE [ Routing ]): then it is not replayable, nor is what was
+        made from it where backward does not need it itself. Or it is held by something else: a context of an
+        `autograd.Function`, the cache of weights of autocast, an attribute. That shows where the block is run once more
+        with nothing recorded. Dropping it frees nothing, nor does a rerun of the block: its bytes are added to those of
+        the block's input, which always stay, and to keep it as well costs nothing. (What backward does not need is not
+        known to the recorder as held: keeping it would cost its bytes.)
 Rule 4. What has enough bytes may be offloaded where there is a store (NOTE [ Measuring links ]), unless only replays
         read it. The recorded call moves its inputs, so that it shows which of them something else holds as well:
         moving those frees nothing (`ProfiledBlock.with_input_kept`).
@@ -126,7 +127,7 @@ class BlockStructure:
         """Take down which of the values that are alive something other than the recorder holds."""
         for made in self._made:
             made.is_held = made.is_alive and made.places[0] in places
-            if made.is_alive and not made.is_held and self._info(made) is None:
+            if made.is_alive and not made.is_held:
                 made.replayable = False
 
     def values(self) -> tuple[Value, ...]:

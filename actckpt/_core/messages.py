@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._core import torch_private
-from actckpt._core.sites import modules_on_stack, user_line
+from actckpt._core.sites import module_name, modules_on_stack, user_line
 from actckpt._core.tensor_changes import version_of
 from actckpt.errors import InputChangedError, RerunMismatchError, SavedTensorChangedError
 
@@ -24,6 +24,12 @@ _ADVICE = (
     "The function must do the same in both runs: no counters, flags or Python randomness that differ "
     "between them, no attribute of a module that one call leaves for the next (a recurrent state). Pass a policy, "
     "whose regions run nothing again, or debug=True to see the operators of both runs."
+)
+
+_ROUTING = (
+    "Only sizes differ: if data decides them there (which tokens an expert gets, a mask that selects), it decided "
+    'otherwise in the rerun. Regions with a policy, such as policy="matmuls", keep what decides and replay the rest. '
+    "Or leave the router outside of the checkpointed function.\n"
 )
 
 
@@ -82,8 +88,7 @@ def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> R
     """Return the error for a tensor that the rerun saved and the forward did not save like that."""
     frame = refill.frame
     name = _name(frame)
-    module = next(modules_on_stack(), None)
-    where = f"saved at {user_line()}" + (f" (module {type(module).__name__})" if module is not None else "")
+    where = f"saved at {user_line()}{_running_module()}"
     if problem == "more":
         return RerunMismatchError(
             f"The rerun of {name} saves more tensors than its forward did.\n"
@@ -110,8 +115,22 @@ def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> R
         f"The rerun of {name} saved a tensor that is different from its forward's: "
         f"saved tensor {index} of {frame.num_saved}.\n"
         f"Forward: shape {tuple(shape or ())}, {dtype}, {device}. Rerun: shape {tuple(tensor.shape)}, "
-        f"{tensor.dtype}, {tensor.device}, {where}.\n{_ADVICE}"
+        f"{tensor.dtype}, {tensor.device}, {where}.\n"
+        f"{_ROUTING if _has_other_size(tensor, shape, dtype) else ''}{_ADVICE}"
     )
+
+
+def _running_module() -> str:
+    module = next(modules_on_stack(), None)
+    if module is None:
+        return ""
+    name, kind = module_name(), type(module).__name__
+    return f" (module {kind})" if name == kind else f" (module {name}, {kind})"
+
+
+def _has_other_size(tensor: Tensor, shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
+    """Whether only sizes differ, as where the rerun of a router sends other tokens to an expert."""
+    return shape is not None and dtype == tensor.dtype and len(shape) == tensor.ndim
 
 
 def fewer_saved(refill: "_C.Refill") -> RerunMismatchError:

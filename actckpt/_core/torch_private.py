@@ -4,6 +4,7 @@
 here can go when torch makes it public.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -329,6 +330,13 @@ def callee_of(overload: Any) -> Callable[..., Any]:
     """Return what an overload of an operator calls; of another operator, the operator."""
     callee: Callable[..., Any] = overload._op if type(overload) is torch._ops.OpOverload else overload
     return callee
+
+
+def has_registered_effect(overload: Any) -> bool:
+    """Whether torch was told of an effect of an operator (`torch.library`), so that it must run once and in order."""
+    effects: Any = importlib.import_module("torch._higher_order_ops.effects")
+    effect_of = _optional(effects, "_get_effect") or effects.SIDE_EFFECTS.get  # torch 2.9 has a dictionary
+    return effect_of(overload) is not None
 
 
 def is_compiled_function(function: object) -> bool:

@@ -79,6 +79,13 @@ class Table:
                 return self.actions[text]
         return None
 
+    def names(self, place: Place | None, names: tuple[str, ...]) -> bool:
+        """Return whether an entry, and not the default, decides about a value."""
+        if place is not None and str(place) in self.actions:
+            return True
+        selectors = self._selectors.values()
+        return any((place is not None and s.has(place)) or s.has_name(names, place) for s in selectors)
+
     def nearest(self, text: str) -> str:
         """Return the places and names nearest to an entry, of those that ran or were given."""
         return ", ".join(difflib.get_close_matches(text, self._seen, n=2, cutoff=0.4)) or "none"

@@ -22,7 +22,7 @@ from actckpt._replay.lineage import Value
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
 
-__all__ = ["close", "note"]
+__all__ = ["close", "let_stay", "note"]
 
 _TOO_LATE = "its name says recompute, and it had been saved before it got that name"
 
@@ -45,7 +45,7 @@ def note(tape: Tape, tensor: Any, name: str) -> None:
     if action is Action.RECOMPUTE:
         _drop(tape, value)
     elif action is not None:
-        _let_stay(tape, value, tensor, action)
+        let_stay(tape, value, tensor, action)
 
 
 def close(tape: Tape) -> None:
@@ -70,7 +70,8 @@ def _decided_again(tape: Tape, value: Value, tensor: Tensor) -> Action | None:
     return None if action is value.action else action
 
 
-def _let_stay(tape: Tape, value: Value, tensor: Tensor, action: Action) -> None:
+def let_stay(tape: Tape, value: Value, tensor: Tensor, action: Action, why: str = "") -> None:
+    """Keep or move a value of which `tensor` holds the bytes, though it was to be dropped."""
     if not value.was_saved:
         value.action = action
         if value.held is None:
@@ -82,9 +83,9 @@ def _let_stay(tape: Tape, value: Value, tensor: Tensor, action: Action) -> None:
     value.action = action
     value.spare = value.stored = None
     tape.late_audits.pop(value, None)
-    done, why = tape.hold(value, tensor, action)
+    done, why_not_moved = tape.hold(value, tensor, action)
     if value.entry is not None:
-        value.entry.action, value.entry.why = done, why
+        value.entry.action, value.entry.why = done, why or why_not_moved
 
 
 def _drop(tape: Tape, value: Value) -> None:

@@ -103,12 +103,23 @@ _NONDETERMINISTIC_ON_CPU = {
 }
 
 
+#: By the names of arguments: integer tensors in them say where data goes (NOTE [ Routing ]).
+_INDICES = frozenset({"index", "indices", "offs"})
+#: The same for masks.
+_SELECTED_BY_MASK = frozenset({"masked_select", "masked_scatter", "masked_scatter_"})
+#: Their indices are those of pooling.
+_UNPOOLING = frozenset({"max_unpool2d", "max_unpool3d"})
+#: The sizes of what these return, or Python numbers, depend on what tensors hold.
+_DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
+
 class HigherOrder:
     """An operator whose arguments may be functions: not recorded (Rule 10 of NOTE [ Replay ])."""
 
     is_recorded = False
     makes_one = False
     num_returned = 0
+    routed_by = ()
 
     def __init__(self, func: Any) -> None:
         self.func = self.callee = func
@@ -126,6 +137,7 @@ class Operator:
         "forgets_versions",
         "func",
         "generator_name",
+        "has_effects",
         "has_workspace",
         "hidden_writes",
         "is_collective",
@@ -144,6 +156,7 @@ class Operator:
         "overwrites",
         "reads_outside",
         "reshapes_storage",
+        "routed_by",
         "saved_before_written",
         "written",
         "written_names",
@@ -180,6 +193,8 @@ class Operator:
         #: Not torch's own: may draw random numbers without saying so (Rule 3).
         self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in _COLLECTIVE
         self.is_collective = namespace in _COLLECTIVE
+        #: It does something besides what its schema says, and torch was told so.
+        self.has_effects = torch_private.has_registered_effect(func)
         self.has_workspace = namespace == "aten" and base in _WITH_WORKSPACE
         #: Below a dispatch mode torch does not count the version of what these change up.
         self.forgets_versions = bool(writes) and base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
@@ -198,6 +213,8 @@ class Operator:
         self.is_elementwise = not self.is_foreign and torch.Tag.pointwise in func.tags
         #: The keyword that takes a `torch.Generator`, None if there is none.
         self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)
+        #: Positions and names of arguments that stay where they are indices, or sizes depend on them.
+        self.routed_by = _routing_arguments(func)
         #: None of the above needs a look at each call.
         self.is_plain = not (
             writes
@@ -206,6 +223,7 @@ class Operator:
             or self.is_random
             or self.is_foreign
             or self.is_collective
+            or self.has_effects
             or self.hidden_writes
             or self.is_nondeterministic_on_cuda
             or self.nondeterministic_threads
@@ -233,6 +251,21 @@ class Operator:
 
 def _is_write(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _routing_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return positions and names of the arguments that say where data goes, or how much of it."""
+    _, _, base = func._schema.name.partition("::")
+    if base in _UNPOOLING:
+        return ()
+    tensors = [
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if "Tensor" in str(argument.type) and not _is_write(argument)
+    ]
+    routing = _INDICES | {"mask"} if base in _SELECTED_BY_MASK else _INDICES
+    named = tuple(found for found in tensors if found[1] in routing)
+    return named or (tuple(tensors) if _DATA_DEPENDENT.intersection(func.tags) else ())
 
 
 def _is_out_variant(schema: Any) -> bool:

@@ -17,9 +17,9 @@ Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed:
          nothing recorded has fully written (see `filling`), what compiled code returns, storages that cannot be read
          (sparse, nested) and what is made from them or from inference tensors, since nobody tells when they change;
          what is made below dispatch modes that may change it (NOTE [ Modes ]).
-Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back, and operators that are
-         nondeterministic (on CUDA; on the CPU, most with several threads) are not executed again, or only in a form
-         without the effect.
+Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back or have an effect that
+         torch was told of, and operators that are nondeterministic (on CUDA; on the CPU, most with several threads) are
+         not executed again, or only in a form without the effect.
 Rule 6.  Audit. See `audit`.
 Rule 7.  Outside changes. If replay needs bytes that changed after the region closed, unpack raises. The aliases that
          tell are made outside of the dispatch handler: inside, `detach()` does not share the version counter.
@@ -176,7 +176,7 @@ def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bo
         return "a collective"
     if operator.reshapes_storage:
         return "its storage was replaced or resized"
-    if has_hidden_writes and not operator.has_form_without_effect:
+    if operator.has_effects or (has_hidden_writes and not operator.has_form_without_effect):
         return "an operator with effects"
     if operator.reads_outside:
         return "read from outside of the program"

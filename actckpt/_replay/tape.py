@@ -28,10 +28,12 @@ from actckpt._replay.replayability import Needed, Obtainable
 from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 
-__all__ = ["COMPILED", "Tape"]
+__all__ = ["COMPILED", "WHY_ROUTING", "Tape"]
 
 #: Why what compiled code returns or saves is not replayed.
 COMPILED = "made by compiled code"
+#: The same of what decides where data goes (NOTE [ Routing ]).
+WHY_ROUTING = "it says where data goes, or how much of it"
 
 
 class Tape(TapeCore):
@@ -309,7 +311,8 @@ class Tape(TapeCore):
             action, why_not_moved = self.hold(value, tensor, action)
             why = why or why_not_moved
         if entry is not None:
-            entry.action, entry.why = action, why or (value.why_opaque if value.is_input else "")
+            stays_by_rule = value.is_input or value.why_opaque is WHY_ROUTING
+            entry.action, entry.why = action, why or (value.why_opaque if stays_by_rule else "")
         if action is not Action.RECOMPUTE:
             return
         if new_leaf_bytes(value, value.nbytes) > value.nbytes:

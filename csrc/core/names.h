@@ -66,6 +66,7 @@ namespace actckpt {
   X(put, "put") \
   X(release, "release") \
   X(requires_grad_, "requires_grad_") \
+  X(routed_by, "routed_by") \
   X(saved_again, "saved_again") \
   X(self_name, "self") \
   X(set, "set_") \
@@ -149,6 +150,7 @@ namespace actckpt {
   X(describe)            /* func -> Operator, or HigherOrder */ \
   X(record_special)      /* (tape, operator, args, kwargs) -> result */ \
   X(note_wrappers)       /* (tape, arguments) */ \
+  X(hold_indices)        /* (tape, operator, args, kwargs or None) */ \
   X(begin_audit)         /* (tape, handle, place, tensor) */ \
   X(pack_other)          /* (tape, tensor, value or None) -> what autograd holds */ \
   X(unpacked_inside)     /* (tape, value): before a backward inside of an open region reads it */ \

@@ -24,7 +24,8 @@ bool decided(TapeObject* tape, ValueObject* value, PyObject* tensor) {
     if (new_leaf_bytes(value, value->nbytes) > value->nbytes) return false;
     mark_needed(value);
     tape->recompute_bytes += value->nbytes;
-  } else if (value->action == names().keep && !is_none(value->held)) {
+  } else if (value->action == names().keep && !is_none(value->held) &&
+             (value->is_input != 0 || PyObject_IsTrue(value->why_opaque) == 0)) {
     assign(value->step, Py_None);
     // Tells of later changes as autograd would: aliases may count their own (`Tensor.data`).
     if (value->is_parameter == 0) assign(value->held, tensor);

@@ -31,6 +31,7 @@ struct Known {
   bool is_view = false;
   bool is_plain = false;
   bool makes_one = false;
+  bool is_routed = false;
   Numerics which = Numerics::kAll;  // settings that it may depend on
 };
 
@@ -45,6 +46,7 @@ const Known& known(PyObject* func) {
   entry.is_recorded = is_true(entry.op.ptr(), names().is_recorded);
   entry.callee = attribute(entry.op.ptr(), names().callee);
   entry.makes_one = is_true(entry.op.ptr(), names().makes_one);
+  entry.is_routed = PyObject_IsTrue(attribute(entry.op.ptr(), names().routed_by).ptr()) == 1;
   if (entry.is_recorded) {
     entry.is_view = is_true(entry.op.ptr(), names().is_view);
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
@@ -298,6 +300,10 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const Known& entry = known(func);
     if (!is_none(tape->calls) && !entry.is_view) {
       note_operator(tape->calls, entry.op.ptr(), static_cast<std::uint64_t>(tape->structure));
+    }
+    if (entry.is_routed) {
+      PyObject* call[] = {current.ptr(), entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
+      owned(PyObject_Vectorcall(names().hold_indices, call, 4, nullptr));
     }
     if (!entry.is_recorded) {
       py::object result = called(func, args, kwargs);

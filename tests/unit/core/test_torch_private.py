@@ -143,6 +143,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "Variable",
         "contextmanager",
         "forward_ad",
+        "importlib",
         "partial",
         "torch",
     }
@@ -160,6 +161,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "forced_by_context",
         "function_modes",
         "graph_break",
+        "has_registered_effect",  # checked in tests/contract/replay/test_replay_routing.py
         "implementation_of",
         "outer_hooks",
         "remove_dispatch_mode",
