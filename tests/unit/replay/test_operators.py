@@ -38,10 +38,12 @@ def test_there_are_operators_to_look_at() -> None:
     assert len(OVERLOADS) > 2000
 
 
+#: Names of namespaces, of arguments, and tags.
+_NO_OPERATORS = ("_COLLECTIVE", "_INDICES", "_DATA_DEPENDENT")
 TABLES = {
     name: table
     for name, table in vars(operators).items()
-    if isinstance(table, (frozenset, dict)) and re.fullmatch("_[A-Z_]+", name) and name != "_COLLECTIVE"
+    if isinstance(table, (frozenset, dict)) and re.fullmatch("_[A-Z_]+", name) and name not in _NO_OPERATORS
 }
 
 
@@ -54,6 +56,25 @@ def test_every_name_in_a_table_is_an_operator(table: str) -> None:
 
 def test_the_tables_are_found() -> None:
     assert set(TABLES) >= {"_UNINITIALISED", "_OVERWRITE", "_HIDDEN_WRITES", "_NONDETERMINISTIC_ON_CUDA"}
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter", "index_add", "index", "index_put", "index_select", "embedding"])
+def test_indices_route(name: str) -> None:
+    for overload in getattr(aten, name).overloads():
+        func = getattr(getattr(aten, name), overload)
+        names = [found for _, found in operator_of(func).routed_by]
+        indexed = any("Tensor" in str(a.type) and a.name in ("index", "indices") for a in func._schema.arguments)
+        assert not indexed or names in (["index"], ["indices"]), func
+
+
+def test_sizes_that_depend_on_data_route_and_results_do_not() -> None:
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    for operator in OPERATORS:
+        arguments = operator.func._schema.arguments
+        if tags.intersection(operator.func.tags) and any("Tensor" in str(each.type) for each in arguments):
+            assert operator.routed_by or "unpool" in operator.name, operator.name
+        written = [number for number, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write]
+        assert not {position for position, _ in operator.routed_by}.intersection(written), operator.name
 
 
 # Writes.
