@@ -27,7 +27,7 @@ from actckpt._options import (
     check_call,
     check_no_call,
 )
-from actckpt._replay.audit import caller_of, site_of
+from actckpt._replay.audit import Site, caller_of, site_of
 from actckpt._replay.calls import run_in_region
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
@@ -175,10 +175,7 @@ def checkpoint_call(
         figures: get what becomes of values where operators are replayed.
     """
     if torch.compiler.is_compiling():
-        if goes_by_operator(options.policy):
-            return compiled_checkpoint(function, args, kwargs, options)
-        torch_private.graph_break(BY_OPERATOR)
-        return _checkpoint_eagerly(function, args, kwargs, options, input_hooks=input_hooks)
+        return _checkpoint_in_compiled_code(function, args, kwargs, options, input_hooks)
     policy = options.policy
     if options.use_reentrant or policy is not None or options.determinism_check != "default" or NEWER_KEYWORDS:
         options.check(kwargs)
@@ -189,24 +186,16 @@ def checkpoint_call(
     if policy is not None and policy != "recompute":
         site = site_of(caller_of(function, args, kwargs))
         if not site.is_rerun:
-            respects_hooks = options.respect_saved_tensors_hooks is not False
-            choice = _choice_for(choice_of(policy), function, options)
-            return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches, figures)
+            return _replayed(choice_of(policy), site, function, args, kwargs, options, matches, figures)
         options = options._replace(preserve_rng_state=True)  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
     if forced_early_stop is not None or forced_debug is not None:
         options = _forced(options, forced_early_stop, forced_debug)
     # The common kind runs without Python code around the function; the extension says if it is one.
-    is_uncommon = (
-        kwargs
-        or input_hooks
-        or options.debug
-        or options.offload_inputs
-        or options.rng_trackers
-        or options.context_fn is not noop_context_fn
-    )
-    if not (is_uncommon or extensions.around_regions) and is_of_module(function):
+    has_contexts = options.context_fn is not noop_context_fn
+    is_uncommon = kwargs or input_hooks or options.debug or options.offload_inputs or options.rng_trackers
+    if not (is_uncommon or has_contexts or extensions.around_regions) and is_of_module(function):
         check_metadata = options.determinism_check == "default"
         result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
         if result is not NotImplemented:
@@ -218,12 +207,36 @@ def checkpoint_call(
 _checkpoint_eagerly = torch_private.disable_dynamo(checkpoint_call)
 
 
-def _choice_for(choice: Choice, function: Callable[..., Any], options: CheckpointOptions) -> Choice:
-    """Return a policy that also moves the inputs of the region where the options say so."""
-    if not options.offload_inputs:
-        return choice
-    keep_in_place(function)
-    return choice.offloading_inputs(DEFAULT_MIN_BYTES)
+def _checkpoint_in_compiled_code(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    input_hooks: torch_private.Hooks | None,
+) -> Any:
+    """Let the compiler follow a policy that goes by operator; call all others in between two compiled graphs."""
+    if goes_by_operator(options.policy):
+        return compiled_checkpoint(function, args, kwargs, options)
+    torch_private.graph_break(BY_OPERATOR)
+    return _checkpoint_eagerly(function, args, kwargs, options, input_hooks=input_hooks)
+
+
+def _replayed(
+    choice: Choice,
+    site: Site,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    matches: Matches | None,
+    figures: Figures | None,
+) -> Any:
+    """Run the function in a region that replays operators; it moves its inputs where the options say so."""
+    if options.offload_inputs:
+        keep_in_place(function)
+        choice = choice.offloading_inputs(DEFAULT_MIN_BYTES)
+    respects_hooks = options.respect_saved_tensors_hooks is not False
+    return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches, figures)
 
 
 def _forced(options: CheckpointOptions, early_stop: bool | None, debug: bool | None) -> CheckpointOptions:
@@ -250,9 +263,7 @@ def _run(
         if selective is not None:
             site = site_of(caller_of(function, args, kwargs))
             if not site.is_rerun:
-                respects_hooks = options.respect_saved_tensors_hooks is not False
-                choice = _choice_for(selective, function, options)
-                return run_in_region(choice, site, function, args, kwargs, respects_hooks, None, figures)
+                return _replayed(selective, site, function, args, kwargs, options, None, figures)
             contexts, preserve_rng_state = None, True
     if options.offload_inputs:
         keep_in_place(function)

@@ -170,6 +170,29 @@ class Operator:
         self.callee = torch_private.callee_of(func)
         #: As in `torch.ops.<name>`.
         self.name = str(func)
+        self._note_writes(schema, namespace, base)
+        self._note_memory(schema, namespace, base)
+        self._note_numbers(schema, namespace, base)
+        #: Positions and names of arguments that stay where they are indices, or sizes depend on them.
+        self.routed_by = _routing_arguments(func)
+        #: None of the above needs a look at each call.
+        self.is_plain = not (
+            self.written
+            or self.written_names
+            or self.is_uninitialised
+            or self.reads_outside
+            or self.is_random
+            or self.is_foreign
+            or self.is_collective
+            or self.has_effects
+            or self.hidden_writes
+            or self.is_nondeterministic_on_cuda
+            or self.nondeterministic_threads
+            or self.reshapes_storage
+        )
+
+    def _note_writes(self, schema: Any, namespace: str, base: str) -> None:
+        """Take down what it writes to, and which results are no new bytes."""
         writes_nothing = namespace == "aten" and base in _WRITE_NOTHING
         writes = [
             (position, argument)
@@ -185,23 +208,31 @@ class Operator:
         #: How many results it returns that are no aliases of arguments, a list as one; and whether that is one tensor.
         self.num_returned = sum(result.alias_info is None for result in schema.returns)
         self.makes_one = self.num_returned == 1 == len(schema.returns) and str(schema.returns[0].type) == "Tensor"
-        self.is_uninitialised = namespace == "aten" and base in _UNINITIALISED
-        self.reads_outside = namespace == "aten" and base in _READ_OUTSIDE
         self.overwrites = bool(writes) and namespace == "aten" and (base in _OVERWRITE or _is_out_variant(schema))
-        self.reshapes_storage = namespace == "aten" and base in _RESHAPE_STORAGE
-        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
-        #: Not torch's own: may draw random numbers without saying so (Rule 3).
-        self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in _COLLECTIVE
-        self.is_collective = namespace in _COLLECTIVE
-        #: It does something besides what its schema says, and torch was told so.
-        self.has_effects = torch_private.has_registered_effect(func)
-        self.has_workspace = namespace == "aten" and base in _WITH_WORKSPACE
         #: Below a dispatch mode torch does not count the version of what these change up.
         self.forgets_versions = bool(writes) and base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
         self.hidden_writes = _HIDDEN_WRITES.get(schema.name)
         saved_name = _SAVED_BEFORE_WRITTEN.get(schema.name)
         #: Position of the argument that autograd saves before this operator writes to it, -1: none.
         self.saved_before_written = [a.name for a in schema.arguments].index(saved_name) if saved_name else -1
+
+    def _note_memory(self, schema: Any, namespace: str, base: str) -> None:
+        """Take down what it does to memory besides writing results, and to other processes."""
+        self.is_uninitialised = namespace == "aten" and base in _UNINITIALISED
+        self.reads_outside = namespace == "aten" and base in _READ_OUTSIDE
+        self.reshapes_storage = namespace == "aten" and base in _RESHAPE_STORAGE
+        self.has_workspace = namespace == "aten" and base in _WITH_WORKSPACE
+        self.is_collective = namespace in _COLLECTIVE
+        #: It does something besides what its schema says, and torch was told so.
+        self.has_effects = torch_private.has_registered_effect(self.func)
+
+    def _note_numbers(self, schema: Any, namespace: str, base: str) -> None:
+        """Take down what its results depend on besides its arguments."""
+        #: Not torch's own: may draw random numbers without saying so (Rule 3).
+        self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in _COLLECTIVE
+        self.is_random = torch.Tag.nondeterministic_seeded in self.func.tags
+        #: The keyword that takes a `torch.Generator`, None if there is none.
+        self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)
         #: Position of the argument without which it is deterministic, None if none makes it so.
         self.nondeterministic_flag = _NONDETERMINISTIC_ON_CUDA_IF.get(base) if namespace == "aten" else None
         self.is_nondeterministic_on_cuda = namespace == "aten" and (
@@ -210,25 +241,7 @@ class Operator:
         #: Number of threads from which on it is nondeterministic on the CPU, 0: never.
         self.nondeterministic_threads = _NONDETERMINISTIC_ON_CPU.get(base, 0) if namespace == "aten" else 0
         #: Each element of the result depends on one of each argument: not on how sums are formed (NOTE [ Settings ]).
-        self.is_elementwise = not self.is_foreign and torch.Tag.pointwise in func.tags
-        #: The keyword that takes a `torch.Generator`, None if there is none.
-        self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)
-        #: Positions and names of arguments that stay where they are indices, or sizes depend on them.
-        self.routed_by = _routing_arguments(func)
-        #: None of the above needs a look at each call.
-        self.is_plain = not (
-            writes
-            or self.is_uninitialised
-            or self.reads_outside
-            or self.is_random
-            or self.is_foreign
-            or self.is_collective
-            or self.has_effects
-            or self.hidden_writes
-            or self.is_nondeterministic_on_cuda
-            or self.nondeterministic_threads
-            or self.reshapes_storage
-        )
+        self.is_elementwise = not self.is_foreign and torch.Tag.pointwise in self.func.tags
 
     def writes_hidden(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the positions of arguments that this call writes to although its schema does not say so."""

@@ -41,10 +41,10 @@ class Tape(TapeCore):
 
     def __init__(self, choice: Choice, outer: torch_private.Hooks | None, site: Site) -> None:
         super().__init__()
-        self._take_settings(site, config.settings())
         self.choice = choice
         #: The hooks that were active where the region was opened.
         self.outer = outer
+        self._take_settings(site, config.settings())
         #: Whether they get the bytes of what the policy keeps, not only inputs.
         self.hands_kept_out = True
         #: The pack hook, by which a region inside recognises this one.
@@ -60,8 +60,7 @@ class Tape(TapeCore):
         self.candidates = []
         #: See NOTE [ Filling ].
         self.filling: dict[Value, Filling] | None = None
-        #: See `aliases`.
-        self.roots: aliases.Roots | None = None
+        self.roots: aliases.Roots | None = None  # see `aliases`
         #: Calls of modules, None: nobody asks for places. And how many other tapes are open around it.
         self.calls, self.nesting = None, 0
         #: How many regions are open that record for this one.
@@ -76,8 +75,7 @@ class Tape(TapeCore):
         self.lock = threading.RLock()
         #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
         self.swap = -1
-        #: Whether dropped tensors leave checksums (Rule 6).
-        self.is_audited = site.begin(self.audit) and not (outer is not None and site.has_other_hooks)
+        #: Handles of dropped tensors that left checksums.
         self.audited: list[weakref.ref[Any]] = []
         #: What `PREFER_OFFLOAD` moves.
         self._plan: RegionPlan | None = None
@@ -91,6 +89,8 @@ class Tape(TapeCore):
         #: See `configure`.
         self.audit = settings.audit
         self.audits_always = settings.audit == "always"
+        #: Whether dropped tensors leave checksums (Rule 6).
+        self.is_audited = site.begin(self.audit) and not (self.outer is not None and site.has_other_hooks)
         self.opaque_names = settings.opaque
         self.replay_order = settings.replay_order
         self.window_follows = settings.replay_window == "auto"
