@@ -11,7 +11,7 @@ from torch.utils.checkpoint import noop_context_fn
 from typing_extensions import Unpack
 
 from actckpt import _C
-from actckpt._compile.checkpoint import BY_OPERATOR, compiled_checkpoint, goes_by_operator
+from actckpt._compile.checkpoint import compiled_checkpoint, why_eager
 from actckpt._core import devices, extensions, messages, random_state, torch_private
 from actckpt._core.functions import check_runs_when_called, is_of_module
 from actckpt._core.region_report import Figures
@@ -38,6 +38,10 @@ from actckpt.policies import Policy, choice_of, selective_choice
 
 __all__ = ["checkpoint", "checkpoint_sequential", "offload"]
 
+_OFFLOAD_IN_COMPILED_CODE = (
+    "actckpt.offload moves nothing inside of a compiled graph: it breaks the graph here. Enter it around the compiled "
+    "function."
+)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
@@ -214,10 +218,11 @@ def _checkpoint_in_compiled_code(
     options: CheckpointOptions,
     input_hooks: torch_private.Hooks | None,
 ) -> Any:
-    """Let the compiler follow a policy that goes by operator; call all others in between two compiled graphs."""
-    if goes_by_operator(options.policy):
+    """Let the compiler follow what goes by operator; call all else in between two compiled graphs."""
+    if why := why_eager(options):
+        torch_private.graph_break(why)
+    else:
         return compiled_checkpoint(function, args, kwargs, options)
-    torch_private.graph_break(BY_OPERATOR)
     return _checkpoint_eagerly(function, args, kwargs, options, input_hooks=input_hooks)
 
 
@@ -355,6 +360,8 @@ def offload(to: Destination = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTE
         ...     y = layer(torch.randn(256, 64))
         >>> y.sum().backward()
     """
+    if torch.compiler.is_compiling():
+        torch_private.graph_break(_OFFLOAD_IN_COMPILED_CODE)
     if callable(to):
         kind = type(to).__name__
         raise ValueError(

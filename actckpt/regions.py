@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar, overload
 import torch
 
 from actckpt._C import all_or_nothing
+from actckpt._core import torch_private
 from actckpt._core.functions import check_runs_when_called
 from actckpt._core.region_report import Figures, Report, explained
 from actckpt._replay import naming
@@ -26,6 +27,10 @@ from actckpt.policies import Policy, choice_of
 
 __all__ = ["name", "region"]
 
+_IN_COMPILED_CODE = (
+    "actckpt.region records operators, which a compiled function does not show it: it breaks the graph here. Use "
+    "actckpt.checkpoint with a policy, which the compiler follows, or open the region around the compiled function."
+)
 _NOT_OPEN = "Not recorded: the region was not opened yet, or where grad mode was off."
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -62,6 +67,8 @@ class region:  # noqa: N801 - used as a function
     """
 
     def __init__(self, policy: Policy = "recompute", *, record: bool = False) -> None:
+        if torch.compiler.is_compiling():
+            torch_private.graph_break(_IN_COMPILED_CODE)
         self._policy = policy
         self._record = record
         self._choice = choice_of(policy)

@@ -16,17 +16,25 @@ from actckpt._text.presets import PRESETS
 from actckpt.action import Action
 from actckpt.policies import ByName, PerOp, choice_of, is_torch_policy
 
-__all__ = ["BY_OPERATOR", "compiled_checkpoint", "goes_by_operator"]
+__all__ = ["compiled_checkpoint", "why_eager"]
 
 _MOVES_NOTHING = (
     f"torch.compile of torch {torch.__version__} moves nothing: keep or recompute it, or keep this call out of the "
     "compiled function."
 )
 #: What is said of a policy that torch's form cannot say.
-BY_OPERATOR = (
+_BY_OPERATOR = (
     "actckpt.checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', 'keep', 'attention', "
     "'matmuls', a list of operators to keep, a PerOp of keep and recompute, or a policy function of torch's form, "
     f"policy(ctx, op, *args, **kwargs). To offload: {_MOVES_NOTHING}"
+)
+_NOT_INPUTS = (
+    "actckpt.checkpoint: offload_inputs cannot be honoured under torch.compile. Leave it out, or keep this call out of "
+    "the compiled function."
+)
+_NO_TRACKERS = (
+    "actckpt.checkpoint: rng_trackers cannot be honoured under torch.compile, where torch's own checkpoint restores "
+    "random state. Leave them out, or keep this call out of the compiled function."
 )
 _NEVER = object()
 
@@ -48,16 +56,6 @@ def compiled_checkpoint(
         context_fn = functools.partial(create_selective_checkpoint_contexts, functools.partial(_answer, policy))
     elif context_fn is not noop_context_fn:
         context_fn = functools.partial(_watched_contexts, context_fn)
-    if options.offload_inputs:
-        raise ValueError(
-            "checkpoint: offload_inputs cannot be honoured under torch.compile. Leave it out, or keep this call out of "
-            "the compiled function."
-        )
-    if options.rng_trackers:
-        raise ValueError(
-            "checkpoint: rng_trackers cannot be honoured under torch.compile, where torch's own checkpoint "
-            "restores random state. Leave them out, or keep this call out of the compiled function."
-        )
     return torch_checkpoint.checkpoint(
         function,
         *args,
@@ -88,7 +86,16 @@ def _only_where_given(options: CheckpointOptions, context_fn: ContextFn) -> dict
     return given
 
 
-def goes_by_operator(policy: Any) -> bool:
+def why_eager(options: CheckpointOptions) -> str:
+    """Return why a call must not be compiled, or an empty text; the compiler traces this."""
+    if not _goes_by_operator(options.policy):
+        return _BY_OPERATOR
+    if options.offload_inputs:
+        return _NOT_INPUTS
+    return _NO_TRACKERS if options.rng_trackers else ""
+
+
+def _goes_by_operator(policy: Any) -> bool:
     """Whether torch's form can say a policy, as far as can be told without asking it; the compiler traces this."""
     if policy is None or isinstance(policy, (list, tuple, set, frozenset)):
         return True
@@ -110,7 +117,7 @@ def _answer(policy: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> An
         keeps = choice_of(policy).of(str(op)) is Action.KEEP
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
     if not is_torch_policy(policy):
-        raise ValueError(BY_OPERATOR)
+        raise ValueError(_BY_OPERATOR)
     return _refuse_to_move(policy(context, op, *args, **kwargs), op)
 
 
