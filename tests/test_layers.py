@@ -31,7 +31,7 @@ _ROOMS = [
     ["statistics", "memory"],
     ["_budget"],
     ["blocks"],
-    ["te", "_estimate"],
+    ["te", "_estimate", "integrations"],
     ["budgets", "comparison", "doctor", "tracing"],
     ["estimation"],
     ["demo", "_commands"],

@@ -1,0 +1,22 @@
+"""Every block of code in docs/libraries.md runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+_PAGE = Path(__file__).parents[2] / "docs/libraries.md"
+_BLOCKS = re.findall(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # PEFT uses what Transformers deprecated
+@pytest.mark.parametrize("block", _BLOCKS, ids=range(len(_BLOCKS)))
+def test_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "block", "exec"), {"__name__": "block"})
+
+
+def test_there_are_blocks() -> None:
+    assert len(_BLOCKS) >= 3

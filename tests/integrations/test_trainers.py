@@ -1,0 +1,122 @@
+"""The callback of `actckpt.integrations.transformers` in Trainer and in TRL's, on tiny models with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import STEPS, assert_equal
+from transformers_models import make
+
+import actckpt
+from actckpt.integrations.transformers import callback, enable
+
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _text(seed: int, words: int = 8) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    return " " + " ".join(f"w{i}" for i in torch.randint(0, 61, (words,), generator=generator).tolist())
+
+
+def _arguments(folder: Path, kind: Any, **options: Any) -> Any:
+    return kind(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        learning_rate=1e-3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        **options,
+    )
+
+
+class Seen(transformers.TrainerCallback):  # type: ignore[misc]
+    """Takes down which blocks ran by actckpt."""
+
+    blocks_ran = ()
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        self.blocks_ran = actckpt.report(model).blocks_ran
+
+
+def _trainer(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
+    ids = torch.randint(3, 64, (64, 12), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = _arguments(folder, transformers.TrainingArguments, **options)
+    return transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
+
+
+def _sft(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
+    rows = datasets.Dataset.from_list([{"text": _text(i)} for i in range(64)])
+    arguments = _arguments(folder, trl.SFTConfig, bf16=False, **options)
+    return trl.SFTTrainer(
+        model=model, args=arguments, train_dataset=rows, processing_class=_tokenizer(), callbacks=callbacks
+    )
+
+
+def _dpo(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
+    rows = [{"prompt": _text(i), "chosen": _text(100 + i), "rejected": _text(200 + i)} for i in range(64)]
+    arguments = _arguments(folder, trl.DPOConfig, bf16=False, **options)
+    return trl.DPOTrainer(
+        model=model,
+        ref_model=make("llama"),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=_tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def _run(trainer: Any) -> list[torch.Tensor]:
+    trainer.train()
+    losses = [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS
+    return [*losses, *(parameter.detach() for parameter in trainer.model.parameters())]
+
+
+@pytest.mark.parametrize("make_trainer", [_trainer, _sft, _dpo], ids=["Trainer", "SFTTrainer", "DPOTrainer"])
+def test_a_trainer_with_the_callback_trains_as_without(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    expected = _run(make_trainer(tmp_path, make("llama"), [], gradient_checkpointing=False))
+    seen, model = Seen(), make("llama")
+    trainer = make_trainer(tmp_path, model, [callback(), seen], gradient_checkpointing=True)
+    assert_equal(_run(trainer), expected)
+    assert len(seen.blocks_ran) == 3
+    with pytest.raises(actckpt.BlocksError, match="none of"):  # it has ended
+        actckpt.report(model)
+
+
+@pytest.mark.parametrize("make_trainer", [_trainer, _sft], ids=["Trainer", "SFTTrainer"])
+def test_a_model_that_is_enabled_before_stays_so_in_a_trainer(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    expected = _run(make_trainer(tmp_path, make("llama"), [], gradient_checkpointing=False))
+    seen, model = Seen(), make("llama")
+    enable(model, "matmuls")
+    assert_equal(_run(make_trainer(tmp_path, model, [seen], gradient_checkpointing=True)), expected)
+    assert len(seen.blocks_ran) == 3

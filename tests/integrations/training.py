@@ -1,0 +1,46 @@
+"""Steps of training, and whether two runs are equal bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from actckpt.memory import LiveStorages
+
+STEPS = 20
+
+
+def train(model: Any, batch: Mapping[str, torch.Tensor], steps: int = STEPS) -> list[torch.Tensor]:
+    """Train with AdamW, and return the losses and then the trained parameters; random state goes on as they do."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(parameter.detach() for parameter in model.parameters())]
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Equal bit for bit."""
+    assert len(found) == len(expected)
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), f"number {index}"
+
+
+def held_and_peak(model: Any, step: Callable[[], Any]) -> tuple[int, int]:
+    """Return the bytes after the forward and at the peak, of a step whose gradients are there already."""
+    step().backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    with LiveStorages(parameters=model.parameters()) as live:
+        loss = step()
+        held = live.live_bytes
+        loss.backward()
+    return held, live.peak_bytes
