@@ -16,6 +16,10 @@ from actckpt.planner.plans import Plan
 __all__ = ["AppliedBlocks"]
 
 _MAX_NAMES = 5
+_NEVER_CALLED = (
+    "apply: there is a budget, but {0} itself was not called in a step that called backward, only blocks of it. No "
+    "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls. Told once."
+)
 
 
 class Block(Protocol):
@@ -31,9 +35,15 @@ class Block(Protocol):
 class Training(Protocol):
     """Finds a plan for blocks while their model trains."""
 
+    is_called: bool
+
     @property
     def plan(self) -> Plan | None:
         """The plan; None: not made yet."""
+
+    @property
+    def model_name(self) -> str:
+        """The type of the model, for messages."""
 
     def close(self) -> None:
         """Watch the model no more. May be called more than once."""
@@ -92,6 +102,8 @@ class AppliedBlocks:
             return
         self.is_checked = True
         self.matches.end("apply: the blocks")
+        if self.training is not None and not self.training.is_called:
+            warnings.warn(_NEVER_CALLED.format(self.training.model_name), stacklevel=2)
         idle = [name for name, forward in self.forwards.items() if not forward.has_run]
         if idle:
             more = f" and {len(idle) - _MAX_NAMES} more" if len(idle) > _MAX_NAMES else ""

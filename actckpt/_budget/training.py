@@ -3,7 +3,8 @@
 NOTE [ A budget in training ]
 
 Rule 1. A step is a forward of the model with gradients, up to the end of the backward that reads it. Forwards without
-        gradients (evaluation, generation) count for nothing.
+        gradients (evaluation, generation) count for nothing. Where the program calls a part of the model in place of
+        the model, no step is seen, which is told once.
 Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, autocast, training or
         evaluation mode, and which parameters and inputs are trained) everything is checkpointed,
         and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
@@ -93,6 +94,8 @@ class BudgetedTraining:
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._sizes: dict[Any, _Size] = {}
         self._current: _Size | None = None
+        #: Whether a step began (Rule 1).
+        self.is_called = False
         self._device_type = device_of(model).type
         #: Weak: a library may put others in their place (sharding), and these must be able to go.
         self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
@@ -106,6 +109,11 @@ class BudgetedTraining:
         """The plan of the size that ran last, None until it is made."""
         return None if self._current is None else self._current.plan
 
+    @property
+    def model_name(self) -> str:
+        """The type of the model, for messages."""
+        return type(self._model).__name__
+
     def close(self) -> None:
         """Watch the model no more."""
         for hook in self._hooks:
@@ -116,6 +124,7 @@ class BudgetedTraining:
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        self.is_called = True
         key = self._key(args, kwargs)
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
             self._sizes[key] = _Size(self._model, self._forwards, self._wanted)
