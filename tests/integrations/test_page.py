@@ -11,7 +11,8 @@ _PAGE = Path(__file__).parents[2] / "docs/libraries.md"
 _BLOCKS = re.findall(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # PEFT uses what Transformers deprecated
+# PEFT uses what Transformers deprecated; Lightning has advice on the example.
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore::UserWarning:lightning")
 @pytest.mark.parametrize("block", _BLOCKS, ids=range(len(_BLOCKS)))
 def test_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ from training import STEPS, assert_equal
 from transformers_models import make
 
 import actckpt
+from actckpt.integrations import transformers as integration
 from actckpt.integrations.transformers import callback, enable
 
 transformers = pytest.importorskip("transformers")
@@ -111,6 +112,28 @@ def test_a_trainer_with_the_callback_trains_as_without(make_trainer: Callable[..
     assert len(seen.blocks_ran) == 3
     with pytest.raises(actckpt.BlocksError, match="none of"):  # it has ended
         actckpt.report(model)
+
+
+def test_the_optimizer_is_told_beside_a_budget_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(integration, "enable", lambda model, policy, **options: given.append(options))
+    for options in ({"activation_budget": "50%"}, {"policy": "matmuls"}, {"budget": "1GiB", "optimizer": None}):
+        _run(_trainer(tmp_path, make("llama"), [callback(**options)]))
+    assert [isinstance(one.get("optimizer"), torch.optim.Optimizer) for one in given] == [True, False, False]
+
+
+def test_a_trainer_that_finds_a_batch_that_fits_starts_again(tmp_path: Path) -> None:
+    class Fails(Seen):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.sizes = [*getattr(self, "sizes", []), trainer._train_batch_size]
+            if len(self.sizes) == 1:
+                raise RuntimeError("CUDA out of memory. Tried to allocate more than there is")
+
+    seen = Fails()
+    trainer = _trainer(tmp_path, make("llama"), [callback(), seen], auto_find_batch_size=True)
+    _run(trainer)
+    assert len(seen.sizes) == 2 and seen.sizes[1] < seen.sizes[0]
+    assert len(seen.blocks_ran) == 3
 
 
 @pytest.mark.parametrize("make_trainer", [_trainer, _sft], ids=["Trainer", "SFTTrainer"])

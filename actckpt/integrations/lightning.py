@@ -1,0 +1,56 @@
+"""A callback for the Trainer of Lightning."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from actckpt.blocks import apply, remove
+from actckpt.planner.plans import Plan
+from actckpt.policies import Policy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+
+__all__ = ["callback"]
+
+
+def callback(policy: Policy | Plan | None = None, *, module: str = "", **options: Any) -> Callback:
+    """Return a callback that checkpoints the blocks of a LightningModule while a Trainer fits it.
+
+    As `actckpt.apply` when the fit starts and `actckpt.remove` when it ends, also where it fails. Sharded by the
+    strategy, a module is sharded before: call `actckpt.apply` in `configure_model` then.
+
+    Args:
+        policy: of `actckpt.apply`. None: recompute, or what a budget says.
+        module: the name of the part that `apply` is given, for example `"net"`; the whole module by default. With a
+            budget it is the part that `training_step` calls, unless that is the module itself.
+        **options: keywords of `actckpt.apply`. Beside a budget, `optimizer` is that of the Trainer.
+    """
+    # The package that the program has: both are the same code, but a Trainer takes callbacks of its own only.
+    is_old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    base = importlib.import_module("pytorch_lightning" if is_old else "lightning.pytorch").Callback
+
+    applied: list[torch.nn.Module] = []
+
+    class Applied(base):  # type: ignore[misc, valid-type]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            more: dict[str, Any] = {} if policy is None else {"policy": policy}
+            if {"budget", "activation_budget"} & options.keys() and len(trainer.optimizers) == 1:
+                more["optimizer"] = trainer.optimizers[0]
+            part = pl_module.get_submodule(module)
+            apply(part, **{**more, **options})
+            applied.append(part)
+
+        def on_fit_end(self, *_: Any) -> None:
+            remove(applied.pop())
+
+        def on_exception(self, *_: Any) -> None:
+            for part in applied:
+                remove(part)
+            applied.clear()
+
+    return Applied()
