@@ -88,12 +88,14 @@ $(STAMP): $(SOURCES)
 	$(BIN)/python -m pip install -v -c constraints.txt -e '.[test,lint,plot]'
 	@touch $(STAMP)
 
-# PyPI's torchvision, which timm asks for, goes with another build of torch and does not import beside this one.
+# PyPI's torchvision, which timm asks for, goes with another build of torch and does not import beside this one. Of what
+# torchtitan asks for, its activation checkpointing needs what $< has.
 $(INTEGRATIONS)/.installed: tests/integrations/requirements.txt constraints.txt
 	@echo "== $(INTEGRATIONS): torch and the packages of $<"
 	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install -c constraints.txt torch
 	$(INTEGRATIONS)/bin/python -m pip install -c constraints.txt -r $<
+	$(INTEGRATIONS)/bin/python -m pip install --no-deps torchtitan==0.3.0
 	$(INTEGRATIONS)/bin/python -m pip uninstall --yes torchvision
 	touch $@
 

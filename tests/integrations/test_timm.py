@@ -2,64 +2,22 @@
 
 from __future__ import annotations
 
-import enum
-import importlib.abc
-import importlib.machinery
-import sys
-from types import ModuleType
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from held import assert_holds_no_more_than_its_own
+from torchvision_stub import import_timm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*")
-
-
-class _Anything:
-    """A class that stands for all classes and functions of a package that is not there."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-class _Stub(ModuleType):
-    __path__: list[str] = []  # noqa: RUF012 - what makes it a package
-    InterpolationMode = enum.Enum("InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything
-
-
-class _TorchvisionStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """timm imports torchvision for its data sets, which no model needs; its builds go with other builds of torch."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        is_part = name.split(".")[0] == "torchvision"
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_part else None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
 def timm() -> Any:
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
-    stub = _TorchvisionStub()
-    sys.meta_path.insert(0, stub)
-    try:
-        import timm
-    finally:
-        sys.meta_path.remove(stub)
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]  # other packages look whether it is there
-    return timm
+    return import_timm()
 
 
 MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
