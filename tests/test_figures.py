@@ -85,6 +85,19 @@ def test_what_parts_of_a_rerun_cost_is_that_of_the_results() -> None:
     assert f"{without[0]:.2f} goes with the early stop" in text and f"{without[1]:.2f} with the random state" in text
 
 
+def test_bytes_of_models_of_libraries_are_those_of_the_results() -> None:
+    figures = _figures("libraries")
+    assert len(figures) == 4
+    for name, methods in figures.items():
+        assert list(methods) == ["plain", "its own", "recompute", "matmuls"]
+        sizes = [methods[method][key] / 2**20 for method in methods for key in ("held_bytes", "peak_bytes")]
+        _says("docs/libraries.md", name, sizes)
+        for key in ("held_bytes", "peak_bytes"):
+            assert (
+                methods["recompute"][key] <= methods["its own"][key] < methods["matmuls"][key] < methods["plain"][key]
+            )
+
+
 def test_estimates_in_the_documentation_are_those_of_the_results() -> None:
     figures = _figures("estimate")
     for rows in figures["bytes"].values():

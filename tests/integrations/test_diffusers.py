@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from held import assert_holds_no_more_than_its_own
+from training import assert_equal, train_on
+
+import actckpt
 
 diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*")
@@ -41,3 +45,22 @@ def test_the_blocks_of_a_unet_hold_and_peak_no_more_than_its_own_checkpointing(m
     assert_holds_no_more_than_its_own(
         model, inputs, lambda model: model.enable_gradient_checkpointing(), num_blocks=num_blocks, of_plain=0.7
     )
+
+
+@pytest.mark.parametrize("policy", ["recompute", "matmuls"])
+def test_twenty_steps_of_a_unet_are_those_of_plain_training(policy: str) -> None:
+    torch.manual_seed(0)
+    plain = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        dropout=0.1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    ours, inputs = copy.deepcopy(plain), (torch.randn(1, 3, 8, 8), torch.tensor(3))
+    actckpt.apply(ours, policy)
+    found, expected = (
+        train_on(model, lambda model=model: model(*inputs).sample.square().mean()) for model in (ours, plain)
+    )
+    assert_equal(found, expected)

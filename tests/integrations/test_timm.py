@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 from held import assert_holds_no_more_than_its_own
 from torchvision_stub import import_timm
+from training import assert_equal, train_on
+
+import actckpt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*")
 
@@ -39,3 +43,14 @@ def test_the_blocks_of_a_model_hold_and_peak_no_more_than_timms_own(timm: Any, n
     assert_holds_no_more_than_its_own(
         model, inputs, lambda model: model.set_grad_checkpointing(True), num_blocks=num_blocks, of_plain=0.7
     )
+
+
+@pytest.mark.parametrize("policy", ["recompute", "matmuls"])
+def test_twenty_steps_of_a_vit_are_those_of_plain_training(timm: Any, policy: str) -> None:
+    torch.manual_seed(0)
+    options = {"img_size": 32, "embed_dim": 48, "depth": 4, "drop_path_rate": 0.2, "proj_drop_rate": 0.1}
+    plain = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=10, **options)
+    ours, images = copy.deepcopy(plain), torch.randn(2, 3, 32, 32)
+    actckpt.apply(ours, policy)
+    found, expected = (train_on(model, lambda model=model: model(images).square().mean()) for model in (ours, plain))
+    assert_equal(found, expected)

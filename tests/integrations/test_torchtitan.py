@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from training import STEPS, assert_equal, held_and_peak
+from training import assert_equal, held_and_peak, train_on
 
 import actckpt
 
@@ -54,17 +54,8 @@ class Model(torch.nn.Module):
 def _train(prepare: Callable[[Any], object]) -> tuple[list[torch.Tensor], tuple[int, int]]:
     model = Model()
     prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(2)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    found = [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+    found = train_on(model, lambda: model(x).square().mean())
     return found, held_and_peak(model, lambda: model(x).square().mean())
 
 

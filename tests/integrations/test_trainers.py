@@ -54,8 +54,7 @@ def _arguments(folder: Path, kind: Any, **options: Any) -> Any:
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        save_strategy="no",
-        **options,
+        **{"save_strategy": "no", **options},
     )
 
 
@@ -143,3 +142,12 @@ def test_a_model_that_is_enabled_before_stays_so_in_a_trainer(make_trainer: Call
     enable(model, "matmuls")
     assert_equal(_run(make_trainer(tmp_path, model, [seen], gradient_checkpointing=True)), expected)
     assert len(seen.blocks_ran) == 3
+
+
+def test_training_that_goes_on_from_a_checkpoint_of_the_trainer_is_that_of_plain_training(tmp_path: Path) -> None:
+    expected = _run(_trainer(tmp_path / "plain", make("llama"), []))
+    saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
+    _run(_trainer(tmp_path / "ours", make("llama"), [callback()], **saving))
+    goes_on = _trainer(tmp_path / "ours", make("llama"), [callback()], **saving)
+    goes_on.train(resume_from_checkpoint=str(tmp_path / "ours" / f"checkpoint-{STEPS // 2}"))
+    assert_equal([parameter.detach() for parameter in goes_on.model.parameters()], expected[STEPS:])

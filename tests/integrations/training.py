@@ -13,17 +13,22 @@ STEPS = 20
 
 
 def train(model: Any, batch: Mapping[str, torch.Tensor], steps: int = STEPS) -> list[torch.Tensor]:
-    """Train with AdamW, and return the losses and then the trained parameters; random state goes on as they do."""
+    """Train a model of Transformers on one batch."""
+    return train_on(model, lambda: model(**batch).loss, steps)
+
+
+def train_on(model: Any, step: Callable[[], Any], steps: int = STEPS) -> list[torch.Tensor]:
+    """Train with AdamW on the loss that `step` computes, and return the losses and then the parameters."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     torch.manual_seed(2)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(**batch).loss
+        loss = step()
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return [*losses, *(parameter.detach() for parameter in model.parameters())]
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
 def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
