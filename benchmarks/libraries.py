@@ -60,7 +60,7 @@ def _lora(*, is_toy: bool) -> Case:
 def _unet(*, is_toy: bool) -> Case:
     import diffusers
 
-    widths, size = ((32, 64, 64, 64), 16) if is_toy else ((64, 128, 256, 256), 32)
+    widths, size = ((16, 16, 16, 16), 8) if is_toy else ((64, 128, 256, 256), 32)
     options = {"block_out_channels": widths, "cross_attention_dim": 64, "attention_head_dim": 8, "norm_num_groups": 8}
     model = diffusers.UNet2DConditionModel(sample_size=size, **options)
     inputs = torch.randn(2, 4, size, size), torch.tensor([1, 2]), torch.randn(2, 16, 64)
