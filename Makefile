@@ -17,7 +17,7 @@ SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cp
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo build test cpu device soak coverage integrations lint types bench sanitize te clean
+.PHONY: demo build test cpu device distributed soak coverage integrations lint types bench sanitize te clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
@@ -27,7 +27,7 @@ build: $(STAMP)
 	PYTHONPATH=tests:. $(BIN)/python -c "import sim.device"
 
 test: cpu
-	$(MAKE) device ARGS=
+	$(MAKE) device distributed ARGS=
 
 cpu: build
 	$(BIN)/python -m pytest $(XDIST) $(ARGS)
@@ -39,6 +39,10 @@ device: build
 	$(BIN)/python -m pytest --device sim tests/unit/sim_device $(ARGS)
 	$(BIN)/python -m pytest --device sim tests/device $(ARGS)
 	$(BIN)/python -m pytest $(XDIST) --device sim --sample 4 $(CONTRACT_ON_DEVICE) $(ARGS)
+
+# Two processes that gloo connects: each kind of parallelism against plain training and torch's checkpoint.
+distributed: build
+	$(BIN)/python -m pytest tests/distributed $(ARGS)
 
 # Nothing may grow over 20,000 steps; `make test` runs the same over 2,000. And all that `make device` has a part of,
 # with 1,000 random programs in each of the five tests that draw them, and what of the device path the tests run.

@@ -2,9 +2,9 @@
 
 Builds first; then all that runs in one process, two suites beside each other: lint, types, sdist and wheel, the tests
 with the simulated device, the engine's C++ tests under the sanitizers, code of other libraries, TransformerEngine's
-Python code on the CPU; then the other tests, in two processes. What a suite says lies in build/ci/NAME.log, and is
-printed in one piece when it ends. The table at the end tells what each took; one that took far more than its share
-fails, too (CONTRIBUTING.md, "Shares of time").
+Python code on the CPU; then what takes two processes, one after the other: two ranks, and the other tests. What a suite
+says lies in build/ci/NAME.log, and is printed in one piece when it ends. The table at the end tells what each took; one
+that took far more than its share fails, too (CONTRIBUTING.md, "Shares of time").
 """
 
 import os
@@ -63,6 +63,7 @@ STAGES = (
         Suite("integrations", 3, "make integrations"),
         Suite("TransformerEngine", 2, "make te"),
     ),
+    (Suite("distributed", 3, "make distributed"),),
     (Suite("tests", 6, "make cpu"),),
 )
 

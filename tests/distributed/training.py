@@ -1,0 +1,270 @@
+"""What is trained on two ranks, in which ways it is checkpointed, and what is measured of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - torch's name
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import actckpt
+from actckpt._offload import stores
+from actckpt.action import Action
+from actckpt.memory import LiveStorages
+
+aten = torch.ops.aten
+
+#: What activation checkpointing of transformers saves: matmuls and attention.
+SAVED = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+_COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional")
+#: They are no collectives of their own.
+_NO_COLLECTIVES = ("wait_tensor", "_allgather_base_coalesced")
+
+Method = Callable[[nn.Module], object]
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, 16)).transpose(1, 2)  # heads of this rank
+            for linear in (self.q, self.k, self.v)
+        )
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width)
+        self.norm2, self.feed_forward = nn.LayerNorm(width), FeedForward(width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        y = self.feed_forward(self.norm2(x))
+        return x + (F.dropout(y, self.dropout) if self.dropout else y)
+
+
+class Model(nn.Module):
+    """A transformer of four blocks."""
+
+    def __init__(self, *, width: int = 32, depth: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.last = nn.Linear(width, 4)
+        #: Number of a block that does not run, -1: all run.
+        self.left_out = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number != self.left_out:
+                x = block(x)
+        return self.last(x)
+
+
+def model_of(seed: int = 1, **options: Any) -> Model:
+    """Return a model with the same parameters on every rank."""
+    torch.manual_seed(seed)
+    return Model(**options)
+
+
+def batch(step: int, *, is_same: bool = False) -> Tensor:
+    """Return what this rank trains on in a step; where it is the same on all ranks, these have one batch together."""
+    generator = torch.Generator().manual_seed(1000 * step + (0 if is_same else dist.get_rank()))
+    return torch.randn(2, 16, 8, generator=generator)
+
+
+class Collectives(TorchDispatchMode):
+    """Takes down which collectives run, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the operators inside of it come here
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in _COLLECTIVE and name not in _NO_COLLECTIVES:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A model on two ranks."""
+
+    #: Whose gradients are compared.
+    parameters: Callable[[], list[nn.Parameter]]
+    #: Takes the number of a step, and returns a loss. Where it runs backward too, it returns None.
+    forward: Callable[[int], Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What was found on a rank: the gradients of all steps, and figures of the last one."""
+
+    gradients: list[Tensor]
+    held_bytes: int
+    peak_bytes: int
+    in_forward: tuple[str, ...]
+    in_backward: tuple[str, ...]
+
+
+def train(make: Callable[[Method], Training], method: Method, steps: int) -> Found:
+    """Train a few steps, the last one of them watched."""
+    actckpt.configure(observers=[Collectives])
+    training = make(method)
+    gradients: list[Tensor] = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + dist.get_rank())
+        with _watching(is_last=step == steps - 1) as (live, collectives):
+            loss = training.forward(step)
+            held_bytes, num_forward = _settled_bytes(live), len(collectives.seen)
+            if loss is not None:
+                loss.backward()
+                del loss
+        gradients += _update(training.parameters())
+    seen = tuple(collectives.seen)
+    return Found(gradients, held_bytes, live.peak_bytes, seen[:num_forward], seen[num_forward:])
+
+
+@contextlib.contextmanager
+def _watching(*, is_last: bool) -> Iterator[tuple[LiveStorages, Collectives]]:
+    live, collectives = LiveStorages(), Collectives()
+    with live if is_last else contextlib.nullcontext(), collectives if is_last else contextlib.nullcontext():
+        yield live, collectives
+
+
+def _settled_bytes(live: LiveStorages) -> int:
+    """Return what is alive once all that is moved has left."""
+    store = stores.cpu_store()
+    if store is not None:
+        store.flush()
+        store.poll()
+    return live.live_bytes
+
+
+def _update(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Take a step down the gradients of this rank, and return them."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        gradient = _local(parameter.grad)
+        found.append(gradient.clone())
+        with torch.no_grad():
+            _local(parameter).sub_(gradient, alpha=0.1)
+        parameter.grad = None
+    return found
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+# The methods
+
+
+def _each_block(call: Callable[..., Any]) -> Method:
+    def method(model: nn.Module) -> None:
+        for block in _blocks_of(model):
+            block.forward = functools.partial(call, block.forward)
+
+    return method
+
+
+def _blocks_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, Block) or hasattr(module, "is_block")]
+
+
+def _applied(*args: Any, **options: Any) -> Method:
+    return lambda model: actckpt.apply(model, *args, blocks=lambda module: module in _blocks_of(model), **options)
+
+
+def _on_disk(method: Method) -> Method:
+    def with_folder(model: nn.Module) -> None:
+        actckpt.configure(spill_dir=_folder())
+        method(model)
+
+    return with_folder
+
+
+@functools.cache
+def _folder() -> str:
+    return tempfile.mkdtemp(prefix=f"actckpt{dist.get_rank()}-")
+
+
+PLAIN: Method = lambda model: None  # noqa: E731
+TORCH = {
+    "rerun": _each_block(functools.partial(checkpoint, use_reentrant=False)),
+    "list": _each_block(
+        functools.partial(
+            checkpoint,
+            use_reentrant=False,
+            context_fn=functools.partial(create_selective_checkpoint_contexts, SAVED),
+        )
+    ),
+}
+OURS = {
+    "rerun": _applied("recompute"),
+    "replay": _applied([]),
+    "list": _applied(SAVED),
+    "offload by operator": _on_disk(
+        _applied(actckpt.policies.PerOp(dict.fromkeys(SAVED, Action.OFFLOAD), default=Action.RECOMPUTE))
+    ),
+    "budget": _applied(activation_budget="60%", race=False),
+}
+#: Which of torch's holds no less.
+LIKE = {"rerun": "rerun", "replay": "rerun", "list": "list", "offload by operator": "list", "budget": "plain"}
+#: The plan runs from the second step on, and everything is audited in the first.
+_STEPS = {"budget": 3}
+_MOST_STEPS = 3
+
+
+@functools.cache
+def reference(module: str, kind: str, name: str) -> Found:
+    """Return what is found without actckpt."""
+    make = importlib.import_module(module).KINDS[kind]
+    return train(make, PLAIN, _MOST_STEPS) if name == "plain" else train(make, TORCH[name], 2)
+
+
+def compare(module: str, kind: str, name: str) -> tuple[Found, Found]:
+    """Train one kind of a test module by one of our methods; returns what was found, and what torch's method finds.
+
+    Raises:
+        AssertionError: gradients are not those of plain training.
+    """
+    found = train(importlib.import_module(module).KINDS[kind], OURS[name], _STEPS.get(name, 2))
+    expected = reference(module, kind, "plain").gradients
+    assert found.gradients and len(expected) * _STEPS.get(name, 2) == len(found.gradients) * _MOST_STEPS
+    for number, gradient in enumerate(found.gradients):
+        assert torch.equal(gradient, expected[number]), f"gradient {number} of {len(found.gradients)}"
+    theirs = reference(module, kind, LIKE[name])
+    return dataclasses.replace(found, gradients=[]), dataclasses.replace(theirs, gradients=[])
