@@ -1,4 +1,4 @@
-"""DDP, FSDP1 and FSDP2: the gradients of plain training, and no more bytes and collectives than torch's checkpoint."""
+"""DDP, FSDP and HSDP: the gradients of plain training, and no more bytes and collectives than torch's checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from pool import NUM_RANKS, Ranks
 from torch import Tensor, nn
-from training import OURS, Method, Training, batch, compare, model_of
+from torch.utils.checkpoint import checkpoint
+from training import OURS, Block, Method, Training, batch, compare, model_of, reference, train
+
+import actckpt
 
 
 def _training(model: nn.Module, call: Callable[[Tensor], Tensor]) -> Training:
@@ -52,6 +55,16 @@ def _hsdp(method: Method) -> Training:
     return _fsdp2(method, mesh=init_device_mesh("cpu", (NUM_RANKS, 1), mesh_dim_names=("replicas", "shards")))
 
 
+def _fsdp1(method: Method) -> Training:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = model_of()
+    method(model)
+    sharded = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
+    return _training(sharded, sharded)
+
+
 def _accumulating(method: Method) -> Training:
     """Two backwards per step, the first one without communication."""
     from torch.nn.parallel import DistributedDataParallel
@@ -88,6 +101,7 @@ KINDS: dict[str, Callable[[Method], Training]] = {
     "fsdp2, no reshard": functools.partial(_fsdp2, reshard_after_forward=False),
     "fsdp2, mixed precision": _fsdp2_mixed,
     "hsdp": _hsdp,
+    "fsdp1": _fsdp1,
 }
 
 
@@ -98,3 +112,30 @@ def test_gradients_are_equal_and_bytes_and_collectives_no_more(kind: str, method
         assert ours.in_backward == theirs.in_backward and ours.in_forward == theirs.in_forward
         assert ours.held_bytes <= theirs.held_bytes
         assert ours.peak_bytes <= theirs.peak_bytes
+
+
+def _wrapped(checkpoint_fn: Any) -> Method:
+    """Return what FSDP's users write: blocks in wrappers that call `checkpoint_fn`."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    def method(model: nn.Module) -> None:
+        wrap = functools.partial(wrappers.checkpoint_wrapper, checkpoint_fn=checkpoint_fn, use_reentrant=False)
+        wrappers.apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: isinstance(module, Block)
+        )
+
+    return method
+
+
+def _check_checkpoint_fn(kind: str) -> None:
+    ours, theirs = (train(KINDS[kind], _wrapped(function), 2) for function in (actckpt.checkpoint, checkpoint))
+    assert ours.gradients and len(ours.gradients) == len(theirs.gradients)
+    for one, other in zip(ours.gradients, reference(__name__, kind, "plain").gradients, strict=False):
+        assert torch.equal(one, other)
+    assert (ours.in_forward, ours.in_backward) == (theirs.in_forward, theirs.in_backward)
+    assert ours.held_bytes <= theirs.held_bytes and ours.peak_bytes <= theirs.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_checkpoint_is_a_checkpoint_fn_of_torchs_wrappers(kind: str, ranks: Ranks) -> None:
+    ranks.run(_check_checkpoint_fn, kind)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import actckpt
+from actckpt._core.storages import tensors_in
 from actckpt._offload import stores
 from actckpt.action import Action
 from actckpt.memory import LiveStorages
@@ -29,7 +30,7 @@ SAVED = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_att
 
 _COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional")
 #: They are no collectives of their own.
-_NO_COLLECTIVES = ("wait_tensor", "_allgather_base_coalesced")
+_NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
 Method = Callable[[nn.Module], object]
 
@@ -106,6 +107,7 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -113,6 +115,9 @@ class Collectives(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if namespace in _COLLECTIVE and name not in _NO_COLLECTIVES:
             self.seen.append(name)
+            result = func(*args, **(kwargs or {}))
+            self.nbytes += sum(tensor.nbytes for tensor in tensors_in(result))
+            return result
         return func(*args, **(kwargs or {}))
 
 
@@ -135,6 +140,9 @@ class Found:
     peak_bytes: int
     in_forward: tuple[str, ...]
     in_backward: tuple[str, ...]
+    #: What the collectives of the forward returned.
+    bytes_in_forward: int
+    num_in_backward_of_plain: int = 0
 
 
 def train(make: Callable[[Method], Training], method: Method, steps: int) -> Found:
@@ -147,12 +155,13 @@ def train(make: Callable[[Method], Training], method: Method, steps: int) -> Fou
         with _watching(is_last=step == steps - 1) as (live, collectives):
             loss = training.forward(step)
             held_bytes, num_forward = _settled_bytes(live), len(collectives.seen)
+            bytes_in_forward = collectives.nbytes
             if loss is not None:
                 loss.backward()
                 del loss
         gradients += _update(training.parameters())
     seen = tuple(collectives.seen)
-    return Found(gradients, held_bytes, live.peak_bytes, seen[:num_forward], seen[num_forward:])
+    return Found(gradients, held_bytes, live.peak_bytes, seen[:num_forward], seen[num_forward:], bytes_in_forward)
 
 
 @contextlib.contextmanager
@@ -255,16 +264,22 @@ def reference(module: str, kind: str, name: str) -> Found:
     return train(make, PLAIN, _MOST_STEPS) if name == "plain" else train(make, TORCH[name], 2)
 
 
-def compare(module: str, kind: str, name: str) -> tuple[Found, Found]:
+def compare(module: str, kind: str, name: str, like: str | None = None) -> tuple[Found, Found]:
     """Train one kind of a test module by one of our methods; returns what was found, and what torch's method finds.
+
+    Args:
+        like: that method, if not the usual one.
 
     Raises:
         AssertionError: gradients are not those of plain training.
     """
     found = train(importlib.import_module(module).KINDS[kind], OURS[name], _STEPS.get(name, 2))
-    expected = reference(module, kind, "plain").gradients
+    plain = reference(module, kind, "plain")
+    expected = plain.gradients
     assert found.gradients and len(expected) * _STEPS.get(name, 2) == len(found.gradients) * _MOST_STEPS
     for number, gradient in enumerate(found.gradients):
         assert torch.equal(gradient, expected[number]), f"gradient {number} of {len(found.gradients)}"
-    theirs = reference(module, kind, LIKE[name])
-    return dataclasses.replace(found, gradients=[]), dataclasses.replace(theirs, gradients=[])
+    theirs = dataclasses.replace(
+        reference(module, kind, like or LIKE[name]), gradients=[], num_in_backward_of_plain=len(plain.in_backward)
+    )
+    return dataclasses.replace(found, gradients=[]), theirs

@@ -1,0 +1,76 @@
+"""Experts on other ranks: how many tokens go where depends on their values, and they travel by all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import NUM_RANKS, Ranks
+from torch import Tensor, nn
+from training import OURS, Method, Training, batch, compare
+
+
+class Experts(nn.Module):
+    """A block whose tokens go to the expert that a router picks, one expert per rank."""
+
+    is_block = True
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, NUM_RANKS, bias=False)
+        self.expert = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+
+        tokens = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        sent = chosen.bincount(minlength=NUM_RANKS)
+        received = torch.ops._c10d_functional.wait_tensor(all_to_all_single(sent, None, None, dist.group.WORLD))
+        splits: tuple[Any, Any] = received.tolist(), sent.tolist()
+        arrived = all_to_all_single_autograd(tokens[order], *splits, dist.group.WORLD)
+        back = all_to_all_single_autograd(self.expert(arrived), *reversed(splits), dist.group.WORLD)
+        return x + (weights.unsqueeze(-1) * back[order.argsort()]).view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(Experts(32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _experts(method: Method) -> Training:
+    torch.manual_seed(1 + dist.get_rank())  # each rank has experts of its own, and trains all on its own tokens
+    model = Model()
+    method(model)
+    return Training(lambda: list(model.parameters()), lambda step: model(batch(step)).square().mean())
+
+
+KINDS: dict[str, Callable[[Method], Training]] = {"experts": _experts}
+
+
+@pytest.mark.parametrize("method", [name for name in OURS if name != "budget"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_equal_and_collectives_run_once_unless_blocks_run_again(
+    kind: str, method: str, ranks: Ranks
+) -> None:
+    for ours, theirs in ranks.run(compare, __name__, kind, method):
+        assert ours.in_forward == theirs.in_forward
+        if method == "rerun":
+            assert ours.in_backward == theirs.in_backward
+            assert ours.held_bytes <= theirs.held_bytes
+            assert ours.peak_bytes <= theirs.peak_bytes
+        else:
+            assert len(ours.in_backward) == theirs.num_in_backward_of_plain < len(theirs.in_backward)
+            assert ours.held_bytes <= 1.01 * (theirs.held_bytes + ours.bytes_in_forward)  # and who sent how much
