@@ -13,8 +13,9 @@ Rule 2. In the first step of each size (shapes and dtypes of what the model is c
         are held by the program, and taken to be in every backward. Where not everything fits, plans are made for 2 %
         less than the budget.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
-        once (pipelines), each gets its share of what is not fixed. Where what is fixed changes in the next steps, the
-        plan is made again.
+        once (pipelines), each gets its share of what is not fixed; a percentage of activations is one of what all of
+        them make. Where more of them are alive than ever before, or what is fixed changes in the next steps, the plan
+        is made again.
 Rule 4. On a device the allocator tells where a step needed more than that (NOTE [ Observed peaks ]).
 Rule 5. Where the plan is not predicted to be much faster than the best simple choice that fits, they take turns in the
         next steps, and the fastest stays. All give the same gradients. Not on a device, where the clock of the host
@@ -177,7 +178,7 @@ class _Size:
         self._watching: Watching | None = None
         self._measured: MeasuredStep | None = None
         self._fixed_bytes = 0.0
-        self._num_alive = self._most_alive = 0
+        self._num_alive = self._most_alive = self._most_alive_planned = 0
         self._num_planned = 0
         self._held_output_bytes: float | None = None
         self._race: Race | None = None
@@ -202,6 +203,7 @@ class _Size:
             _use(self._forwards, {})
             return
         is_changed = self._num_planned < _WATCHED_STEPS and self.plan is not None and self._is_changed()
+        is_changed = is_changed or self._most_alive > self._most_alive_planned
         if self.plan is None or is_changed or self._observing.wants_plan:
             self._make_plan()
         self._num_planned += 1
@@ -280,6 +282,7 @@ class _Size:
         meter = self._meter()
         measured = holding_outputs(meter.complete(self._measured), self._held_output_bytes or 0.0)
         self._fixed_bytes = meter.fixed_bytes
+        self._most_alive_planned = self._most_alive
         costs = self._observing.corrected(measured.costs)
         share = self._share(costs, meter)
         if share.has_reserve and self._offloads:
@@ -297,7 +300,8 @@ class _Size:
         if self._wanted.activation_budget is None:
             nbytes = meter.budget_bytes(self._wanted.budget)
         else:
-            nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=plain_bytes)
+            all_bytes = self._most_alive * plain_bytes
+            nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=all_bytes)
         share = Share(nbytes, self._fixed_bytes, self._most_alive, has_reserve=False)
         fits = plain_bytes <= share.nbytes  # then nothing is to be done
         return share if fits else dataclasses.replace(share, has_reserve=True)

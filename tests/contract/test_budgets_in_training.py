@@ -280,6 +280,22 @@ def test_several_forwards_that_are_alive_at_once_share_the_budget() -> None:
     assert plan.budget_bytes == pytest.approx(0.98 * 0.7 * plain, rel=0.01)
 
 
+@pytest.mark.parametrize("budget", ["70%", 1.4])
+def test_forwards_that_are_alive_together_only_later_share_it_from_then_on(budget: str | float) -> None:
+    """Pipelines call a stage once to learn its shapes."""
+    training = Training()
+    model, tokens = training.model, training.tokens
+    ((_, plain),) = _steps(training, 1)
+    actckpt.apply(model, activation_budget=budget if isinstance(budget, str) else int(budget * plain), race=False)
+    for num_alive in (1, 1, 2, 2):
+        losses = [model(tokens).float().square().mean() for _ in range(num_alive)]
+        for loss in losses:
+            loss.backward()
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    assert plan.budget_bytes == pytest.approx(0.98 * 0.7 * plain, rel=0.02)
+
+
 def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan() -> None:
     training = Training()
     actckpt.apply(training.model, activation_budget=1000)

@@ -248,7 +248,7 @@ OURS = {
     "offload by operator": _on_disk(
         _applied(actckpt.policies.PerOp(dict.fromkeys(SAVED, Action.OFFLOAD), default=Action.RECOMPUTE))
     ),
-    "budget": _applied(activation_budget="60%", race=False),
+    "budget": _applied(activation_budget="70%", race=False),
 }
 #: Which of torch's holds no less.
 LIKE = {"rerun": "rerun", "replay": "rerun", "list": "list", "offload by operator": "list", "budget": "plain"}
