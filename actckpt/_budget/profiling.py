@@ -10,7 +10,7 @@ Rule 2. The first block of each structure (operators, shapes, dtypes) then runs 
         else the block leads to is somebody's graph. Containers and objects are as the forward found them (NOTE [
         Found by the forward ]). Afterwards random state, attributes of modules, and the containers
         and objects that these and the arguments lead to are what they were. Other tensors that the recorded call
-        wrote to in place get their bytes back.
+        wrote to in place get their bytes back. Nothing is exchanged with other ranks (NOTE [ Alone ]).
 Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
         recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
         times of their operators.
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from actckpt._blocks.key_value_caches import without_cache
+from actckpt._budget.alone import Alone
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
 from actckpt._budget.structure import BlockStructure, held_elsewhere, run_recorded
 from actckpt._core import devices
@@ -113,9 +114,10 @@ class Profiler:
         argument = first_tensor((args, kwargs))
         result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
         inputs.forward_done()
+        _check_units(name, structure)
         if structure.note_alive(result):
             with inputs.as_found(checks=False), _explained(name):
-                structure.note_held(_held_elsewhere(block, forward, (args, kwargs), structure.written))
+                structure.note_held(_held_elsewhere(block, forward, (args, kwargs), structure))
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
@@ -131,6 +133,15 @@ class Profiler:
             self._known[key] = known
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         return result, ProfiledBlock(name, self._known[key], by_name, bytes_of(result), structure.input)
+
+
+def _check_units(name: str, structure: BlockStructure) -> None:
+    if structure.exchanges.has_units:
+        raise BlocksError(
+            f"block {name!r} has modules that FSDP2 shards, and cannot be profiled on its own: that would gather their "
+            "parameters once more. Shard the blocks themselves (fully_shard(block)), pass these modules as blocks=, or "
+            "a policy in place of a budget."
+        )
 
 
 def _renamed(value: Value, names: dict[str, str]) -> Value:
@@ -165,7 +176,7 @@ def _profiled(
     structure: BlockStructure,
 ) -> BlockClass:
     def run(of: Callable[..., Any] = forward) -> contextlib.AbstractContextManager[_Run]:
-        return _one_run(block, of, (args, kwargs), structure.written)
+        return _one_run(block, of, (args, kwargs), structure)
 
     device = structure.device
     held_bytes, peak_bytes = _bytes(run, block)
@@ -185,14 +196,14 @@ def _profiled(
             *_scaled(values, forward_s, replaying_s - backward_s),
             Value(OTHER, float(other), offloadable=False, replayable=False),
         ),
-        rerun=not (writes_to_input or structure.holds_twice_in_rerun()),
+        rerun=not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers),
     )
 
 
 def _held_elsewhere(
-    block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, written: dict[int, torch.UntypedStorage]
+    block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, structure: BlockStructure
 ) -> frozenset[str]:
-    with set_apart(block, arguments, written) as ((args, kwargs), _):
+    with set_apart(block, arguments, structure.written) as ((args, kwargs), _), Alone(structure.exchanges):
         return held_elsewhere(forward, args, kwargs)
 
 
@@ -236,9 +247,9 @@ class _Run(NamedTuple):
 
 @contextlib.contextmanager
 def _one_run(
-    block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, written: dict[int, torch.UntypedStorage]
+    block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, structure: BlockStructure
 ) -> Iterator[_Run]:
-    with set_apart(block, arguments, written) as ((args, kwargs), leaves):
+    with set_apart(block, arguments, structure.written) as ((args, kwargs), leaves), Alone(structure.exchanges):
         yield _Run(lambda: forward(*args, **kwargs), leaves)
 
 

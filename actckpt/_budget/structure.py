@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt._budget.alone import Exchanges
 from actckpt._C import is_paused
 from actckpt._core import devices
 from actckpt._core.sites import module_name
@@ -77,6 +78,8 @@ class BlockStructure:
         self.device = torch.device("cpu") if argument is None else argument.device
         #: Whether there is a store for what it saves.
         self.offloads = offloads
+        #: What it exchanged with other ranks.
+        self.exchanges = Exchanges()
         self._saved: dict[str, SavedTensorInfo] = {}
         self._made: list[_Made] = []
         #: Storages from outside that operators of the block wrote to, by id.
@@ -183,8 +186,9 @@ def run_recorded(
     """
     structure = BlockStructure(argument, offloads=offloads)
     options = CheckpointOptions(policy=structure.note_saved, offload_inputs=structure.offloads)
-    with _Graph(structure):
+    with structure.exchanges, _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, options)
+    structure.exchanges.close()
     return result, structure
 
 

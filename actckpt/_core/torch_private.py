@@ -404,6 +404,11 @@ def wait_for_collective(tensor: Any) -> None:
         tensor.trigger_wait()
 
 
+def finished_work() -> Any:
+    """Return what a collective of `torch.ops.c10d` returns, as if it had ended."""
+    return torch._C._distributed_c10d.FakeWork().boxed()
+
+
 def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
     """Return name and unsharded tensor of a parameter that FSDP2 manages, if `owner` is what it does so with.
 

@@ -213,7 +213,7 @@ def _blocks_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, Block) or hasattr(module, "is_block")]
 
 
-def _applied(*args: Any, **options: Any) -> Method:
+def applied(*args: Any, **options: Any) -> Method:
     return lambda model: actckpt.apply(model, *args, blocks=lambda module: module in _blocks_of(model), **options)
 
 
@@ -242,13 +242,13 @@ TORCH = {
     ),
 }
 OURS = {
-    "rerun": _applied("recompute"),
-    "replay": _applied([]),
-    "list": _applied(SAVED),
+    "rerun": applied("recompute"),
+    "replay": applied([]),
+    "list": applied(SAVED),
     "offload by operator": _on_disk(
-        _applied(actckpt.policies.PerOp(dict.fromkeys(SAVED, Action.OFFLOAD), default=Action.RECOMPUTE))
+        applied(actckpt.policies.PerOp(dict.fromkeys(SAVED, Action.OFFLOAD), default=Action.RECOMPUTE))
     ),
-    "budget": _applied(activation_budget="70%", race=False),
+    "budget": applied(activation_budget="70%", race=False),
 }
 #: Which of torch's holds no less.
 LIKE = {"rerun": "rerun", "replay": "rerun", "list": "list", "offload by operator": "list", "budget": "plain"}

@@ -126,6 +126,11 @@ def test_installed_torch_has_the_observing_mode(name: str) -> None:
     assert "__torch_dispatch__" in vars(found)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch that is built without distributed")
+def test_installed_torch_has_work_that_operators_may_return() -> None:
+    assert "Work" in str(torch_private.finished_work()._type())
+
+
 def test_every_private_name_of_torch_is_checked_here() -> None:
     public = {
         "Any",
@@ -155,6 +160,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "callee_of",
         "disable_dynamo",
         "factories",
+        "finished_work",
         "fake_mode",
         "new_fake",
         "is_compiled_function",

@@ -1,0 +1,140 @@
+"""Budgets are per rank: plans differ, and no rank exchanges anything that the others do not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import NUM_RANKS, Ranks
+from torch import Tensor, nn
+from training import PLAIN, Method, Training, applied, batch, model_of, reference, train
+
+import actckpt
+
+#: Of the ranks.
+_BUDGETS = ("62%", "100%")
+
+
+def _check_other_budgets(module: str, kind: str) -> None:
+    reports: list[Any] = []
+
+    def method(model: nn.Module) -> None:
+        applied(activation_budget=_BUDGETS[dist.get_rank()], race=False)(model)
+        reports.append(functools.partial(actckpt.report, model))
+
+    found = train(importlib.import_module(module).KINDS[kind], method, 3)
+    for ours, expected in zip(found.gradients, reference(module, kind, "plain").gradients, strict=True):
+        assert torch.equal(ours, expected)
+    plan = reports[0]().plan
+    assert (plan.overhead_seconds > 0) == (dist.get_rank() == 0), plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("test_data_parallel", "fsdp2"),
+        ("test_model_parallel", "tensor parallel"),
+        ("test_model_parallel", "sequence parallel"),
+        ("test_experts", "experts"),
+    ],
+)
+def test_ranks_with_other_budgets_train_as_without(module: str, kind: str, ranks: Ranks) -> None:
+    ranks.run(_check_other_budgets, module, kind)
+
+
+def _check_other_sizes() -> None:
+    from test_experts import KINDS
+
+    found = []
+    for method in (PLAIN, applied(activation_budget="80%", race=False)):
+        training, model = KINDS["experts"](_noting(method)), _NOTED[-1]
+        for step in range(5):
+            num = 1 + (dist.get_rank() == 1 and step == 2)  # once, and on one rank, a kind of step that is new
+            model(batch(step)[:num]).square().mean().backward()
+        found.append([parameter.grad for parameter in training.parameters()])
+    for plain, ours in zip(*found, strict=True):
+        assert torch.equal(plain, ours)
+
+
+_NOTED: list[nn.Module] = []
+
+
+def _noting(method: Method) -> Method:
+    def noting(model: nn.Module) -> None:
+        _NOTED.append(model)
+        method(model)
+
+    return noting
+
+
+def test_a_rank_whose_step_is_of_a_new_kind_profiles_it_alone(ranks: Ranks) -> None:
+    ranks.run(_check_other_sizes)
+
+
+class Exchanging(nn.Module):
+    """Calls the collectives of torch.distributed itself."""
+
+    is_block = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers(x)
+        mean = h.detach().mean(0)
+        dist.all_reduce(mean)
+        parts = [torch.empty_like(mean) for _ in range(NUM_RANKS)]
+        dist.all_gather(parts, mean)
+        gathered = torch.empty(NUM_RANKS * 8)
+        dist.all_gather_into_tensor(gathered, mean[0].contiguous().view(-1))
+        counts: list[Any] = [None] * NUM_RANKS
+        dist.all_gather_object(counts, {"tokens": 2 + dist.get_rank()})
+        factor = sum(each["tokens"] for each in counts) + gathered.sum()
+        return x + (h - mean / NUM_RANKS + parts[-1]).tanh() * factor
+
+
+def _exchanging(method: Method) -> Training:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Exchanging() for _ in range(4)))
+    method(model)
+    return Training(lambda: list(model.parameters()), lambda step: model(batch(step)).square().mean())
+
+
+def _check_collectives_of_torch_distributed() -> None:
+    expected = train(_exchanging, PLAIN, 3)
+    found = train(_exchanging, applied(activation_budget="90%", race=False), 3)
+    for ours, right in zip(found.gradients, expected.gradients, strict=True):
+        assert torch.equal(ours, right)
+    first = train(_exchanging, applied(activation_budget="90%", race=False), 1)  # all blocks are profiled
+    assert first.in_forward == found.in_forward == expected.in_forward
+    assert first.in_backward == found.in_backward == ()
+
+
+def test_profiling_exchanges_nothing(ranks: Ranks) -> None:
+    ranks.run(_check_collectives_of_torch_distributed)
+
+
+def _sharded(method: Method, *, inside: bool) -> Training:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of()
+    method(model)
+    for block in model.blocks:
+        for unit in (block.attention, block.feed_forward) if inside else (block,):
+            fully_shard(unit)
+    fully_shard(model)
+    return Training(lambda: list(model.parameters()), lambda step: model(batch(step)).square().mean())
+
+
+def _check_units_inside() -> None:
+    with pytest.raises(actckpt.BlocksError, match=r"block 'blocks.0' has modules that FSDP2 shards.*fully_shard\("):
+        train(functools.partial(_sharded, inside=True), applied(activation_budget="70%", race=False), 1)
+
+
+def test_blocks_with_sharded_modules_inside_are_refused(ranks: Ranks) -> None:
+    ranks.run(_check_units_inside)
