@@ -53,7 +53,7 @@ def plan(
         measured. `explain()`, `table()` and `plot()` show it.
     Raises:
         PlanInfeasibleError: no plan fits. Its `smallest_bytes` is the smallest peak of a plan that was tried.
-        BlocksError: there are no such blocks, or one does not run once.
+        BlocksError: there are no such blocks, one does not run once, or the step exchanges tensors with other ranks.
         ValueError: the budget is none, or the step changes parameters and `optimizer` is not given.
     Cost: ten to twenty steps, with `race` two dozen more, and a copy of the training state in host memory.
 

@@ -10,6 +10,8 @@ Rule 1. In runs for profiling each collective returns at once what it would if t
         sends; where that has another size, zeros.
 Rule 2. Integers, on which sizes depend (how many tokens go to which expert), are what the recorded call received.
 Rule 3. What is not known to be a collective of some form raises: nothing is sent that nobody waits for.
+Rule 4. `actckpt.plan`, which runs whole steps as often as it must, raises after the first one where that exchanges
+        something: all ranks have run it once.
 """
 
 from __future__ import annotations
@@ -24,10 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
 
-__all__ = ["Alone", "Exchanges"]
+__all__ = ["Alone", "Exchanges", "num_ranks"]
 
 _EXCHANGES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem"})
 _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
+
+
+def num_ranks() -> int:
+    """Return how many ranks train."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _gathered(x: Tensor, num_ranks: int, *_: object) -> Tensor:
@@ -90,6 +98,11 @@ class Exchanges(TorchDispatchMode):
         #: Of each collective, in their order, the integers.
         self.integers: list[list[Tensor]] = []
         self.has_units = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was exchanged."""
+        return not self._received and not self.integers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):

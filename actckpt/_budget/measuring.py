@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
+from actckpt._budget.alone import Exchanges, num_ranks
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Mark, Marks, Outside, held_between, outside_bytes, outside_seconds
 from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
@@ -134,8 +135,14 @@ class _Watched:
             reached.add(name)
 
         self._state.put_back()
-        with self._calls(call):
+        exchanges = Exchanges()
+        with self._calls(call), exchanges:
             self._step()
+        if not exchanges.is_empty and num_ranks() > 1:
+            raise BlocksError(
+                f"plan: the step exchanges tensors with other ranks, {num_ranks()} in all, and how often it must run "
+                "differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
+            )
         _check(self._blocks, [each.name for each in found], reached)
         return found
 

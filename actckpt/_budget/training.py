@@ -37,6 +37,7 @@ import torch
 
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._budget.alone import num_ranks
 from actckpt._budget.links import is_linked, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, holding_outputs
 from actckpt._budget.meters import Meter
@@ -323,7 +324,7 @@ class _Size:
         from actckpt._budget.simple import NOTHING, simple_plans
 
         wanted = self._wanted
-        if not wanted.race or wanted.pins or _num_ranks() > 1 or self._device.type != "cpu":
+        if not wanted.race or wanted.pins or num_ranks() > 1 or self._device.type != "cpu":
             return None
         others = [
             (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=share.nbytes))
@@ -333,8 +334,3 @@ class _Size:
         best = min((other.overhead_seconds for _, other in others), default=float("inf"))
         is_sure = best - plan.overhead_seconds >= _SURE * plan.plain_seconds
         return None if is_sure or plan.overhead_seconds == 0.0 else Race([("plan", plan), *others])
-
-
-def _num_ranks() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

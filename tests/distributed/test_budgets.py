@@ -138,3 +138,24 @@ def _check_units_inside() -> None:
 
 def test_blocks_with_sharded_modules_inside_are_refused(ranks: Ranks) -> None:
     ranks.run(_check_units_inside)
+
+
+def _check_plan_and_compare() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = model_of()
+    replica, x = DistributedDataParallel(model), batch(0)
+
+    def step() -> None:
+        replica(x).square().mean().backward()
+
+    found = actckpt.compare(step, model=model, rounds=2)
+    assert [row.name for row in found.rows] == ["none", "recompute", "keep matmuls"]
+    assert all(row.same_bits for row in found.rows)
+    with pytest.raises(actckpt.BlocksError, match=r"exchanges tensors with other ranks, 2 in all.*actckpt\.apply"):
+        actckpt.plan(step, model=model, activation_budget="70%")
+    actckpt.plan(lambda: model(x).square().mean().backward(), model=model, activation_budget="70%", race=False)
+
+
+def test_a_step_that_exchanges_something_is_compared_but_not_planned(ranks: Ranks) -> None:
+    ranks.run(_check_plan_and_compare)
