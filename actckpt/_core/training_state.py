@@ -12,8 +12,20 @@ import torch
 from torch import Tensor
 
 from actckpt._core import devices
+from actckpt._core.subclasses import parts_of
 
 __all__ = ["TrainingState", "random_state", "random_state_put_back", "set_random_state"]
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor is made of: a shard, of one that several ranks have together."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    parts, _ = parts_of(tensor)
+    for part in parts.values():
+        if isinstance(part, Tensor):
+            yield from _parts(part)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -22,7 +34,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _hash(tensor: Tensor) -> bytes:
-    return hashlib.sha256(_bits(tensor.detach().cpu()).numpy().data).digest()
+    found = hashlib.sha256()
+    for part in _parts(tensor.detach()):
+        found.update(_bits(part.cpu()).numpy().data)
+    return found.digest()
 
 
 class _Held:
@@ -35,7 +50,10 @@ class _Held:
         self._bytes = None if tensor.is_meta else tensor.detach().to("cpu", copy=True)
 
     def is_changed(self) -> bool:
-        return self._bytes is not None and not torch.equal(_bits(self.tensor.detach().cpu()), _bits(self._bytes))
+        if self._bytes is None:
+            return False
+        pairs = zip(_parts(self.tensor.detach()), _parts(self._bytes), strict=True)
+        return any(not torch.equal(_bits(now.cpu()), _bits(before)) for now, before in pairs)
 
     def put_back(self) -> Tensor:
         if self._bytes is not None:

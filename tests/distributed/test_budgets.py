@@ -159,3 +159,13 @@ def _check_plan_and_compare() -> None:
 
 def test_a_step_that_exchanges_something_is_compared_but_not_planned(ranks: Ranks) -> None:
     ranks.run(_check_plan_and_compare)
+
+
+def _check_compare_of_shards() -> None:
+    training, model = _sharded(_noting(PLAIN), inside=False), _NOTED[-1]
+    found = actckpt.compare(lambda: training.forward(0).backward(), model=model, rounds=1)
+    assert all(row.same_bits for row in found.rows) and len(found.rows) == 3
+
+
+def test_policies_of_a_sharded_model_are_compared(ranks: Ranks) -> None:
+    ranks.run(_check_compare_of_shards)
