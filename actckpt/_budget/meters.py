@@ -12,6 +12,7 @@ from actckpt._budget.running import device_of
 from actckpt._budget.sizes import budget_bytes
 from actckpt._core import devices
 from actckpt._core.storages import storages_of
+from actckpt._core.subclasses import plain_parts
 from actckpt._offload import stores
 from actckpt.memory import LiveStorages
 
@@ -67,8 +68,10 @@ class Meter:
 
 
 def _gradient_bytes(parameter: torch.nn.Parameter) -> int:
-    """Return the bytes that backward allocates for a gradient."""
-    return parameter.nbytes if parameter.requires_grad and parameter.grad is None else 0
+    """Return the bytes that backward allocates for a gradient: of a sharded parameter those of its shard."""
+    if not parameter.requires_grad or parameter.grad is not None:
+        return 0
+    return sum(part.nbytes for part in plain_parts(parameter.detach()))
 
 
 def _static_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:

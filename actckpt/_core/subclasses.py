@@ -13,7 +13,7 @@ Rule 5. Where all parts come back as the very objects that they were, so does th
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -22,13 +22,24 @@ from actckpt._core import torch_private
 from actckpt._core.messages import changed_in_place
 from actckpt._core.tensor_changes import version_of
 
-__all__ = ["TakenApart", "parts_of"]
+__all__ = ["TakenApart", "parts_of", "plain_parts"]
 
 
 def parts_of(tensor: Any) -> tuple[dict[str, Any], Any]:
     """Return what a subclass with `__tensor_flatten__` is made of, by name, and the context to build it with."""
     names, context = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, context
+
+
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor is made of: a shard, of one that several ranks have together."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    parts, _ = parts_of(tensor)
+    for part in parts.values():
+        if isinstance(part, Tensor):
+            yield from plain_parts(part)
 
 
 class TakenApart:

@@ -12,20 +12,9 @@ import torch
 from torch import Tensor
 
 from actckpt._core import devices
-from actckpt._core.subclasses import parts_of
+from actckpt._core.subclasses import plain_parts
 
 __all__ = ["TrainingState", "random_state", "random_state_put_back", "set_random_state"]
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor is made of: a shard, of one that several ranks have together."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    parts, _ = parts_of(tensor)
-    for part in parts.values():
-        if isinstance(part, Tensor):
-            yield from _parts(part)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -35,7 +24,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _hash(tensor: Tensor) -> bytes:
     found = hashlib.sha256()
-    for part in _parts(tensor.detach()):
+    for part in plain_parts(tensor.detach()):
         found.update(_bits(part.cpu()).numpy().data)
     return found.digest()
 
@@ -52,7 +41,7 @@ class _Held:
     def is_changed(self) -> bool:
         if self._bytes is None:
             return False
-        pairs = zip(_parts(self.tensor.detach()), _parts(self._bytes), strict=True)
+        pairs = zip(plain_parts(self.tensor.detach()), plain_parts(self._bytes), strict=True)
         return any(not torch.equal(_bits(now.cpu()), _bits(before)) for now, before in pairs)
 
     def put_back(self) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from training import PLAIN, Method, Training, applied, batch, model_of, reference, train
 
 import actckpt
+from actckpt._core.storages import storages_of
+from actckpt.memory import LiveStorages
 
 #: Of the ranks.
 _BUDGETS = ("62%", "100%")
@@ -169,3 +171,37 @@ def _check_compare_of_shards() -> None:
 
 def test_policies_of_a_sharded_model_are_compared(ranks: Ranks) -> None:
     ranks.run(_check_compare_of_shards)
+
+
+def _peak_of_all_memory(budget: int | None, *, reshard: bool) -> int:
+    """Return the largest number of bytes in the last step, parameters, gradients and the optimizer's state included."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of(width=128, dropout=0.0)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    if budget is not None:
+        actckpt.apply(model, budget=budget, optimizer=optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        with LiveStorages() as live:
+            model(batch(step).repeat(8, 1, 1)).square().mean().backward()
+        if step < 3:
+            optimizer.step()
+    states = [list(state.values()) for state in optimizer.state.values()]
+    held = {id(storage): storage for storage in storages_of([list(model.parameters()), states])}
+    return live.peak_bytes + sum(storage.nbytes() for storage in held.values())
+
+
+def _check_all_memory(reshard: bool) -> None:
+    plain = _peak_of_all_memory(None, reshard=reshard)
+    for share in (1.0, 0.8):
+        assert _peak_of_all_memory(int(share * plain), reshard=reshard) <= share * plain, share
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_budget_for_all_memory_of_a_sharded_model_counts_its_shards(reshard: bool, ranks: Ranks) -> None:
+    """As many gradients as there are parameters in all, on each rank, would not fit into it."""
+    ranks.run(_check_all_memory, reshard)
