@@ -70,7 +70,7 @@ def test_gradients_are_equal_and_collectives_run_once_unless_blocks_run_again(
         if method == "rerun":
             assert ours.in_backward == theirs.in_backward
             assert ours.held_bytes <= theirs.held_bytes
-            assert ours.peak_bytes <= theirs.peak_bytes
+            assert ours.peak_bytes <= 1.1 * theirs.peak_bytes  # what gloo's threads have sent dies when they like
         else:
             assert len(ours.in_backward) == theirs.num_in_backward_of_plain
             assert ours.held_bytes <= 1.01 * (theirs.held_bytes + ours.bytes_in_forward)  # and who sent how much
