@@ -48,6 +48,7 @@ distributed: build
 # with 1,000 random programs in each of the five tests that draw them, and what of the device path the tests run.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m pytest -m soak tests/distributed $(ARGS)
 	$(BIN)/python -m pytest $(XDIST) --device sim --programs 1000 $(CONTRACT_ON_DEVICE) $(ARGS)
 	$(MAKE) coverage ARGS=
 

@@ -1,4 +1,4 @@
-"""Print the table of docs/distributed.md: `python tests/distributed/table.py`."""
+"""Print the table of docs/distributed.md: `PYTHONPATH=. python tests/distributed/table.py`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pool import NUM_RANKS, Ranks
 from torch import Tensor, nn
-from training import PLAIN, Method, Training, applied, batch, model_of, reference, train
+from training import PLAIN, Method, Training, applied, batch, check_equal, model_of, reference, train
 
 import actckpt
 from actckpt._core.storages import storages_of
@@ -29,8 +29,7 @@ def _check_other_budgets(module: str, kind: str) -> None:
         reports.append(functools.partial(actckpt.report, model))
 
     found = train(importlib.import_module(module).KINDS[kind], method, 3)
-    for ours, expected in zip(found.gradients, reference(module, kind, "plain").gradients, strict=True):
-        assert torch.equal(ours, expected)
+    check_equal(found.gradients, reference(module, kind, "plain").gradients)
     plan = reports[0]().plan
     assert (plan.overhead_seconds > 0) == (dist.get_rank() == 0), plan.explain()
 
@@ -58,8 +57,7 @@ def _check_other_sizes() -> None:
             num = 1 + (dist.get_rank() == 1 and step == 2)  # once, and on one rank, a kind of step that is new
             model(batch(step)[:num]).square().mean().backward()
         found.append([parameter.grad for parameter in training.parameters()])
-    for plain, ours in zip(*found, strict=True):
-        assert torch.equal(plain, ours)
+    check_equal(*found)
 
 
 _NOTED: list[nn.Module] = []
@@ -110,8 +108,7 @@ def _exchanging(method: Method) -> Training:
 def _check_collectives_of_torch_distributed() -> None:
     expected = train(_exchanging, PLAIN, 3)
     found = train(_exchanging, applied(activation_budget="90%", race=False), 3)
-    for ours, right in zip(found.gradients, expected.gradients, strict=True):
-        assert torch.equal(ours, right)
+    check_equal(found.gradients, expected.gradients)
     first = train(_exchanging, applied(activation_budget="90%", race=False), 1)  # all blocks are profiled
     assert first.in_forward == found.in_forward == expected.in_forward
     assert first.in_backward == found.in_backward == ()
