@@ -30,7 +30,7 @@ from actckpt._offload.cpu import CpuStore
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
 
-__all__ = ["Pins", "flush", "is_linked", "pins_offload", "prepare", "with_links"]
+__all__ = ["Pins", "flush", "is_linked", "pins_offload", "poll", "prepare", "with_links"]
 
 Pins = Mapping[Any, Action | str]
 
@@ -68,6 +68,12 @@ def flush(device: torch.device) -> None:
     if isinstance(store, CpuStore):
         store.flush()
     store.poll()
+
+
+def poll(device: torch.device) -> None:
+    """Release what was moved, as far as its copy has ended: where no plan offloads, no other call does."""
+    if stores.is_ready(device.type):
+        stores.store_for(device.type).poll()
 
 
 def prepare(device: torch.device) -> None:

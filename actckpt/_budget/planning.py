@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from actckpt._budget.fitting import fitted
-from actckpt._budget.links import is_linked, prepare, with_links
+from actckpt._budget.links import flush, is_linked, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, measure
 from actckpt._budget.meters import Meter
 from actckpt._budget.racing import race_plans
@@ -42,6 +42,7 @@ def planned(
             prepare(device_of(model))
         may_change = optimizer is not None
         measured = measure(step, model=model, blocks=blocks, state=state, may_change=may_change, offloads=offloads)
+        flush(device_of(model))
         meter = Meter(model, optimizer, total=budget is not None)
         measured = meter.complete(measured)
         if activation_budget is None:
@@ -57,6 +58,7 @@ def planned(
             found = race_plans(found, simple_plans(measured.costs), trials)
     finally:
         state.put_back()
+        flush(device_of(model))
     return trials.with_places(found)
 
 
@@ -85,5 +87,6 @@ class _Trials:
     def peak_of(self, plan: Plan) -> float:
         """Run a plan and return its peak, in bytes."""
         candidate = self.candidate("", plan)
-        candidate.run()  # the first run of a structure is audited, which needs more
+        candidate.run()  # the first run of a structure is audited, which needs more, and moves originals
+        flush(device_of(self._model))
         return self._meter.peak_of(candidate.run)

@@ -38,7 +38,7 @@ import torch
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.alone import num_ranks
-from actckpt._budget.links import is_linked, prepare, with_links
+from actckpt._budget.links import is_linked, poll, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, holding_outputs
 from actckpt._budget.meters import Meter
 from actckpt._budget.observing import Observing
@@ -280,6 +280,7 @@ class _Size:
 
     def _make_plan(self) -> None:
         assert self._measured is not None
+        poll(self._device)
         meter = self._meter()
         measured = holding_outputs(meter.complete(self._measured), self._held_output_bytes or 0.0)
         self._fixed_bytes = meter.fixed_bytes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from demo_training import Training
+from demo_training import Training, start_peak
 from oracle import assert_equal
 
 import actckpt
@@ -73,7 +73,9 @@ def test_in_training(every: int, plainly: tuple[list[torch.Tensor], int]) -> Non
 
 def _peak_of_a_plan(budget: int, expected: list[torch.Tensor]) -> int:
     training = _training()
+    before = start_peak()
     plan = _plan(training, budget)
+    assert start_peak() == before, "originals of audits that were on their way to the store are released"
     actckpt.apply(training.model, policy=plan)
     assert_equal(training.gradients(), expected)
     found = training.peak()
