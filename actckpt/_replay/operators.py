@@ -104,7 +104,7 @@ _NONDETERMINISTIC_ON_CPU = {
 
 
 #: By the names of arguments: integer tensors in them say where data goes (NOTE [ Routing ]).
-_INDICES = frozenset({"index", "indices", "offs"})
+_INDICES = frozenset({"index", "indices", "lengths", "offs", "offsets", "target", "targets"})
 #: The same for masks.
 _SELECTED_BY_MASK = frozenset({"masked_select", "masked_scatter", "masked_scatter_"})
 #: Their indices are those of pooling.

@@ -7,9 +7,10 @@ sum formed with atomic operations, a kernel that another library chose anew) the
 gradients. But where a token goes to another expert, they are those of another function, and shapes need not fit.
 
 Rule 1. An integer or a boolean tensor that is an index of `gather`, `scatter`, `index`, `index_put` or the like, that
-        names the groups of a grouped product, or on which the size of a result depends (`nonzero`, `masked_select`,
-        `item`), is never replayed: its bytes are held from then on, as long as something needs them. So are those of
-        the integers and masks that it was made of, back to the first tensors of real numbers, where they are alive.
+        names the groups of a grouped product or the classes of a loss, or on which the size of a result depends
+        (`nonzero`, `masked_select`, `item`), is never replayed: its bytes are held from then on, as long as something
+        needs them. So are those of the integers and masks that it was made of, back to the first tensors of real
+        numbers, where they are alive.
 Rule 2. Masks that choose among values (`where`, `masked_fill`) and the indices of pooling route nothing. They differ
         where the values do.
 Rule 3. Where an entry of a policy has the value's place, operator or name, and says recompute, it is replayed.

@@ -119,7 +119,7 @@ def test_ties_are_broken_once(router: Callable[[Tensor, Tensor], Tensor], policy
     expected = torch.autograd.grad(_routed(router, x, weight).sum(), (x, weight))
     _toss.num_calls = 0
     if policy == "a context":
-        y = _under_contexts(router, x, weight)
+        y = _under_contexts(_routed, router, x, weight)
     else:
         with actckpt.region(_POLICIES[policy]):
             y = _routed(router, x, weight)
@@ -127,11 +127,11 @@ def test_ties_are_broken_once(router: Callable[[Tensor, Tensor], Tensor], policy
     assert _toss.num_calls > 1, "what is real numbers was replayed"
 
 
-def _under_contexts(router: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+def _under_contexts(function: Callable[..., Tensor], *args: Any) -> Any:
     def contexts() -> Any:
         return torch.utils.checkpoint.create_selective_checkpoint_contexts(_POLICIES["a context"])
 
-    return actckpt.checkpoint(_routed, router, x, weight, context_fn=contexts)
+    return actckpt.checkpoint(function, *args, context_fn=contexts)
 
 
 @pytest.mark.parametrize("router", _ROUTERS)
@@ -283,3 +283,23 @@ def test_a_rerun_that_routes_otherwise_names_the_router() -> None:
     with pytest.raises(RerunMismatchError, match=r"module 1\.0, Router.*\n.*Only sizes differ.*router") as raised:
         y.sum().backward()
     assert "test_replay_routing.py" in str(raised.value)
+
+
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_labels_that_a_model_gives_itself_are_asked_for_once(policy: str) -> None:
+    """The gradient of a loss by classes is that of the classes of the forward."""
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        logits = _tossed((x * 1.5).sin() @ weight)
+        return F.cross_entropy(logits * 1.0, logits.argmax(-1)) + (logits.sin() * logits).sum()
+
+    x, weight = leaf(_TOKENS, 8), torch.zeros(8, _EXPERTS, requires_grad=True)
+    expected = torch.autograd.grad(function(x, weight), (x, weight))
+    _toss.num_calls = 0
+    if policy == "a context":
+        y = _under_contexts(function, x, weight)
+    else:
+        with actckpt.region(_POLICIES[policy]):
+            y = function(x, weight)
+    torch.testing.assert_close(torch.autograd.grad(y, (x, weight)), expected, rtol=1e-4, atol=1e-4)
+    assert _toss.num_calls > 1, "what is real numbers was replayed"
