@@ -23,7 +23,7 @@ _POLICIES: dict[str, Any] = {
     "recompute": "recompute",
     "nothing kept": [],
     "products kept": ["aten.mm"],
-    "a dict": {"::aten.addmm": "keep"},
+    "a dict": {"::aten.mm": "keep"},
     "a function": lambda info: "recompute",
     "a context": lambda ctx, func, *args, **kwargs: torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE,
 }
