@@ -37,6 +37,10 @@ class Experts(nn.Module):
         return x + (weights.unsqueeze(-1) * back[order.argsort()]).view_as(x)
 
 
+#: Of four blocks: which expert each of 32 tokens has, their order and the way back; how many are sent and received.
+_ROUTING_BYTES = 4 * 8 * (3 * 32 + 2 * NUM_RANKS)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -73,4 +77,4 @@ def test_gradients_are_equal_and_collectives_run_once_unless_blocks_run_again(
             assert ours.peak_bytes <= 1.1 * theirs.peak_bytes  # what gloo's threads have sent dies when they like
         else:
             assert len(ours.in_backward) == theirs.num_in_backward_of_plain
-            assert ours.held_bytes <= 1.01 * (theirs.held_bytes + ours.bytes_in_forward)  # and who sent how much
+            assert ours.held_bytes <= 1.01 * (theirs.held_bytes + ours.bytes_in_forward) + _ROUTING_BYTES
