@@ -48,7 +48,7 @@ def enable(model: torch.nn.Module, policy: Policy | Plan | None = None, **option
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):  # the library's own is on
             module.gradient_checkpointing = False  # type: ignore[assignment]
-    stand_in = _StandIn(model, given, {name: model.__dict__.get(name) for name in _SWITCHES})
+    stand_in = _StandIn(model, given, {name: _switch_before(model, name) for name in _SWITCHES})
     for name, method in _SWITCHES.items():
         setattr(model, name, getattr(stand_in, method))
     return names
@@ -85,6 +85,13 @@ def callback(policy: Policy | Plan | None = None, **options: Any) -> TrainerCall
             disable(model)
 
     return Callback()
+
+
+def _switch_before(model: torch.nn.Module, name: str) -> Any:
+    """Return what stood on the instance for a switch before the first `enable`, None: the method of its class."""
+    switch = model.__dict__.get(name)
+    stand_in = getattr(switch, "__self__", None)
+    return stand_in.replaced[name] if isinstance(stand_in, _StandIn) else switch
 
 
 @dataclasses.dataclass(eq=False)

@@ -80,10 +80,13 @@ def test_a_policy_decides_with_the_switch_on_after_enable_but_not_after_apply(pr
     assert (len(runs), actckpt.report(model).recomputed_bytes > 0) == ((3, True) if prepare is enable else (6, False))
 
 
-def test_disable_gives_the_switches_back(torchs_calls: list[Any]) -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_disable_gives_the_switches_back(times: int, torchs_calls: list[Any]) -> None:
     model = make("llama")
     before = set(vars(model))
-    enable(model)
+    for _ in range(times):
+        enable(model)
+        model.gradient_checkpointing_disable()
     disable(model)
     disable(model)
     assert set(vars(model)) == before
@@ -93,10 +96,13 @@ def test_disable_gives_the_switches_back(torchs_calls: list[Any]) -> None:
     assert len(torchs_calls) == 3
 
 
-def test_a_switch_that_somebody_put_on_the_model_comes_back() -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_switch_that_somebody_put_on_the_model_comes_back(times: int) -> None:
     model, calls = make("llama"), []
     model.gradient_checkpointing_enable = calls.append
-    enable(model)
+    for _ in range(times):
+        enable(model)
+        model.gradient_checkpointing_disable()
     model.gradient_checkpointing_enable()
     assert calls == []
     disable(model)
