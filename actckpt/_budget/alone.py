@@ -25,10 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
+from actckpt._replay.operators import COLLECTIVE_NAMESPACES
 
 __all__ = ["Alone", "Exchanges", "num_ranks"]
 
-_EXCHANGES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem"})
+#: Those of FSDP's own operators that talk to other ranks call these.
+_EXCHANGES = COLLECTIVE_NAMESPACES - {"fsdp"}
 _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from actckpt._core import torch_private
 
-__all__ = ["Operator", "operator_of"]
+__all__ = ["COLLECTIVE_NAMESPACES", "Operator", "operator_of"]
 
 #: They allocate and write nothing (Rule 4).
 _UNINITIALISED = frozenset(
@@ -35,7 +35,7 @@ _WRITE_NOTHING = frozenset({"record_stream"})
 _RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 #: Namespaces whose operators talk to other processes (Rule 5).
-_COLLECTIVE = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
+COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
 
 #: Operators that write to arguments without saying so in their schema: the positions of these
 #: arguments, and of the flag that switches the writing on, None where there is none (Rule 5).
@@ -222,14 +222,14 @@ class Operator:
         self.reads_outside = namespace == "aten" and base in _READ_OUTSIDE
         self.reshapes_storage = namespace == "aten" and base in _RESHAPE_STORAGE
         self.has_workspace = namespace == "aten" and base in _WITH_WORKSPACE
-        self.is_collective = namespace in _COLLECTIVE
+        self.is_collective = namespace in COLLECTIVE_NAMESPACES
         #: It does something besides what its schema says, and torch was told so.
         self.has_effects = torch_private.has_registered_effect(self.func)
 
     def _note_numbers(self, schema: Any, namespace: str, base: str) -> None:
         """Take down what its results depend on besides its arguments."""
         #: Not torch's own: may draw random numbers without saying so (Rule 3).
-        self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in _COLLECTIVE
+        self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in COLLECTIVE_NAMESPACES
         self.is_random = torch.Tag.nondeterministic_seeded in self.func.tags
         #: The keyword that takes a `torch.Generator`, None if there is none.
         self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)

@@ -26,10 +26,10 @@ from actckpt._replay.operators import Operator
 from actckpt._replay.tape import WHY_ROUTING, Tape
 from actckpt.action import Action
 
-__all__ = ["can_route", "hold_indices"]
+__all__ = ["hold_indices"]
 
 
-def can_route(tensor: Tensor) -> bool:
+def _can_route(tensor: Tensor) -> bool:
     """Whether a tensor holds integers or a mask."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
@@ -49,7 +49,7 @@ def _hold(tape: Tape, tensor: Tensor) -> None:
     while pending:
         tensor = pending.pop()
         value = tape.value_of(tensor)
-        if value is None or value.is_input or not can_route(tensor) or _is_named(tape, value):
+        if value is None or value.is_input or not _can_route(tensor) or _is_named(tape, value):
             continue
         made_of = value.step.inputs if value.step is not None else ()
         pending += [root for each in made_of if (root := _root(tape, each)) is not None]
