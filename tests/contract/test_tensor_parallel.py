@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - torch's name
+from parallel_blocks import Block
 from ranks import needs_gloo, run_on_two_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -26,39 +26,6 @@ aten = torch.ops.aten
 SAVED = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
 
 Method = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            linear(x).unflatten(-1, (-1, 16)).transpose(1, 2)  # heads of this rank
-            for linear in (self.q, self.k, self.v)
-        )
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.w1, self.w2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.gelu(self.w1(x)))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width)
-        self.norm2, self.feed_forward = nn.LayerNorm(width), FeedForward(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.feed_forward(self.norm2(x))
 
 
 def _parallel_model(mesh: Any) -> nn.Module:
