@@ -1,7 +1,14 @@
-"""Print the table of docs/distributed.md: `PYTHONPATH=. python tests/distributed/table.py`."""
+"""Print the table of docs/distributed.md: `PYTHONPATH=.:tests/contract python tests/distributed/table.py [JSON]`."""
 
 from __future__ import annotations
 
+import datetime
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
 from pool import Ranks
 from training import Found, compare, reference
 
@@ -16,26 +23,46 @@ _KINDS = [
 ]
 
 
-def row_of(module: str, kind: str) -> list[str]:
+#: What each column is called in the result and in the page.
+COLUMNS = {
+    "plain": "plain",
+    "torch": "torch",
+    "recompute": "`recompute`",
+    "replay": "`[]`",
+    "torch list": "torch, list",
+    "list": "list",
+}
+
+
+def row_of(module: str, kind: str) -> dict[str, dict[str, int]]:
     """Return what is held after the forward of a step, and how many collectives run in its backward."""
 
-    def cell(found: Found) -> str:
-        return f"{found.held_bytes / 1024:.1f} KiB, {len(found.in_backward)}"
+    def cell(found: Found) -> dict[str, int]:
+        return {"held_bytes": found.held_bytes, "collectives_in_backward": len(found.in_backward)}
 
-    cells = [cell(reference(module, kind, "plain"))]
-    for method in ("rerun", "replay", "list"):
-        ours, theirs = compare(module, kind, method)
-        cells += [cell(theirs), cell(ours)] if method != "replay" else [cell(ours)]
-    return cells
+    (rerun, torch_rerun), (replay, _), (some, torch_some) = (
+        compare(module, kind, method) for method in ("rerun", "replay", "list")
+    )
+    found = (reference(module, kind, "plain"), torch_rerun, rerun, replay, torch_some, some)
+    return {name: cell(one) for name, one in zip(COLUMNS, found, strict=True)}
 
 
 def main() -> None:
-    head = ["", "plain", "torch", "`recompute`", "`[]`", "torch, list", "list"]
-    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    ranks = Ranks()
+    print("| " + " | ".join(["", *COLUMNS.values()]) + " |\n" + "|---" * (1 + len(COLUMNS)) + "|")
+    ranks, figures = Ranks(), {}
     for module, kind in _KINDS:
-        print("| " + " | ".join([kind, *ranks.run(row_of, module, kind)[0]]) + " |", flush=True)
+        row = figures[kind] = ranks.run(row_of, module, kind)[0]
+        cells = (f"{one['held_bytes'] / 1024:.1f} KiB, {one['collectives_in_backward']}" for one in row.values())
+        print("| " + " | ".join([kind, *cells]) + " |", flush=True)
     ranks.close()
+    if len(sys.argv) > 1:
+        result = {
+            "command": "PYTHONPATH=.:tests/contract python tests/distributed/table.py",
+            "date": datetime.date.today().isoformat(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "figures": figures,
+        }
+        Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
