@@ -335,7 +335,9 @@ def callee_of(overload: Any) -> Callable[..., Any]:
 def has_registered_effect(overload: Any) -> bool:
     """Whether torch was told of an effect of an operator (`torch.library`), so that it must run once and in order."""
     effects: Any = importlib.import_module("torch._higher_order_ops.effects")
-    effect_of = _optional(effects, "_get_effect") or effects.SIDE_EFFECTS.get  # torch 2.9 has a dictionary
+    effect_of = _optional(effects, "_get_effect")
+    if effect_of is None:  # torch 2.9 has a dictionary; where there is neither, none can be registered that way
+        effect_of = getattr(effects, "SIDE_EFFECTS", {}).get
     return effect_of(overload) is not None
 
 

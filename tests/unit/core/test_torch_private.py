@@ -131,6 +131,20 @@ def test_installed_torch_has_work_that_operators_may_return() -> None:
     assert "Work" in str(torch_private.finished_work()._type())
 
 
+def test_effects_of_operators_are_told_in_one_of_the_known_ways() -> None:
+    effects = importlib.import_module("torch._higher_order_ops.effects")
+    assert hasattr(effects, "_get_effect") or hasattr(effects, "SIDE_EFFECTS"), (
+        f"torch {torch.__version__} tells effects of operators in another way: add it to has_registered_effect"
+    )
+
+
+def test_a_torch_that_tells_no_effects_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    effects = importlib.import_module("torch._higher_order_ops.effects")
+    for name in ("_get_effect", "SIDE_EFFECTS"):
+        monkeypatch.delattr(effects, name, raising=False)
+    assert not torch_private.has_registered_effect(torch.ops.aten._print.default)
+
+
 def test_every_private_name_of_torch_is_checked_here() -> None:
     public = {
         "Any",
@@ -167,7 +181,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "forced_by_context",
         "function_modes",
         "graph_break",
-        "has_registered_effect",  # checked in tests/contract/replay/test_replay_routing.py
+        "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
         "implementation_of",
         "outer_hooks",
         "remove_dispatch_mode",
