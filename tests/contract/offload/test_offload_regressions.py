@@ -262,9 +262,11 @@ def test_reading_ahead_reaches_into_the_next_block(options: dict[str, Any]) -> N
         *(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(6)),
     )
     actckpt.apply(model, **options)
+    for block in model:  # backward takes long, so that what is begun ahead arrives in time
+        block.register_forward_hook(lambda _module, _args, y: y.register_hook(lambda _: time.sleep(0.02)) and None)
     behind = []
     with store_of_kind("disk" if on_device.device_type == "cpu" else "memory"):  # there no clock of the machine decides
-        for _ in range(10):  # on a busy machine a read that was begun ahead may still be late
+        while len(behind) < 10 and min(behind, default=3) > 2:  # a busy machine may make it late all the same
             actckpt.reset_stats()
             y = model(leaf(512, 512) * 1)
             flush()
