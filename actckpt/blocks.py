@@ -250,7 +250,8 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     note = f"Recorded: {'the first step' if is_first else 'the step after the report before'}; the next one is, too."
     if plan is not None:
         note = "Recorded: a step of the plan; blocks in which everything is kept run as they are and are not in it."
-    if plan is None and any(blocks.training is not None for blocks in together.values()):
+    trainings = [blocks.training for blocks in together.values() if blocks.training is not None]
+    if plan is None and trainings:
         note = _NO_PLAN
     is_plain = plan is not None and plan.overhead_seconds == 0.0
     return ModelReport(
@@ -260,6 +261,7 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         plan=plan,
         rows=rows_of(model, applied, found, group_by, top),
         group_by=group_by,
+        race_steps_left=max((each.race_steps_left for each in trainings), default=0),
         note=note if found or note is _NO_PLAN else "" if is_plain else _NOTHING_RECORDED,
         **sums_of(found),
     )

@@ -69,6 +69,8 @@ class ModelReport:
     note: str = ""
     #: Of `apply(budget=...)` and `apply(policy=plan)`; None: not made yet, or another policy.
     plan: Plan | None = None
+    #: In so many more steps plans take turns, `plan` is one of them, and then the fastest stays; 0: none do.
+    race_steps_left: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -93,6 +95,8 @@ class ModelReport:
             )
         if self.note:
             lines.append(self.note)
+        if self.race_steps_left:
+            lines.append(f"Plans take turns in {self.race_steps_left} more steps, then the fastest stays. One of them:")
         if self.plan is not None:
             lines += [self.plan.explain(), self.plan.table()]
         return "\n".join(lines)

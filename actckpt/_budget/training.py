@@ -112,6 +112,11 @@ class BudgetedTraining:
         return None if self._current is None else self._current.plan
 
     @property
+    def race_steps_left(self) -> int:
+        """In how many more steps of the size that ran last plans take turns (Rule 5)."""
+        return 0 if self._current is None else self._current.race_steps_left
+
+    @property
     def model_name(self) -> str:
         """The type of the model, for messages."""
         return type(self._model).__name__
@@ -218,6 +223,11 @@ class _Size:
         _use(self._forwards, self._settings[1])
         if self._wanted.budget is not None:
             self._observing.begin(self.plan, is_alone=self._num_alive == 1)
+
+    @property
+    def race_steps_left(self) -> int:
+        """In how many more steps plans take turns."""
+        return 0 if self._race is None else self._race.steps_left
 
     @property
     def watching_thread(self) -> int | None:

@@ -41,6 +41,11 @@ class Race:
         self._began_s = time.perf_counter()
         return self._entries[self._at][1]
 
+    @property
+    def steps_left(self) -> int:
+        """How many steps it still takes."""
+        return sum(max(0, _ROUNDS + 1 - len(each)) for each in self._seconds)
+
     def turn(self) -> Turn:
         """Return the step that runs now."""
         return Turn(self._began_s, self._seconds[self._at])

@@ -102,7 +102,7 @@ def run_demo(demo: Demo) -> int:
     console.print(make_table(results, title=title))
     for result in results:
         if result.plan is not None:
-            console.print(describe_plan(result, results[0]), soft_wrap=True, highlight=False, markup=False)
+            console.print(describe_plan(result, results[0], demo.device), soft_wrap=True, highlight=False, markup=False)
     files = [folder / "demo.json"]
     write_json(files[0], results, settings=settings, device=demo.device, differences=differences)
     if settings.plot:
@@ -145,8 +145,11 @@ def _train_all(demo: Demo, console: Console) -> list[MethodResult]:
             def show(loss: float, task: object = task) -> None:
                 progress.update(task, advance=1, loss=f"loss {loss:.3f}")  # type: ignore[arg-type]
 
+            def wait(task: object = task) -> None:
+                progress.update(task, loss="plans take turns")  # type: ignore[arg-type]
+
             with _explained_out_of_memory(method, demo):
-                result = train(method, demo.settings, text=demo.text, device=demo.device, on_step=show)
+                result = train(method, demo.settings, text=demo.text, device=demo.device, on_step=show, on_race=wait)
             results.append(result)
     return results
 

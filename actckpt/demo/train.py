@@ -35,7 +35,8 @@ class MethodResult:
     Attributes:
         method: its name.
         losses: of every step.
-        step_seconds: of every step: forward, backward and optimizer, without the memory counter.
+        step_seconds: of every step: forward, backward and optimizer, without the memory counter. Where plans took turns
+            in these steps, of as many afterwards.
         digests: SHA-256 of each parameter's bytes after the last step, by name.
         memory: of one further forward and backward, under the counter.
         plan: what `apply` found for a budget, if the method has one.
@@ -61,6 +62,7 @@ def train(
     text: torch.Tensor,
     device: torch.device,
     on_step: Callable[[float], None],
+    on_race: Callable[[], None] = lambda: None,
 ) -> MethodResult:
     """Train a new model with `method`, then measure the memory of one more step.
 
@@ -70,6 +72,7 @@ def train(
         text: uint8 (N,).
         device: where to train.
         on_step: called with the loss after each step.
+        on_race: called before each further step in which plans take turns.
 
     Returns:
         Losses, times, digests and memory. The global generators are left as they were.
@@ -87,11 +90,17 @@ def train(
             seconds.append(step_seconds)
             on_step(loss)
         digests = {name: _digest(parameter) for name, parameter in model.named_parameters()}
+        found = report(model) if applied_blocks(model) else None
+        if found is not None and found.plan is not None and (found.race_steps_left or found.plan.race):
+            for _ in range(found.race_steps_left):
+                on_race()
+                _timed_step(model, optimizer, *next(source))
+            seconds = [_timed_step(model, optimizer, *next(source))[1] for _ in range(settings.steps)]
         inputs, targets = (part.to(device) for part in next(source))
         memory = measure_step(
             lambda: _forward_backward(model, inputs, targets), device=device, parameters=model.parameters()
         )
-    plan = report(model).plan if applied_blocks(model) else None
+        plan = None if found is None else report(model).plan
     return MethodResult(method.name, tuple(losses), tuple(seconds), digests, memory, plan)
 
 

@@ -60,10 +60,13 @@ def test_the_race_runs_in_real_steps_and_its_winner_stays(monkeypatch: pytest.Mo
     ((expected, _),) = _steps(training, 1)
     training = Training()
     actckpt.apply(training.model, activation_budget="60%")
-    plans = []
+    plans, left = [], []
     for gradients, _ in _steps(training, 40):
         assert_equal(gradients, expected)
-        plans.append(actckpt.report(training.model).plan)
+        found = actckpt.report(training.model)
+        assert (found.race_steps_left > 0) == (f"take turns in {found.race_steps_left} more steps" in str(found))
+        plans.append(found.plan)
+        left.append(found.race_steps_left)
     final = plans[-1]
     rows = {row.name: row for row in final.race}
     assert {"plan", "recompute"} <= set(rows)
@@ -72,6 +75,9 @@ def test_the_race_runs_in_real_steps_and_its_winner_stays(monkeypatch: pytest.Mo
     raced = [plan for plan in plans if plan is not None and not plan.race]
     assert len({plan.rerun for plan in raced}) > 1, "nothing but one plan ran"
     assert all(plan is final for plan in plans[-3:])
+    # The first step has no plan; then one race step after another, until none is left.
+    num_steps = 6 * len(rows)
+    assert left == [0, *range(num_steps - 1, -1, -1), *[0] * (39 - num_steps)]
 
 
 def test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_state() -> None:
