@@ -48,6 +48,7 @@ from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
 from actckpt._budget.turns import Race, Turn
 from actckpt._budget.watching import Watching
+from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt.action import Action
 from actckpt.errors import BlocksError, PlanInfeasibleError
@@ -61,6 +62,10 @@ _MAX_SIZES = 16
 _EXCEEDED = (
     "apply: steps needed more memory than was predicted, and with that no plan fits. From now on the plan runs that "
     "needs least. {}"
+)
+_COMPILED = (
+    "apply: no plan for the budget is made where all blocks run inside torch.compile: they cannot be measured there, "
+    "and stay checkpointed. Pass a policy in place of the budget, or leave some blocks to eager execution."
 )
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race.
 _SURE = 0.03
@@ -129,7 +134,10 @@ class BudgetedTraining:
             size.give_up()
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return
+        if torch.compiler.is_compiling():
+            _tell_compiled()
             return
         self.is_called = True
         key = self._key(args, kwargs)
@@ -171,6 +179,12 @@ class BudgetedTraining:
             self._current.end(result)
 
 
+@torch_private.called_while_traced
+def _tell_compiled() -> bool:
+    warnings.warn(_COMPILED, stacklevel=2)
+    return True
+
+
 def _use(forwards: dict[str, CheckpointedForward], settings: Mapping[str, Settings]) -> None:
     for name, forward in forwards.items():
         forward.use(settings.get(name, RECOMPUTE))
@@ -188,6 +202,8 @@ class _Size:
         self._num_planned = 0
         self._held_output_bytes: float | None = None
         self._race: Race | None = None
+        #: No block was seen to run.
+        self._is_unseen = False
         self._device = device_of(model)
         self._offloads = is_linked(self._device, wanted.pins)
         self._observing = Observing(self._device)
@@ -200,6 +216,9 @@ class _Size:
         """A forward begins."""
         self._num_alive += 1
         self._most_alive = max(self._most_alive, self._num_alive)
+        if self._is_unseen:
+            _use(self._forwards, {})
+            return
         if self._measured is None:
             if self._offloads:
                 prepare(self._device)
@@ -252,6 +271,9 @@ class _Size:
             return
         if watching is not None:
             self._measured = watching.measured(outputs)
+            if self._measured is None:
+                self._is_unseen = True
+                _tell_compiled()
         turn = None if self._race is None else self._race.turn()
         storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
         is_first = iter((True,))

@@ -219,6 +219,15 @@ def graph_break(why: str) -> None:
     torch._dynamo.graph_break(why.strip())  # the error shows results of calls, and global variables it does not
 
 
+def called_while_traced(function: _Function) -> _Function:
+    """Let the compiler call a function while it traces, and take what it returns as a constant.
+
+    What `torch.compiler.assume_constant_result` does, without importing the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 #: The stack of function modes of this thread.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at

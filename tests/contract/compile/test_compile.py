@@ -132,6 +132,32 @@ def test_an_applied_model_that_offloads_compiles_with_graph_breaks() -> None:
     assert_equal(torch.autograd.grad(y.sum(), [x, *model.parameters()]), expected)
 
 
+@pytest.mark.parametrize("kind", ["the model", "its blocks", "its blocks before"])
+def test_a_budget_says_that_it_makes_no_plan_for_compiled_blocks(kind: str) -> None:
+    model = torch.nn.Sequential(mlp(), mlp(), torch.nn.Linear(8, 2))
+    x = leaf(64, 8)
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+
+    def compile_blocks() -> None:
+        for block in model[:2]:
+            block.compile(backend="aot_eager")
+
+    if kind == "its blocks before":
+        compile_blocks()
+    actckpt.apply(model, activation_budget="60%")
+    if kind == "its blocks":
+        compile_blocks()
+    called = _compiled(model) if kind == "the model" else model
+    for number in range(3):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            y = called(x)
+        told = [warning for warning in warned if "no plan for the budget" in str(warning.message)]
+        assert len(told) == (number == 0)
+        assert_equal(torch.autograd.grad(y.sum(), [x, *model.parameters()]), expected)
+    assert actckpt.report(model).plan is None
+
+
 def test_offloading_inside_a_full_graph_raises() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         with actckpt.offload(min_bytes=0):

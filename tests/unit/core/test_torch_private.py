@@ -138,6 +138,14 @@ def test_effects_of_operators_are_told_in_one_of_the_known_ways() -> None:
     )
 
 
+def test_a_function_is_marked_for_the_compiler_as_by_its_public_name() -> None:
+    def function() -> bool:
+        return True
+
+    public = torch.compiler.assume_constant_result(lambda: True)
+    assert vars(torch_private.called_while_traced(function)) == vars(public)
+
+
 def test_a_torch_that_tells_no_effects_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     effects = importlib.import_module("torch._higher_order_ops.effects")
     for name in ("_get_effect", "SIDE_EFFECTS"):
@@ -168,6 +176,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
     }
     functions = {
         "below_transforms",
+        "called_while_traced",
         "is_tracing",
         "tangents_enabled",
         "are_on_top",
