@@ -59,47 +59,23 @@ void HostEngine::tell_released(Lock& lock) {
 
 void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
   lock.unlock();
-  std::unique_ptr<StoredBytes> stored;
-  std::string error;
-  bool is_full = false;
-  bool is_gone = false;
-  try {
-    stored = ticket->store->write(ticket->src, ticket->bytes);
-  } catch (const SpillFullError& failed) {
-    error = failed.what();
-    is_full = true;
-  } catch (const HostPoolFullError& failed) {
-    error = failed.what();
-    is_full = true;
-  } catch (const SourceGoneError& failed) {
-    error = failed.what();
-    is_gone = true;
-  } catch (const std::exception& failed) {
-    error = failed.what();
-  }
+  Write write = written(*ticket);
   lock.lock();
   stats_.inflight_bytes -= ticket->bytes;
   --num_pending_;
-  if (stored != nullptr) {
+  if (write.stored != nullptr) {
     ticket->out = OutState::kStored;
     stats_.written_bytes += ticket->bytes;
     stats_.stored_bytes += ticket->bytes;
     stats_.peak_stored_bytes = std::max(stats_.peak_stored_bytes, stats_.stored_bytes);
-    ticket->stored = std::move(stored);
+    ticket->stored = std::move(write.stored);
   } else {
-    ticket->out = OutState::kKept;
-    ++stats_.num_failed_writes;
-    stats_.num_full_writes += is_full ? 1 : 0;
-    stats_.num_gone_sources += is_gone ? 1 : 0;
-    num_failed_writes_ = stats_.num_failed_writes;
-    if (!is_gone) {
-      stats_.last_error = error;
-    }
-    stats_.kept_bytes += ticket->dropped ? 0 : ticket->bytes;
+    note_kept(ticket.get(), write);
   }
+  std::unique_ptr<StoredBytes> dropped;
   if (ticket->dropped) {
     stats_.graveyard_bytes -= ticket->bytes;
-    stored = take_stored(ticket.get());
+    dropped = take_stored(ticket.get());
   }
   if (ticket->dropped || (ticket->out == OutState::kStored && !ticket->wanted)) {
     release(&ticket->source);
@@ -107,11 +83,42 @@ void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
   if (num_waiting_ > 0) {
     done_.notify_all();
   }
-  if (stored != nullptr) {
+  if (dropped != nullptr) {
     lock.unlock();
-    stored.reset();
+    dropped.reset();
     lock.lock();
   }
+}
+
+HostEngine::Write HostEngine::written(const Ticket& ticket) {
+  Write write;
+  try {
+    write.stored = ticket.store->write(ticket.src, ticket.bytes);
+  } catch (const SpillFullError& failed) {
+    write.error = failed.what();
+    write.is_full = true;
+  } catch (const HostPoolFullError& failed) {
+    write.error = failed.what();
+    write.is_full = true;
+  } catch (const SourceGoneError& failed) {
+    write.error = failed.what();
+    write.is_gone = true;
+  } catch (const std::exception& failed) {
+    write.error = failed.what();
+  }
+  return write;
+}
+
+void HostEngine::note_kept(Ticket* ticket, const Write& failed) {
+  ticket->out = OutState::kKept;
+  ++stats_.num_failed_writes;
+  stats_.num_full_writes += failed.is_full ? 1 : 0;
+  stats_.num_gone_sources += failed.is_gone ? 1 : 0;
+  num_failed_writes_ = stats_.num_failed_writes;
+  if (!failed.is_gone) {
+    stats_.last_error = failed.error;
+  }
+  stats_.kept_bytes += ticket->dropped ? 0 : ticket->bytes;
 }
 
 void HostEngine::run_load(Lock& lock, const TicketPtr& ticket, const LoadPtr& load) {

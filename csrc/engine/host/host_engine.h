@@ -138,6 +138,15 @@ class HostEngine {
   bool fits(std::size_t bytes) const;
   TicketPtr claim_write();
   std::pair<TicketPtr, LoadPtr> claim_load();
+  // What became of a write; without `stored` it has failed.
+  struct Write {
+    std::unique_ptr<StoredBytes> stored;
+    std::string error;
+    bool is_full = false;
+    bool is_gone = false;
+  };
+  static Write written(const Ticket& ticket);
+  void note_kept(Ticket* ticket, const Write& failed);
   void run_write(Lock& lock, const TicketPtr& ticket);
   void run_load(Lock& lock, const TicketPtr& ticket, const LoadPtr& load);
   void count_stall(Ticket* ticket, double seconds);

@@ -109,6 +109,12 @@ void Spills::drop(Pieces* pieces) {
 }
 
 bool Spills::advance() {
+  end_copies();
+  begin_fills();
+  return is_busy();
+}
+
+void Spills::end_copies() {
   for (auto it = writing_.begin(); it != writing_.end();) {
     const PiecePtr piece = *it;
     if (!backend_->passed(piece->d2h)) {
@@ -135,6 +141,9 @@ bool Spills::advance() {
     end_fill(&*it);
     it = fetching_.erase(it);
   }
+}
+
+void Spills::begin_fills() {
   while (!fetches_.empty()) {
     if (is_wanted(*fetches_.front().landing)) {
       Fences ignored;
@@ -148,7 +157,6 @@ bool Spills::advance() {
     }
     fetches_.pop_front();
   }
-  return is_busy();
 }
 
 // Line 17.

@@ -124,6 +124,8 @@ class Spills {
     HaulPtr fill;
     bool is_copied;
   };
+  void end_copies();
+  void begin_fills();
   void begin_drain(const PiecePtr& piece);
   void end_drain(const PiecePtr& piece);
   void begin_fill(Fetch fetch);
