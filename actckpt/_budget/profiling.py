@@ -47,8 +47,9 @@ from actckpt.planner.problem import recomputed
 
 __all__ = ["ProfiledBlock", "Profiler", "bytes_of", "first_tensor"]
 
-#: Of so many timed runs the fastest counts: whatever else the machine does can only add to it.
-_NUM_TIMED = 2
+#: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
+#: others as long as all together take less than so many seconds.
+_LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 8, 0.3
 #: Name of the value of Rule 4.
 OTHER = "(other)"
 
@@ -182,8 +183,7 @@ def _profiled(
     held_bytes, peak_bytes = _bytes(run, block)
     recording = functools.partial(run, _in_region(forward))
     _seconds(recording, device)  # the first one is audited
-    times = [(*_seconds(run, device), *_seconds(recording, device)) for _ in range(_NUM_TIMED)]
-    forward_s, backward_s, recorded_s, replaying_s = map(min, zip(*times, strict=True))
+    forward_s, backward_s, recorded_s, replaying_s = _fastest(run, recording, device)
     given = storages_of(list(tensors_in((args, kwargs))))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
@@ -284,6 +284,14 @@ def _seconds(runs: _Runs, device: torch.device) -> tuple[float, float]:
         run.backward(roots, [torch.ones_like(root) for root in roots])
         end = devices.moment(device)
         return devices.seconds_between(start, middle), devices.seconds_between(middle, end)
+
+
+def _fastest(run: _Runs, recording: _Runs, device: torch.device) -> tuple[float, ...]:
+    """Return the least seconds that forward and backward take, and both while recorded and replayed."""
+    times: list[tuple[float, ...]] = []
+    while len(times) < _LEAST_TIMED or (len(times) < _MOST_TIMED and sum(map(sum, times)) < _TIMED_S):
+        times.append((*_seconds(run, device), *_seconds(recording, device)))
+    return tuple(map(min, zip(*times, strict=True)))
 
 
 def bytes_of(value: Any) -> int:
