@@ -83,6 +83,11 @@ def _put_back(now: dict[str, Any], found: dict[str, Any]) -> None:
             now[key] = value
 
 
+def _has_bytes(tensor: Tensor) -> bool:
+    """Whether nobody freed the storage of a tensor (`resize_(0)`), which reads nothing then."""
+    return not tensor.numel() or all(storage.nbytes() > 0 for storage in storages_of(tensor))
+
+
 class _Lent:
     """What stands in for tensors of the model."""
 
@@ -109,12 +114,12 @@ class _Lent:
         return self._known[id(tensor)][1]
 
     def _made(self, tensor: Tensor, copied: bool) -> Tensor:
-        own = tensor.detach().clone() if copied else tensor.detach()
+        own = tensor.detach().clone() if copied and _has_bytes(tensor) else tensor.detach()
         if isinstance(tensor, torch.nn.Parameter):
             own = torch.nn.Parameter(own, requires_grad=tensor.requires_grad)
             # Libraries keep things at parameters, such as a buffer that gradients are added to.
             noted = {
-                key: value.detach().clone() if isinstance(value, Tensor) else value
+                key: value.detach().clone() if isinstance(value, Tensor) and _has_bytes(value) else value
                 for key, value in vars(tensor).items()
             }
             vars(own).update(noted)

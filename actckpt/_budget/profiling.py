@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -109,6 +110,7 @@ class Profiler:
             name: the block's qualified name.
             forward: the forward of the block.
         """
+        _check_wrapped(name, block)
         args, kwargs = without_cache(block, forward, args, kwargs) or (args, kwargs)
         inputs = held_inputs(forward, args, kwargs, None)
         before = attributes_of(block)
@@ -142,6 +144,16 @@ def _check_units(name: str, structure: BlockStructure) -> None:
             f"block {name!r} has modules that FSDP2 shards, and cannot be profiled on its own: that would gather their "
             "parameters once more. Shard the blocks themselves (fully_shard(block)), pass these modules as blocks=, or "
             "a policy in place of a budget."
+        )
+
+
+def _check_wrapped(name: str, block: torch.nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who wraps with it has imported it
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in block.modules()):
+        raise BlocksError(
+            f"block {name!r} has modules that FullyShardedDataParallel wraps, and cannot be profiled on its own: that "
+            "would gather their parameters once more. Call apply first and then wrap the blocks, or pass a policy in "
+            "place of a budget."
         )
 
 

@@ -135,8 +135,31 @@ def _check_units_inside() -> None:
         train(functools.partial(_sharded, inside=True), applied(activation_budget="70%", race=False), 1)
 
 
+def _wrapped(_: Method, *, inside: bool) -> Training:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+    model = model_of()
+    for number, block in enumerate(model.blocks):
+        if inside:
+            block.attention, block.feed_forward = wrap(block.attention), wrap(block.feed_forward)
+        else:
+            model.blocks[number] = wrap(block)
+    actckpt.apply(model, activation_budget="70%", race=False, blocks=[f"blocks.{number}" for number in range(4)])
+    return Training(lambda: list(model.parameters()), lambda step: model(batch(step)).square().mean())
+
+
+def _check_wrapped(inside: bool) -> None:
+    with pytest.raises(actckpt.BlocksError, match=r"block 'blocks.0' has modules that FullyShardedDataParallel wraps"):
+        train(functools.partial(_wrapped, inside=inside), PLAIN, 1)
+
+
 def test_blocks_with_sharded_modules_inside_are_refused(ranks: Ranks) -> None:
     ranks.run(_check_units_inside)
+    ranks.run(_check_wrapped, True)
+    ranks.run(_check_wrapped, False)
 
 
 def _check_plan_and_compare() -> None:
