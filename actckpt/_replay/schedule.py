@@ -5,7 +5,7 @@ NOTE [ Order ]
 Steps run by need: only those that lead to the target. Between subtrees that do not depend on each other, the one
 with the larger excess of peak over result goes first (Sethi and Ullman 1970), which is the best order of a tree that
 finishes one subtree before the next; a value is freed after its last use. Where steps share inputs the rule is a
-heuristic.
+heuristic. csrc/replay/depth_first.cpp has the code.
 """
 
 import bisect
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from actckpt import _C
 from actckpt._C import SMALL_WINDOW_BYTES, evict_leftovers, has_room, is_asked, is_pending
 from actckpt._replay import windows
 from actckpt._replay.graph import ReplayGraph
@@ -39,46 +40,7 @@ def peak_bytes(graph: ReplayGraph, order: Sequence[int]) -> int:
 
 def default_order(graph: ReplayGraph) -> list[int]:
     """Return the steps in the order of NOTE [ Order ]; that of the forward where it needs less."""
-    needed = _needed_steps(graph)
-    forward = sorted(needed)
-    chosen = _depth_first(graph, needed)
-    return chosen if peak_bytes(graph, chosen) < peak_bytes(graph, forward) else forward
-
-
-def _needed_steps(graph: ReplayGraph) -> set[int]:
-    makers = graph.maker()
-    needed: set[int] = set()
-    pending = [makers[graph.target]]
-    while pending:
-        step = pending.pop()
-        if step not in needed:
-            needed.add(step)
-            pending.extend(makers[value] for value in graph.reads[step] if value in makers)
-    return needed
-
-
-def _depth_first(graph: ReplayGraph, needed: set[int]) -> list[int]:
-    makers = graph.maker()
-    before = {step: tuple(dict.fromkeys(makers[v] for v in graph.reads[step] if v in makers)) for step in needed}
-    result = {step: sum(graph.nbytes[value] for value in graph.makes[step]) for step in needed}
-    peak: dict[int, int] = {}
-    for step in sorted(needed):  # what a step reads was made by earlier steps
-        held = most = 0
-        for child in sorted(before[step], key=lambda child: result[child] - peak[child]):
-            most = max(most, held + peak[child])
-            held += result[child]
-        peak[step] = max(most, held + result[step])
-    order: dict[int, None] = {}
-    pending = [(makers[graph.target], False)]
-    while pending:
-        step, is_ready = pending.pop()
-        if is_ready:
-            order.setdefault(step)
-        elif step not in order:
-            pending.append((step, True))
-            children = sorted(before[step], key=lambda child: result[child] - peak[child])
-            pending.extend((child, False) for child in reversed(children))
-    return list(order)
+    return _C.default_order(graph.reads, graph.makes, graph.nbytes, graph.target, graph.retained)
 
 
 #: What `configure(replay_order=...)` takes.
@@ -88,7 +50,7 @@ Order = Callable[[ReplayGraph], Sequence[int]]
 def order(tape: Any, target: Value, task: int, clock: int) -> tuple[list[Step], set[Value]]:
     """Return the steps that lead to `target`, in the order in which to execute them, and what stays of what they make.
 
-    Asked where there are several orders, or a window (csrc/replay/order.h).
+    Asked where a function was plugged in, or not all that is asked for again may stay (csrc/replay/order.h).
 
     Args:
         task: the backward that asks for it.

@@ -21,6 +21,7 @@
 #include "offload/span.h"
 #include "offload/store.h"
 #include "replay/calls.h"
+#include "replay/depth_first.h"
 #include "replay/execute.h"
 #include "replay/geometry.h"
 #include "replay/needs.h"
@@ -88,6 +89,7 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::replay::add_pack_functions(module);
   actckpt::replay::add_unpack_functions(module);
   actckpt::replay::add_needs_functions(module);
+  actckpt::replay::add_order_functions(module);
   actckpt::add_bytes_type(module);
   actckpt::add_owned_functions(module);
   actckpt::add_span_type(module);

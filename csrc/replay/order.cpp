@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/python.h"
+#include "replay/depth_first.h"
 #include "replay/execute.h"
 #include "replay/lineage.h"
 #include "replay/needs.h"
@@ -70,6 +71,7 @@ bool is_reading(const ValueObject* value, long long task) {
 
 // What backward asks for too of what the steps make, or others than these steps read.
 Values asked_again(const std::vector<py::object>& steps, const std::vector<Values>& made, long long task) {
+  if (task == -1) return {};  // no backward: nothing is asked for again
   std::unordered_map<PyObject*, long long> reads_here;
   for (std::size_t i = 0; i < steps.size(); ++i) {
     PyObject* inputs = as_step(steps[i])->inputs;
@@ -100,6 +102,43 @@ bool all_may_stay(const TapeObject* tape, const ValueObject* target, const Value
   return tape->window_follows == 0 || nbytes <= kSmallWindowBytes;
 }
 
+// The steps as a graph, and the numbers of values in it, which are what `made` holds first.
+OrderGraph graph_of(const std::vector<py::object>& steps, const std::vector<Values>& made, const Values& retained,
+                    const ValueObject* target) {
+  OrderGraph graph;
+  std::unordered_map<const PyObject*, int> numbers;
+  const auto number_of = [&](const PyObject* value, long long nbytes) {
+    const auto [at, is_new] = numbers.emplace(value, static_cast<int>(numbers.size()));
+    if (is_new) graph.nbytes.push_back(nbytes);
+    return at->second;
+  };
+  for (const Values& values : made) {
+    std::vector<int>& makes = graph.makes.emplace_back();
+    for (const py::object& value : values) makes.push_back(number_of(value.ptr(), as_value(value)->nbytes));
+  }
+  for (const py::object& step : steps) {
+    std::vector<int>& reads = graph.reads.emplace_back();
+    PyObject* inputs = as_step(step)->inputs;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
+      const int value = number_of(PyList_GET_ITEM(inputs, i), 0);
+      if (std::find(reads.begin(), reads.end(), value) == reads.end()) reads.push_back(value);
+    }
+  }
+  graph.is_retained.assign(graph.nbytes.size(), 0);
+  for (const py::object& value : retained) graph.is_retained[number_of(value.ptr(), 0)] = 1;
+  graph.target = number_of(reinterpret_cast<const PyObject*>(target), 0);
+  return graph;
+}
+
+// Brings the steps into the order of NOTE [ Order ].
+void sort_steps(Plan* plan, const std::vector<Values>& made, const ValueObject* target) {
+  std::vector<py::object> steps;
+  for (const int step : default_order(graph_of(plan->steps, made, plan->retained, target))) {
+    steps.push_back(std::move(plan->steps[static_cast<std::size_t>(step)]));
+  }
+  plan->steps = std::move(steps);
+}
+
 Plan chosen_in_python(TapeObject* tape, ValueObject* target, long long task, long long clock) {
   const py::object answer = call_with(names().replay_order, reinterpret_cast<PyObject*>(tape),
                                       reinterpret_cast<PyObject*>(target), number(task).ptr(), number(clock).ptr());
@@ -123,9 +162,12 @@ Plan plan_of(TapeObject* tape, ValueObject* target, long long task, long long cl
     }
     return plan;
   }
-  if (is_none(tape->replay_order) && is_line(plan.steps, made)) {
+  if (is_none(tape->replay_order)) {
     plan.retained = asked_again(plan.steps, made, task);
-    if (all_may_stay(tape, target, plan.retained)) return plan;
+    if (all_may_stay(tape, target, plan.retained)) {
+      if (!is_line(plan.steps, made)) sort_steps(&plan, made, target);
+      return plan;
+    }
   }
   return chosen_in_python(tape, target, task, clock);
 }

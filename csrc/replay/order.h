@@ -16,8 +16,8 @@ struct Plan {
   std::vector<py::object> retained;
 };
 
-// The steps that lead to `target`. Where only one order is possible and all that is asked for again may stay, that is
-// all; else actckpt/_replay/schedule.py chooses.
+// The steps that lead to `target`, in the order of depth_first.h. Where not all that is asked for again may stay, or
+// `configure(replay_order=...)` names another order, actckpt/_replay/schedule.py chooses.
 //
 // `clock`: when the saved tensor that asks for it was saved, 0: not known.
 Plan plan_of(TapeObject* tape, ValueObject* target, long long task, long long clock);
