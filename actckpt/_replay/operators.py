@@ -145,6 +145,7 @@ class Operator:
         "is_foreign",
         "is_nondeterministic_on_cuda",
         "is_plain",
+        "is_plain_if_kept",
         "is_random",
         "is_uninitialised",
         "is_view",
@@ -175,14 +176,12 @@ class Operator:
         self._note_numbers(schema, namespace, base)
         #: Positions and names of arguments that stay where they are indices, or sizes depend on them.
         self.routed_by = _routing_arguments(func)
-        #: None of the above needs a look at each call.
-        self.is_plain = not (
+        #: Nothing needs a look at each call where what it makes stays: from which state it draws does not matter then.
+        self.is_plain_if_kept = not (
             self.written
             or self.written_names
             or self.is_uninitialised
             or self.reads_outside
-            or self.is_random
-            or self.is_foreign
             or self.is_collective
             or self.has_effects
             or self.hidden_writes
@@ -190,6 +189,8 @@ class Operator:
             or self.nondeterministic_threads
             or self.reshapes_storage
         )
+        #: Nothing needs one.
+        self.is_plain = self.is_plain_if_kept and not (self.is_random or self.is_foreign)
 
     def _note_writes(self, schema: Any, namespace: str, base: str) -> None:
         """Take down what it writes to, and which results are no new bytes."""

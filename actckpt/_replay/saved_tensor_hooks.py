@@ -43,7 +43,7 @@ def pack(tape: Tape, tensor: Tensor) -> _Packed:
 
 
 def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> "_C.OffloadHandle":
-    """Pack a parameter, a tensor without a storage that can be read, or a subclass."""
+    """Pack a tensor without a storage that can be read, or a subclass."""
     with Paused():
         if not is_plain and hasattr(type(tensor), "__tensor_flatten__"):
             wrappers.note(tape, tensor)

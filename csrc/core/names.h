@@ -46,6 +46,7 @@ namespace actckpt {
   X(is_complex, "is_complex") \
   X(is_elementwise, "is_elementwise") \
   X(is_plain, "is_plain") \
+  X(is_plain_if_kept, "is_plain_if_kept") \
   X(is_recorded, "is_recorded") \
   X(is_view, "is_view") \
   X(keywords, "keywords") \

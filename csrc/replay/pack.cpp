@@ -1,12 +1,15 @@
 #include "replay/pack.h"
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "core/python.h"
 #include "core/reads.h"
+#include "offload/handles.h"
 #include "replay/calls.h"
 #include "replay/lineage.h"
+#include "replay/paused.h"
 #include "replay/record.h"
 #include "replay/unrecorded.h"
 #include "replay/values.h"
@@ -53,6 +56,14 @@ void audit(TapeObject* tape, PyObject* handle, PyObject* tensor) {
   }
 }
 
+// A handle of a leaf that stays whatever becomes of the region. Of a parameter no alias is made: nothing to pause for.
+py::object pack_leaf(PyObject* tensor) {
+  std::optional<Pause> pause;
+  const bool is_parameter = reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == names().parameter_type;
+  if (!is_parameter || !reads().is_leaf.is_true(tensor)) pause.emplace();
+  return new_unmoved(tensor);
+}
+
 // pack(tape, tensor): the pack hook.
 PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
@@ -63,7 +74,8 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     Geometry geometry(tensor);
     const py::object found = is_plain ? value_of(tape, tensor, geometry) : py::object();
     auto* value = reinterpret_cast<ValueObject*>(found.ptr());
-    if (value == nullptr || (value->is_parameter != 0 && value->held == tensor)) {
+    if (value != nullptr && value->is_parameter != 0 && value->held == tensor) return pack_leaf(tensor).release().ptr();
+    if (value == nullptr) {
       PyObject* other[] = {arguments[0], tensor, is_plain ? Py_True : Py_False};
       return PyObject_Vectorcall(names().pack_other, other, 3, nullptr);
     }

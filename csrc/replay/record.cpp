@@ -30,6 +30,7 @@ struct Known {
   bool is_recorded = false;
   bool is_view = false;
   bool is_plain = false;
+  bool is_plain_if_kept = false;
   bool makes_one = false;
   bool is_routed = false;
   Numerics which = Numerics::kAll;  // settings that it may depend on
@@ -50,6 +51,7 @@ const Known& known(PyObject* func) {
   if (entry.is_recorded) {
     entry.is_view = is_true(entry.op.ptr(), names().is_view);
     entry.is_plain = is_true(entry.op.ptr(), names().is_plain);
+    entry.is_plain_if_kept = is_true(entry.op.ptr(), names().is_plain_if_kept);
     if (is_true(entry.op.ptr(), names().is_elementwise)) entry.which = Numerics::kOfElements;
   }
   return found->emplace(func, std::move(entry)).first->second;
@@ -226,6 +228,13 @@ py::object asked(PyObject* choice, PyObject* func, PyObject* args, PyObject* kwa
                                           result, nullptr));
 }
 
+// Whether what an operator makes stays, whatever the call: it is never made again.
+bool stays_always(TapeObject* tape, const Known& entry) {
+  if (is_true(tape->choice, names().asks_calls) || may_be_dropped(tape)) return false;
+  const py::object action = action_of(tape, entry);
+  return !action.is_none() && action.ptr() != names().recompute;
+}
+
 py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs) {
   const py::object choice = py::reinterpret_borrow<py::object>(tape->choice);
   const bool asks_calls = is_true(choice.ptr(), names().asks_calls);
@@ -315,7 +324,9 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       if (is_true(tape->choice, names().asks_calls)) asked(tape->choice, func, args, kwargs, result.ptr());
       return result.release().ptr();
     }
-    if (entry.is_plain) return record_plain(tape, entry, args, kwargs).release().ptr();
+    if (entry.is_plain || (entry.is_plain_if_kept && stays_always(tape, entry))) {
+      return record_plain(tape, entry, args, kwargs).release().ptr();
+    }
     PyObject* special[] = {current.ptr(), entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
     return PyObject_Vectorcall(names().record_special, special, 4, nullptr);
   });
