@@ -325,12 +325,15 @@ class Calls:
     def end(self) -> None: ...
 
 class TapeCore:
+    #: By id() of the storage, checked by identity (Rule 2).
     storages: dict[int, KnownStorage]
+    #: Values that hold their bytes while the region is open.
     holding: list[Value]
+    #: Values that autograd saved.
     saved: list[weakref.ref[Value]]
-    choice: Any
     lock: Any
     replay_order: Any
+    #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
     swap: int
     modules: dict[int, str | None]
     opaque_places: set[int]
@@ -341,7 +344,9 @@ class TapeCore:
     #: Counts what of its values is alive, but for inputs; None where nobody will ask.
     meter: Meter | None
     outer: Any
+    #: Values that are dropped, but whose bytes stay until the region closes (see `saved_tensor_hooks.close`).
     candidates: list[Value]
+    #: Calls of modules, None: nobody asks for places.
     calls: Calls | None
     #: Values whose bytes are gone although nothing makes them again.
     num_lost: int
@@ -361,6 +366,10 @@ class TapeCore:
     #: Most bytes of replayed values that wait for their turn, -1: no limit; and whether each backward finds it anew.
     window_bytes: int
     window_follows: bool
+    @property
+    def choice(self) -> Any: ...
+    @choice.setter
+    def choice(self, choice: Any) -> None: ...
     @property
     def cached_bytes(self) -> int: ...  # of replayed values that wait for their turn
 

@@ -27,7 +27,7 @@ from actckpt._options import (
     check_call,
     check_no_call,
 )
-from actckpt._replay.audit import Site, caller_of, site_of
+from actckpt._replay.audit import Site, site_of_call
 from actckpt._replay.calls import run_in_region
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
@@ -188,7 +188,7 @@ def checkpoint_call(
     if extensions.awaited:
         extensions.register_awaited()
     if policy is not None and policy != "recompute":
-        site = site_of(caller_of(function, args, kwargs))
+        site = site_of_call(function, args, kwargs)
         if not site.is_rerun:
             return _replayed(choice_of(policy), site, function, args, kwargs, options, matches, figures)
         options = options._replace(preserve_rng_state=True)  # as replay does
@@ -266,7 +266,7 @@ def _run(
         contexts = options.make_contexts()
         selective = selective_choice(contexts[0])
         if selective is not None:
-            site = site_of(caller_of(function, args, kwargs))
+            site = site_of_call(function, args, kwargs)
             if not site.is_rerun:
                 return _replayed(selective, site, function, args, kwargs, options, None, figures)
             contexts, preserve_rng_state = None, True

@@ -1,6 +1,7 @@
-"""What recording one operator costs: CPU time of forward and backward over plain, per operator.
+r"""What recording one operator costs: CPU time of forward and backward over plain, per operator.
 
-    python benchmarks/recording.py [--pairs 30] [--models gpt2 ...] --out benchmarks/results/recording_MACHINE_DATE.json
+    python benchmarks/recording.py [--against CHECKOUT] [--pairs 30] [--models gpt2 ...] \
+        --out benchmarks/results/recording_MACHINE_DATE.json
 
 `apply(policy="matmuls")` on models with random weights, one thread: GPT-2 small (batch 1, sequence 128) and ViT-tiny
 (batch 1, 224 x 224). The "thin" ones have the same operators on widths and sequences so small that kernels take little
@@ -8,7 +9,8 @@ time, so that differences of a few microseconds show; one has dropout. Beside it
 saves the same operators, and a dispatch mode and hooks that do nothing: what torch takes to ask anybody.
 
 Methods run in turns. Figures are medians over rounds of CPU time: seconds, and the difference to plain in the same
-round per operator that ran in a block. `backward` has what is replayed.
+round per operator that ran in a block. `backward` has what is replayed. With `--against`, another checkout, with its
+extension built in place, runs each round too, in a process of its own: its figures are `before`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -227,26 +230,73 @@ def _summary(samples: dict[str, list[tuple[float, float]]], num: int, phase: int
     return found
 
 
-def measure(shape: Shape, pairs: int, warm_ups: int) -> dict[str, Any]:
-    """Return the figures of a model."""
-    steps, num = steps_of(shape)
-    for _ in range(warm_ups):
-        for step in steps.values():
-            step()
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for _ in range(pairs):
-        for name in random.sample(list(steps), len(steps)):
-            samples[name].append(steps[name]())
+def measure(name: str, rounds: int, warm_ups: int, workers: dict[str, Worker]) -> dict[str, Any]:
+    """Return the figures of a model in each of the workers."""
+    samples: dict[str, dict[str, list[tuple[float, float]]]] = {each: {} for each in workers}
+    nums = {each: worker.ask(f"{warm_ups} {name}") for each, worker in workers.items()}
+    for _ in range(rounds):
+        for each in random.sample(list(workers), len(workers)):
+            for method, pair in workers[each].ask("").items():
+                samples[each].setdefault(method, []).append(pair)
     return {
-        "operators": num,
-        "pairs": pairs,
-        "forward": _summary(samples, num, 0),
-        "backward": _summary(samples, num, 1),
+        each: {
+            "operators": nums[each],
+            "pairs": rounds,
+            "forward": _summary(samples[each], nums[each], 0),
+            "backward": _summary(samples[each], nums[each], 1),
+        }
+        for each in workers
     }
 
 
-def _print(name: str, found: dict[str, Any]) -> None:
-    print(f"{name}: {found['operators']} operators in blocks, {found['pairs']} rounds", flush=True)
+class Worker:
+    """A process that runs rounds of all methods with the actckpt of a checkout."""
+
+    def __init__(self, checkout: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        found = self.ask("where")
+        assert found == str(checkout / "actckpt"), found
+
+    def ask(self, line: str) -> Any:
+        """Return the answer to a line: what `_work` says."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def _work() -> None:
+    """Answer lines: "where", "WARM_UPS MODEL" with the number of its operators, an empty one with a round."""
+    steps: dict[str, Callable[[], tuple[float, float]]] = {}
+    for line in sys.stdin:
+        answer: Any
+        if line.strip() == "where":
+            answer = str(Path(actckpt.__file__).parent)
+        elif line.strip():
+            warm_ups, _, name = line.strip().partition(" ")
+            steps, answer = steps_of(SHAPES[name])
+            for _ in range(int(warm_ups)):
+                for step in steps.values():
+                    step()
+        else:
+            answer = {name: steps[name]() for name in random.sample(list(steps), len(steps))}
+            answer = {name: answer[name] for name in steps}
+        print(json.dumps(answer), flush=True)
+
+
+def _print(name: str, which: str, found: dict[str, Any]) -> None:
+    print(f"{name}, {which}: {found['operators']} operators in blocks, {found['pairs']} rounds", flush=True)
     for phase in ("forward", "backward"):
         for method, row in found[phase].items():
             low, high = row["quartiles_us"]
@@ -260,16 +310,25 @@ def main(argv: list[str] | None = None) -> int:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="MODEL")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT")
     parser.add_argument("--pairs", type=int, default=30, help="rounds, ten times as many where models are thin")
-    parser.add_argument("--warm-ups", type=int, default=3)
+    parser.add_argument("--warm-ups", type=int, default=5)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if args.worker:
+        _work()
+        return 0
+    workers = {"before": Worker(args.against.resolve())} if args.against is not None else {}
+    workers["now"] = Worker(Path(__file__).resolve().parents[1])
     figures = {}
     for name in args.models:
-        rounds = args.pairs * (10 if "thin" in name else 1)
-        figures[name] = measure(SHAPES[name], rounds, args.warm_ups)
-        _print(name, figures[name])
+        figures[name] = measure(name, args.pairs * (10 if "thin" in name else 1), args.warm_ups, workers)
+        for which, found in figures[name].items():
+            _print(name, which, found)
+    for worker in workers.values():
+        worker.end()
     if args.out is not None:
         machine = {"processor": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
         content = {"machine": {**machine, "torch": torch.__version__}, "figures": figures}

@@ -220,9 +220,11 @@ def test_estimates_of_the_shape_that_is_too_large_to_run(capsys: pytest.CaptureF
 def test_the_cost_of_recording_is_measured_by_every_method(tmp_path: Path) -> None:
     out = tmp_path / "recording.json"
     command = [sys.executable, str(_BENCHMARKS / "recording.py"), "--models", "vit-tiny thin", "--pairs", "1"]
-    subprocess.run([*command, "--out", str(out)], check=True)
-    found = json.loads(out.read_text())["figures"]["vit-tiny thin"]
-    assert found["operators"] == 12 * 32
-    for phase in ("forward", "backward"):
-        assert list(found[phase]) == ["plain", "mode and hooks", "actckpt", "torch selective"]
-        assert found[phase]["plain"]["us_per_operator"] == 0.0 < found[phase]["actckpt"]["seconds"]
+    subprocess.run([*command, "--against", str(_BENCHMARKS.parent), "--out", str(out)], check=True)
+    figures = json.loads(out.read_text())["figures"]["vit-tiny thin"]
+    assert list(figures) == ["before", "now"]
+    for found in figures.values():
+        assert found["operators"] == 12 * 32
+        for phase in ("forward", "backward"):
+            assert list(found[phase]) == ["plain", "mode and hooks", "actckpt", "torch selective"]
+            assert found[phase]["plain"]["us_per_operator"] == 0.0 < found[phase]["actckpt"]["seconds"]

@@ -24,7 +24,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,16 @@ from actckpt._replay.checksums import checksum
 from actckpt._replay.named_operators import Matches
 from actckpt.errors import AuditError
 
-__all__ = ["Site", "caller_of", "can_compare", "checksum", "failed_error", "site_of", "warn_of_original"]
+__all__ = [
+    "Site",
+    "caller_of",
+    "can_compare",
+    "checksum",
+    "failed_error",
+    "site_of",
+    "site_of_call",
+    "warn_of_original",
+]
 
 _MAX_SITES = 4096
 _MAX_STRUCTURES = 64
@@ -129,6 +138,53 @@ def site_of(caller: Any) -> Site:
         if len(_by_code) > _MAX_SITES:
             _by_code.popitem(last=False)
         return site
+
+
+class _Method(NamedTuple):
+    """The site of a method that was called with nothing that tells calls apart."""
+
+    owner: weakref.ref[Any]
+    code: types.CodeType
+    defaults: tuple[Any, ...] | None
+    site: Site
+
+
+#: By id() of the owner, of the method of it that was called last: to name a caller takes as long as some operators.
+_by_owner: dict[int, _Method] = {}
+
+
+def site_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Site:
+    """Return the site of a call of `function`: `site_of(caller_of(...))`, remembered for methods of modules."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if callable(value) or isinstance(value, (list, tuple)):
+            return site_of(caller_of(function, args, kwargs))
+    if type(function) is not types.MethodType or type(function.__func__) is not types.FunctionType:
+        return site_of(caller_of(function, args, kwargs))
+    owner, called = function.__self__, function.__func__
+    known = _by_owner.get(id(owner))
+    if (
+        known is not None
+        and known.owner() is owner
+        and known.code is called.__code__
+        and _has_defaults(called, known.defaults)
+    ):
+        return known.site
+    site = site_of(caller_of(function, args, kwargs))
+    if isinstance(owner, torch.nn.Module) and _has_defaults(called, called.__defaults__):
+        reference = weakref.ref(owner, functools.partial(_forget, id(owner)))
+        _by_owner[id(owner)] = _Method(reference, called.__code__, called.__defaults__, site)
+    return site
+
+
+def _has_defaults(function: types.FunctionType, defaults: tuple[Any, ...] | None) -> bool:
+    """Whether a function has these defaults, and nothing else but its code."""
+    return function.__defaults__ is defaults and not function.__closure__ and not function.__kwdefaults__
+
+
+def _forget(number: int, reference: weakref.ref[Any]) -> None:
+    known = _by_owner.get(number)
+    if known is not None and known.owner is reference:
+        del _by_owner[number]
 
 
 def _code_key(code: types.CodeType) -> tuple[Any, ...]:

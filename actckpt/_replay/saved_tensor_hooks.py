@@ -186,9 +186,10 @@ def _close(tape: Tape) -> None:
     made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
     tape.storages.clear()
     tape.filling = None
-    _decide_candidates(tape)
+    if tape.candidates:
+        _decide_candidates(tape)
     casts.replay_from_parameters(tape)
-    if is_much(tape.opaque_bytes, tape.recompute_bytes + tape.opaque_bytes):
+    if tape.opaque_bytes and is_much(tape.opaque_bytes, tape.recompute_bytes + tape.opaque_bytes):
         _warn_of_opaque(tape)
     reads = reads_of(tape) if tape.outer is not None else {}
     tape.saved.clear()
@@ -273,5 +274,4 @@ def _decide_candidates(tape: Tape) -> None:
         else:
             mark_needed(value)
             tape.audit_late(value)
-    if candidates:
-        tape.late_audits.clear()
+    tape.late_audits.clear()

@@ -39,46 +39,35 @@ WHY_ROUTING = "it says where data goes, or how much of it"
 class Tape(TapeCore):
     """Values and steps of one region and of those nested in it (Rule 11 of NOTE [ Replay ])."""
 
+    # What most regions leave as it is stands here: each attribute that is set takes time at every region.
+
+    #: Whether the hooks outside get the bytes of what the policy keeps, not only inputs.
+    hands_kept_out = True
+    #: The pack hook, by which a region inside recognises this one.
+    pack_hook: Any = None
+    #: See NOTE [ Filling ].
+    filling: dict[Value, Filling] | None = None
+    roots: aliases.Roots | None = None  # see `aliases`
+    #: How many other tapes are open around it.
+    nesting = 0
+    #: How many regions are open that record for this one.
+    depth = 0
+    #: By id(), see `wrappers`.
+    wrappers: dict[int, Seen] | None = None
+    #: Of `opaque_bytes`, those of compiled code.
+    compiled_bytes = 0
+    #: What `PREFER_OFFLOAD` moves.
+    _plan: RegionPlan | None = None
+
     def __init__(self, choice: Choice, outer: torch_private.Hooks | None, site: Site) -> None:
-        super().__init__()
         self.choice = choice
         #: The hooks that were active where the region was opened.
         self.outer = outer
         self._take_settings(site, config.settings())
-        #: Whether they get the bytes of what the policy keeps, not only inputs.
-        self.hands_kept_out = True
-        #: The pack hook, by which a region inside recognises this one.
-        self.pack_hook: Any = None
-        self.is_open = True
-        #: By id() of the storage, checked by identity (Rule 2).
-        self.storages = {}
-        #: Values that hold their bytes while the region is open.
-        self.holding = []
-        #: Values that autograd saved.
-        self.saved = []
-        #: Values that are dropped, but whose bytes stay until the region closes (see `saved.close`).
-        self.candidates = []
-        #: See NOTE [ Filling ].
-        self.filling: dict[Value, Filling] | None = None
-        self.roots: aliases.Roots | None = None  # see `aliases`
-        #: Calls of modules, None: nobody asks for places. And how many other tapes are open around it.
-        self.calls, self.nesting = None, 0
-        #: How many regions are open that record for this one.
-        self.depth = 0
         #: Whether what stays may have a step until the region closes: a name may still say that it is dropped.
         self.names_drop = choice.names_drop
-        #: By id(), see `wrappers`.
-        self.wrappers: dict[int, Seen] | None = None
-        #: Of `opaque_bytes`, those of compiled code.
-        self.compiled_bytes = 0
         self.began_at = torch_private.next_sequence_number()
         self.lock = threading.RLock()
-        #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
-        self.swap = -1
-        #: Handles of dropped tensors that left checksums.
-        self.audited: list[weakref.ref[Any]] = []
-        #: What `PREFER_OFFLOAD` moves.
-        self._plan: RegionPlan | None = None
 
     def _take_settings(self, site: Site, settings: config.Settings) -> None:
         #: Where it was opened, and what that has run so far.
@@ -102,6 +91,11 @@ class Tape(TapeCore):
     def tasks_inside(self) -> set[int]:
         """Backwards that unpacked something before it closed."""
         return set()
+
+    @functools.cached_property
+    def audited(self) -> list[weakref.ref[Any]]:
+        """Handles of dropped tensors that left checksums."""
+        return []
 
     @functools.cached_property
     def obtainable(self) -> Obtainable:

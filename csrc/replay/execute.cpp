@@ -71,11 +71,17 @@ class Bases {
     bases_.emplace_back(value, std::move(base));
   }
 
+  // From here on, gives the tensors on the storages themselves where they are like the windows: to operators of torch's
+  // own that do nothing but read them.
+  void give_themselves() { gives_themselves_ = true; }
+
   // A recorded argument with tensors in the place of windows.
   py::object with_tensors(PyObject* argument) const {
     if (Py_TYPE(argument) == window_type) {
       const auto* window = reinterpret_cast<WindowObject*>(argument);
-      return on(find(window->value), window);
+      PyObject* base = find(window->value);
+      if (gives_themselves_ && may_be_given(base, window)) return py::reinterpret_borrow<py::object>(base);
+      return on(base, window);
     }
     if (!PyList_CheckExact(argument)) return py::reinterpret_borrow<py::object>(argument);
     py::list items(PyList_GET_SIZE(argument));
@@ -104,7 +110,14 @@ class Bases {
   }
 
  private:
+  // A replay gets no tensor that requires grad.
+  static bool may_be_given(PyObject* base, const WindowObject* window) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(base)) == names().tensor_type && has_geometry(base, window) &&
+           !reads().requires_grad.is_true(base);
+  }
+
   std::vector<std::pair<PyObject*, py::object>> bases_;
+  bool gives_themselves_ = false;
 };
 
 // The results of an operator, in the order in which they were numbered in forward.
@@ -181,6 +194,7 @@ class Run {
       PyObject* value = PyList_GET_ITEM(step->written, i);
       bases.set(value, private_copy(value, bases.find(value)));
     }
+    if (is_true(step->operator_, names().is_plain)) bases.give_themselves();
     const py::object result = called(step, bases);
     num_replayed += 1;
     keep_results(step, result, bases);

@@ -4,6 +4,7 @@
 #include <new>
 #include <utility>
 
+#include "core/grad_mode.h"
 #include "core/meter.h"
 #include "core/python.h"
 #include "core/reads.h"
@@ -36,7 +37,7 @@ py::object new_step(PyObject* op, Numerics which, py::object args, py::object kw
   untracked(step->args);
   untracked(step->inputs);
   step->numerics = numerics_now(which).release().ptr();
-  step->grad_enabled = call(names().is_grad_enabled).ptr() == Py_True;
+  step->grad_enabled = is_grad_enabled();
   return result;
 }
 

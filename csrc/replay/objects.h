@@ -147,12 +147,22 @@ struct EntryObject {
   long long result;
 };
 
+// What the recorder asks of a policy at every operator.
+struct ChoiceFacts {
+  PyObject* actions;         // by name; None: by place
+  PyObject* default_action;  // for all others
+  char are_known;
+  char asks_calls;
+  char names_drop;  // a name may say that what stays is dropped after all
+};
+
 // The part of a tape that the recorder touches at every operator; actckpt/_replay/tape.py derives from it.
 struct TapeObject {
   PyObject_HEAD PyObject* storages;
   PyObject* holding;
   PyObject* saved;
   PyObject* choice;
+  ChoiceFacts choice_facts;
   PyObject* lock;           // held while its values are replayed
   PyObject* replay_order;   // of `configure`, or None
   PyObject* modules;        // of its site

@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "core/grad_mode.h"
 #include "core/modes.h"
 
 namespace actckpt::replay {
@@ -34,9 +35,7 @@ PyType_Slot slots[] = {
 
 }  // namespace
 
-Pause::Pause()
-    : grad_(call(names().is_grad_enabled).ptr() == Py_True),
-      tangents_(call(names().tangents_enabled).ptr() == Py_True) {
+Pause::Pause() : grad_(is_grad_enabled()), tangents_(call(names().tangents_enabled).ptr() == Py_True) {
   if (PyTuple_GET_SIZE(unknown_modes().ptr()) > 0) modes_ = call(names().take_off_modes);
   if (grad_) call(names().set_grad_enabled, Py_False);
   if (tangents_) call(names().set_tangents_enabled, Py_False);

@@ -57,6 +57,20 @@ const Known& known(PyObject* func) {
   return found->emplace(func, std::move(entry)).first->second;
 }
 
+// What is asked of a policy at every operator; read once for each that the tape gets.
+const ChoiceFacts& facts_of_choice(TapeObject* tape) {
+  ChoiceFacts& facts = tape->choice_facts;
+  if (facts.are_known == 0) {
+    PyObject* choice = tape->choice;
+    facts.asks_calls = is_true(choice, names().asks_calls);
+    facts.names_drop = is_true(choice, names().names_drop);
+    assign(facts.actions, attribute(choice, names().actions).ptr());
+    assign(facts.default_action, attribute(choice, names().default_action).ptr());
+    facts.are_known = 1;
+  }
+  return facts;
+}
+
 py::object called(PyObject* func, PyObject* args, PyObject* kwargs) { return owned(PyObject_Call(func, args, kwargs)); }
 
 // Notes an argument of which nobody tells when it changes: what is made from it must not be made again.
@@ -154,7 +168,7 @@ void note_place(TapeObject* tape, ValueObject* value, PyObject* op, long kind, l
 }
 
 // Whether an operator whose result stays may have to run again: a name that the result gets may say so.
-bool may_be_dropped(TapeObject* tape) { return is_true(tape->choice, names().names_drop); }
+bool may_be_dropped(TapeObject* tape) { return facts_of_choice(tape).names_drop != 0; }
 
 // Notes how a new value comes about and what the policy wants with it.
 void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject* op, long kind, long index,
@@ -216,11 +230,10 @@ void add_results(TapeObject* tape, StepObject* step, PyObject* op, PyObject* res
 
 // The action for what an operator makes, None where results have their own.
 py::object action_of(TapeObject* tape, const Known& entry) {
-  PyObject* choice = tape->choice;
-  const py::object actions = attribute(choice, names().actions);
-  if (actions.is_none()) return entry.makes_one ? table_action(tape, entry.op.ptr(), 0) : py::none();
-  PyObject* found = PyDict_GetItem(actions.ptr(), entry.name.ptr());
-  return found != nullptr ? py::reinterpret_borrow<py::object>(found) : attribute(choice, names().default_action);
+  const ChoiceFacts& facts = facts_of_choice(tape);
+  if (is_none(facts.actions)) return entry.makes_one ? table_action(tape, entry.op.ptr(), 0) : py::none();
+  PyObject* found = PyDict_GetItem(facts.actions, entry.name.ptr());
+  return py::reinterpret_borrow<py::object>(found != nullptr ? found : facts.default_action);
 }
 
 py::object asked(PyObject* choice, PyObject* func, PyObject* args, PyObject* kwargs, PyObject* result) {
@@ -230,14 +243,14 @@ py::object asked(PyObject* choice, PyObject* func, PyObject* args, PyObject* kwa
 
 // Whether what an operator makes stays, whatever the call: it is never made again.
 bool stays_always(TapeObject* tape, const Known& entry) {
-  if (is_true(tape->choice, names().asks_calls) || may_be_dropped(tape)) return false;
+  if (facts_of_choice(tape).asks_calls != 0 || may_be_dropped(tape)) return false;
   const py::object action = action_of(tape, entry);
   return !action.is_none() && action.ptr() != names().recompute;
 }
 
 py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs) {
   const py::object choice = py::reinterpret_borrow<py::object>(tape->choice);
-  const bool asks_calls = is_true(choice.ptr(), names().asks_calls);
+  const bool asks_calls = facts_of_choice(tape).asks_calls != 0;
   py::object action = asks_calls ? py::none() : action_of(tape, entry);
   const bool stays = !action.is_none() && action.ptr() != names().recompute;
   const long long num_untold = tape->num_untold;
@@ -270,7 +283,7 @@ bool has_fakes(PyObject* types) {
 
 // Notes what a higher-order operator returned, which is not executed again: its arguments may be functions.
 void add_unrecorded(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs, PyObject* result) {
-  const bool asks_calls = is_true(tape->choice, names().asks_calls);
+  const bool asks_calls = facts_of_choice(tape).asks_calls != 0;
   const py::object action =
       asks_calls ? asked(tape->choice, entry.func.ptr(), args, kwargs, result) : action_of(tape, entry);
   long index = 0;
@@ -321,7 +334,7 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     if (entry.is_view) {
       py::object result = called(entry.callee.ptr(), args, kwargs);
-      if (is_true(tape->choice, names().asks_calls)) asked(tape->choice, func, args, kwargs, result.ptr());
+      if (facts_of_choice(tape).asks_calls != 0) asked(tape->choice, func, args, kwargs, result.ptr());
       return result.release().ptr();
     }
     if (entry.is_plain || (entry.is_plain_if_kept && stays_always(tape, entry))) {

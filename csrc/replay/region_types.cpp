@@ -61,7 +61,10 @@ void entry_dealloc(PyObject* self) {
 
 void tape_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
-  release(reinterpret_cast<TapeObject*>(self)->cached);
+  auto* tape = reinterpret_cast<TapeObject*>(self);
+  release(tape->cached);
+  Py_CLEAR(tape->choice_facts.actions);
+  Py_CLEAR(tape->choice_facts.default_action);
   using T = TapeObject;
   free_object<T>(self, &T::storages, &T::holding, &T::saved, &T::choice, &T::lock, &T::replay_order, &T::modules,
                  &T::opaque_places, &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates,
@@ -95,6 +98,37 @@ int tape_clear(PyObject* self) {
   return 0;
 }
 
+PyObject* tape_choice(PyObject* self, void*) {
+  PyObject* choice = reinterpret_cast<TapeObject*>(self)->choice;
+  return Py_NewRef(choice == nullptr ? Py_None : choice);
+}
+
+int set_tape_choice(PyObject* self, PyObject* choice, void*) {
+  if (choice == nullptr) {
+    PyErr_SetString(PyExc_AttributeError, "a tape has a policy");
+    return -1;
+  }
+  auto* tape = reinterpret_cast<TapeObject*>(self);
+  tape->choice_facts.are_known = 0;
+  assign(tape->choice, choice);
+  return 0;
+}
+
+// A tape that is open and empty.
+PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    auto* tape = allocated<TapeObject>(type);
+    py::object result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(tape));
+    tape->storages = py::dict().release().ptr();
+    tape->holding = py::list().release().ptr();
+    tape->saved = py::list().release().ptr();
+    tape->candidates = py::list().release().ptr();
+    tape->swap = -1;
+    tape->is_open = 1;
+    return result.release().ptr();
+  });
+}
+
 PyObject* tape_cached_bytes(PyObject* self, void*) {
   const CachedBytes* cached = reinterpret_cast<TapeObject*>(self)->cached;
   return PyLong_FromLongLong(cached == nullptr ? 0 : cached->bytes);
@@ -117,7 +151,6 @@ PyMemberDef entry_members[] = {
 PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               OBJECT(TapeObject, "holding", holding),
                               OBJECT(TapeObject, "saved", saved),
-                              OBJECT(TapeObject, "choice", choice),
                               OBJECT(TapeObject, "lock", lock),
                               OBJECT(TapeObject, "replay_order", replay_order),
                               NUMBER(TapeObject, "swap", swap),
@@ -146,11 +179,12 @@ PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               FLAG(TapeObject, "audits_always", audits_always),
                               FLAG(TapeObject, "window_follows", window_follows),
                               END};
-PyGetSetDef tape_getters[] = {{"cached_bytes", tape_cached_bytes, nullptr, nullptr, nullptr},
+PyGetSetDef tape_getters[] = {{"choice", tape_choice, set_tape_choice, nullptr, nullptr},
+                              {"cached_bytes", tape_cached_bytes, nullptr, nullptr, nullptr},
                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot handle_slots[] = {{Py_tp_dealloc, slot(handle_dealloc)}, {Py_tp_members, handle_members}, {0, nullptr}};
 PyType_Slot entry_slots[] = {{Py_tp_dealloc, slot(entry_dealloc)}, {Py_tp_members, entry_members}, {0, nullptr}};
-PyType_Slot tape_slots[] = {{Py_tp_new, slot(PyType_GenericNew)},
+PyType_Slot tape_slots[] = {{Py_tp_new, slot(tape_new)},
                             {Py_tp_dealloc, slot(tape_dealloc)},
                             {Py_tp_traverse, slot(tape_traverse)},
                             {Py_tp_clear, slot(tape_clear)},

@@ -3,6 +3,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/grad_mode.h"
 #include "core/locked.h"
 #include "core/python.h"
 #include "core/reads.h"
@@ -46,9 +47,7 @@ Found found_of(TapeObject* tape, HandleObject* handle, ValueObject* value) {
 }
 
 // Whether aliases can be made as things stand.
-bool is_neutral() {
-  return call(names().is_grad_enabled).ptr() == Py_False && PyLong_AsLong(call(names().num_dispatch_modes).ptr()) == 0;
-}
+bool is_neutral() { return !is_grad_enabled() && PyLong_AsLong(call(names().num_dispatch_modes).ptr()) == 0; }
 
 // Whether both are on one storage. Before a region overwrites a parameter, its bytes are copied elsewhere (Rule 1).
 bool is_on_storage_of(PyObject* one, PyObject* other) {

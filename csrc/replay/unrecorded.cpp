@@ -1,5 +1,6 @@
 #include "replay/unrecorded.h"
 
+#include "core/grad_mode.h"
 #include "core/python.h"
 #include "core/reads.h"
 
@@ -47,7 +48,7 @@ bool is_in_apply() {
 
 bool is_in_compiled_code() {
   // The compiler's runtime turns grad mode off, so that most operators need no look at their frame.
-  if (call(names().is_grad_enabled).ptr() == Py_True) return false;
+  if (is_grad_enabled()) return false;
   py::object frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame) {
     PyObject* name = module_of(frame);

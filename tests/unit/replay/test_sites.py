@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import types
 from typing import Any
 
+import pytest
+import torch
+
 from actckpt._replay import audit
-from actckpt._replay.audit import site_of
+from actckpt._replay.audit import caller_of, site_of, site_of_call
 
 
 def _compiled() -> Any:
@@ -37,3 +42,62 @@ def test_what_is_remembered_of_code_is_bounded(monkeypatch: Any) -> None:
     for code in codes:
         site_of((code, 1))
     assert len(audit._by_line) <= 10
+
+
+class _Called(torch.nn.Module):
+    def forward(self, x: Any, scale: Any = None) -> Any:
+        return x if scale is None else scale(x)
+
+    def other(self, x: Any) -> Any:
+        return -x
+
+
+def _through(module: torch.nn.Module) -> Any:
+    """Return a method with a closure."""
+
+    def forward(self: Any, x: Any) -> Any:
+        return module(x)
+
+    return types.MethodType(forward, module)
+
+
+def test_a_remembered_site_is_the_one_that_the_caller_has() -> None:
+    first, second, inside = _Called(), _Called(), torch.nn.ReLU()
+    x = torch.ones(2)
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (first.forward, (x,), {}),
+        (first.forward, (x, None), {}),
+        (first.forward, (x,), {"scale": inside}),
+        (first.forward, (x, inside), {}),
+        (first.forward, ([x], [inside]), {}),
+        (first.other, (x,), {}),
+        (second.forward, (x,), {}),
+        (_through(first), (x,), {}),
+        (_through(second), (x,), {}),
+        (first, (x,), {}),
+        (len, (x,), {}),
+    ]
+    for _ in range(3):
+        for function, args, kwargs in calls:
+            assert site_of_call(function, args, kwargs) is site_of(caller_of(function, args, kwargs))
+
+
+def test_a_remembered_site_goes_by_defaults_and_code_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = _Called(), torch.ones(2)
+    before = site_of_call(module.forward, (x,), {})
+    assert site_of_call(module.forward, (x,), {}) is before
+    monkeypatch.setattr(_Called.forward, "__defaults__", (torch.nn.ReLU(),))
+    assert site_of_call(module.forward, (x,), {}) is site_of(caller_of(module.forward, (x,))) is not before
+    monkeypatch.setattr(_Called.forward, "__defaults__", (None,))
+    monkeypatch.setattr(_Called.forward, "__code__", _Called.other.__code__)
+    assert site_of_call(module.forward, (x,), {}) is site_of(caller_of(module.forward, (x,))) is not before
+
+
+def test_a_remembered_site_is_forgotten_with_its_module() -> None:
+    module = _Called()
+    site_of_call(module.forward, (torch.ones(2),), {})
+    number = id(module)
+    assert number in audit._by_owner
+    del module
+    gc.collect()
+    assert number not in audit._by_owner
