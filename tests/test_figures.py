@@ -43,6 +43,19 @@ def test_overheads_in_the_readme_are_those_of_the_results(result: str, label: st
 
 
 @pytest.mark.parametrize(
+    ("label", "method"),
+    [
+        ("torch's selective contexts, save matmuls and attention", "torch selective"),
+        ('`actckpt.apply(model, policy="matmuls")`', "actckpt"),
+        ("a dispatch mode and hooks around each block that do nothing", "mode and hooks"),
+    ],
+)
+def test_costs_per_operator_in_the_readme_are_those_of_the_results(label: str, method: str) -> None:
+    found = _figures("recording")["gpt2 thin"]["now"]
+    _says("README.md", label, [found[phase][method]["us_per_operator"] for phase in ("forward", "backward")])
+
+
+@pytest.mark.parametrize(
     ("label", "methods"),
     [
         ("plain", ["plain"]),
