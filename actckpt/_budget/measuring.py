@@ -70,7 +70,7 @@ def measure(
         offloads: whether plans may offload.
     Raises:
         BlocksError: a block does not run, or not once.
-    Cost: four steps, and of each distinct block seven to nineteen more.
+    Cost: four steps, and of each distinct block ten to 22 more.
     """
     watched = _Watched(step, blocks, state, device_of(model))
     profiled = watched.profiled(Profiler(offloads=offloads))

@@ -34,7 +34,7 @@ from torch import Tensor
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._budget.alone import Alone
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
-from actckpt._budget.structure import BlockStructure, held_elsewhere, run_recorded
+from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._core import devices
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
@@ -51,6 +51,8 @@ __all__ = ["ProfiledBlock", "Profiler", "bytes_of", "first_tensor"]
 #: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
 #: others as long as all together take less than so many seconds.
 _LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 8, 0.3
+#: And of so many further runs in which each operator is timed.
+_OPERATORS_TIMED = 3
 #: Name of the value of Rule 4.
 OTHER = "(other)"
 
@@ -130,7 +132,7 @@ class Profiler:
         key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
         if key not in self._known:
             with inputs.as_found(checks=False), _explained(name):
-                known = _profiled(block, forward, args, kwargs, values, structure)
+                known = _profiled(name, block, forward, (args, kwargs), values, structure)
             if counts_calls(block, before, structure.written):
                 known = dataclasses.replace(known, rerun=False)
             self._known[key] = known
@@ -181,22 +183,23 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _profiled(
+    name: str,
     block: torch.nn.Module,
     forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    arguments: Any,
     values: tuple[Value, ...],
     structure: BlockStructure,
 ) -> BlockClass:
     def run(of: Callable[..., Any] = forward) -> contextlib.AbstractContextManager[_Run]:
-        return _one_run(block, of, (args, kwargs), structure)
+        return _one_run(block, of, arguments, structure)
 
     device = structure.device
     held_bytes, peak_bytes = _bytes(run, block)
     recording = functools.partial(run, _in_region(forward))
     _seconds(recording, device)  # the first one is audited
     forward_s, backward_s, recorded_s, replaying_s = _fastest(run, recording, device)
-    given = storages_of(list(tensors_in((args, kwargs))))
+    values = _timed_again(name, block, forward, arguments, values, structure)
+    given = storages_of(list(tensors_in(arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
     return BlockClass(
@@ -210,6 +213,26 @@ def _profiled(
         ),
         rerun=not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers),
     )
+
+
+def _timed_again(
+    name: str,
+    block: torch.nn.Module,
+    forward: Callable[..., Any],
+    arguments: Any,
+    values: tuple[Value, ...],
+    structure: BlockStructure,
+) -> tuple[Value, ...]:
+    """Return values with the least seconds of their operators: the solver would find those that seemed too fast."""
+    for _ in range(_OPERATORS_TIMED):
+        with set_apart(block, arguments, structure.written) as ((args, kwargs), _), Alone(structure.exchanges):
+            found = operator_seconds(forward, args, kwargs, first_tensor((args, kwargs)))
+        seconds = {_without(place, name): value for place, value in found.items()}
+        values = tuple(
+            dataclasses.replace(value, recompute_s=min(value.recompute_s, seconds.get(value.name, value.recompute_s)))
+            for value in values
+        )
+    return values
 
 
 def _held_elsewhere(

@@ -45,7 +45,7 @@ from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint_call
 from actckpt.planner.costs import BLOCK_INPUT, Value
 
-__all__ = ["BlockStructure", "held_elsewhere", "run_recorded"]
+__all__ = ["BlockStructure", "held_elsewhere", "operator_seconds", "run_recorded"]
 
 
 @dataclasses.dataclass
@@ -154,6 +154,10 @@ class BlockStructure:
                 found.append(Value(name, nbytes, made.seconds, inputs, info is not None, may_move, replayable))
         return tuple(found)
 
+    def seconds(self) -> dict[str, float]:
+        """Return what each value took to make, by all of its places."""
+        return {place: made.seconds for made in self._made for place in made.places}
+
     def _may_move(self, nbytes: int) -> bool:
         return self.offloads and nbytes >= session.DEFAULT_MIN_BYTES
 
@@ -194,10 +198,24 @@ def run_recorded(
 
 def held_elsewhere(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
     """Run the forward of a block once with nothing recorded; return the places of what it leaves alive."""
-    structure = BlockStructure(None, offloads=False)
-    with _Graph(structure):
-        result = checkpoint_call(forward, args, kwargs, CheckpointOptions(policy="recompute"))
+    result, structure = _run_unrecorded(forward, args, kwargs, None)
     return structure.note_alive(result)
+
+
+def operator_seconds(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argument: Tensor | None
+) -> dict[str, float]:
+    """Run the forward of a block once with nothing recorded; return what the value of each place took to make."""
+    _, structure = _run_unrecorded(forward, args, kwargs, argument)
+    return structure.seconds()
+
+
+def _run_unrecorded(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argument: Tensor | None
+) -> tuple[Any, BlockStructure]:
+    structure = BlockStructure(argument, offloads=False)
+    with _Graph(structure):
+        return checkpoint_call(forward, args, kwargs, CheckpointOptions(policy="recompute")), structure
 
 
 class _Graph(TorchDispatchMode):
