@@ -233,6 +233,9 @@ class Value:
     key: int
     @property
     def was_saved(self) -> bool: ...  # and it is decided what becomes of it
+    #: A collective that runs again made it; and it is such a value, or may be made from one.
+    is_repeated: bool
+    needs_collective: bool
     is_input: bool
     is_parameter: bool
     @property
@@ -324,6 +327,9 @@ class Calls:
     def begin(self, where: str, /) -> None: ...  # a region opens; `where` stands for a module where none runs
     def end(self) -> None: ...
 
+#: The call that runs an operator: its module, which call of it, and how many operators like it ran there before.
+def running_call(calls: Calls) -> tuple[str, int, int]: ...
+
 class TapeCore:
     #: By id() of the storage, checked by identity (Rule 2).
     storages: dict[int, KnownStorage]
@@ -366,6 +372,10 @@ class TapeCore:
     #: Most bytes of replayed values that wait for their turn, -1: no limit; and whether each backward finds it anew.
     window_bytes: int
     window_follows: bool
+    #: Whether some of its values are made by collectives that run again.
+    repeats: bool
+    #: Whether all ranks have to say first that they repeat the same.
+    must_agree: bool
     @property
     def choice(self) -> Any: ...
     @choice.setter

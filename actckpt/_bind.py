@@ -19,6 +19,7 @@ from actckpt._core.tensor_changes import has_same_bytes, own_copy
 from actckpt._offload import notices, owned_memory, reading, session, sources, stores
 from actckpt._replay import (
     aliases,
+    collectives,
     execute,
     opened,
     outer_hooks,
@@ -127,6 +128,9 @@ NAMES: dict[str, Any] = {
     "resized_error": aliases.resized_error,
     "changed_after_error": aliases.changed_after_error,
     "other_bytes_error": execute.other_bytes_error,
+    "agree": collectives.agree,
+    "outside_error": collectives.outside_error,
+    "out_of_turn_error": collectives.out_of_turn_error,
     "keep": Action.KEEP,
     "offload": Action.OFFLOAD,
     "recompute": Action.RECOMPUTE,

@@ -8,6 +8,7 @@
     |-- BlocksError             also ValueError
     |-- CostTableError          also ValueError
     |-- PlanInfeasibleError     also ValueError
+    |-- RanksDifferError        also RuntimeError
     |-- StillOpenError          also RuntimeError
     |-- TransformerEngineError
     `-- EngineError             also RuntimeError; of the engine that copies to host memory and disk
@@ -52,6 +53,7 @@ __all__ = [
     "HostPoolFullError",
     "InputChangedError",
     "PlanInfeasibleError",
+    "RanksDifferError",
     "RerunMismatchError",
     "SavedTensorChangedError",
     "SourceGoneError",
@@ -81,6 +83,10 @@ class AuditError(ActckptError, CheckpointError):
 
 class BlocksError(ActckptError, ValueError):
     """`apply` or `remove` cannot do what was asked with these blocks."""
+
+
+class RanksDifferError(ActckptError, RuntimeError):
+    """The ranks of a process group are about to repeat different collectives in backward."""
 
 
 class StillOpenError(ActckptError, RuntimeError):

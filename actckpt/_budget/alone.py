@@ -4,7 +4,7 @@ NOTE [ Alone ]
 
 Ranks profile other blocks at other times, and plans differ. A collective that one rank runs and another one does not
 would wait for ever, or be taken for the next one: gradients would be wrong without a word. So profiling exchanges
-nothing, and no plan makes a block with collectives run again; replay keeps what they return.
+nothing, and no plan makes a block with collectives run again, or names one; replay keeps what they return.
 
 Rule 1. In runs for profiling each collective returns at once what it would if the other ranks had sent what this one
         sends; where that has another size, zeros.

@@ -12,6 +12,8 @@ from actckpt._blocks.applied import Settings, applied_blocks, find_blocks, patch
 from actckpt._blocks.windows import Windows
 from actckpt._core import devices
 from actckpt._core.training_state import TrainingState
+from actckpt._replay.operators import is_collective
+from actckpt._text.places import Place
 from actckpt.action import Action
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
@@ -72,8 +74,13 @@ def _settings(block: BlockClass, actions: Mapping[str, Action], places: Mapping[
         return {"policy": "recompute", "offload_inputs": moves_input}
     if all(actions[value.name] is Action.KEEP for value in block.values if value.needed):
         return None
-    policy = {place: actions[name] for name, place in places.items()}
+    policy = {place: actions[name] for name, place in places.items() if not _repeats(place, actions[name])}
     return {"policy": policy, "drops_caches": True, "offload_inputs": moves_input}
+
+
+def _repeats(place: str, action: Action) -> bool:
+    """Whether an entry would have replay run a collective again, which no plan does (NOTE [ Alone ])."""
+    return action is Action.RECOMPUTE and is_collective(Place.parse(place).operator)
 
 
 def forwards_of(model: torch.nn.Module, settings: Mapping[str, Settings]) -> dict[torch.nn.Module, Any]:

@@ -7,6 +7,7 @@ here can go when torch makes it public.
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from types import CodeType
 from typing import Any, TypeVar
@@ -413,6 +414,32 @@ def wait_for_collective(tensor: Any) -> None:
     """
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         tensor.trigger_wait()
+
+
+def resolved_group(name: str) -> Any:
+    """Return the process group of a name, by which functional collectives know it."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._resolve_process_group(name)
+
+
+def group_store(group: Any) -> Any:
+    """Return the key-value store of a process group."""
+    getter = _optional(group, "get_group_store")  # public, where torch has it
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._world.pg_map[group][1] if getter is None else getter()
+
+
+def group_timeout(group: Any) -> timedelta:
+    """Return how long collectives of a process group wait for other ranks; torch's default where none can be told."""
+    options = None
+    for device in ("cuda", "cpu"):
+        try:
+            options = _optional(group._get_backend(torch.device(device)), "options")
+        except RuntimeError:  # none of its backends is for this device
+            continue
+        break
+    found: timedelta | None = None if options is None else _optional(options, "_timeout")
+    return torch.distributed.constants.default_pg_timeout if found is None else found
 
 
 def finished_work() -> Any:

@@ -58,7 +58,18 @@ class Site:
     """What is known about one place in the user's code that opens regions."""
 
     __slots__ = (
-        *("audited", "has_other_hooks", "has_warned", "is_rerun", "matches", "modules", "num_calls", "opaque", "steps"),
+        *(
+            "agreed",
+            "audited",
+            "has_other_hooks",
+            "has_warned",
+            "is_rerun",
+            "matches",
+            "modules",
+            "num_calls",
+            "opaque",
+            "steps",
+        ),
         *("_first", "is_reported", "structures", "where"),
     )
 
@@ -72,6 +83,8 @@ class Site:
         self.audited: set[int] = set()
         #: Structures whose last result must not be replayed.
         self.opaque: set[int] = set()
+        #: Groups, and the collectives that all their ranks repeat here (NOTE [ Repeated collectives ]).
+        self.agreed: set[tuple[Any, ...]] = set()
         #: Final structures of calls.
         self.structures: set[int] = set()
         #: Module whose forward ran last in a structure.

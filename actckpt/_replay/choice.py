@@ -86,6 +86,14 @@ class Table:
         selectors = self._selectors.values()
         return any((place is not None and s.has(place)) or s.has_name(names, place) for s in selectors)
 
+    def names_operator(self, place: Place, action: Action) -> bool:
+        """Return whether the entry that decides about a place names it, or its operator, and says `action`."""
+        text = str(place)
+        if text in self.actions:
+            return self.actions[text] is action
+        first = next(((text, found) for text, found in self._selectors.items() if found.has(place)), None)
+        return first is not None and self.actions[first[0]] is action and first[1].is_of_operator(place.operator)
+
     def nearest(self, text: str) -> str:
         """Return the places and names nearest to an entry, of those that ran or were given."""
         return ", ".join(difflib.get_close_matches(text, self._seen, n=2, cutoff=0.4)) or "none"

@@ -44,7 +44,7 @@ def private_memory(value: Value, base: Tensor | None) -> Tensor:
 def _called_with_random_state(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     func, random = step.operator.func, step.random
     if random is None:
-        return func(*args, **kwargs)
+        return step.operator.callee(*args, **kwargs)
     if isinstance(random, tuple):
         device, state = random
         generator = torch.Generator(device)

@@ -1,5 +1,6 @@
 """What the recorder must know about an operator: looked up once in its schema, and in short tables."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from actckpt._core import torch_private
 
-__all__ = ["COLLECTIVE_NAMESPACES", "Operator", "operator_of"]
+__all__ = ["COLLECTIVE_NAMESPACES", "Operator", "is_collective", "operator_of"]
 
 #: They allocate and write nothing (Rule 4).
 _UNINITIALISED = frozenset(
@@ -36,6 +37,11 @@ _RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"
 
 #: Namespaces whose operators talk to other processes (Rule 5).
 COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
+
+#: Of these, the functional ones that replay can repeat: NOTE [ Repeated collectives ].
+_REPEATABLE = frozenset(
+    {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"}
+)
 
 #: Operators that write to arguments without saying so in their schema: the positions of these
 #: arguments, and of the flag that switches the writing on, None where there is none (Rule 5).
@@ -137,6 +143,7 @@ class Operator:
         "forgets_versions",
         "func",
         "generator_name",
+        "group_position",
         "has_effects",
         "has_workspace",
         "hidden_writes",
@@ -147,6 +154,7 @@ class Operator:
         "is_plain",
         "is_plain_if_kept",
         "is_random",
+        "is_repeatable",
         "is_uninitialised",
         "is_view",
         "makes_one",
@@ -224,6 +232,12 @@ class Operator:
         self.reshapes_storage = namespace == "aten" and base in _RESHAPE_STORAGE
         self.has_workspace = namespace == "aten" and base in _WITH_WORKSPACE
         self.is_collective = namespace in COLLECTIVE_NAMESPACES
+        self.is_repeatable = namespace == "_c10d_functional" and base in _REPEATABLE
+        #: Position of the argument that is its process group, -1: not known.
+        self.group_position = -1
+        if self.is_repeatable:
+            self.group_position = [argument.name for argument in schema.arguments].index("group_name")
+            self.callee = _waited(self.callee)
         #: It does something besides what its schema says, and torch was told so.
         self.has_effects = torch_private.has_registered_effect(self.func)
 
@@ -261,6 +275,17 @@ class Operator:
         """Return arguments with which it computes the same results and writes nothing but them."""
         assert self.hidden_writes is not None
         return [None if position in self.hidden_writes[0] else arg for position, arg in enumerate(args)]
+
+
+def _waited(callee: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a collective again: its result must be there for the steps that read it."""
+    wait = torch_private.callee_of(torch.ops._c10d_functional.wait_tensor.default)
+    return lambda *args, **kwargs: wait(callee(*args, **kwargs))
+
+
+def is_collective(name: str) -> bool:
+    """Whether an operator of a name, as in `torch.ops`, talks to other processes."""
+    return name.partition(".")[0] in COLLECTIVE_NAMESPACES
 
 
 def _is_write(argument: Any) -> bool:

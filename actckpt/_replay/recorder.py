@@ -19,7 +19,8 @@ Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed:
          what is made below dispatch modes that may change it (NOTE [ Modes ]).
 Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back or have an effect that
          torch was told of, and operators that are nondeterministic (on CUDA; on the CPU, most with several threads) are
-         not executed again, or only in a form without the effect.
+         not executed again, or only in a form without the effect. Collectives that a policy names are: see
+        NOTE [ Repeated collectives ] in `collectives`.
 Rule 6.  Audit. See `audit`.
 Rule 7.  Outside changes. If replay needs bytes that changed after the region closed, unpack raises. The aliases that
          tell are made outside of the dispatch handler: inside, `detach()` does not share the version counter.
@@ -47,7 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt import _C
 from actckpt._C import add_results, add_value, with_windows
 from actckpt._core import devices, random_state
-from actckpt._replay import filling, saved_tensor_hooks
+from actckpt._replay import collectives, filling, saved_tensor_hooks
 from actckpt._replay.coverage import Filling
 from actckpt._replay.geometry import covers_all
 from actckpt._replay.lineage import Step, Value, Window, blank_of, redirect
@@ -95,8 +96,7 @@ setattr(Recorder, "__torch_dispatch__", _C.torch_dispatch)  # noqa: B010 - mypy 
 
 def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Record an operator that writes, draws, allocates or communicates."""
-    func = operator.func
-    kwargs = kwargs or {}
+    func, kwargs = operator.func, kwargs or {}
     choice = tape.choice
     inputs: list[Value] = []
     num_untold = tape.num_untold
@@ -106,7 +106,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     written = _written_tensors(operator, args, kwargs)
     hidden = _hidden_tensors(operator, args, bool(written))
     why_untold = tape.why_untold if tape.num_untold != num_untold else ""
-    why_opaque = _why_opaque(operator, args, bool(hidden)) or why_untold or tape.why_opaque or ""
+    why_opaque = _why_never(tape, operator, args, bool(hidden)) or why_untold or tape.why_opaque or ""
     if hidden and operator.has_form_without_effect:
         step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)
@@ -130,9 +130,18 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     if early is not None:
         saved_tensor_hooks.point_at(tape, early, args[operator.saved_before_written])
     add_results(tape, step, result, action, why_opaque)
-    if operator.is_uninitialised and not written:
-        filling.begin(tape, result)
+    _note_result(tape, operator, args, kwargs, result, has_written=bool(written))
     return result
+
+
+def _note_result(
+    tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, has_written: bool
+) -> None:
+    """Take down what must be known of some operators besides their values."""
+    if operator.is_repeatable:
+        collectives.note(tape, operator, args, kwargs, result)
+    if operator.is_uninitialised and not has_written:
+        filling.begin(tape, result)
 
 
 def _values_in(args: Any) -> list[Value]:
@@ -166,6 +175,13 @@ def _hidden_tensors(operator: Operator, args: tuple[Any, ...], has_written: bool
     if operator.is_collective and not has_written:
         return [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
     return [args[position] for position in operator.writes_hidden(args)]
+
+
+def _why_never(tape: Tape, operator: Operator, args: tuple[Any, ...], has_hidden_writes: bool) -> str:
+    """Return why what a call makes must not be replayed, whatever the policy says, or an empty text."""
+    if operator.is_repeatable and collectives.is_named(tape, operator):
+        return ""
+    return _why_opaque(operator, args, has_hidden_writes)
 
 
 def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bool) -> str:

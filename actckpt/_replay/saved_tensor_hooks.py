@@ -130,7 +130,7 @@ def audited(handle: Handle, tensor: Tensor) -> Tensor:
         return tensor
     value = handle.window.value
     tape.site.opaque.add(value.key)
-    if expected.original is None:
+    if expected.original is None or tape.repeats:  # Rule 6 of NOTE [ Repeated collectives ]
         raise _failure(handle)
     try:
         with Paused():
@@ -148,6 +148,8 @@ def _failure(first: Handle) -> AuditError:
     for reference in tape.audited:
         handle = reference()
         if handle is None or handle is first or handle.audit is None or handle.window.value.held is not None:
+            continue
+        if handle.window.value.needs_collective:
             continue
         with tape.lock:
             base = _C.bytes_of(tape, handle.window.value)

@@ -21,6 +21,7 @@ from actckpt._replay.aliases import Seen
 from actckpt._replay.audit import Site
 from actckpt._replay.checksums import compact
 from actckpt._replay.choice import Choice
+from actckpt._replay.collectives import Collectives
 from actckpt._replay.coverage import Filling
 from actckpt._replay.lineage import KnownStorage, TapeCore, Value, mark_needed, new_leaf_bytes
 from actckpt._replay.paused import Paused, whole
@@ -54,6 +55,8 @@ class Tape(TapeCore):
     depth = 0
     #: By id(), see `wrappers`.
     wrappers: dict[int, Seen] | None = None
+    #: Those that ran, None: none.
+    collectives: Collectives | None = None
     #: Of `opaque_bytes`, those of compiled code.
     compiled_bytes = 0
     #: What `PREFER_OFFLOAD` moves.
@@ -309,7 +312,7 @@ class Tape(TapeCore):
             entry.action, entry.why = action, why or (value.why_opaque if stays_by_rule else "")
         if action is not Action.RECOMPUTE:
             return
-        if new_leaf_bytes(value, value.nbytes) > value.nbytes:
+        if not value.needs_collective and new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.spare = tensor
             self.candidates.append(value)
         else:

@@ -176,6 +176,14 @@ class Selector:
         given = (self.call, place.call), (self.occurrence, place.occurrence), (self.result, place.result)
         return all(one in (None, other) for one, other in given) and self.covers(place.module, place.operator)
 
+    def is_of_operator(self, operator: str) -> bool:
+        """Whether the text says of which operators, and this is one of them."""
+        if self.word is not None:
+            return not _is_any(self.word)
+        pattern = self.operator if self.operator is not None else self.name
+        names = operator, operator.rpartition(".")[0]
+        return pattern is not None and not _is_any(pattern) and any(matches(pattern, name) for name in names)
+
     def covers(self, module: str | None, operator: str) -> bool:
         """Whether what an operator makes in a module may be at one of these places."""
         operators = operator, operator.rpartition(".")[0]
@@ -188,6 +196,10 @@ class Selector:
         if self.word is not None and not any(matches(self.word, name) for name in _short_names(operator)):
             return False
         return self.module is None or (module is not None and matches(self.module, module))
+
+
+def _is_any(pattern: str) -> bool:
+    return not pattern.strip("*?.")
 
 
 def _short_names(operator: str) -> tuple[str, str]:

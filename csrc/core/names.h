@@ -166,6 +166,9 @@ namespace actckpt {
   X(resized_error)       /* (held, value) */ \
   X(changed_after_error) /* (tensor, expected version) */ \
   X(other_bytes_error)   /* (value, result) */ \
+  X(agree)               /* (tape): all ranks run the same collectives again */ \
+  X(outside_error)       /* (value) */ \
+  X(out_of_turn_error)   /* (value) */ \
   X(recompute)           /* Action.RECOMPUTE */ \
   X(keep)                /* Action.KEEP */ \
   X(offload)             /* Action.OFFLOAD */ \

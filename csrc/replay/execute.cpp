@@ -15,6 +15,7 @@
 #include "replay/needs.h"
 #include "replay/order.h"
 #include "replay/paused.h"
+#include "replay/repeated.h"
 #include "replay/window.h"
 
 namespace actckpt::replay {
@@ -194,6 +195,7 @@ class Run {
       PyObject* value = PyList_GET_ITEM(step->written, i);
       bases.set(value, private_copy(value, bases.find(value)));
     }
+    check_is_in_turn(tape_, step);
     if (is_true(step->operator_, names().is_plain)) bases.give_themselves();
     const py::object result = called(step, bases);
     num_replayed += 1;
@@ -258,7 +260,7 @@ class Run {
     if (!is_none(tape_->meter)) note_alive(tape_->meter, reads().untyped_storage(tensor).ptr());
     if (!is_none(value->entry)) reinterpret_cast<EntryObject*>(value->entry)->num_replays += 1;
     if (value == target_ || made->num_uses > 0) made->tensor = py::reinterpret_borrow<py::object>(tensor);
-    if (made->is_retained && task_ != -1 && !is_available(value)) {
+    if ((made->is_retained || value->is_repeated != 0) && task_ != -1 && !is_available(value)) {
       cache(reinterpret_cast<PyObject*>(tape_), value, tensor, task_);
     }
   }
@@ -316,7 +318,7 @@ py::object bytes_of(TapeObject* tape, ValueObject* value, PyObject* window, long
   if (!is_none(value->cached)) {  // held while it is looked at: another backward may release it
     py::object cached = py::reinterpret_borrow<py::object>(value->cached);
     if (version_of(cached.ptr()) == value->cached_version) return cached;
-    if (is_none(value->step)) {
+    if (is_none(value->step) || value->is_repeated != 0) {
       raise(call_with(names().changed_after_error, cached.ptr(), number(value->cached_version).ptr()));
     }
     uncache(value);  // backward changed what it had unpacked

@@ -55,6 +55,9 @@ void start_reading(ValueObject* value, long long task) {
 // Whether the bytes of a value can be had once they are released.
 bool comes_back(const ValueObject* value) { return !is_none(value->step) || !is_none(value->stored); }
 
+// Whether what is cached for a value may be released before its backward ends: a collective runs once in each.
+bool may_go(const ValueObject* value) { return comes_back(value) && value->is_repeated == 0; }
+
 // Takes what is cached for a value into `gone`: whoever owns that releases it once all counts are right.
 void take_cached(ValueObject* value, std::vector<py::object>* gone) {
   if (is_none(value->cached)) return;
@@ -78,7 +81,7 @@ void stop_reading(ValueObject* value, long long task, std::vector<py::object>* g
       input->num_readers -= 1;
       if (is_asked(input, task)) continue;
       if (!comes_back(input)) continue;
-      take_cached(input, gone);
+      if (may_go(input)) take_cached(input, gone);
       pending.push_back(input);
     }
   }
@@ -161,7 +164,7 @@ long long release_replay_caches(const py::object& nbytes) {
   for (const py::object& listed : values) {
     if (released.is_enough()) break;
     ValueObject* value = value_of(listed);
-    if (!comes_back(value) && !restore_step(value)) continue;
+    if (value->is_repeated != 0 || (!comes_back(value) && !restore_step(value))) continue;
     if (is_none(value->cached)) continue;
     std::vector<py::object> tensors = {py::reinterpret_borrow<py::object>(value->cached)};
     evict(value, value->cached_task);
@@ -209,7 +212,7 @@ void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task)
   value->cached_task = task;
   value->cached_version = version;
   stop_reading(value, task, &gone);
-  if (core->is_open == 0 && keeps_inputs(value) && call(names().keeps_graph).ptr() == Py_False) {
+  if (core->is_open == 0 && core->repeats == 0 && keeps_inputs(value) && call(names().keeps_graph).ptr() == Py_False) {
     // The graph goes with this backward. A kept value then goes with its last need, not with the node that saved what
     // was made from it. Not in an open region, which holds what it keeps and must know, before that is overwritten,
     // what is made from it.
@@ -234,14 +237,14 @@ void evict_leftovers(TapeObject* tape, long long task, long long clock) {
   if (tape->cached == nullptr) return;
   for (const py::object& listed : values_in(tape->cached)) {
     ValueObject* value = value_of(listed);
-    if (value->cached_task == task && comes_back(value) && value->first_use > clock) evict(value, task);
+    if (value->cached_task == task && may_go(value) && value->first_use > clock) evict(value, task);
   }
 }
 
 void release_needs(ValueObject* value, long long task) noexcept {
   if (task == -1 || is_asked(value, task)) return;
   std::vector<py::object> gone;
-  if (comes_back(value)) take_cached(value, &gone);
+  if (may_go(value)) take_cached(value, &gone);
   if (!is_available(value)) stop_reading(value, task, &gone);
 }
 

@@ -22,7 +22,7 @@ py::object new_value(long long nbytes, PyObject* device, long long ordinal) {
   auto* value = allocated<ValueObject>(value_type);
   value->nbytes = nbytes;
   value->ordinal = ordinal;
-  value->version = value->cached_task = value->counted_task = -1;
+  value->version = value->cached_task = value->counted_task = value->repeated_task = -1;
   assign(value->device, device);
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(value));
 }
@@ -77,7 +77,7 @@ void list_cached(ValueObject* value) {
   CachedBytes* cached = value->cached_in;
   value->cached_place = cached->values.size();
   cached->values.push_back(value);
-  cached->bytes += value->nbytes;
+  if (value->is_repeated == 0) cached->bytes += value->nbytes;  // what a collective returned stays, whatever the window
 }
 
 void unlist_cached(ValueObject* value) noexcept {
@@ -86,7 +86,7 @@ void unlist_cached(ValueObject* value) noexcept {
   cached->values[value->cached_place] = last;
   last->cached_place = value->cached_place;
   cached->values.pop_back();
-  cached->bytes -= value->nbytes;
+  if (value->is_repeated == 0) cached->bytes -= value->nbytes;
 }
 
 EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
@@ -124,6 +124,10 @@ void add_output(StepObject* step, ValueObject* value, long kind, long index) {
   if (step->outputs == nullptr) step->outputs = untracked(py::list().release().ptr());
   if (step->results == nullptr) step->results = new std::vector<std::pair<long, long>>();
   value->index = index;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {
+    const auto* input = reinterpret_cast<ValueObject*>(PyList_GET_ITEM(step->inputs, i));
+    if (input->needs_collective != 0 && !is_none(input->step)) value->needs_collective = 1;
+  }
   const auto reference =
       py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
   if (!reference || PyList_Append(step->outputs, reference.ptr()) != 0) throw py::error_already_set();

@@ -76,8 +76,11 @@ struct ValueObject {
   long long num_readers;
   long long first_use;
   long long last_use;
+  long long repeated_task;  // the last backward that repeated the collectives that lead to it (repeated.h)
   char is_reading;
-  char was_saved;  // and it is decided what becomes of it
+  char is_repeated;       // made by a collective that runs again
+  char needs_collective;  // it is such a value, or may be made from one
+  char was_saved;         // and it is decided what becomes of it
   char is_needed;
   char is_input;
   char is_parameter;
@@ -194,6 +197,9 @@ struct TapeObject {
   char is_audited;
   char audits_always;
   char window_follows;  // the sizes seen: each backward begins without a limit
+  char repeats;         // some of its values are made by collectives that run again (repeated.h)
+  char is_repeating;    // and one of them may run now
+  char must_agree;      // all ranks must say first that they repeat the same
 };
 
 extern PyTypeObject* value_type;

@@ -24,7 +24,7 @@ bool decided(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   const bool recomputes = value->action == names().recompute;
   if (recomputes) {
     if (is_none(value->step) || PyObject_IsTrue(value->why_opaque) == 1) return false;
-    if (new_leaf_bytes(value, value->nbytes) > value->nbytes) return false;
+    if (value->needs_collective == 0 && new_leaf_bytes(value, value->nbytes) > value->nbytes) return false;
     mark_needed(value);
     tape->recompute_bytes += value->nbytes;
   } else if (value->action == names().keep && !is_none(value->held) &&

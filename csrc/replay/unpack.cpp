@@ -12,6 +12,7 @@
 #include "replay/execute.h"
 #include "replay/needs.h"
 #include "replay/paused.h"
+#include "replay/repeated.h"
 #include "replay/values.h"
 #include "replay/window.h"
 
@@ -36,6 +37,7 @@ Found found_of(TapeObject* tape, HandleObject* handle, ValueObject* value) {
   std::optional<Swap> swap;
   if (tape->swap >= 0) swap.emplace(tape->swap);
   const Locked locked(tape->lock);
+  repeat_collectives(tape, value);
   if (is_none(value->cached) && !is_none(value->stored)) {
     const py::object stored = py::reinterpret_borrow<py::object>(value->stored);
     found.tensor = call_with(names().saved_piece, stored.ptr(), handle->window);
@@ -95,6 +97,7 @@ py::object unpacked(HandleObject* handle) {
   auto* value = reinterpret_cast<ValueObject*>(value_held.ptr());
   if (tape->is_open != 0) call_with(names().unpacked_inside, handle->tape, value_held.ptr());
   Unpacking unpacking(handle);
+  agree_on_collectives(tape);
   const Found found = found_of(tape, handle, value);
   unpacking.done();
   release_needs(value, handle->task);

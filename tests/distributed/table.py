@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import platform
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import torch
 from pool import Ranks
-from training import Found, compare, reference
+from test_repeated_collectives import POLICIES
+from training import Found, applied, compare, reference, train
 
 _KINDS = [
     ("test_data_parallel", "ddp"),
@@ -29,8 +31,10 @@ COLUMNS = {
     "torch": "torch",
     "recompute": "`recompute`",
     "replay": "`[]`",
+    "named": "named",
     "torch list": "torch, list",
     "list": "list",
+    "list, named": "list, named",
 }
 
 
@@ -43,7 +47,9 @@ def row_of(module: str, kind: str) -> dict[str, dict[str, int]]:
     (rerun, torch_rerun), (replay, _), (some, torch_some) = (
         compare(module, kind, method) for method in ("rerun", "replay", "list")
     )
-    found = (reference(module, kind, "plain"), torch_rerun, rerun, replay, torch_some, some)
+    make = importlib.import_module(module).KINDS[kind]
+    named, some_named = (train(make, applied(POLICIES[policy]), 3) for policy in ("everything", "list"))
+    found = (reference(module, kind, "plain"), torch_rerun, rerun, replay, named, torch_some, some, some_named)
     return {name: cell(one) for name, one in zip(COLUMNS, found, strict=True)}
 
 

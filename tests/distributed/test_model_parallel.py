@@ -114,11 +114,18 @@ def test_a_policy_that_moves_collectives_holds_no_more_than_torch_which_repeats_
     ranks.run(_check_moved_collectives, kind)
 
 
-def _check_kept_collectives() -> None:
+_UNNAMED: dict[str, Any] = {
+    "default": actckpt.policies.PerOp({torch.ops.aten.mm: "keep"}),
+    "module": {"blocks.**": "recompute"},
+    "function": lambda info: actckpt.Action.RECOMPUTE,
+}
+
+
+def _check_kept_collectives(policy: str) -> None:
     reports: list[Any] = []
 
     def method(model: nn.Module) -> None:
-        applied(actckpt.policies.PerOp(dict.fromkeys(_COLLECTIVES, "recompute")))(model)
+        applied(_UNNAMED[policy])(model)
         reports.append(lambda: actckpt.report(model))
 
     found = train(KINDS["sequence parallel"], method, 1)
@@ -128,5 +135,6 @@ def _check_kept_collectives() -> None:
     assert row.kept_bytes > 0 and row.recomputed_bytes == 0
 
 
-def test_no_policy_repeats_single_collectives(ranks: Ranks) -> None:
-    ranks.run(_check_kept_collectives)
+@pytest.mark.parametrize("policy", _UNNAMED)
+def test_collectives_that_no_entry_names_are_kept(policy: str, ranks: Ranks) -> None:
+    ranks.run(_check_kept_collectives, policy)

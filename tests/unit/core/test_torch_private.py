@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch.autograd import Variable, forward_ad
@@ -153,6 +155,34 @@ def test_a_torch_that_tells_no_effects_has_none(monkeypatch: pytest.MonkeyPatch)
     assert not torch_private.has_registered_effect(torch.ops.aten._print.default)
 
 
+@pytest.fixture
+def group() -> Iterator[Any]:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("needs a torch that is built with gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group(timeout=timedelta(seconds=7))
+    dist.destroy_process_group()
+
+
+def test_installed_torch_tells_name_store_and_timeout_of_a_process_group(group: Any) -> None:
+    assert torch_private.resolved_group(group.group_name) is group
+    assert torch_private.group_timeout(group) == timedelta(seconds=7)
+    store = torch_private.group_store(group)
+    store.set("actckpt/test", "found")
+    assert store.check(["actckpt/test"]) and store.get("actckpt/test") == b"found"
+    assert not store.check(["actckpt/other"])
+
+
+def test_a_torch_without_a_public_store_of_groups_has_one(group: Any) -> None:
+    class WithoutGetter:
+        group_name = group.group_name
+
+    other, world = WithoutGetter(), dist.distributed_c10d._world
+    world.pg_map[other] = world.pg_map[group]  # type: ignore[index]
+    assert torch_private.group_store(other) is world.pg_map[group][1]
+    del world.pg_map[other]  # type: ignore[arg-type]
+
+
 def test_every_private_name_of_torch_is_checked_here() -> None:
     public = {
         "Any",
@@ -172,6 +202,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "forward_ad",
         "importlib",
         "partial",
+        "timedelta",
         "torch",
     }
     functions = {
@@ -189,6 +220,9 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "is_compiled_function",
         "forced_by_context",
         "function_modes",
+        "group_store",
+        "group_timeout",
+        "resolved_group",
         "graph_break",
         "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
         "implementation_of",

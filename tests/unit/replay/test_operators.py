@@ -39,7 +39,7 @@ def test_there_are_operators_to_look_at() -> None:
 
 
 #: Names of namespaces, of arguments, and tags.
-_NO_OPERATORS = ("_COLLECTIVE", "_INDICES", "_DATA_DEPENDENT")
+_NO_OPERATORS = ("_REPEATABLE", "_INDICES", "_DATA_DEPENDENT")
 TABLES = {
     name: table
     for name, table in vars(operators).items()
@@ -52,6 +52,15 @@ def test_every_name_in_a_table_is_an_operator(table: str) -> None:
     names = {name.removeprefix("aten::") for name in TABLES[table]}
     assert names
     assert {name for name in names if not hasattr(aten, name)} == set()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch that is built without distributed")
+def test_collectives_that_can_be_repeated_name_their_group_and_return_one_tensor() -> None:
+    for name in operators._REPEATABLE:
+        operator = operator_of(getattr(torch.ops._c10d_functional, name).default)
+        arguments = operator.func._schema.arguments
+        assert operator.is_repeatable and operator.makes_one and not operator.written
+        assert arguments[operator.group_position].name == "group_name"
 
 
 def test_the_tables_are_found() -> None:

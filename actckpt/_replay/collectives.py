@@ -1,0 +1,127 @@
+"""Collectives that replay repeats, since a policy names them.
+
+NOTE [ Repeated collectives ]
+
+A collective runs on all ranks of its group, or they wait for ever. So whether one is repeated in backward, how often,
+and after which others must not depend on what only one rank knows: how much memory is free, what a window has room for,
+how long its tensors are.
+
+Rule 1. What functional collectives return (`_c10d_functional`: all_gather_into_tensor, reduce_scatter_tensor,
+        all_reduce, all_to_all_single, broadcast) is kept, unless an entry of the policy names the operator, or the
+        very place, and says recompute. No default names one, nor does an entry for a whole module, a function, or a
+        name that `actckpt.name` gives. The forms that write to what they are given, those of several tensors, and all
+        other collectives stay.
+Rule 2. Before a saved tensor is brought back, the collectives that lead to it, and that this backward has not repeated,
+        run in the order of the forward, each with its wait (csrc/replay/repeated.cpp). What they return stays until the
+        backward ends, or nothing leads to it any more: no window, no call for room releases it. So each runs once in a
+        backward at most, and which of them run depends on the graph and the order of unpacking alone.
+Rule 3. What may be made from such a value is recomputed where the policy says so, also where that holds more bytes than
+        to keep it: how many bytes is something that each rank knows for itself.
+Rule 4. Outside of a backward none is repeated: reading a saved tensor there raises.
+Rule 5. The first backward of a region at a site whose sequence of such collectives is new compares it with the other
+        ranks of the group (`agreement`), and raises where they differ: a collective would be taken for another one.
+        It does so when it reads the first saved tensor, whatever becomes of that one: at the same point on all ranks.
+        The sequence is which collectives of the forward these are, and their operators; shapes need no
+        comparison, as these collectives ran in the forward. A rank whose policy names none compares nothing: the
+        others wait for it up to the timeout of the group.
+Rule 6. An audit that fails on one rank would have that rank keep what others recompute. So it raises there,
+        now and in later steps, until all ranks name the operator in `configure(opaque=...)`.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from actckpt import _C
+from actckpt._core import agreement
+from actckpt._replay.lineage import Value
+from actckpt._replay.operators import Operator
+from actckpt._text.places import Place
+from actckpt.action import Action
+from actckpt.errors import ActckptError, AuditError
+
+__all__ = ["Collectives", "agree", "is_named", "note", "out_of_turn_error", "outside_error"]
+
+
+class Collectives:
+    """Those of one tape."""
+
+    __slots__ = ("_num_run", "_sequences")
+
+    def __init__(self) -> None:
+        #: By group, as the operator was given it: how many ran, and which of them replay may repeat.
+        self._num_run: dict[Any, int] = {}
+        self._sequences: dict[Any, list[agreement.Collective]] = {}
+
+    def note(self, group: Any, operator: Operator, *, is_repeated: bool) -> None:
+        """Count one that ran."""
+        number = self._num_run.get(group, 0)
+        self._num_run[group] = number + 1
+        if is_repeated:
+            self._sequences.setdefault(group, []).append((number, operator.name))
+
+    def agree(self, site: Any) -> None:
+        """Compare with the other ranks what is new at a site (Rule 5)."""
+        for name, sequence in self._sequences.items():
+            group = agreement.resolved(name)
+            key = agreement.exchanges_of(group), tuple(sequence)
+            if key not in site.agreed:
+                agreement.agree(group, sequence, site.where)
+                site.agreed.add(key)
+
+
+def is_named(tape: Any, operator: Operator) -> bool:
+    """Whether the policy names the collective that runs now, and says that its result is recomputed (Rule 1)."""
+    choice = tape.choice
+    if choice.table is None:
+        return choice.actions is not None and choice.actions.get(operator.name) is Action.RECOMPUTE
+    if tape.calls is None:
+        return False
+    module, call, occurrence = _C.running_call(tape.calls)
+    return bool(choice.table.names_operator(Place(module, operator.name, occurrence, 0, call), Action.RECOMPUTE))
+
+
+def note(tape: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+    """Take down a collective that ran."""
+    if tape.collectives is None:
+        tape.collectives = Collectives()
+    position = operator.group_position
+    group = args[position] if position < len(args) else kwargs["group_name"]
+    value = tape.value_of(result)
+    is_repeated = value is not None and value.step is not None
+    if is_repeated:
+        value.is_repeated = value.needs_collective = tape.repeats = tape.must_agree = True
+    tape.collectives.note(group, operator, is_repeated=is_repeated)
+
+
+def agree(tape: Any) -> None:
+    """Make sure that all ranks run the same collectives again before this one does."""
+    if tape.site.opaque:
+        raise AuditError(
+            f"A saved tensor of {tape.site.where} came back from replay with other bytes than it had in an earlier "
+            "step, so this rank would keep it and repeat other collectives than the others. Name the operator that "
+            "made it, on all ranks, with actckpt.configure(opaque=[...]), and start again."
+        )
+    tape.collectives.agree(tape.site)
+
+
+def outside_error(value: Value) -> ActckptError:
+    """Say that a saved tensor cannot be read outside of a backward (Rule 4)."""
+    return ActckptError(
+        f"A saved tensor is read outside of a backward, and is made from what {_named(value)} returned, which the "
+        "policy recomputes: the collective would have to run, on all ranks. Read it inside of a backward, or keep what "
+        "the collective returns: leave it out of the policy."
+    )
+
+
+def out_of_turn_error(value: Value) -> ActckptError:
+    """Say that a collective would run where other ranks need not (Rule 2)."""
+    return ActckptError(
+        f"Replay needs what {_named(value)} returned, which is gone: another backward of the same region, in another "
+        "thread, had repeated it and has ended. Run one backward at a time, or keep what the collective returns: leave "
+        "it out of the policy."
+    )
+
+
+def _named(value: Value) -> str:
+    return str(value.operator.name)

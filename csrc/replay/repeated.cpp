@@ -1,0 +1,85 @@
+#include "replay/repeated.h"
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "core/locked.h"
+#include "core/python.h"
+#include "replay/execute.h"
+#include "replay/lineage.h"
+
+namespace actckpt::replay {
+namespace {
+
+// Lets collectives of a tape run for its lifetime.
+class Turn {
+ public:
+  explicit Turn(TapeObject* tape) noexcept : tape_(tape) { tape_->is_repeating = 1; }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  ~Turn() noexcept { tape_->is_repeating = 0; }
+
+ private:
+  TapeObject* tape_;
+};
+
+// Collectives that lead to `value` and whose results are not there, in the order of the forward. What is cached does
+// not count: it may be released. Within a backward each value is looked at once.
+std::vector<py::object> missing_collectives(ValueObject* value, long long task) {
+  std::vector<std::pair<long long, py::object>> found;
+  std::unordered_set<const ValueObject*> seen;
+  std::vector<ValueObject*> pending = {value};
+  while (!pending.empty()) {
+    ValueObject* current = pending.back();
+    pending.pop_back();
+    if (current->needs_collective == 0 || is_none(current->step)) continue;
+    if (!is_none(current->held) || !is_none(current->stored)) continue;
+    if ((task != -1 && current->repeated_task == task) || !seen.insert(current).second) continue;
+    if (task != -1) current->repeated_task = task;
+    if (current->is_repeated != 0 && is_none(current->cached)) {
+      found.emplace_back(current->ordinal, py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(current)));
+    }
+    add_inputs(current, &pending);
+  }
+  std::sort(found.begin(), found.end(), [](const auto& one, const auto& other) { return one.first < other.first; });
+  std::vector<py::object> values;
+  for (auto& [ordinal, owned] : found) values.push_back(std::move(owned));
+  return values;
+}
+
+}  // namespace
+
+void agree_on_collectives(TapeObject* tape) {
+  if (tape->must_agree == 0 || current_task() == -1) return;
+  const Locked locked(tape->lock);
+  if (tape->must_agree == 0) return;
+  call_with(names().agree, reinterpret_cast<PyObject*>(tape));
+  tape->must_agree = 0;
+}
+
+void repeat_collectives(TapeObject* tape, ValueObject* value) {
+  if (value->needs_collective == 0 || tape->is_repeating != 0) return;
+  const long long task = current_task();
+  const std::vector<py::object> missing = missing_collectives(value, task);
+  if (missing.empty()) return;
+  if (task == -1) raise(call_with(names().outside_error, missing[0].ptr()));
+  const Turn turn(tape);
+  for (const py::object& each : missing) {
+    auto* made = reinterpret_cast<ValueObject*>(each.ptr());
+    bytes_of(tape, made, nullptr, made->ordinal, nullptr);
+  }
+}
+
+void check_is_in_turn(const TapeObject* tape, const StepObject* step) {
+  if (tape->is_repeating != 0 || tape->repeats == 0) return;
+  for (Py_ssize_t i = 0; step->outputs != nullptr && i < PyList_GET_SIZE(step->outputs); ++i) {
+    PyObject* made = referent(PyList_GET_ITEM(step->outputs, i));
+    if (made != nullptr && reinterpret_cast<ValueObject*>(made)->is_repeated != 0) {
+      raise(call_with(names().out_of_turn_error, made));
+    }
+  }
+}
+
+}  // namespace actckpt::replay

@@ -1,0 +1,217 @@
+"""Which collectives a policy names, and what becomes of them: one process that is a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+import actckpt
+from actckpt import config
+from actckpt._budget import running
+from actckpt.action import Action, SavedTensorInfo
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs a torch that is built with gloo"
+)
+
+NAME = "_c10d_functional.all_reduce"
+#: Modules run in these tests by this name.
+PLACE = f"Reduced::{NAME}.default#0.0"
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    observers = config.settings().observers
+    actckpt.configure(observers=[*observers, Seen])
+    yield
+    actckpt.configure(observers=observers)
+    dist.destroy_process_group()
+
+
+class Seen(TorchDispatchMode):
+    """Counts collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("_c10d_functional.") and "wait_tensor" not in str(func):
+            self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def _all_reduce(x: Tensor) -> Tensor:
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD.group_name))
+
+
+def _all_reduce_in_place(x: Tensor) -> Tensor:
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce_(x.clone(), "sum", dist.group.WORLD.group_name))
+
+
+class _Through(torch.autograd.Function):
+    """A collective in forward, and none in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Reduced(torch.nn.Module):
+    def __init__(self, run: Callable[[Tensor], Tensor] = _all_reduce) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = _Through.apply(x.sin(), self.run).exp().cos()
+        return x
+
+
+def _train(policy: Any, run: Callable[[Tensor], Tensor] = _all_reduce, **options: Any) -> tuple[list[str], Any]:
+    """Compare with plain autograd; returns the collectives of backward, and the report."""
+    model = Reduced(run)
+    expected, x = (torch.linspace(-1.0, 1.0, 64).requires_grad_() for _ in range(2))
+    model(expected).sum().backward()
+    with actckpt.region(policy, **options) as region:
+        y = model(x)
+    report = region.report()
+    with Seen() as seen:
+        y.sum().backward()
+    assert x.grad is not None and expected.grad is not None and torch.equal(x.grad, expected.grad)
+    return seen.names, report
+
+
+NAMED: dict[str, Any] = {
+    "overload": lambda: actckpt.policies.PerOp({torch.ops._c10d_functional.all_reduce.default: "recompute"}),
+    "packet": lambda: actckpt.policies.PerOp({torch.ops._c10d_functional.all_reduce: Action.RECOMPUTE}),
+    "name": lambda: actckpt.policies.PerOp({NAME: "recompute"}),
+    "what else is kept": lambda: actckpt.policies.PerOp({NAME: "recompute", "aten.sin": "keep"}),
+    "operator in a dict": lambda: {torch.ops._c10d_functional.all_reduce.default: "recompute"},
+    "name in a dict": lambda: {NAME: "recompute"},
+    "pattern of operators": lambda: {"_c10d_functional.*": "recompute"},
+    "in a module": lambda: {f"Reduced::{NAME}": "recompute"},
+    "in all modules": lambda: {f"**::{NAME}": "recompute"},
+    "short name": lambda: {"::all_reduce": "recompute"},
+}
+
+
+@pytest.mark.parametrize("policy", NAMED)
+def test_an_entry_of_the_operator_repeats_it_once_per_call(policy: str) -> None:
+    names, report = _train(NAMED[policy]())
+    assert names == ["all_reduce", "all_reduce"]
+    kept = [value for value in report.values if value.action is Action.KEEP]
+    assert not any(NAME in str(value.place) for value in kept)
+
+
+def test_an_entry_of_one_place_repeats_that_one() -> None:
+    assert _train({PLACE: "recompute"})[0] == ["all_reduce"]
+    assert _train({f"{NAME}#1": "recompute"})[0] == ["all_reduce"]
+
+
+UNNAMED: dict[str, Any] = {
+    "recompute": lambda: "recompute",
+    "empty list": list,
+    "list": lambda: ["aten.sin"],
+    "default of PerOp": lambda: actckpt.policies.PerOp({"aten.sin": "keep"}),
+    "keep in PerOp": lambda: actckpt.policies.PerOp({NAME: "keep"}),
+    "module": lambda: {"Reduced": "recompute"},
+    "all modules": lambda: {"**": "recompute"},
+    "all operators": lambda: {"Reduced::*": "recompute"},
+    "a later entry keeps it": lambda: {NAME: "recompute", "Reduced": "keep"},
+    "a later entry of its module": lambda: {NAME: "recompute", "**": "recompute"},
+    "function": lambda: lambda info: Action.RECOMPUTE,
+    "function that asks": lambda: _only_collectives,
+    "torch, prefer": lambda: lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE,
+    "torch, must": lambda: lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE,
+}
+
+
+def _only_collectives(info: SavedTensorInfo) -> Action:
+    return Action.RECOMPUTE if str(info.op).startswith(NAME) else Action.KEEP
+
+
+@pytest.mark.parametrize("policy", UNNAMED)
+def test_nothing_else_repeats_one(policy: str) -> None:
+    assert _train(UNNAMED[policy]())[0] == []
+
+
+def test_the_form_in_place_stays() -> None:
+    names, report = _train({"_c10d_functional.*": "recompute"}, _all_reduce_in_place)
+    assert names == []
+    assert {value.action for value in report.values if "all_reduce_" in str(value.place)} == {Action.KEEP}
+
+
+def test_reading_outside_of_a_backward_raises() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with actckpt.region({NAME: "recompute"}):
+        y = _Through.apply(x.sin(), _all_reduce).exp()
+    with pytest.raises(actckpt.ActckptError, match="outside of a backward"):
+        y.grad_fn._saved_result  # noqa: B018 - reads it
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_backward_inside_of_the_region_repeats_what_it_needs() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with actckpt.region({NAME: "recompute"}):
+        y = _Through.apply(x.sin(), _all_reduce).exp().sum()
+        (first,) = torch.autograd.grad(y, x, retain_graph=True)
+        z = _Through.apply(x.cos(), _all_reduce).exp().sum() + y
+    (second,) = torch.autograd.grad(z, x)
+    w = x.detach().requires_grad_()
+    assert torch.equal(first, torch.autograd.grad(w.sin().exp().sum(), w)[0])
+    assert torch.equal(second, torch.autograd.grad(w.cos().exp().sum() + w.sin().exp().sum(), w)[0])
+
+
+def test_what_backward_changes_of_a_collective_is_not_repeated_but_raises() -> None:
+    class Spoils(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            ctx.saved_tensors[0].add_(1.0)
+            return gradient
+
+    x = torch.randn(4, requires_grad=True)
+    with actckpt.region({NAME: "recompute"}):
+        reduced = _Through.apply(x.sin(), _all_reduce)
+        y = Spoils.apply(reduced * reduced) + Spoils.apply(reduced)
+    with pytest.raises(actckpt.ActckptError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def _written_behind(x: Tensor) -> Tensor:
+    with actckpt.region({NAME: "recompute"}):
+        y = _Through.apply(x.sin(), _all_reduce) * 2.0
+        y.detach().numpy()[:] = 0.5  # no operator says so
+        return y.exp().cos().sum()
+
+
+def test_a_failed_audit_raises_in_later_steps_too() -> None:
+    for words in ("came back from replay with other bytes", "on all ranks"):
+        with pytest.raises(actckpt.AuditError, match=words):
+            _written_behind(torch.randn(4, requires_grad=True)).backward()
+
+
+def test_plans_repeat_none() -> None:
+    assert running._repeats(PLACE, Action.RECOMPUTE)
+    assert not running._repeats(PLACE, Action.KEEP)
+    assert not running._repeats("Reduced::aten.exp.default#0.0", Action.RECOMPUTE)

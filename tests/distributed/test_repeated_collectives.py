@@ -1,0 +1,246 @@
+"""Policies that name collectives to be recomputed: replay repeats them, on all ranks alike."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_experts
+import test_model_parallel
+import torch
+import torch.distributed as dist
+from pool import NUM_RANKS, Ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import SAVED, Collectives, Found, Method, applied, check_equal, reference, train
+
+import actckpt
+from actckpt._core import pressure
+
+functional = torch.ops._c10d_functional
+
+COLLECTIVES = (
+    functional.all_gather_into_tensor,
+    functional.reduce_scatter_tensor,
+    functional.all_reduce,
+    functional.all_to_all_single,
+)
+NAMED = dict.fromkeys(COLLECTIVES, "recompute")
+POLICIES: dict[str, Any] = {
+    "everything": actckpt.policies.PerOp(NAMED),
+    "list": actckpt.policies.PerOp({**dict.fromkeys(SAVED, "keep"), **NAMED}),
+    "selectors": {"_c10d_functional.*": "recompute"},
+}
+#: Which of torch's methods recomputes the same.
+LIKE = {"everything": "rerun", "list": "list", "selectors": "rerun"}
+MODULES = {
+    "tensor parallel": test_model_parallel,
+    "sequence parallel": test_model_parallel,
+    "experts": test_experts,
+}
+
+
+def _trained(kind: str, method: Method) -> Found:
+    module = MODULES[kind]
+    found = train(module.KINDS[kind], method, 3)
+    plain = reference(module.__name__, kind, "plain")
+    check_equal(found.gradients, plain.gradients)
+    assert found.in_forward == plain.in_forward and len(found.in_backward) > len(plain.in_backward)
+    return found
+
+
+def _check_like_torch(kind: str, policy: str) -> tuple[str, ...]:
+    found = _trained(kind, applied(POLICIES[policy]))
+    theirs = reference(MODULES[kind].__name__, kind, LIKE[policy])
+    assert len(found.in_backward) <= len(theirs.in_backward)
+    if kind == "experts":  # what says where tokens go stays; their number is new in each step, and audited
+        assert found.held_bytes <= 1.01 * theirs.held_bytes + test_experts._ROUTING_BYTES
+    else:
+        assert found.held_bytes <= theirs.held_bytes
+        assert found.peak_bytes <= 1.1 * theirs.peak_bytes  # what gloo's threads have sent dies when they like
+    return found.in_backward
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_gradients_are_equal_and_no_more_is_held_or_repeated_than_by_torch(
+    kind: str, policy: str, ranks: Ranks
+) -> None:
+    assert len(set(ranks.run(_check_like_torch, kind, policy))) == 1
+
+
+# What one rank does alone
+
+
+def _without_room(model: nn.Module) -> None:
+    """Let the second rank keep as little of a replay as it can."""
+    if dist.get_rank() != 1:
+        return
+    actckpt.configure(replay_window=1)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _: pressure.release(1 << 40) and None)
+
+
+def _check_memory_changes_nothing(kind: str) -> tuple[str, ...]:
+    def method(model: nn.Module) -> None:
+        applied(POLICIES["everything"])(model)
+        _without_room(model)
+
+    found = _trained(kind, method)
+    assert found.in_backward == _trained(kind, applied(POLICIES["everything"])).in_backward
+    return found.in_backward
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_windows_and_calls_for_room_on_one_rank_change_no_collective(kind: str, ranks: Ranks) -> None:
+    assert len(set(ranks.run(_check_memory_changes_nothing, kind))) == 1
+
+
+# One region, by hand
+
+GATHER, SCATTER = "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"
+
+
+def _block(x: Tensor, first: Tensor, second: Tensor, group: Any) -> Tensor:
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+
+    gathered = all_gather_tensor_autograd(x.sin(), 0, group)
+    y = reduce_scatter_tensor_autograd((gathered @ first).tanh() @ second, "sum", 0, group)
+    return (x + y).exp().tanh().sum()
+
+
+def _inputs(seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed + 10 * dist.get_rank())
+    return [torch.randn(8, 8, generator=generator).requires_grad_() for _ in range(3)]
+
+
+def _in_region(policy: Any) -> Callable[..., Tensor]:
+    def call(*args: Any) -> Tensor:
+        with actckpt.region(policy):
+            return _block(*args)
+
+    return call
+
+
+def _by_torch(*args: Any) -> Tensor:
+    result: Tensor = checkpoint(_block, *args, use_reentrant=False)
+    return result
+
+
+_BOTH = {GATHER: "recompute", SCATTER: "recompute"}
+
+
+def _twice(call: Callable[..., Tensor]) -> tuple[list[Tensor], list[str]]:
+    inputs = _inputs()
+    loss = call(*inputs, dist.group.WORLD)
+    with Collectives() as seen:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    return [tensor.grad for tensor in inputs if tensor.grad is not None], seen.seen
+
+
+def _check_twice() -> None:
+    plain, _ = _twice(_block)
+    theirs, in_backward = _twice(_by_torch)
+    found, seen = _twice(_in_region(_BOTH))
+    check_equal(found, plain)
+    check_equal(found, theirs)
+    assert seen == in_backward
+
+
+def test_each_of_two_backwards_repeats_them_once(ranks: Ranks) -> None:
+    ranks.run(_check_twice)
+
+
+def _interleaved(call: Callable[..., Tensor]) -> list[Tensor]:
+    batches = [_inputs(seed) for seed in (1, 2, 3)]
+    losses = [call(*inputs, dist.group.WORLD) for inputs in batches]
+    for number in (1, 2, 0):
+        losses[number].backward()
+    return [tensor.grad for inputs in batches for tensor in inputs if tensor.grad is not None]
+
+
+def _check_interleaved() -> None:
+    check_equal(_interleaved(_in_region(_BOTH)), _interleaved(_block))
+
+
+def test_micro_batches_may_run_backward_in_another_order(ranks: Ranks) -> None:
+    ranks.run(_check_interleaved)
+
+
+def _check_parts() -> None:
+    """Take the gradients one after another, and a part of the graph twice."""
+    plain, ours = _inputs(), _inputs()
+    losses = _block(*plain, dist.group.WORLD), _in_region(_BOTH)(*ours, dist.group.WORLD)
+    for number in (2, 1, 2, 0):
+        expected, found = (
+            torch.autograd.grad(loss, inputs[number], retain_graph=True)
+            for loss, inputs in zip(losses, (plain, ours), strict=True)
+        )
+        assert torch.equal(found[0], expected[0])
+
+
+def test_parts_of_a_graph_repeat_what_they_need(ranks: Ranks) -> None:
+    ranks.run(_check_parts)
+
+
+# Ranks that differ
+
+
+def _differing(policies: list[Any], timeout_s: float) -> tuple[str, str, float]:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    loss = _in_region(policies[dist.get_rank()])(*_inputs(), group)
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        loss.backward()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def test_ranks_with_other_policies_raise_at_once(ranks: Ranks) -> None:
+    found = ranks.run(_differing, [_BOTH, {GATHER: "recompute"}], 30.0)
+    for kind, text, seconds in found:
+        assert kind == "RanksDifferError" and seconds < 10.0
+        assert "Ranks 0 and 1 do not repeat the same collectives" in text
+        assert f"from number 2 on: {SCATTER}.default (collective 2 of the region's forward) on rank 0, none on" in text
+        assert "Give the same policy to all ranks" in text
+    assert found[0][1] == found[1][1]
+
+
+def test_ranks_with_other_operators_raise_at_once(ranks: Ranks) -> None:
+    for kind, text, seconds in ranks.run(_differing, [{GATHER: "recompute"}, {SCATTER: "recompute"}], 30.0):
+        assert kind == "RanksDifferError" and seconds < 10.0
+        assert "from number 1 on" in text and GATHER in text and SCATTER in text
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_a_rank_that_repeats_none_is_waited_for_as_long_as_the_group_says(rank: int, ranks: Ranks) -> None:
+    policies: list[Any] = [_BOTH, _BOTH]
+    policies[rank] = []
+    found = ranks.run(_differing, policies, 2.0)
+    kind, text, seconds = found[1 - rank]
+    assert kind == "RanksDifferError" and seconds < 10.0
+    assert f"Rank {rank} did not come to that point within 2 s" in text
+    assert found[rank][0] and found[rank][2] < 10.0  # its collectives in backward find nobody either
+
+
+def _later_steps() -> tuple[int, int]:
+    from actckpt._core import agreement
+
+    group = dist.new_group()
+    call = _in_region(_BOTH)
+    for seed in range(4):
+        call(*_inputs(seed), group).backward()
+    first = agreement.exchanges_of(group).number
+    for _ in range(2):
+        _in_region({GATHER: "recompute"})(*_inputs(), group).backward()
+    return first, agreement.exchanges_of(group).number
+
+
+def test_ranks_compare_once_per_sequence(ranks: Ranks) -> None:
+    assert ranks.run(_later_steps) == [(1, 2)] * NUM_RANKS
