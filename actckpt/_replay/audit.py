@@ -168,10 +168,9 @@ _by_owner: dict[int, _Method] = {}
 
 def site_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Site:
     """Return the site of a call of `function`: `site_of(caller_of(...))`, remembered for methods of modules."""
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if callable(value) or isinstance(value, (list, tuple)):
-            return site_of(caller_of(function, args, kwargs))
     if type(function) is not types.MethodType or type(function.__func__) is not types.FunctionType:
+        return site_of(caller_of(function, args, kwargs))
+    if _tells_apart((*args, *kwargs.values()) if kwargs else args):
         return site_of(caller_of(function, args, kwargs))
     owner, called = function.__self__, function.__func__
     known = _by_owner.get(id(owner))
@@ -183,10 +182,16 @@ def site_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     ):
         return known.site
     site = site_of(caller_of(function, args, kwargs))
-    if isinstance(owner, torch.nn.Module) and _has_defaults(called, called.__defaults__):
+    is_told = _has_defaults(called, called.__defaults__) and not _tells_apart(called.__defaults__ or ())
+    if is_told and isinstance(owner, torch.nn.Module):
         reference = weakref.ref(owner, functools.partial(_forget, id(owner)))
         _by_owner[id(owner)] = _Method(reference, called.__code__, called.__defaults__, site)
     return site
+
+
+def _tells_apart(values: tuple[Any, ...]) -> bool:
+    """Whether any of what a function is given tells calls apart, now or once a list or a closure in it has changed."""
+    return any(callable(value) or isinstance(value, (list, tuple)) for value in values)
 
 
 def _has_defaults(function: types.FunctionType, defaults: tuple[Any, ...] | None) -> bool:

@@ -36,6 +36,7 @@ def _audited(request: Any) -> None:
 
 
 @pytest.mark.filterwarnings(r"ignore:Use of \w+ on expanded tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*backwards ran inside of one region:UserWarning")
 @pytest.mark.filterwarnings("ignore:A region ran none of the places:UserWarning")
 @pytest.mark.usefixtures("_audited")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -82,6 +83,58 @@ def test_the_order_is_valid_and_never_above_that_of_the_forward(seed: int, num_s
     assert sorted(order) == sorted(_needed(graph))
     assert _is_valid(graph, order)
     assert peak_bytes(graph, order) == _peak(graph, order) <= _peak(graph, sorted(order))
+
+
+def _branching_graph(rng: random.Random, num_steps: int) -> ReplayGraph:
+    """Return a random graph of steps that make several values, of which some stay, and which share what they read."""
+    nbytes, unused = [0, 0], [0, 1]
+    reads: list[tuple[int, ...]] = []
+    makes: list[tuple[int, ...]] = []
+    for _ in range(num_steps):
+        is_last = len(reads) == num_steps - 1
+        chosen = unused if is_last else rng.sample(unused, min(len(unused), rng.choice((0, 0, 1, 1, 2))))
+        reads.append((*dict.fromkeys([*chosen, *rng.sample(range(len(nbytes)), rng.randint(0, 1))]),))
+        makes.append(tuple(range(len(nbytes), len(nbytes) + rng.choice((1, 1, 2)))))
+        nbytes += [rng.choice((0, 1, 5, 2**40)) for _ in makes[-1]]
+        unused = [value for value in (*unused, makes[-1][0]) if value not in chosen]
+    made = range(2, len(nbytes))
+    return ReplayGraph(
+        operators=("op",) * num_steps,
+        reads=tuple(reads),
+        makes=tuple(makes),
+        nbytes=tuple(nbytes),
+        target=rng.choice((*makes[-1], rng.choice(made))),
+        retained=frozenset(value for value in made if rng.random() < 0.2),
+    )
+
+
+def _depth_first(graph: ReplayGraph) -> list[int]:
+    """Return the order that the rule of NOTE [ Order ] gives, said as a recursion."""
+    makers = graph.maker()
+    result = [sum(graph.nbytes[value] for value in made) for made in graph.makes]
+
+    @functools.cache
+    def before(step: int) -> list[int]:
+        children = dict.fromkeys(makers[value] for value in graph.reads[step] if value in makers)
+        return sorted(children, key=lambda child: result[child] - peak(child))
+
+    @functools.cache
+    def peak(step: int) -> int:
+        held = [0, *itertools.accumulate(result[child] for child in before(step))]
+        return max([*(h + peak(child) for h, child in zip(held, before(step), strict=False)), held[-1] + result[step]])
+
+    def walked(step: int) -> list[int]:
+        return [*itertools.chain.from_iterable(map(walked, before(step))), step]
+
+    chosen = list(dict.fromkeys(walked(makers[graph.target])))
+    return chosen if _peak(graph, chosen) < _peak(graph, sorted(chosen)) else sorted(chosen)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 10**6), num_steps=st.integers(1, 9))
+def test_the_order_is_that_of_the_rule(seed: int, num_steps: int) -> None:
+    graph = _branching_graph(random.Random(seed), num_steps)
+    assert default_order(graph) == _depth_first(graph)
 
 
 def _mean_excess(is_tree: bool) -> float:

@@ -93,6 +93,19 @@ def test_a_remembered_site_goes_by_defaults_and_code_as_they_are_now(monkeypatch
     assert site_of_call(module.forward, (x,), {}) is site_of(caller_of(module.forward, (x,))) is not before
 
 
+def test_nothing_is_remembered_of_a_method_whose_defaults_may_come_to_hold_something_else() -> None:
+    steps: list[Any] = [torch.nn.ReLU()]
+
+    class Stepping(torch.nn.Module):
+        def forward(self, x: Any, steps: Any = steps) -> Any:
+            return steps[0](x)
+
+    module, x = Stepping(), torch.ones(2)
+    before = site_of_call(module.forward, (x,), {})
+    steps[0] = torch.nn.Tanh()
+    assert site_of_call(module.forward, (x,), {}) is site_of(caller_of(module.forward, (x,))) is not before
+
+
 def test_a_remembered_site_is_forgotten_with_its_module() -> None:
     module = _Called()
     site_of_call(module.forward, (torch.ones(2),), {})
