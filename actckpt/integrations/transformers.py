@@ -89,9 +89,8 @@ def callback(policy: Policy | Plan | None = None, **options: Any) -> TrainerCall
 
 def _switch_before(model: torch.nn.Module, name: str) -> Any:
     """Return what stood on the instance for a switch before the first `enable`, None: the method of its class."""
-    switch = model.__dict__.get(name)
-    stand_in = getattr(switch, "__self__", None)
-    return stand_in.replaced[name] if isinstance(stand_in, _StandIn) else switch
+    stand_in = getattr(model.__dict__.get(name), "__self__", None)
+    return stand_in.replaced[name] if isinstance(stand_in, _StandIn) else model.__dict__.get(name)
 
 
 @dataclasses.dataclass(eq=False)
