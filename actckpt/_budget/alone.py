@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt._core import torch_private
+from actckpt._core import agreement, torch_private
 from actckpt._core.storages import tensors_in
 from actckpt._replay.operators import COLLECTIVE_NAMESPACES
 
@@ -127,6 +127,17 @@ class Alone(TorchDispatchMode):
     def __init__(self, exchanges: Exchanges) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._integers = iter(exchanges.integers)
+        self._without_others = agreement.without_others()
+
+    def __enter__(self) -> Any:
+        self._without_others.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        finally:
+            self._without_others.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):

@@ -429,6 +429,15 @@ def group_store(group: Any) -> Any:
     return groups._world.pg_map[group][1] if getter is None else getter()
 
 
+def num_operations(group: Any) -> int | None:
+    """Return how many operations a process group ran so far, None: nobody counts them. Gloo counts sends as well."""
+    try:
+        number: int = group._get_sequence_number_for_group()
+    except RuntimeError:  # its backend does not
+        return None
+    return number
+
+
 def group_timeout(group: Any) -> timedelta:
     """Return how long collectives of a process group wait for other ranks; torch's default where none can be told."""
     options = None

@@ -21,11 +21,15 @@ Rule 4. Outside of a backward none is repeated: reading a saved tensor there rai
 Rule 5. The first backward of a region at a site whose sequence of such collectives is new compares it with the other
         ranks of the group (`agreement`), and raises where they differ: a collective would be taken for another one.
         It does so when it reads the first saved tensor, whatever becomes of that one: at the same point on all ranks.
-        The sequence is which collectives of the forward these are, and their operators; shapes need no
-        comparison, as these collectives ran in the forward. A rank whose policy names none compares nothing: the
-        others wait for it up to the timeout of the group.
+        The sequence is which collectives of the region these are, and their operators. A region elsewhere may repeat
+        the like: so ranks must not differ both in how much the group had run before the first in the forward,
+        and in the module that ran it. Shapes need no comparison, as these collectives ran in the forward. A rank whose
+        policy names none compares nothing: the others wait for it up to the timeout of the group.
 Rule 6. An audit that fails on one rank would have that rank keep what others recompute. So it raises there,
-        now and in later steps, until all ranks name the operator in `configure(opaque=...)`.
+        now and in later steps, until all ranks name the operator in `configure(opaque=...)`; also where what
+        came back wrong is what the collective returned.
+Rule 7. A block that a budget plans opens no region with such a policy: what the plan of one rank keeps after
+        that region says which of them lead to something in backward. Profiling (NOTE [ Alone ]) raises.
 """
 
 from typing import Any
@@ -33,12 +37,12 @@ from typing import Any
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._core import agreement
+from actckpt._core import agreement, torch_private
 from actckpt._replay.lineage import Value
 from actckpt._replay.operators import Operator
 from actckpt._text.places import Place
 from actckpt.action import Action
-from actckpt.errors import ActckptError, AuditError
+from actckpt.errors import ActckptError, AuditError, BlocksError
 
 __all__ = ["Collectives", "agree", "is_named", "note", "out_of_turn_error", "outside_error"]
 
@@ -46,27 +50,34 @@ __all__ = ["Collectives", "agree", "is_named", "note", "out_of_turn_error", "out
 class Collectives:
     """Those of one tape."""
 
-    __slots__ = ("_num_run", "_sequences")
+    __slots__ = ("_began", "_num_run", "_sequences")
 
     def __init__(self) -> None:
         #: By group, as the operator was given it: how many ran, and which of them replay may repeat.
         self._num_run: dict[Any, int] = {}
         self._sequences: dict[Any, list[agreement.Collective]] = {}
+        #: Which module ran the first of these, and how many operations the group had run then.
+        self._began: dict[Any, tuple[str | None, int | None]] = {}
 
-    def note(self, group: Any, operator: Operator, *, is_repeated: bool) -> None:
-        """Count one that ran."""
+    def note(self, group: Any, operator: Operator, module: str | None, *, is_repeated: bool) -> None:
+        """Count one that ran in a module."""
         number = self._num_run.get(group, 0)
         self._num_run[group] = number + 1
-        if is_repeated:
-            self._sequences.setdefault(group, []).append((number, operator.name))
+        if not is_repeated:
+            return
+        if group not in self._sequences:
+            self._sequences[group] = []
+            self._began[group] = module, torch_private.num_operations(agreement.resolved(group))
+        self._sequences[group].append((number, operator.name))
 
     def agree(self, site: Any) -> None:
         """Compare with the other ranks what is new at a site (Rule 5)."""
-        for name, sequence in self._sequences.items():
-            group = agreement.resolved(name)
-            key = agreement.exchanges_of(group), tuple(sequence)
+        groups = [(agreement.resolved(given), given) for given in self._sequences]
+        for group, given in sorted(groups, key=lambda each: str(each[0].group_name)):  # two may have ranks in common
+            sequence = tuple(self._sequences[given])
+            key = agreement.exchanges_of(group), sequence
             if key not in site.agreed:
-                agreement.agree(group, sequence, site.where)
+                agreement.agree(group, agreement.Repeated(site.where, *self._began[given], sequence))
                 site.agreed.add(key)
 
 
@@ -90,8 +101,13 @@ def note(tape: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str,
     value = tape.value_of(result)
     is_repeated = value is not None and value.step is not None
     if is_repeated:
-        value.is_repeated = value.needs_collective = tape.repeats = tape.must_agree = True
-    tape.collectives.note(group, operator, is_repeated=is_repeated)
+        if agreement.is_alone():
+            raise _planned_error(operator)
+        value.is_repeated = value.needs_collective = tape.repeats = True
+    if is_repeated or (tape.site.opaque and is_named(tape, operator)):  # it stays here, and here only: Rule 6
+        tape.must_agree = True
+    module = tape.site.module(value.key) if is_repeated else None
+    tape.collectives.note(group, operator, module, is_repeated=is_repeated)
 
 
 def agree(tape: Any) -> None:
@@ -120,6 +136,14 @@ def out_of_turn_error(value: Value) -> ActckptError:
         f"Replay needs what {_named(value)} returned, which is gone: another backward of the same region, in another "
         "thread, had repeated it and has ended. Run one backward at a time, or keep what the collective returns: leave "
         "it out of the policy."
+    )
+
+
+def _planned_error(operator: Operator) -> BlocksError:
+    return BlocksError(
+        f"A block that a budget plans opens a region whose policy has {operator.name} run again in backward. Each rank "
+        "makes a plan of its own, and what that keeps says which collectives are needed: ranks would repeat other "
+        "ones. Apply a policy in the place of the budget, or leave the collective out of the policy of that region."
     )
 
 

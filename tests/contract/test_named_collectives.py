@@ -211,6 +211,37 @@ def test_a_failed_audit_raises_in_later_steps_too() -> None:
             _written_behind(torch.randn(4, requires_grad=True)).backward()
 
 
+def _returned_and_written_behind(x: Tensor) -> Tensor:
+    with actckpt.region({NAME: "recompute"}):
+        y = _Through.apply(x.sin(), _all_reduce)
+        y.detach().numpy()[:] = 0.5
+        return y.sin().sum()
+
+
+def test_a_failed_audit_of_what_the_only_collective_returned_raises_in_later_steps_too() -> None:
+    for words in ("came back from replay with other bytes", "on all ranks", "on all ranks"):
+        with pytest.raises(actckpt.AuditError, match=words):
+            _returned_and_written_behind(torch.randn(4, requires_grad=True)).backward()
+
+
+def test_a_block_with_a_budget_opens_no_region_that_repeats_one() -> None:
+    class Inside(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with actckpt.region({NAME: "recompute"}):
+                x = _Through.apply(self.first(x).sin(), _all_reduce).exp().cos()
+            return self.second(x)
+
+    model = torch.nn.Sequential(*(Inside() for _ in range(4)))
+    actckpt.apply(model, activation_budget="80%", race=False)
+    with pytest.raises(actckpt.BlocksError, match="Each rank makes a plan of its own"):
+        for _ in range(3):
+            model(torch.randn(32, 16)).sum().backward()
+
+
 def test_plans_repeat_none() -> None:
     assert running._repeats(PLACE, Action.RECOMPUTE)
     assert not running._repeats(PLACE, Action.KEEP)

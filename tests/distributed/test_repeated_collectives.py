@@ -218,6 +218,93 @@ def test_ranks_with_other_operators_raise_at_once(ranks: Ranks) -> None:
         assert "from number 1 on" in text and GATHER in text and SCATTER in text
 
 
+def _check_other_blocks() -> None:
+    """Each rank names the collectives of another block, and sends as many bytes in it."""
+    inputs = _inputs()
+    actckpt.configure(audit="off")
+    policies: list[Any] = [[], []]
+    policies[dist.get_rank()] = {"_c10d_functional.all_reduce": "recompute"}
+    x = inputs[0]
+    for policy in policies:
+        with actckpt.region(policy):
+            x = _Reduced.apply(x.sin()).exp().cos()
+    with pytest.raises(actckpt.RanksDifferError, match="from other places of the forward"):
+        x.sum().backward()
+
+
+class _Reduced(torch.autograd.Function):
+    """A collective in forward, and none in backward, for which the other rank would wait."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD.group_name))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_ranks_that_name_the_like_in_other_blocks_raise_at_once(ranks: Ranks) -> None:
+    ranks.run(_check_other_blocks)
+    ranks.close()  # they left out audits
+
+
+def _check_sends() -> None:
+    """A rank that sends more often than another one, in the group that runs the collectives."""
+    group = dist.new_group()
+    sent = [dist.isend(torch.ones(1), 1, group=group)] if dist.get_rank() == 0 else []
+    model, x = _Blocks(), _inputs()[0]
+    model(x, group).backward()
+    gradient = x.grad
+    x.grad = None
+    with actckpt.region(_BOTH):  # opened before the modules run, as by `apply`
+        loss = model(x, group)
+    loss.backward()
+    assert gradient is not None and x.grad is not None and torch.equal(x.grad, gradient)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.recv(torch.ones(1), 0, group=group)
+    for each in sent:
+        each.wait()
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.second = (nn.Parameter(torch.randn(8, 8, generator=generator)) for _ in range(2))
+
+    def forward(self, x: Tensor, group: Any) -> Tensor:
+        return _block(x, self.first, self.second, group)
+
+
+def test_a_rank_may_send_more_often_than_others(ranks: Ranks) -> None:
+    ranks.run(_check_sends)
+
+
+def _two_groups(timeout_s: float) -> tuple[str, str, float]:
+    """Each rank repeats collectives of both groups, and begins with another one."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+    x, first, second = _inputs()
+    numbers = (0, 1) if dist.get_rank() == 0 else (1, 2)
+    with actckpt.region({f"{GATHER}#{number}": "recompute" for number in numbers}):
+        y = x
+        for number in (0, 1, 0):
+            y = _block(y * x, first, second, groups[number])
+    began = time.monotonic()
+    try:
+        y.backward()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def test_ranks_that_differ_in_two_groups_compare_these_in_one_order(ranks: Ranks) -> None:
+    for kind, _, seconds in ranks.run(_two_groups, 30.0):
+        assert kind == "RanksDifferError" and seconds < 10.0
+
+
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_a_rank_that_repeats_none_is_waited_for_as_long_as_the_group_says(rank: int, ranks: Ranks) -> None:
     policies: list[Any] = [_BOTH, _BOTH]

@@ -173,6 +173,18 @@ def test_installed_torch_tells_name_store_and_timeout_of_a_process_group(group: 
     assert not store.check(["actckpt/other"])
 
 
+def test_installed_torch_counts_operations_of_a_process_group(group: Any) -> None:
+    before = torch_private.num_operations(group)
+    dist.all_reduce(torch.ones(2), group=group)
+    assert before is not None and torch_private.num_operations(group) == before + 1
+
+    class Silent:
+        def _get_sequence_number_for_group(self) -> int:
+            raise RuntimeError("ProcessGroup does not yet support sequence numbers")
+
+    assert torch_private.num_operations(Silent()) is None
+
+
 def test_a_torch_without_a_public_store_of_groups_has_one(group: Any) -> None:
     class WithoutGetter:
         group_name = group.group_name
@@ -222,6 +234,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "function_modes",
         "group_store",
         "group_timeout",
+        "num_operations",
         "resolved_group",
         "graph_break",
         "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
