@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from actckpt import _C
-from actckpt._core import torch_private
-from actckpt._core.torch_private import Flag
+from actckpt._core import torch_settings
+from actckpt._core.torch_settings import Flag
 
 __all__ = ["Setting", "connect", "in_force", "restored"]
 
@@ -73,28 +73,28 @@ def _of_elements() -> list[Setting]:
     return [
         Setting("denormals", _C.flushes_denormals, (), torch.set_flush_denormal),
         Setting("default_dtype", torch.get_default_dtype, (), torch.set_default_dtype),
-        *_settings(torch_private.flags_of_elements),
+        *_settings(torch_settings.flags_of_elements),
     ]
 
 
 def _others(on_cuda: bool, on_hip: bool) -> list[Setting]:
-    get, warns = torch_private.must_be_deterministic, torch_private.nondeterminism_warns
-    set_both = torch_private.set_deterministic
+    get, warns = torch_settings.must_be_deterministic, torch_settings.nondeterminism_warns
+    set_both = torch_settings.set_deterministic
     found = [
         Setting("num_threads", torch.get_num_threads, (), torch.set_num_threads),
         Setting("deterministic_algorithms", get, (), lambda value: set_both(value, warn_only=warns())),
         Setting("deterministic_algorithms_warn_only", warns, (), lambda value: set_both(get(), warn_only=value)),
-        *_settings(torch_private.flags_of_cpus),
+        *_settings(torch_settings.flags_of_cpus),
         *_precision_settings("mkldnn"),
         *(
             Setting(flag, names, (flag,), partial(names.__setitem__, flag))
-            for names, flag in torch_private.python_flags
+            for names, flag in torch_settings.python_flags
         ),
     ]
     if on_cuda:
-        found += [*_settings(torch_private.flags_of_cuda), *_precision_settings("cuda")]
+        found += [*_settings(torch_settings.flags_of_cuda), *_precision_settings("cuda")]
     if on_hip:
-        found += _settings(torch_private.flags_of_hip)
+        found += _settings(torch_settings.flags_of_hip)
     return found
 
 
@@ -103,7 +103,7 @@ def _settings(flags: tuple[Flag, ...]) -> list[Setting]:
 
 
 def _precision_settings(backend: str) -> list[Setting]:
-    get = torch_private.get_precision
+    get = torch_settings.get_precision
     pairs = [pair for pair in _PRECISIONS if pair[0] == backend]
     return [Setting(".".join(pair), get, pair, partial(_set_precision, pair)) for pair in pairs]
 
@@ -128,9 +128,9 @@ def restored(noted: tuple[Any, ...]) -> Iterator[None]:
 
 @contextmanager
 def _precisions_in_force(noted: Precisions) -> Iterator[None]:
-    get = torch_private.get_precision
+    get = torch_settings.get_precision
     outside = {pair: get(*pair) for pair in _PRECISIONS}
-    older = {flag: value for flag in torch_private.older_precisions if (value := _told(flag)) is not None}
+    older = {flag: value for flag in torch_settings.older_precisions if (value := _told(flag)) is not None}
     inside = {**outside, **noted}
     try:
         _put_precisions(inside, {flag: _OLDER[flag[0]](inside) for flag in older})
@@ -140,7 +140,7 @@ def _precisions_in_force(noted: Precisions) -> Iterator[None]:
 
 
 def _put_precisions(precisions: Precisions, older: Mapping[Flag, Any]) -> None:
-    get = torch_private.get_precision
+    get = torch_settings.get_precision
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that they are deprecated
         for flag, value in older.items():
@@ -163,10 +163,10 @@ def _told(flag: Flag) -> Any:
 
 def _set_precision(pair: tuple[str, str], value: str) -> None:
     """Set the precision that an operator finds: its own, or, where it has none, that of its backend or of all."""
-    get = torch_private.get_precision
-    torch_private.set_precision(*pair, "none")  # as it is unless somebody says otherwise
+    get = torch_settings.get_precision
+    torch_settings.set_precision(*pair, "none")  # as it is unless somebody says otherwise
     if get(*pair) != value:
-        torch_private.set_precision(*pair, "ieee" if value == "none" else value)
+        torch_settings.set_precision(*pair, "ieee" if value == "none" else value)
 
 
 def _matmul_precision(precisions: Precisions) -> str:

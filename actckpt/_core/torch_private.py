@@ -1,5 +1,7 @@
 """Private names of torch that the runtime uses. Every torch from 2.9 on has them, but for those that say "Missing:".
 
+Those of settings that change numbers are in `torch_settings`.
+
 `tests/unit/core/test_torch_private.py` fails when torch drops one of them, and says which entry
 here can go when torch makes it public.
 """
@@ -28,7 +30,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
-def _optional(owner: object, name: str) -> Any:
+def optional(owner: object, name: str) -> Any:
+    """Return a name that not every torch has, or None."""
     return getattr(owner, name, None)
 
 
@@ -36,7 +39,7 @@ def _optional(owner: object, name: str) -> Any:
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 #: The active `torch.utils.checkpoint.GraphExecGroup`. Missing before torch 2.10: there are no such groups.
-current_graph_exec_group: Callable[[], Any] | None = _optional(torch._C, "_get_graph_exec_group")
+current_graph_exec_group: Callable[[], Any] | None = optional(torch._C, "_get_graph_exec_group")
 
 #: Hands the engine a callable for the end of the backward under way. What backward caches is released then
 #: (csrc/core/task_end.h).
@@ -57,11 +60,11 @@ SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter.
 
 #: `torch.accelerator.current_accelerator` without its Python frame, which every region would pay for.
 current_accelerator: Callable[[], torch.device | None] = (
-    _optional(torch._C, "_accelerator_getAccelerator") or torch.accelerator.current_accelerator
+    optional(torch._C, "_accelerator_getAccelerator") or torch.accelerator.current_accelerator
 )
 
 #: Whether a CUDA device has a context, without making one. Only where torch was built for CUDA.
-cuda_has_context: Callable[[int], bool] | None = _optional(torch._C, "_cuda_hasPrimaryContext")
+cuda_has_context: Callable[[int], bool] | None = optional(torch._C, "_cuda_hasPrimaryContext")
 
 #: Whether autocast is on for any device.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -71,88 +74,10 @@ below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
 
 #: A capsule with C functions that describe a tensor in plain numbers (DLPack's C exchange API). Missing before torch
 #: 2.10: they are read one by one, which is slower.
-exchange_api: Any = _optional(torch.Tensor, "__dlpack_c_exchange_api__")
+exchange_api: Any = optional(torch.Tensor, "__dlpack_c_exchange_api__")
 
 #: Whether the backward under way was asked to retain the graph.
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-#: A setting: its name, what tells it, and what sets it to what was told.
-Flag = tuple[str, Callable[[], Any], Callable[[Any], None]]
-
-
-def _flags(*names: str) -> tuple[Flag, ...]:
-    """Return settings by the common end of the names of their getters and setters. A missing one is left alone."""
-    found = []
-    for name in names:
-        getter, setter = _optional(torch._C, f"_get_{name}"), _optional(torch._C, f"_set_{_SETTERS.get(name, name)}")
-        if getter is not None and setter is not None:
-            found.append((name, getter, partial(_set_at_once, setter) if name in _TELL_SEVERAL else setter))
-    return tuple(found)
-
-
-def _set_at_once(setter: Callable[..., None], values: Any) -> None:
-    """Set what a getter told as a tuple; before torch 2.11 it tells one value."""
-    if isinstance(values, tuple):
-        setter(*values)
-    else:
-        setter(values)
-
-
-#: Setters that are not named as their getters.
-_SETTERS = {
-    "flash_sdp_enabled": "sdp_use_flash",
-    "mem_efficient_sdp_enabled": "sdp_use_mem_efficient",
-    "math_sdp_enabled": "sdp_use_math",
-    "cudnn_sdp_enabled": "sdp_use_cudnn",
-    "overrideable_sdp_enabled": "sdp_use_overrideable",
-    "fa3_sdp_enabled": "sdp_use_fa3",
-}
-
-#: Getters that tell what their setters take as several arguments.
-_TELL_SEVERAL = ("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction")
-
-#: Settings that change which numbers operators compute: those that elementwise operators may depend on; others; those
-#: of CUDA; those of ROCm alone. What has a public getter, too, costs a Python frame there.
-NUMERIC_OF_ELEMENTS = ("mkldnn_enabled",)
-NUMERIC_OF_CPUS = (
-    *("mkldnn_deterministic", "nnpack_enabled", "deterministic_fill_uninitialized_memory", "qengine"),
-    *("cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction", "sdp_priority_order"),
-    *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"),
-    *("overrideable_sdp_enabled", "fa3_sdp_enabled"),
-)
-NUMERIC_OF_CUDA = (
-    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_depthwise_kernel"),
-    *("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction"),
-    *("cublas_allow_fp16_accumulation", "blas_preferred_backend", "linalg_preferred_backend"),
-)
-NUMERIC_OF_HIP = ("miopen_immediate", "rocm_fa_preferred_backend")
-flags_of_elements = _flags(*NUMERIC_OF_ELEMENTS)
-flags_of_cpus = _flags(*NUMERIC_OF_CPUS)
-flags_of_cuda = _flags(*NUMERIC_OF_CUDA)
-flags_of_hip = _flags(*NUMERIC_OF_HIP)
-
-#: Whether algorithms must be deterministic, whether those that are not only warn, and what sets both. The public setter
-#: writes into settings of the compiler too, and imports it.
-must_be_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
-nondeterminism_warns: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
-set_deterministic: Callable[..., None] = torch._C._set_deterministic_algorithms
-
-#: The precision of float32 operators, per backend and operator.
-get_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
-set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
-
-#: Older settings that stand for several precisions, as (name, getter, setter). Where they and the newer ones were used
-#: side by side, their getters raise.
-older_precisions = _flags("float32_matmul_precision", "cudnn_allow_tf32")
-
-#: Flags of torch's Python code that choose among operators: the names of its module, and that of the flag. The second
-#: module stands behind one that gives its names properties.
-_einsum_names: dict[str, Any] = torch.backends.opt_einsum.m.__dict__  # type: ignore[attr-defined]
-python_flags: tuple[tuple[dict[str, Any], str], ...] = (
-    (torch.backends.mha.__dict__, "_is_fastpath_enabled"),
-    (_einsum_names, "enabled"),
-    (_einsum_names, "strategy"),
-)
 
 #: Tensors that have shapes and no bytes.
 fake_tensor_type: type = FakeTensor
@@ -194,7 +119,7 @@ def new_fake(
 
 
 #: Returns the functions that make tensors on the default device. Missing: a default device other than the CPU stays.
-factories: Callable[[], Any] = _optional(torch.utils._device, "_device_constructors") or frozenset
+factories: Callable[[], Any] = optional(torch.utils._device, "_device_constructors") or frozenset
 
 #: The number that autograd gives to the next node of this thread.
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -345,7 +270,7 @@ def callee_of(overload: Any) -> Callable[..., Any]:
 def has_registered_effect(overload: Any) -> bool:
     """Whether torch was told of an effect of an operator (`torch.library`), so that it must run once and in order."""
     effects: Any = importlib.import_module("torch._higher_order_ops.effects")
-    effect_of = _optional(effects, "_get_effect")
+    effect_of = optional(effects, "_get_effect")
     if effect_of is None:  # torch 2.9 has a dictionary; where there is neither, none can be registered that way
         effect_of = getattr(effects, "SIDE_EFFECTS", {}).get
     return effect_of(overload) is not None
@@ -424,7 +349,7 @@ def resolved_group(name: str) -> Any:
 
 def group_store(group: Any) -> Any:
     """Return the key-value store of a process group."""
-    getter = _optional(group, "get_group_store")  # public, where torch has it
+    getter = optional(group, "get_group_store")  # public, where torch has it
     groups: Any = torch.distributed.distributed_c10d
     return groups._world.pg_map[group][1] if getter is None else getter()
 
@@ -443,11 +368,11 @@ def group_timeout(group: Any) -> timedelta:
     options = None
     for device in ("cuda", "cpu"):
         try:
-            options = _optional(group._get_backend(torch.device(device)), "options")
+            options = optional(group._get_backend(torch.device(device)), "options")
         except RuntimeError:  # none of its backends is for this device
             continue
         break
-    found: timedelta | None = None if options is None else _optional(options, "_timeout")
+    found: timedelta | None = None if options is None else optional(options, "_timeout")
     return torch.distributed.constants.default_pg_timeout if found is None else found
 
 
@@ -464,7 +389,7 @@ def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
     if type(owner).__name__ != "FSDPParam":
         return None
     parameter: Any = owner
-    tensor = _optional(parameter, "_unsharded_param")  # set by the first gathering
+    tensor = optional(parameter, "_unsharded_param")  # set by the first gathering
     return None if tensor is None else (parameter._param_fqn or parameter._module_info.param_name, tensor)
 
 

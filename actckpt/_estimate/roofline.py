@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from actckpt._core import torch_private
+from actckpt._core import torch_settings
 from actckpt._core.storages import tensors_in
 from actckpt._estimate.targets import Target
 
@@ -60,7 +60,7 @@ class Clock(TorchDispatchMode):
         self._target = target
         #: Of 32-bit numbers. Where TF32 is allowed, devices run products of them at half of the 16-bit rate.
         self._float32_flops_per_s = target.float32_flops_per_s
-        if not target.is_cpu and torch_private.get_precision("cuda", "matmul") == "tf32":
+        if not target.is_cpu and torch_settings.get_precision("cuda", "matmul") == "tf32":
             self._float32_flops_per_s = target.flops_per_s / 2
         self._formulas: dict[Any, Any] = FlopCounterMode(display=False).flop_registry
         #: Seconds of kernels.

@@ -1,7 +1,7 @@
 """Private names of torch: each is there, and what older versions lack has a way around it that works.
 
-A failure of the first test means that torch changed: see the entry in actckpt/_core/torch_private.py. Where torch made
-the name public, use that one and delete the entry.
+A failure of the first test means that torch changed: see the entry in actckpt/_core/torch_private.py or
+torch_settings.py. Where torch made the name public, use that one and delete the entry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd import Variable, forward_ad
 
 import actckpt
 from actckpt import _C, _bind
-from actckpt._core import torch_private
+from actckpt._core import torch_private, torch_settings
 
 NAMES = [
     (torch._C, "_current_graph_task_id"),
@@ -103,18 +103,18 @@ def test_installed_torch_has_the_private_name(owner: Any, name: str) -> None:
     [
         (name, kind)
         for kind in ("elements", "cpus", "cuda", "hip")
-        for name in getattr(torch_private, f"NUMERIC_OF_{kind.upper()}")
+        for name in getattr(torch_settings, f"NUMERIC_OF_{kind.upper()}")
     ],
 )
 def test_installed_torch_tells_and_sets_the_setting(name: str, kind: str) -> None:
     if torch.__version__ < (2, 13):
         pytest.skip(f"torch {torch.__version__} may be older than {name}")
-    found = [flag for flag, _, _ in getattr(torch_private, f"flags_of_{kind}")]
+    found = [flag for flag, _, _ in getattr(torch_settings, f"flags_of_{kind}")]
     assert name in found, f"torch {torch.__version__} has no _get_{name} with a setter: it is left alone now"
 
 
 def test_installed_torch_has_the_flags_of_python_code() -> None:
-    assert [flag for _, flag in torch_private.python_flags] == ["_is_fastpath_enabled", "enabled", "strategy"]
+    assert [flag for _, flag in torch_settings.python_flags] == ["_is_fastpath_enabled", "enabled", "strategy"]
 
 
 @pytest.mark.parametrize("name", sorted(torch_private.OBSERVING_MODES))
@@ -229,6 +229,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "finished_work",
         "fake_mode",
         "new_fake",
+        "optional",
         "is_compiled_function",
         "forced_by_context",
         "function_modes",
@@ -248,7 +249,8 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "wait_for_collective",
         "without_tensor_hooks",
     }
-    names = {name for name in vars(torch_private) if not name.startswith("_")} - public - functions
+    found = {*vars(torch_private), *vars(torch_settings)}
+    names = {name for name in found if not name.startswith("_")} - public - functions
     assert names == {
         "COMPILED_PREFIX",
         "FREEING_METHODS",

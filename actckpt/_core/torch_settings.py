@@ -1,0 +1,90 @@
+"""Private names of torch by which settings are told and set that change which numbers operators compute.
+
+As in `torch_private`; `numerics` says what is done with them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from actckpt._core.torch_private import optional
+
+#: A setting: its name, what tells it, and what sets it to what was told.
+Flag = tuple[str, Callable[[], Any], Callable[[Any], None]]
+
+
+def _flags(*names: str) -> tuple[Flag, ...]:
+    """Return settings by the common end of the names of their getters and setters. A missing one is left alone."""
+    found = []
+    for name in names:
+        getter, setter = optional(torch._C, f"_get_{name}"), optional(torch._C, f"_set_{_SETTERS.get(name, name)}")
+        if getter is not None and setter is not None:
+            found.append((name, getter, partial(_set_at_once, setter) if name in _TELL_SEVERAL else setter))
+    return tuple(found)
+
+
+def _set_at_once(setter: Callable[..., None], values: Any) -> None:
+    """Set what a getter told as a tuple; before torch 2.11 it tells one value."""
+    if isinstance(values, tuple):
+        setter(*values)
+    else:
+        setter(values)
+
+
+#: Setters that are not named as their getters.
+_SETTERS = {
+    "flash_sdp_enabled": "sdp_use_flash",
+    "mem_efficient_sdp_enabled": "sdp_use_mem_efficient",
+    "math_sdp_enabled": "sdp_use_math",
+    "cudnn_sdp_enabled": "sdp_use_cudnn",
+    "overrideable_sdp_enabled": "sdp_use_overrideable",
+    "fa3_sdp_enabled": "sdp_use_fa3",
+}
+
+#: Getters that tell what their setters take as several arguments.
+_TELL_SEVERAL = ("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction")
+
+#: Settings that change which numbers operators compute: those that elementwise operators may depend on; others; those
+#: of CUDA; those of ROCm alone. What has a public getter, too, costs a Python frame there.
+NUMERIC_OF_ELEMENTS = ("mkldnn_enabled",)
+NUMERIC_OF_CPUS = (
+    *("mkldnn_deterministic", "nnpack_enabled", "deterministic_fill_uninitialized_memory", "qengine"),
+    *("cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction", "sdp_priority_order"),
+    *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"),
+    *("overrideable_sdp_enabled", "fa3_sdp_enabled"),
+)
+NUMERIC_OF_CUDA = (
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cudnn_depthwise_kernel"),
+    *("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction"),
+    *("cublas_allow_fp16_accumulation", "blas_preferred_backend", "linalg_preferred_backend"),
+)
+NUMERIC_OF_HIP = ("miopen_immediate", "rocm_fa_preferred_backend")
+flags_of_elements = _flags(*NUMERIC_OF_ELEMENTS)
+flags_of_cpus = _flags(*NUMERIC_OF_CPUS)
+flags_of_cuda = _flags(*NUMERIC_OF_CUDA)
+flags_of_hip = _flags(*NUMERIC_OF_HIP)
+
+#: Whether algorithms must be deterministic, whether those that are not only warn, and what sets both. The public setter
+#: writes into settings of the compiler too, and imports it.
+must_be_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+nondeterminism_warns: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
+set_deterministic: Callable[..., None] = torch._C._set_deterministic_algorithms
+
+#: The precision of float32 operators, per backend and operator.
+get_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
+
+#: Older settings that stand for several precisions, as (name, getter, setter). Where they and the newer ones were used
+#: side by side, their getters raise.
+older_precisions = _flags("float32_matmul_precision", "cudnn_allow_tf32")
+
+#: Flags of torch's Python code that choose among operators: the names of its module, and that of the flag. The second
+#: module stands behind one that gives its names properties.
+_einsum_names: dict[str, Any] = torch.backends.opt_einsum.m.__dict__  # type: ignore[attr-defined]
+python_flags: tuple[tuple[dict[str, Any], str], ...] = (
+    (torch.backends.mha.__dict__, "_is_fastpath_enabled"),
+    (_einsum_names, "enabled"),
+    (_einsum_names, "strategy"),
+)
