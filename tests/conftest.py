@@ -11,8 +11,8 @@ import torch
 
 import actckpt
 
-# Programs that tests start have one, too. Where several threads of a process are the first to call the vector functions
-# of MKL (exp, sin, cos), one of them rarely gets other numbers than ever after, in plain torch (docs/differences.md); tests compare bits.
+# Programs that tests start have one, too: they compare bits, and where several threads of a process are the first to
+# call the vector functions of MKL, one of them rarely gets other numbers, that once (docs/differences.md).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: Tests that import the simulated device: torch has an accelerator in their process from then on.
