@@ -65,7 +65,8 @@ _EXCEEDED = (
 )
 _COMPILED = (
     "apply: no plan for the budget is made where all blocks run inside torch.compile: they cannot be measured there, "
-    "and stay checkpointed. Pass a policy in place of the budget, or leave some blocks to eager execution."
+    "and stay checkpointed. Pass a policy in place of the budget, leave some blocks to eager execution, or leave "
+    "apply out and give the compiler a share: torch._functorch.config.activation_memory_budget = 0.5."
 )
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race.
 _SURE = 0.03

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from offload_oracle import unique_saved_bytes
 from oracle import CountOperators, assert_equal, gradients, leaf, mlp, ours
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -156,6 +157,17 @@ def test_a_budget_says_that_it_makes_no_plan_for_compiled_blocks(kind: str) -> N
         assert len(told) == (number == 0)
         assert_equal(torch.autograd.grad(y.sum(), [x, *model.parameters()]), expected)
     assert actckpt.report(model).plan is None
+
+
+def test_the_budget_of_the_compiler_that_the_warning_names_saves_less() -> None:
+    x, held = leaf(64, 8), {}
+    for share in (1.0, 0.5, 0.0):
+        model = mlp()
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+            held[share] = unique_saved_bytes(lambda: compiled(x), [x, *model.parameters()])[1]  # noqa: B023 called here
+    assert held[1.0] > held[0.5] > held[0.0], held
 
 
 def test_offloading_inside_a_full_graph_raises() -> None:
