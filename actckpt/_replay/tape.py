@@ -46,8 +46,8 @@ class Tape(TapeCore):
     hands_kept_out = True
     #: The pack hook, by which a region inside recognises this one.
     pack_hook: Any = None
-    #: See NOTE [ Filling ].
-    filling: dict[Value, Filling] | None = None
+    #: See NOTE [ Filling ]; a tensor: what a factory returned, of which nothing was written.
+    filling: dict[Value, Filling | Tensor] | None = None
     roots: aliases.Roots | None = None  # see `aliases`
     #: How many other tapes are open around it.
     nesting = 0
