@@ -226,6 +226,8 @@ class Value:
     call: int
     occurrence: int
     result: int
+    #: Arguments of recorded calls that are on it.
+    num_reads: int
     nbytes: int
     ordinal: int
     index: int

@@ -188,6 +188,8 @@ def choice_of(policy: Any) -> Choice:
         return _preset(policy)
     if isinstance(policy, (str, Action, CheckpointPolicy)):
         return Choice(default=_action(policy, "policy"))
+    if isinstance(policy, (list, tuple)):
+        return _keeping(tuple(policy))
     if isinstance(policy, PerOp):
         return Choice(policy.names, policy.default, operators=tuple(policy.actions), is_per_operator=True)
     if isinstance(policy, ByName):
@@ -198,8 +200,6 @@ def choice_of(policy: Any) -> Choice:
             return _tabulated(entries)
         except TypeError:  # cannot be hashed: raises what is wrong with it
             return _tabulated.__wrapped__(entries)
-    if isinstance(policy, (list, tuple)):
-        return _keeping(tuple(policy))
     mistaken = _mistaken_for_a_policy(policy)
     if mistaken:
         raise ValueError(f"policy is {mistaken}")
@@ -207,7 +207,7 @@ def choice_of(policy: Any) -> Choice:
         return _keeping(tuple(policy))
     if callable(policy):
         if is_torch_policy(policy):
-            return Choice(after_call=lambda op, args, kwargs, result: _ask_torch(policy, op, args, kwargs, result))
+            return Choice(after_call=functools.partial(_ask_torch, policy))
         return Choice(for_value=lambda info: _ask_value(policy, info))
     raise ValueError(
         f"policy={policy!r} is a {type(policy).__name__}. Pass 'keep', 'recompute', 'offload', 'prefer_offload', "

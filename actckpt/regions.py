@@ -32,6 +32,8 @@ _IN_COMPILED_CODE = (
     "actckpt.checkpoint with a policy, which the compiler follows, or open the region around the compiled function."
 )
 _NOT_OPEN = "Not recorded: the region was not opened yet, or where grad mode was off."
+#: The names of contextlib: frames of its decorators stand between a `with` statement and a region.
+_CONTEXTLIB = vars(contextlib)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
@@ -77,7 +79,7 @@ class region:  # noqa: N801 - used as a function
         self._open: OpenRegion | None = None
         #: What names the function that it decorates, None: the place of the `with` statement does.
         self._caller: Any = None
-        self._figures = Figures()
+        self._figures: Figures | None = None
         self._note = _NOT_OPEN
         self._matches: Matches | None = None
 
@@ -153,9 +155,10 @@ class region:  # noqa: N801 - used as a function
             raise TypeError(
                 f"report: explain={explain!r} is a {type(explain).__name__}. It takes a tensor of the region."
             )
+        figures = self._figures or Figures()
         if explain is None:
-            return self._figures.report(self._note, self._matches.idle() if self._matches is not None else ())
-        entries = self._figures.entries
+            return figures.report(self._note, self._matches.idle() if self._matches is not None else ())
+        entries = figures.entries
         return explained(entries, explain) if entries or not self._note else self._note
 
 
@@ -209,9 +212,9 @@ def _place(frame: types.FrameType) -> tuple[Any, ...]:
     place: tuple[Any, ...] = ()
     outer: types.FrameType | None = frame
     while outer is not None:
-        if outer.f_globals is not vars(contextlib):
+        if outer.f_globals is not _CONTEXTLIB:
             place += outer.f_code, outer.f_lineno
-            if outer.f_back is None or outer.f_back.f_globals is not vars(contextlib):
+            if outer.f_back is None or outer.f_back.f_globals is not _CONTEXTLIB:
                 break
         outer = outer.f_back
     return place

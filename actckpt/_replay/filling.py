@@ -6,7 +6,7 @@ What such a factory returns is opaque until recorded operators have written all 
 [ Replay ]); a kernel that nobody records may write the rest. Often the pieces are written one after the other
 (`buffer[i] = ...`). So beside the values that the storage really goes through, which are opaque, the same steps make
 values that begin with memory of replay's own: a *lineage*. The write that completes the coverage makes a value that
-continues the lineage, and can be replayed like any other.
+continues the lineage, and can be replayed like any other. What is written at once needs no lineage.
 
 Pieces are stretches of the storage without gaps, or, of a tensor that covers all of it, stretches of one dimension
 (`cache[:, :, t]`). An operator that writes to other pieces is replayed too and counts for nothing. One that reads
@@ -16,6 +16,7 @@ what it changes must stay within what is covered. Anything else ends the lineage
 from torch import Tensor
 
 from actckpt._replay.coverage import UNINITIALISED, Filling
+from actckpt._replay.geometry import covers_all
 from actckpt._replay.lineage import Step, Value, blank_of, redirect
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
@@ -29,7 +30,7 @@ def begin(tape: Tape, result: object) -> None:
     if value is not None and value.nbytes and _is_recomputed(value):
         if tape.filling is None:
             tape.filling = {}
-        tape.filling[value] = Filling(result, blank_of(value, UNINITIALISED))  # type: ignore[arg-type]
+        tape.filling[value] = result  # type: ignore[assignment]
 
 
 def _is_recomputed(value: Value) -> bool:
@@ -39,10 +40,13 @@ def _is_recomputed(value: Value) -> bool:
 def start_write(tape: Tape, step: Step, written: list[Tensor], why_opaque: str) -> Filling | None:
     """Let a step that is about to write continue the lineage of what it writes to; None: it does or can not."""
     value = tape.value_of(written[0]) if len(written) == 1 else None
-    filling = tape.filling.pop(value, None) if value is not None and tape.filling is not None else None
+    begun = tape.filling.pop(value, None) if value is not None and tape.filling is not None else None
     operator = step.operator
-    if filling is None or value is None or why_opaque or operator.reshapes_storage or step.inputs.count(value) != 1:
+    if begun is None or value is None or why_opaque or operator.reshapes_storage or step.inputs.count(value) != 1:
         return None
+    if operator.overwrites and covers_all(written[0], value.nbytes):  # at once: as with any other memory
+        return None
+    filling = begun if isinstance(begun, Filling) else Filling(begun, blank_of(value, UNINITIALISED))
     filling.piece = filling.piece_of(written[0])
     filling.adds = operator.overwrites
     if not operator.overwrites and not filling.has(filling.piece):

@@ -56,6 +56,7 @@ __all__ = [
     "Value",
     "Window",
     "blank_of",
+    "is_unread",
     "mark_needed",
     "new_leaf_bytes",
     "redirect",
@@ -71,9 +72,15 @@ def blank_of(value: Value, why_opaque: str) -> Value:
     return blank
 
 
+def is_unread(value: Value) -> bool:
+    """Whether nothing that was recorded so far read the bytes of a value, and autograd did not save it."""
+    return value.num_reads == 0 and not value.was_saved
+
+
 def redirect(step: Step, old: Value, new: Value) -> None:
     """Let a step read and write `new` where it was to read and write `old`; a value without a step is not read."""
     step.inputs.remove(old)
+    old.num_reads -= 1
     if new.step is not None:
         step.inputs.append(new)
 

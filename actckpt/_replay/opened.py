@@ -131,13 +131,13 @@ class OpenRegion:
         current = _local.tape
         if current is not None and outer_hooks is not None and outer_hooks[0] is current.pack_hook:
             self._share(current)
-        elif self._choice.always is Action.OFFLOAD:
+        elif (always := self._choice.always) is Action.OFFLOAD:
             session = Session("auto", DEFAULT_MIN_BYTES)
             if self._figures is not None:
                 self._figures.watch(session)
             self._hooks = session.hooks
             torch_private.push_hooks(*self._hooks)
-        elif self._choice.always is not Action.KEEP:
+        elif always is not Action.KEEP:
             self._record(current, outer_hooks)
         return self
 

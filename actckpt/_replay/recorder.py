@@ -51,7 +51,7 @@ from actckpt._core import devices, random_state
 from actckpt._replay import collectives, filling, saved_tensor_hooks
 from actckpt._replay.coverage import Filling
 from actckpt._replay.geometry import covers_all
-from actckpt._replay.lineage import Step, Value, Window, blank_of, redirect
+from actckpt._replay.lineage import Step, Value, Window, blank_of, is_unread, redirect
 from actckpt._replay.named_operators import Matches
 from actckpt._replay.operators import Operator
 from actckpt._replay.tape import Tape
@@ -314,4 +314,6 @@ def _end_write(
     operator = None if step is None else step.operator
     add_value(tape, value, step, operator, place, tensor, action, why_opaque)
     value.version = -1  # counted up after this handler returns
+    if is_unread(known.value):
+        known.value.held = None
     known.value = value

@@ -23,7 +23,7 @@ from actckpt._replay.checksums import compact
 from actckpt._replay.choice import Choice
 from actckpt._replay.collectives import Collectives
 from actckpt._replay.coverage import Filling
-from actckpt._replay.lineage import KnownStorage, TapeCore, Value, mark_needed, new_leaf_bytes
+from actckpt._replay.lineage import KnownStorage, TapeCore, Value, is_unread, mark_needed, new_leaf_bytes
 from actckpt._replay.paused import Paused, whole
 from actckpt._replay.replayability import Needed, Obtainable
 from actckpt._text.places import Place, Selector
@@ -46,8 +46,8 @@ class Tape(TapeCore):
     hands_kept_out = True
     #: The pack hook, by which a region inside recognises this one.
     pack_hook: Any = None
-    #: See NOTE [ Filling ].
-    filling: dict[Value, Filling] | None = None
+    #: See NOTE [ Filling ]; a tensor: what a factory returned, of which nothing was written.
+    filling: dict[Value, Filling | Tensor] | None = None
     roots: aliases.Roots | None = None  # see `aliases`
     #: How many other tapes are open around it.
     nesting = 0
@@ -177,7 +177,7 @@ class Tape(TapeCore):
 
     def protect(self, value: Value | None) -> None:
         """Get ready for the storage of a value to be overwritten by a recorded operator (Rule 1)."""
-        if value is None:
+        if value is None or is_unread(value):  # it goes when it was overwritten
             return
         if value.spare is not None:
             self.audit_late(value)

@@ -81,8 +81,7 @@ class Bases {
     if (Py_TYPE(argument) == window_type) {
       const auto* window = reinterpret_cast<WindowObject*>(argument);
       PyObject* base = find(window->value);
-      if (gives_themselves_ && may_be_given(base, window)) return py::reinterpret_borrow<py::object>(base);
-      return on(base, window);
+      return on(base, window, gives_themselves_ && may_be_given(base));
     }
     if (!PyList_CheckExact(argument)) return py::reinterpret_borrow<py::object>(argument);
     py::list items(PyList_GET_SIZE(argument));
@@ -112,9 +111,8 @@ class Bases {
 
  private:
   // A replay gets no tensor that requires grad.
-  static bool may_be_given(PyObject* base, const WindowObject* window) {
-    return reinterpret_cast<PyObject*>(Py_TYPE(base)) == names().tensor_type && has_geometry(base, window) &&
-           !reads().requires_grad.is_true(base);
+  static bool may_be_given(PyObject* base) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(base)) == names().tensor_type && !reads().requires_grad.is_true(base);
   }
 
   std::vector<std::pair<PyObject*, py::object>> bases_;

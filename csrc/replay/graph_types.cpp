@@ -193,6 +193,7 @@ PyMemberDef value_members[] = {
     NUMBER(ValueObject, "call", call),
     NUMBER(ValueObject, "occurrence", occurrence),
     NUMBER(ValueObject, "result", result),
+    NUMBER(ValueObject, "num_reads", num_reads),
     NUMBER(ValueObject, "version", version),
     NUMBER(ValueObject, "key", key),
     NUMBER(ValueObject, "last_use", last_use),

@@ -60,6 +60,7 @@ struct ValueObject {
   long long call;
   long long occurrence;
   long long result;
+  long long num_reads;  // arguments of recorded calls that are on it
   Handles handles;
   long long nbytes;
   long long ordinal;

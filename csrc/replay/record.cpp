@@ -87,7 +87,9 @@ py::object with_windows(TapeObject* tape, PyObject* argument, PyObject* inputs) 
       note_untold(tape, names().why_unreadable);
       return py::reinterpret_borrow<py::object>(argument);
     }
-    if (reinterpret_cast<ValueObject*>(value.ptr())->version < 0) note_untold(tape, names().why_inference);
+    auto* read = reinterpret_cast<ValueObject*>(value.ptr());
+    read->num_reads += 1;
+    if (read->version < 0) note_untold(tape, names().why_inference);
     if (PyList_Append(inputs, value.ptr()) != 0) throw py::error_already_set();
     return window_of(argument, value.ptr(), &geometry);
   }

@@ -61,12 +61,10 @@ py::object fresh(const HandleObject* handle, const Found& found) {
   std::optional<Pause> pause;
   if (!is_neutral()) pause.emplace();
   if (found.tensor) return reads().detach(found.tensor.ptr());
-  const auto* window = reinterpret_cast<WindowObject*>(handle->window);
-  if (found.is_fresh && has_geometry(found.base.ptr(), window)) return found.base;
   if (!is_none(handle->alias) && is_on_storage_of(found.base.ptr(), handle->alias)) {
     return reads().detach(handle->alias);
   }
-  return on(found.base.ptr(), window);
+  return on(found.base.ptr(), reinterpret_cast<WindowObject*>(handle->window), found.is_fresh);
 }
 
 // Remembers the backward that unpacks a handle; forgets it where unpacking fails.

@@ -91,17 +91,13 @@ py::object window_on(const WindowObject* window, PyObject* value) {
   return result;
 }
 
-bool has_geometry(PyObject* tensor, const WindowObject* window) {
-  Geometry read(tensor);
-  const Geometry& geometry = read.of(tensor);
-  return has_type_and_bits(tensor, geometry, window) && has_dims(tensor, geometry, window);
-}
-
-py::object on(PyObject* base, const WindowObject* window) {
+py::object on(PyObject* base, const WindowObject* window, bool may_be_base) {
   Geometry read(base);
   const Geometry& geometry = read.of(base);
   const bool is_by_strides = has_type_and_bits(base, geometry, window);
-  if (is_by_strides && has_dims(base, geometry, window)) return reads().detach(base);
+  if (is_by_strides && has_dims(base, geometry, window)) {
+    return may_be_base ? py::reinterpret_borrow<py::object>(base) : reads().detach(base);
+  }
   const py::object shape = tuple_of(sizes_of(window), window->num_dims);
   const py::object stride = tuple_of(strides_of(window), window->num_dims);
   const py::object offset = number(window->offset);

@@ -12,11 +12,9 @@ py::object window_of(PyObject* tensor, PyObject* value, Geometry* geometry);
 // The same geometry on the bytes of another value.
 py::object window_on(const WindowObject* window, PyObject* value);
 
-// Whether `tensor` has exactly the geometry of a window.
-bool has_geometry(PyObject* tensor, const WindowObject* window);
-
-// A fresh tensor that a window describes, on the storage of `base`. While paused only.
-py::object on(PyObject* base, const WindowObject* window);
+// The tensor that a window describes, on the storage of `base`: a fresh one, or `base` itself where it may be that and
+// is like the window. While paused only.
+py::object on(PyObject* base, const WindowObject* window, bool may_be_base = false);
 
 inline const std::int64_t* sizes_of(const WindowObject* window) {
   return window->dims != nullptr ? window->dims : window->few;

@@ -20,6 +20,9 @@ PyTypeObject* slot_type = nullptr;
 
 namespace {
 
+// Room for so many saved tensors is taken at once.
+constexpr std::size_t kFewSaved = 8;
+
 FrameObject* frame_of(PyObject* self) { return reinterpret_cast<FrameObject*>(self); }
 
 // Frames that hold values of reruns; borrowed.
@@ -216,6 +219,7 @@ py::object new_frame(Recipe recipe, bool check_metadata) {
   frame->weakrefs = nullptr;
   new (&frame->recipe) Recipe(std::move(recipe));
   new (&frame->saved) std::vector<Saved>();
+  frame->saved.reserve(kFewSaved);
   new (&frame->values) std::vector<std::unique_ptr<Values>>();
   frame->num_live = 0;
   frame->check_metadata = check_metadata;

@@ -16,6 +16,13 @@ py::object item_of(PyObject* dict, PyObject* key) {
   return py::reinterpret_borrow<py::object>(found);
 }
 
+// The attributes of a module, without its `__getattr__`, which takes longer than reading a tensor; of what only says
+// that it is one, what it tells.
+py::object dict_of(PyObject* module) {
+  if (!is_of_type(module, names().module_type)) return attribute(module, names().dict);
+  return owned(PyObject_GenericGetDict(module, nullptr));
+}
+
 // Entries of a module's dict of parameters, buffers or modules; null where it has none.
 py::object entries_of(const py::object& attributes, PyObject* name) {
   py::object found = item_of(attributes.ptr(), name);
@@ -38,6 +45,9 @@ bool has_replaced(PyObject* found, PyObject* value) {
   if (is_plain_tensor(value)) return found == Py_None || is_plain_tensor(found);
   return value == Py_None ? is_plain_tensor(found) : is_module(value) && is_module(found);
 }
+
+// Most regions have no more modules, and no more parameters: room for so many is taken at once.
+constexpr std::size_t kFew = 8;
 
 // Owned by a Python Region.
 using Handle = std::shared_ptr<Parameters>;
@@ -70,14 +80,14 @@ void Parameters::walk_roots(bool notes) {
 }
 
 void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
-  const py::object attributes = attribute(module, names().dict);
+  const py::object attributes = dict_of(module);
   PyObject *key, *value;
   Py_ssize_t position = 0;
   if (const py::object parameters = entries_of(attributes, names().parameters)) {
-    while (is_strict && PyDict_Next(parameters.ptr(), &position, &key, &value) != 0) {
+    if (notes) note(module, names().parameters, parameters.ptr(), is_strict);
+    while (!notes && is_strict && PyDict_Next(parameters.ptr(), &position, &key, &value) != 0) {
       if (counts(value)) sum_ += version_of(value);
     }
-    if (notes) note(module, names().parameters, parameters.ptr(), is_strict);
   }
   if (!notes && entries_of(attributes, names().buffers)) {
     if (!buffered_) buffered_ = py::list();
@@ -103,6 +113,7 @@ void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_
       entry.version = 0;
       if (!read_version(value, &entry.version)) entry.copy = call(names().own_copy, value);
       entry.implementation = reads().implementation.number(value);
+      sum_ += entry.version;
     }
     entries_.push_back(std::move(entry));
   }
@@ -111,6 +122,8 @@ void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_
 
 void Parameters::forward_done() {
   if (!root_ && !others_) return;
+  entries_.reserve(kFew);
+  groups_.reserve(kFew);
   walk_roots(true);
   if (sum_ != sum_before_) {
     groups_.clear();
@@ -123,7 +136,7 @@ template <typename Visit>
 void Parameters::for_each_entry(const Visit& visit) const {
   std::size_t i = 0;
   for (const Group& group : groups_) {
-    const py::object dict = entries_of(attribute(group.module.ptr(), names().dict), group.name);
+    const py::object dict = entries_of(dict_of(group.module.ptr()), group.name);
     for (; i < group.end; ++i) {
       const py::object found = dict ? item_of(dict.ptr(), entries_[i].key.ptr()) : py::object();
       visit(group, entries_[i], dict.ptr(), found.ptr());

@@ -17,6 +17,7 @@ from torch import Tensor
 import actckpt
 from actckpt._replay.filling import Filling
 from actckpt._replay.lineage import Value
+from actckpt._replay.opened import innermost_tape
 
 Program = Callable[[Tensor], Tensor]
 
@@ -226,3 +227,35 @@ def test_what_is_no_simple_piece_is_none() -> None:
     assert filling.piece_of(base[:, :, 3]) == (2, 3, 4)
     assert filling.piece_of(base[1].view(torch.int16)) == (-1, 64, 128)
     assert filling.piece_of(base[:, 1].view(torch.int16)) is None
+
+
+def test_memory_that_nothing_read_is_not_lost_when_it_is_overwritten() -> None:
+    x, unread, read = leaf(6, 8), torch.zeros(6, 8), torch.zeros(6, 8)
+    with actckpt.region():
+        tape = innermost_tape()
+        assert tape is not None
+        y = torch.nn.functional.dropout(x.sin(), 0.5)
+        unread.fill_(2.0)
+        assert tape.num_lost == 0
+        result = read.sin()  # may be saved yet
+        read.fill_(2.0)
+        assert tape.num_lost == 1
+        y = y * result
+    y.sum().backward()
+
+
+def _reads_and_overwrites(x: Tensor, b: Tensor) -> Tensor:
+    y = x * b.sin()
+    b.fill_(3.0)
+    return (y * b.cos()).sin()
+
+
+def test_memory_that_a_dropped_value_is_made_from_is_copied_when_it_is_overwritten() -> None:
+    x, b = leaf(6, 8), torch.full((6, 8), 0.5)
+    _reads_and_overwrites(x, b.clone()).sum().backward()
+    expected, x.grad = x.grad, None
+    with actckpt.region():
+        y = _reads_and_overwrites(x, b)
+    y.sum().backward()
+    assert x.grad is not None and expected is not None
+    assert torch.equal(x.grad, expected)
