@@ -10,7 +10,8 @@ Rule 2. The first block of each structure (operators, shapes, dtypes) then runs 
         else the block leads to is somebody's graph. Containers and objects are as the forward found them (NOTE [
         Found by the forward ]). Afterwards random state, attributes of modules, and the containers
         and objects that these and the arguments lead to are what they were. Other tensors that the recorded call
-        wrote to in place get their bytes back. Nothing is exchanged with other ranks (NOTE [ Alone ]).
+        wrote to in place get their bytes back. Nothing is exchanged with other ranks (NOTE [ Alone ]), and
+        `actckpt.stats` does not count what these runs do.
 Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
         recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
         times of their operators.
@@ -45,6 +46,7 @@ from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
 from actckpt.planner.problem import recomputed
+from actckpt.statistics import uncounted
 
 __all__ = ["ProfiledBlock", "Profiler", "bytes_of", "first_tensor"]
 
@@ -182,6 +184,7 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
 
 
+@uncounted()
 def _profiled(
     name: str,
     block: torch.nn.Module,
@@ -235,6 +238,7 @@ def _timed_again(
     return values
 
 
+@uncounted()
 def _held_elsewhere(
     block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, structure: BlockStructure
 ) -> frozenset[str]:
