@@ -40,6 +40,7 @@ from actckpt._core import devices
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
 from actckpt._rerun.packed import held_inputs
+from actckpt._text.places import Place
 from actckpt.action import Action
 from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
@@ -98,6 +99,7 @@ class Profiler:
 
     def __init__(self, *, offloads: bool) -> None:
         self._offloads = offloads
+        self._running = ""
         self._known: dict[tuple[Any, ...], BlockClass] = {}
 
     def call(
@@ -115,6 +117,25 @@ class Profiler:
             forward: the forward of the block.
         """
         _check_wrapped(name, block)
+        if self._running:
+            raise BlocksError(
+                f"block {name!r} runs inside of block {self._running!r}: a plan is for blocks one after another. Pass "
+                "blocks=, of which none runs in another one."
+            )
+        self._running = name
+        try:
+            return self._call(name, block, forward, args, kwargs)
+        finally:
+            self._running = ""
+
+    def _call(
+        self,
+        name: str,
+        block: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, ProfiledBlock]:
         args, kwargs = without_cache(block, forward, args, kwargs) or (args, kwargs)
         inputs = held_inputs(forward, args, kwargs, None)
         before = attributes_of(block)
@@ -241,7 +262,7 @@ def _timed_again(
 @uncounted()
 def _held_elsewhere(
     block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, structure: BlockStructure
-) -> frozenset[str]:
+) -> frozenset[Place]:
     with set_apart(block, arguments, structure.written) as ((args, kwargs), _), Alone(structure.exchanges):
         return held_elsewhere(forward, args, kwargs)
 
