@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from actckpt._blocks.arguments import keep_others_in_place
 from actckpt._blocks.finding import has_forward, repeated_blocks
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.recording import RecordedCall
@@ -33,7 +34,8 @@ __all__ = [
 
 #: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
 #: `"drops_caches": True` takes key-value caches away from it, as for reruns. `"windows"` are those of a plan, also of a
-#: block that runs as it is (`"is_plain": True`); `"counts_anew": True` is for its tables (NOTE [ Places ], Rule 4).
+#: block that runs as it is (`"is_plain": True`); `"is_planned": True` says that its tables count calls of modules anew
+#: (NOTE [ Places ], Rule 4), and that its first tensor alone is moved as its input.
 OneCall = Mapping[str, Any] | None
 #: A tuple: of each call of the block in a forward of the model, in their order; the last one is of all further calls.
 Settings = OneCall | tuple[OneCall, ...]
@@ -108,7 +110,7 @@ class _How:
             del options["policy"]
         self.is_plain: bool = options.pop("is_plain", settings is None)
         self.windows: Windows | None = options.pop("windows", None)
-        self.counts_anew: bool = options.pop("counts_anew", False)
+        self.is_planned: bool = options.pop("is_planned", False)
         is_rerun = options.get("policy") in (None, "recompute", Action.RECOMPUTE)
         #: Whether key-value caches are taken away, which would hold what is dropped.
         self.drops_caches: bool = options.pop("drops_caches", is_rerun)
@@ -195,9 +197,11 @@ class CheckpointedForward:
             args, kwargs = arguments
         matches = None if torch.compiler.is_compiling() else self.together.matches
         figures = None if record is None else record.figures
-        options, counts_anew = how.options, how.counts_anew
+        options, is_planned = how.options, how.is_planned
+        if is_planned and options.offload_inputs:
+            keep_others_in_place((args, kwargs))
         result = checkpoint_call(
-            original, args, kwargs, options, matches=matches, figures=figures, counts_anew=counts_anew
+            original, args, kwargs, options, matches=matches, figures=figures, counts_anew=is_planned
         )
         if record is not None and options.policy in (None, "recompute", Action.RECOMPUTE):
             record.holds((args, kwargs), Action.OFFLOAD if options.offload_inputs else Action.KEEP)

@@ -44,7 +44,8 @@ class Mark:
     live_bytes: int
     #: Most bytes alive since the mark before.
     peak_bytes: int
-    #: Of the block's input where its forward begins, of its output where it ends.
+    #: Of the block's input where its forward begins, of its output where it ends, without what it was given beside its
+    #: input and hands on.
     nbytes: int
 
 

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
+from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._budget.alone import Exchanges, num_ranks
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Mark, Marks, Outside, held_between, outside_bytes, outside_seconds
-from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
+from actckpt._budget.profiling import ProfiledBlock, Profiler
 from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.training_state import TrainingState
 from actckpt.errors import BlocksError
@@ -173,7 +174,7 @@ class _Watched:
             if next(first, False):
                 _on_gradient(source, lambda: marks.note("stem"))
             result = forward(*args, **kwargs)
-            marks.note("end", number, bytes_of(result))
+            marks.note("end", number, bytes_of(result, without=others((args, kwargs))))
             _on_gradient(result, lambda: marks.note("backward", number))
             return result
 
@@ -212,6 +213,8 @@ def _check(blocks: dict[str, torch.nn.Module], ran: list[str], reached: set[int]
 
 def cost_table(blocks: list[ProfiledBlock], stem: Outside, head: Outside) -> MeasuredStep:
     """Return the cost table of a stack of blocks between stem and head."""
+    last = max((number for number, block in enumerate(blocks) if block.others_bytes), default=0)
+    blocks = [block.with_gradients() if number < last else block for number, block in enumerate(blocks)]
     classes: dict[str, BlockClass] = {_STEM: stem.block_class()}
     names: dict[BlockClass, str] = {}
     for block in blocks:

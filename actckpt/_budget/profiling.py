@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._budget.alone import Alone
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
@@ -49,7 +50,7 @@ from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
 from actckpt.planner.problem import recomputed
 from actckpt.statistics import uncounted
 
-__all__ = ["ProfiledBlock", "Profiler", "bytes_of", "first_tensor"]
+__all__ = ["ProfiledBlock", "Profiler"]
 
 #: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
 #: others as long as all together take less than so many seconds.
@@ -68,7 +69,8 @@ class ProfiledBlock:
     costs: BlockClass
     #: Where each value is in the model, by its name in the cost table.
     places: dict[str, str]
-    output_bytes: int
+    #: Of what it was given beside its input, what gradients flow to: these are summed up over the blocks.
+    others_bytes: int
     #: The storage of its input.
     input: weakref.ref[torch.UntypedStorage] | None
 
@@ -78,6 +80,11 @@ class ProfiledBlock:
             return self
         values = (dataclasses.replace(self.costs.values[0], offloadable=False), *self.costs.values[1:])
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
+
+    def with_gradients(self) -> ProfiledBlock:
+        """Return the block with gradients that blocks after it made of what it was given beside its input."""
+        needed = self.costs.working_set_bytes + self.others_bytes
+        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, working_set_bytes=needed))
 
     def with_more(self, nbytes: int) -> ProfiledBlock:
         """Return the block with so many more bytes that always stay."""
@@ -159,8 +166,9 @@ class Profiler:
             if counts_calls(block, before, structure.written):
                 known = dataclasses.replace(known, rerun=False)
             self._known[key] = known
+        trained_bytes = bytes_of([tensor for tensor in others((args, kwargs)) if tensor.requires_grad])
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
-        return result, ProfiledBlock(name, self._known[key], by_name, bytes_of(result), structure.input)
+        return result, ProfiledBlock(name, self._known[key], by_name, trained_bytes, structure.input)
 
 
 def _check_units(name: str, structure: BlockStructure) -> None:
@@ -352,16 +360,3 @@ def _fastest(run: _Runs, recording: _Runs, device: torch.device) -> tuple[float,
     while len(times) < _LEAST_TIMED or (len(times) < _MOST_TIMED and sum(map(sum, times)) < _TIMED_S):
         times.append((*_seconds(run, device), *_seconds(recording, device)))
     return tuple(map(min, zip(*times, strict=True)))
-
-
-def bytes_of(value: Any) -> int:
-    """Return the bytes of the storages of all tensors in a value."""
-    storages = {id(storage): storage for tensor in tensors_in(value) for storage in storages_of(tensor)}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """Return the first tensor that gradients flow through, else the first one with floating-point numbers."""
-    found = list(tensors_in(value))
-    chosen = [tensor for tensor in found if tensor.requires_grad] or [t for t in found if t.is_floating_point()]
-    return chosen[0] if chosen else None

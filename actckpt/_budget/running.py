@@ -72,11 +72,11 @@ def _within_windows(calls: list[OneCall], plan: Plan) -> list[OneCall]:
 def _settings(block: BlockClass, actions: Mapping[str, Action], places: Mapping[str, str], rerun: bool) -> OneCall:
     moves_input = actions.get(BLOCK_INPUT) is Action.OFFLOAD
     if rerun:
-        return {"policy": "recompute", "offload_inputs": moves_input}
+        return {"policy": "recompute", "offload_inputs": moves_input, "is_planned": True}
     if all(actions[value.name] is Action.KEEP for value in block.values if value.needed):
         return None
     policy = {place: actions[name] for name, place in places.items() if not _repeats(place, actions[name])}
-    return {"policy": policy, "drops_caches": True, "offload_inputs": moves_input, "counts_anew": True}
+    return {"policy": policy, "drops_caches": True, "offload_inputs": moves_input, "is_planned": True}
 
 
 def _repeats(place: str, action: Action) -> bool:

@@ -18,7 +18,8 @@ Rule 4. What has enough bytes may be offloaded where there is a store (NOTE [ Me
         read it. The recorded call moves its inputs, so that it shows which of them something else holds as well:
         moving those frees nothing (`ProfiledBlock.with_input_kept`).
 Rule 5. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
-        input, and what several blocks share (masks, angles), are held by whoever made them or by the region.
+        input, and what several blocks share (masks, angles), are held by whoever made them or by the region. The input
+        is the first tensor that gradients flow through; the others stay, and count once, where they were made.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt._blocks.arguments import keep_others_in_place
 from actckpt._budget.alone import Exchanges
 from actckpt._C import Calls, is_paused, look_up_call
 from actckpt._core import devices
@@ -191,6 +193,8 @@ def run_recorded(
     """
     structure = BlockStructure(argument, offloads=offloads)
     options = CheckpointOptions(policy=structure.note_saved, offload_inputs=structure.offloads)
+    if structure.offloads:
+        keep_others_in_place((args, kwargs))
     with structure.exchanges, _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, options, counts_anew=True)
     structure.exchanges.close()

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward
+from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
 from actckpt._budget.measuring import MeasuredStep, cost_table
-from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
+from actckpt._budget.profiling import ProfiledBlock, Profiler
 from actckpt._core import devices
 from actckpt.memory import LiveStorages
 
@@ -47,7 +48,7 @@ class Watching:
             self.close()
             raise
         self._profiled.append(profiled)
-        self._marks.note("end", number, bytes_of(result))
+        self._marks.note("end", number, bytes_of(result, without=others((args, kwargs))))
         return result
 
     def close(self) -> None:
