@@ -34,6 +34,7 @@ from torch import Tensor
 
 from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
+from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import Alone
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
@@ -124,6 +125,11 @@ class Profiler:
             forward: the forward of the block.
         """
         _check_wrapped(name, block)
+        if checkpoint_around() is not None:
+            raise BlocksError(
+                f"block {name!r} runs inside of a checkpoint, which runs it again in backward, and cannot be profiled "
+                "there. Leave out that checkpoint, since the plan says what is recomputed, or pass other blocks=."
+            )
         if self._running:
             raise BlocksError(
                 f"block {name!r} runs inside of block {self._running!r}: a plan is for blocks one after another. Pass "
