@@ -332,6 +332,9 @@ class Calls:
 #: The call that runs an operator: its module, which call of it, and how many operators like it ran there before.
 def running_call(calls: Calls) -> tuple[str, int, int]: ...
 
+#: The same of an operator that runs now, which is an `Operator`; nothing is remembered of where it was found.
+def look_up_call(calls: Calls, op: Any, /) -> tuple[str, int, int]: ...
+
 class TapeCore:
     #: By id() of the storage, checked by identity (Rule 2).
     storages: dict[int, KnownStorage]

@@ -170,6 +170,7 @@ def checkpoint_call(
     input_hooks: torch_private.Hooks | None = None,
     matches: Matches | None = None,
     figures: Figures | None = None,
+    counts_anew: bool = False,
 ) -> Any:
     """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
 
@@ -177,6 +178,7 @@ def checkpoint_call(
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
         matches: gets the operators that run, of those that the policy names.
         figures: get what becomes of values where operators are replayed.
+        counts_anew: as in `OpenRegion`.
     """
     if torch.compiler.is_compiling():
         return _checkpoint_in_compiled_code(function, args, kwargs, options, input_hooks)
@@ -190,7 +192,7 @@ def checkpoint_call(
     if policy is not None and policy != "recompute":
         site = site_of_call(function, args, kwargs)
         if not site.is_rerun:
-            return _replayed(choice_of(policy), site, function, args, kwargs, options, matches, figures)
+            return _replayed(choice_of(policy), site, function, args, kwargs, options, matches, figures, counts_anew)
         options = options._replace(preserve_rng_state=True)  # as replay does
 
     forced_early_stop, forced_debug = torch_private.forced_by_context()
@@ -235,13 +237,14 @@ def _replayed(
     options: CheckpointOptions,
     matches: Matches | None,
     figures: Figures | None,
+    counts_anew: bool = False,
 ) -> Any:
     """Run the function in a region that replays operators; it moves its inputs where the options say so."""
     if options.offload_inputs:
         keep_in_place(function)
         choice = choice.offloading_inputs(DEFAULT_MIN_BYTES)
     respects_hooks = options.respect_saved_tensors_hooks is not False
-    return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches, figures)
+    return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches, figures, counts_anew)
 
 
 def _forced(options: CheckpointOptions, early_stop: bool | None, debug: bool | None) -> CheckpointOptions:

@@ -11,7 +11,16 @@ from typing import Any, Literal, TypedDict, get_args, overload
 import torch
 from typing_extensions import Unpack
 
-from actckpt._blocks.applied import Blocks, blocks_of, check_model, find_blocks, forwards_in, patch, unpatch
+from actckpt._blocks.applied import (
+    Blocks,
+    blocks_of,
+    check_model,
+    count_calls,
+    find_blocks,
+    forwards_in,
+    patch,
+    unpatch,
+)
 from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, sums_of
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining, Wanted
@@ -174,7 +183,9 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
     settings = settings_of(plan, model)
     chosen = find_blocks(model, list(settings), "apply")
     names = patch(chosen, settings)
-    for forward in forwards_in(chosen).values():
+    forwards = forwards_in(chosen).values()
+    count_calls(model, forwards)
+    for forward in forwards:
         forward.together.plan = plan
     return names
 

@@ -33,7 +33,8 @@ def plan(
     the CPU to disk where `configure(spill_dir=...)` or a pin says so.
 
     Args:
-        step: runs forward and backward, without arguments, through each block once; may run the optimizer.
+        step: runs forward and backward, without arguments, through each block; may run the optimizer. A block may run
+            several times in one forward of the model: the plan has each call.
         model: what the step trains; nothing of it is checkpointed.
         budget: most bytes at the worst moment of a step, all of it: bytes as a whole number, a text with a unit
             (`"24GiB"`), a share of the device in (0, 1], or `"auto"`: what is free now and what this process holds,
@@ -53,7 +54,8 @@ def plan(
         measured. `explain()`, `table()` and `plot()` show it.
     Raises:
         PlanInfeasibleError: no plan fits. Its `smallest_bytes` is the smallest peak of a plan that was tried.
-        BlocksError: there are no such blocks, one does not run once, or the step exchanges tensors with other ranks.
+        BlocksError: there are no such blocks, one does not run, or runs in several forwards of the model or inside of
+            another one, or the step exchanges tensors with other ranks.
         ValueError: the budget is none, or the step changes parameters and `optimizer` is not given.
     Cost: ten to twenty steps, with `race` two dozen more, and a copy of the training state in host memory.
 

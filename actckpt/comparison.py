@@ -18,6 +18,7 @@ from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.blocks import apply, remove
 from actckpt.errors import BlocksError
+from actckpt.statistics import uncounted
 
 __all__ = ["ComparedPolicy", "Comparison", "compare"]
 
@@ -101,6 +102,7 @@ class Comparison:
         plot_points(points, path=Path(path))
 
 
+@uncounted()
 def compare(
     step: Callable[[], object],
     *,

@@ -21,6 +21,7 @@ from actckpt.comparison import PLAIN, default_policies, options_of
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 from actckpt.policies import PerOp
+from actckpt.statistics import uncounted
 
 __all__ = ["Estimate", "EstimatedPolicy", "Target", "estimate"]
 
@@ -161,7 +162,7 @@ def estimate(
     """
     device = target if isinstance(target, Target) else named_target(target)
     _check(step, model)
-    with Fakes(device) as fakes, Stepper(fakes, device, model, optimizer) as stepper:
+    with uncounted(), Fakes(device) as fakes, Stepper(fakes, device, model, optimizer) as stepper:
         stepper.warm_up(step)
         return estimate_with(stepper, step, device, chosen_policies(policies, device), blocks)
 

@@ -1,6 +1,8 @@
 """`stats` and `reset_stats`: what was moved and rerun, in bytes, counts and seconds."""
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 
 from actckpt import _C
@@ -8,12 +10,16 @@ from actckpt._core.counters import counters
 from actckpt._offload import counts, stores
 from actckpt._text.sizes import format_bytes, format_seconds
 
-__all__ = ["Stats", "reset_stats", "stats"]
+__all__ = ["Stats", "reset_stats", "stats", "uncounted"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
-    """Sums since the last `reset_stats`, and what is held now. Bytes, counts and seconds. Prints what is not zero."""
+    """Sums since the last `reset_stats`, and what is held now. Bytes, counts and seconds. Prints what is not zero.
+
+    What `plan`, `compare`, `estimate` and the first step of `apply(budget=...)` run in order to measure is not in the
+    sums, nor is what other threads do meanwhile.
+    """
 
     #: Bytes handed to a store, each storage once; also those that then stayed because it was full or failed.
     offloaded_bytes: int
@@ -85,6 +91,18 @@ def _with_unit(name: str, value: float) -> str:
 
 _baseline: dict[str, float] = {}
 
+
+class _Measuring:
+    """How many callers measure now, and the sums that there were when the first of them began."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.depth = 0
+        self.sums: dict[str, float] = {}
+
+
+_measuring = _Measuring()
+
 _OF_STORES = (
     "prefetched_reloads",
     "late_reloads",
@@ -133,10 +151,30 @@ def stats() -> Stats:
         >>> actckpt.stats().rerun_regions
         0
     """
-    sums = {name: value - _baseline.get(name, 0) for name, value in _totals().items()}
+    sums = _sums()
     stall_seconds = float(sums.pop("stall_seconds"))
     counts_and_bytes = {name: int(value) for name, value in sums.items()}
     return Stats(stall_seconds=stall_seconds, **counts_and_bytes, **_held_bytes())
+
+
+def _sums() -> dict[str, float]:
+    return {name: value - _baseline.get(name, 0) for name, value in _totals().items()}
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Leave the sums as they are before the body, which measures: no step of the user runs in it."""
+    with _measuring.lock:
+        if not _measuring.depth:
+            _measuring.sums = _sums()
+        _measuring.depth += 1
+    try:
+        yield
+    finally:
+        with _measuring.lock:
+            _measuring.depth -= 1
+            if not _measuring.depth:
+                _baseline.update({name: value - _measuring.sums[name] for name, value in _totals().items()})
 
 
 def _held_bytes() -> dict[str, int]:

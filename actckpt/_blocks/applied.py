@@ -9,14 +9,16 @@ from __future__ import annotations
 import difflib
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from actckpt._blocks.arguments import keep_others_in_place
 from actckpt._blocks.finding import has_forward, repeated_blocks
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.recording import RecordedCall
+from actckpt._blocks.reruns import checkpoint_around
 from actckpt._blocks.together import AppliedBlocks
 from actckpt._blocks.windows import Windows
 from actckpt._options import CheckpointOptions
@@ -27,13 +29,16 @@ from actckpt.errors import BlocksError
 
 __all__ = [
     *("Blocks", "CheckpointedForward", "Settings"),
-    *("applied_blocks", "blocks_of", "check_model", "find_blocks", "forwards_in", "patch", "unpatch"),
+    *("applied_blocks", "blocks_of", "check_model", "count_calls", "find_blocks", "forwards_in", "patch", "unpatch"),
 ]
 
 #: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
 #: `"drops_caches": True` takes key-value caches away from it, as for reruns. `"windows"` are those of a plan, also of a
-#: block that runs as it is (`"is_plain": True`).
-Settings = Mapping[str, Any] | None
+#: block that runs as it is (`"is_plain": True`); `"is_planned": True` says that its tables count calls of modules anew
+#: (NOTE [ Places ], Rule 4), and that its first tensor alone is moved as its input.
+OneCall = Mapping[str, Any] | None
+#: A tuple: of each call of the block in a forward of the model, in their order; the last one is of all further calls.
+Settings = OneCall | tuple[OneCall, ...]
 Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
 
 
@@ -71,6 +76,13 @@ def patch(blocks: Mapping[str, torch.nn.Module], settings: Mapping[str, Settings
     return tuple(blocks)
 
 
+def count_calls(model: torch.nn.Module, forwards: Iterable[CheckpointedForward]) -> None:
+    """Have patched blocks count their calls anew in each forward of a model, where that matters."""
+    together = {id(forward.together): forward.together for forward in forwards if forward.differs}
+    for each in together.values():
+        each.count_calls_in(model)
+
+
 def forwards_in(blocks: Mapping[str, Any]) -> dict[str, CheckpointedForward]:
     """Return what stands in for the forwards of patched blocks."""
     return {name: block.forward for name, block in blocks.items()}
@@ -81,10 +93,30 @@ def unpatch(blocks: Mapping[str, Any]) -> None:
     for module in blocks.values():
         forward = module.__dict__.pop("forward")
         forward.together.limit_windows(None)
+        forward.together.count_calls_in(None)
         if forward.together.training is not None:
             forward.together.training.close()
         if forward.replaced is not None:
             module.forward = forward.replaced
+
+
+class _How:
+    """How one call of a block runs."""
+
+    def __init__(self, settings: OneCall) -> None:
+        options = dict(settings or {})
+        offloads = options.get("policy") == "offload"
+        if offloads:
+            del options["policy"]
+        self.is_plain: bool = options.pop("is_plain", settings is None)
+        self.windows: Windows | None = options.pop("windows", None)
+        self.is_planned: bool = options.pop("is_planned", False)
+        is_rerun = options.get("policy") in (None, "recompute", Action.RECOMPUTE)
+        #: Whether key-value caches are taken away, which would hold what is dropped.
+        self.drops_caches: bool = options.pop("drops_caches", is_rerun)
+        #: The keywords of `offload`, None: the block is checkpointed.
+        self.offloading = options if offloads else None
+        self.options = CheckpointOptions() if offloads else CheckpointOptions(**options)
 
 
 class CheckpointedForward:
@@ -102,20 +134,35 @@ class CheckpointedForward:
         self.__wrapped__ = block.forward  # the signature, for `inspect`
 
     def use(self, settings: Settings) -> None:
-        """Run with these settings from the next call on."""
-        options = dict(settings or {})
-        offloads = options.get("policy") == "offload"
-        if offloads:
-            del options["policy"]
-        self.is_plain: bool = options.pop("is_plain", settings is None)
-        self.windows: Windows | None = options.pop("windows", None)
-        if self.windows is None:
+        """Run with these settings from the next call on, which is the first one in a forward of the model."""
+        self._calls = tuple(_How(each) for each in (settings if isinstance(settings, tuple) else (settings,)))
+        self.begin()
+        if all(how.windows is None for how in self._calls):
             self.together.limit_windows(None)
-        #: Whether key-value caches are taken away, which would hold what is dropped.
-        self.drops_caches = options.pop("drops_caches", options.get("policy") in (None, "recompute", Action.RECOMPUTE))
-        #: The keywords of `offload`, None: the block is checkpointed.
-        self.offloading = options if offloads else None
-        self.options = CheckpointOptions() if offloads else CheckpointOptions(**options)
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        self.num_calls = 0
+        self._around = id(checkpoint_around()) if self.differs else None
+
+    @property
+    def differs(self) -> bool:
+        """Whether calls in one forward of the model run differently."""
+        return len(self._calls) > 1
+
+    def _how(self) -> _How:
+        """Return how the call that begins runs. Those without gradients, which save nothing, do not count."""
+        if not self.differs or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self._calls[-1]
+        around = checkpoint_around()
+        if around is not None and id(around) != self._around:
+            raise BlocksError(
+                f"apply: a {type(self.block).__name__} runs several times in a forward, each time as the plan says for "
+                "that call, and here inside of a checkpoint, which would run it again without saying which call that "
+                "is. Leave out that checkpoint: the plan says what is recomputed. Or put it around the whole model."
+            )
+        self.num_calls += 1
+        return self._calls[min(self.num_calls, len(self._calls)) - 1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.has_run = True
@@ -127,32 +174,37 @@ class CheckpointedForward:
         """Run it checkpointed, and take down what it saves."""
         if self.instead is not None and not torch.compiler.is_compiling():
             return self.instead(self, args, kwargs)
-        if self.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return self.windows.run(self.together, lambda: self._run(args, kwargs, record))
-        return self._run(args, kwargs, record)
+        how = self._how()
+        if how.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return how.windows.run(self.together, lambda: self._run(how, args, kwargs, record))
+        return self._run(how, args, kwargs, record)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
-        if self.is_plain:
+    def _run(self, how: _How, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
+        if how.is_plain:
             return self.original()(*args, **kwargs)
-        if self.offloading is not None:
+        if how.offloading is not None:
             # Looked up inside: torch.compile breaks the graph here, and would make `self.block.forward` of a bound
             # method that it must carry over, which is this very object.
-            with offload(**self.offloading) as offloading:
+            with offload(**how.offloading) as offloading:
                 if record is not None:
                     record.offloading = offloading
                 return self.original()(*args, **kwargs)
         original = self.original()
-        if self.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if how.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             arguments = without_cache(self.block, original, args, kwargs)
             if arguments is None:
                 return original(*args, **kwargs)
             args, kwargs = arguments
         matches = None if torch.compiler.is_compiling() else self.together.matches
-        if record is None:
-            return checkpoint_call(original, args, kwargs, self.options, matches=matches)
-        result = checkpoint_call(original, args, kwargs, self.options, matches=matches, figures=record.figures)
-        if self.options.policy in (None, "recompute", Action.RECOMPUTE):
-            record.holds((args, kwargs), Action.OFFLOAD if self.options.offload_inputs else Action.KEEP)
+        figures = None if record is None else record.figures
+        options, is_planned = how.options, how.is_planned
+        if is_planned and options.offload_inputs:
+            keep_others_in_place((args, kwargs))
+        result = checkpoint_call(
+            original, args, kwargs, options, matches=matches, figures=figures, counts_anew=is_planned
+        )
+        if record is not None and options.policy in (None, "recompute", Action.RECOMPUTE):
+            record.holds((args, kwargs), Action.OFFLOAD if options.offload_inputs else Action.KEEP)
         return result
 
     def original(self) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import warnings
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from actckpt._blocks.recording import RecordedCall, Recording
 from actckpt._core.storages import tensors_in
@@ -27,6 +28,9 @@ class Block(Protocol):
 
     block: torch.nn.Module
     has_run: bool
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
         """Run it, and take down what it saves."""
@@ -65,6 +69,18 @@ class AppliedBlocks:
         self.training: Training | None = None
         self._plan: Plan | None = None
         self._window_bytes: int | None = None
+        self._hook: RemovableHandle | None = None
+
+    def count_calls_in(self, model: torch.nn.Module | None) -> None:
+        """Count the calls of each block anew in each forward of a model, from now on; None: no more."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None if model is None else model.register_forward_pre_hook(self._begin)
+
+    def _begin(self, *_: object) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for forward in self.forwards.values():
+                forward.begin()
 
     def limit_windows(self, nbytes: int | None) -> None:
         """Let stores have no more than so many bytes on their way; None: as many as the settings say."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _C
+from actckpt._core import torch_private
 from actckpt._core.storages import storages_of
 from actckpt._core.training_state import random_state, set_random_state
 
@@ -65,7 +66,8 @@ def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iter
     try:
         for module in modules:
             lent.replace_in(module)
-        yield lent.detached(arguments), lent.leaves
+        with _without_outer_hooks():
+            yield lent.detached(arguments), lent.leaves
     finally:
         structure.swap_in()
         for now, found in [*attributes, *tensors]:
@@ -73,6 +75,14 @@ def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iter
         for storage, found_bits in bits:
             storage.copy_(found_bits)
         set_random_state(before)
+
+
+def _without_outer_hooks() -> contextlib.AbstractContextManager[object]:
+    """Keep what is saved from hooks around: a region or a block of offloading that the model runs in."""
+    if torch_private.outer_hooks() is None:
+        return contextlib.nullcontext()
+    # The tensor itself would hold its graph where that saves a result.
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
 def _put_back(now: dict[str, Any], found: dict[str, Any]) -> None:

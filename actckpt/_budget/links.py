@@ -29,6 +29,7 @@ from actckpt._offload import session, stores
 from actckpt._offload.cpu import CpuStore
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
+from actckpt.statistics import uncounted
 
 __all__ = ["Pins", "flush", "is_linked", "pins_offload", "poll", "prepare", "with_links"]
 
@@ -87,6 +88,7 @@ def with_links(costs: CostTable, device: torch.device) -> CostTable:
 
 
 @functools.lru_cache(maxsize=16)
+@uncounted()
 def _links(device: torch.device, generation: int) -> _Links:
     """Measure. `generation` counts changes of the settings."""
     accelerator = devices.accelerator_of(device.type)

@@ -38,12 +38,14 @@ class Mark:
     """A moment of a step: `"forward"` of a block begins, `"end"`s, or `"backward"` reaches its output."""
 
     what: str
-    block: str
+    #: Which call of a block in the step, counted from 0; -1: none.
+    call: int
     moment: devices.Moment
     live_bytes: int
     #: Most bytes alive since the mark before.
     peak_bytes: int
-    #: Of the block's input where its forward begins, of its output where it ends.
+    #: Of the block's input where its forward begins, of its output where it ends, without what it was given beside its
+    #: input and hands on.
     nbytes: int
 
 
@@ -54,31 +56,31 @@ class Marks:
         self._live, self._device = live, device
         self.found: list[Mark] = []
 
-    def note(self, what: str, block: str = "", nbytes: int = 0) -> None:
+    def note(self, what: str, call: int = -1, nbytes: int = 0) -> None:
         """Take down a mark."""
         live_bytes = peak_bytes = 0
         if self._live is not None:
             live_bytes, peak_bytes = self._live.live_bytes, self._live.peak_bytes
             self._live.reset_peak()
-        self.found.append(Mark(what, block, devices.moment(self._device), live_bytes, peak_bytes, nbytes))
+        self.found.append(Mark(what, call, devices.moment(self._device), live_bytes, peak_bytes, nbytes))
 
 
-def outside_seconds(marks: list[Mark], order: list[str]) -> list[tuple[float, float]]:
-    """Return forward and backward seconds of stem and head."""
+def outside_seconds(marks: list[Mark], num_calls: int) -> list[tuple[float, float]]:
+    """Return forward and backward seconds of stem and head; so many calls of blocks are between them."""
     stem, head = [0.0, 0.0], [0.0, 0.0]
     for mark, after in itertools.pairwise(marks):
         seconds = devices.seconds_between(mark.moment, after.moment)
         if mark.what in ("start", "stem"):
             stem[mark.what == "stem"] += seconds
-        elif mark.what == "end" and mark.block == order[-1]:
+        elif mark.what == "end" and mark.call == num_calls - 1:
             head[1] += seconds
     return [(stem[0], stem[1]), (head[0], head[1])]
 
 
-def outside_bytes(marks: list[Mark], order: list[str]) -> tuple[Outside, Outside]:
+def outside_bytes(marks: list[Mark], num_calls: int) -> tuple[Outside, Outside]:
     """Return what stem and head need, without their seconds."""
     first = next(mark for mark in marks if mark.what == "forward")
-    end = next(mark for mark in marks if mark.what == "end" and mark.block == order[-1])
+    end = next(mark for mark in marks if mark.what == "end" and mark.call == num_calls - 1)
     held = first.live_bytes - first.nbytes
     stem_peak = head_peak = 0
     for mark, after in itertools.pairwise(marks):
@@ -90,12 +92,12 @@ def outside_bytes(marks: list[Mark], order: list[str]) -> tuple[Outside, Outside
     return Outside(0.0, 0.0, float(stem_peak), float(max(held, 0))), Outside(0.0, 0.0, float(max(head_bytes, 0)))
 
 
-def held_between(marks: list[Mark], order: list[str]) -> list[int]:
-    """Return for each block what is held of what runs between it and the next one."""
-    begins = {mark.block: mark for mark in marks if mark.what == "forward"}
-    ends = {mark.block: mark for mark in marks if mark.what == "end"}
+def held_between(marks: list[Mark], num_calls: int) -> list[int]:
+    """Return for each call of a block what is held of what runs between it and the next one."""
+    begins = {mark.call: mark for mark in marks if mark.what == "forward"}
+    ends = {mark.call: mark for mark in marks if mark.what == "end"}
     found = []
-    for name, after in itertools.pairwise(order):
-        before_bytes = ends[name].live_bytes - ends[name].nbytes
+    for call, after in itertools.pairwise(range(num_calls)):
+        before_bytes = ends[call].live_bytes - ends[call].nbytes
         found.append(begins[after].live_bytes - begins[after].nbytes - before_bytes)
     return [*found, 0]

@@ -8,6 +8,8 @@ Rule 2. Blocks are profiled at their calls (NOTE [ Profiling a block ]). What ru
         backward reaches the output of a block. What runs before the first block, and after its backward, is the
         *stem*; what runs after the last one is the *head*. What runs between two blocks belongs to the first of them.
 Rule 3. Blocks whose costs are the same but for their times are one class.
+Rule 4. The stack has calls of blocks, in their order: a block that runs several times in a forward (weights that layers
+        share) is in it as often.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
+from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._budget.alone import Exchanges, num_ranks
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Mark, Marks, Outside, held_between, outside_bytes, outside_seconds
-from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
+from actckpt._budget.profiling import ProfiledBlock, Profiler
 from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.training_state import TrainingState
 from actckpt.errors import BlocksError
@@ -63,24 +67,24 @@ def measure(
     """Run a step a few times and return what it costs.
 
     Args:
-        step: runs forward and backward once, through each of the blocks once.
+        step: runs forward and backward once, through each of the blocks.
         blocks: by qualified name.
         state: what is put back before each run.
         may_change: the step may change parameters, since `state` has those of its optimizer.
         offloads: whether plans may offload.
     Raises:
-        BlocksError: a block does not run, or not once.
+        BlocksError: a block does not run, or several times in several forwards of the model.
     Cost: four steps, and of each distinct block ten to 22 more.
     """
-    watched = _Watched(step, blocks, state, device_of(model))
+    watched = _Watched(step, blocks, state, model)
     profiled = watched.profiled(Profiler(offloads=offloads))
     state.check("plan", may_change=may_change)
-    order = [each.name for each in profiled]
+    num_calls = len(profiled)
     live = LiveStorages(parameters=model.parameters())
     marks = watched.marked(live)
-    seconds = [outside_seconds(watched.marked(None), order) for _ in range(_NUM_TIMED)]
-    stem, head = outside_bytes(marks, order)
-    between = held_between(marks, order)
+    seconds = [outside_seconds(watched.marked(None), num_calls) for _ in range(_NUM_TIMED)]
+    stem, head = outside_bytes(marks, num_calls)
+    between = held_between(marks, num_calls)
     profiled = [each.with_more(more) for each, more in zip(profiled, between, strict=True)]
     stem, head = (
         dataclasses.replace(each, forward_s=min(f for f, _ in runs), backward_s=min(b for _, b in runs))
@@ -97,9 +101,10 @@ class _Watched:
         step: Callable[[], object],
         blocks: dict[str, torch.nn.Module],
         state: TrainingState,
-        device: torch.device,
+        model: torch.nn.Module,
     ) -> None:
-        self._step, self._blocks, self._state, self._device = step, blocks, state, device
+        self._step, self._blocks, self._state, self._model = step, blocks, state, model
+        self._device = device_of(model)
 
     @contextlib.contextmanager
     def _calls(self, call: _BlockCall) -> Iterator[None]:
@@ -116,49 +121,61 @@ class _Watched:
             unpatch(self._blocks)
 
     def profiled(self, profiler: Profiler) -> list[ProfiledBlock]:
-        """Return what each block costs, in the order in which they run."""
+        """Return what each call of a block costs, in the order in which they run."""
         found: list[ProfiledBlock] = []
-        reached: set[str] = set()
+        reached: set[int] = set()
+        num_forwards = [0]
 
         def call(name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             result, block = profiler.call(name, self._blocks[name], forward.original(), args, kwargs)
             found.append(block)
-            _on_gradient(result, lambda: backward_reached(name))
+            number = len(found) - 1
+            _on_gradient(result, lambda: backward_reached(number))
             return result
 
-        def backward_reached(name: str) -> None:
+        def backward_reached(number: int) -> None:
             if not reached:  # nothing is back yet of what was moved
                 flush(self._device)
                 found[:] = [each.with_input_kept() for each in found]
-            reached.add(name)
+            reached.add(number)
+
+        def count(*_: object) -> None:
+            num_forwards[0] += torch.is_grad_enabled()
 
         self._state.put_back()
         exchanges = Exchanges()
-        with self._calls(call), exchanges:
-            self._step()
+        hook = self._model.register_forward_pre_hook(count)
+        try:
+            with self._calls(call), exchanges:
+                self._step()
+        finally:
+            hook.remove()
         if not exchanges.is_empty and num_ranks() > 1:
             raise BlocksError(
                 f"plan: the step exchanges tensors with other ranks, {num_ranks()} in all, and how often it must run "
                 "differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
             )
-        _check(self._blocks, [each.name for each in found], reached)
+        _check(self._blocks, [each.name for each in found], reached, num_forwards[0])
         return found
 
     def marked(self, live: LiveStorages | None) -> list[Mark]:
         """Return the marks of one step."""
         marks = Marks(live, self._device)
         first = iter((True,))
+        numbers = itertools.count()
 
         def call(name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            source = first_tensor((args, kwargs))
-            marks.note("forward", name, bytes_of(source))
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            source, number = first_tensor((args, kwargs)), next(numbers)
+            marks.note("forward", number, bytes_of(source))
             if next(first, False):
                 _on_gradient(source, lambda: marks.note("stem"))
             result = forward(*args, **kwargs)
-            marks.note("end", name, bytes_of(result))
-            _on_gradient(result, lambda: marks.note("backward", name))
+            marks.note("end", number, bytes_of(result, without=others((args, kwargs))))
+            _on_gradient(result, lambda: marks.note("backward", number))
             return result
 
         self._state.put_back()
@@ -182,19 +199,22 @@ def _on_gradient(value: Any, note: Callable[[], None]) -> None:
         tensor.register_hook(lambda _: note())
 
 
-def _check(blocks: dict[str, torch.nn.Module], ran: list[str], reached: set[str]) -> None:
+def _check(blocks: dict[str, torch.nn.Module], ran: list[str], reached: set[int], num_forwards: int) -> None:
     for name in blocks:
-        if (num := ran.count(name)) != 1:
+        if not (num := ran.count(name)) or (num > 1 and num_forwards != 1):
             raise BlocksError(
-                f"plan: block {name!r} ran {num} times in the step, expected once. Pass a step with one forward of the "
-                "model, or other blocks=."
+                f"plan: block {name!r} ran {num} times in the step, and the model was called {num_forwards} times, "
+                "expected once. Pass a step with one forward of the model, or other blocks=."
             )
-        if name not in reached:
+    for number, name in enumerate(ran):
+        if number not in reached:
             raise BlocksError(f"plan: backward did not run through block {name!r}. Pass a step with its backward.")
 
 
 def cost_table(blocks: list[ProfiledBlock], stem: Outside, head: Outside) -> MeasuredStep:
     """Return the cost table of a stack of blocks between stem and head."""
+    last = max((number for number, block in enumerate(blocks) if block.others_bytes), default=0)
+    blocks = [block.with_gradients() if number < last else block for number, block in enumerate(blocks)]
     classes: dict[str, BlockClass] = {_STEM: stem.block_class()}
     names: dict[BlockClass, str] = {}
     for block in blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -38,22 +39,35 @@ class Meter:
         return budget_bytes(budget, self._device, held_bytes=self.fixed_bytes)
 
     def complete(self, measured: MeasuredStep) -> MeasuredStep:
-        """Return what was measured of a step with what is there all the time, and with gradients where they count."""
-        if not self._total:
-            return measured
+        """Return what was measured of a step with what is there all the time, and with gradients where they count.
+
+        What several calls of blocks add up to one gradient is there, and is nobody's yet, from the last of them on.
+        """
         named = dict(self._model.named_modules())
-        inside = {id(p) for name in measured.names if name is not None for p in named[name].parameters()}
+        parameters = [list(named[name].parameters()) if name is not None else [] for name in measured.names]
+        num_uses = Counter(id(parameter) for each in parameters for parameter in each)
+        if not self._total and all(num == 1 for num in num_uses.values()):
+            return measured
         costs, classes, stack = measured.costs, {}, []
-        for name, old in zip(measured.names, costs.stack, strict=True):
-            parameters = named[name].parameters() if name is not None else ()
-            gradients = sum(_gradient_bytes(parameter) for parameter in parameters)
-            if old == costs.stack[0]:
-                gradients = sum(_gradient_bytes(p) for p in self._model.parameters() if id(p) not in inside)
-            new = f"{old}, {gradients}" if gradients and name is not None else old
-            classes[new] = dataclasses.replace(costs.classes[old], gradient_bytes=float(gradients))
+        outside = [parameter for parameter in self._model.parameters() if id(parameter) not in num_uses]
+        gradients = [self._gradient_bytes(each, num_uses) for each in reversed([outside, *parameters[1:]])]
+        for name, old, nbytes in zip(measured.names, costs.stack, reversed(gradients), strict=True):
+            new = f"{old}, {nbytes}" if nbytes and name is not None else old
+            classes[new] = dataclasses.replace(costs.classes[old], gradient_bytes=float(nbytes))
             stack.append(new)
         costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack), fixed_bytes=float(self.fixed_bytes))
         return dataclasses.replace(measured, costs=costs)
+
+    def _gradient_bytes(self, parameters: list[torch.nn.Parameter], num_uses: Counter[int]) -> int:
+        """Return the bytes of the gradients that backward begins with some parameters; takes down what it began."""
+        nbytes = 0
+        for parameter in parameters:
+            is_shared = num_uses[id(parameter)] > 1
+            if is_shared or (self._total and num_uses[id(parameter)] >= 0 and parameter.grad is None):
+                nbytes += _bytes_of_gradient(parameter)
+            if is_shared:
+                num_uses[id(parameter)] = -1
+        return nbytes
 
     def peak_of(self, run: Callable[[], object]) -> float:
         """Run a step and return its peak, in bytes."""
@@ -67,9 +81,9 @@ class Meter:
         return float(self.fixed_bytes + live.peak_bytes)
 
 
-def _gradient_bytes(parameter: torch.nn.Parameter) -> int:
+def _bytes_of_gradient(parameter: torch.nn.Parameter) -> int:
     """Return the bytes that backward allocates for a gradient: of a sharded parameter those of its shard."""
-    if not parameter.requires_grad or parameter.grad is not None:
+    if not parameter.requires_grad:
         return 0
     return sum(part.nbytes for part in plain_parts(parameter.detach()))
 

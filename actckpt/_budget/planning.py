@@ -19,10 +19,12 @@ from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._core.training_state import TrainingState
 from actckpt.action import Action
 from actckpt.planner.plans import Plan
+from actckpt.statistics import uncounted
 
 __all__ = ["planned"]
 
 
+@uncounted()
 def planned(
     step: Callable[[], object],
     model: torch.nn.Module,

@@ -10,7 +10,8 @@ Rule 2. The first block of each structure (operators, shapes, dtypes) then runs 
         else the block leads to is somebody's graph. Containers and objects are as the forward found them (NOTE [
         Found by the forward ]). Afterwards random state, attributes of modules, and the containers
         and objects that these and the arguments lead to are what they were. Other tensors that the recorded call
-        wrote to in place get their bytes back. Nothing is exchanged with other ranks (NOTE [ Alone ]).
+        wrote to in place get their bytes back. Nothing is exchanged with other ranks (NOTE [ Alone ]), and
+        `actckpt.stats` does not count what these runs do.
 Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
         recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
         times of their operators.
@@ -31,7 +32,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
+from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import Alone
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
@@ -39,14 +42,16 @@ from actckpt._core import devices
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
 from actckpt._rerun.packed import held_inputs
+from actckpt._text.places import Place
 from actckpt.action import Action
 from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
 from actckpt.planner.problem import recomputed
+from actckpt.statistics import uncounted
 
-__all__ = ["ProfiledBlock", "Profiler", "bytes_of", "first_tensor"]
+__all__ = ["ProfiledBlock", "Profiler"]
 
 #: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
 #: others as long as all together take less than so many seconds.
@@ -65,7 +70,8 @@ class ProfiledBlock:
     costs: BlockClass
     #: Where each value is in the model, by its name in the cost table.
     places: dict[str, str]
-    output_bytes: int
+    #: Of what it was given beside its input, what gradients flow to: these are summed up over the blocks.
+    others_bytes: int
     #: The storage of its input.
     input: weakref.ref[torch.UntypedStorage] | None
 
@@ -75,6 +81,11 @@ class ProfiledBlock:
             return self
         values = (dataclasses.replace(self.costs.values[0], offloadable=False), *self.costs.values[1:])
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
+
+    def with_gradients(self) -> ProfiledBlock:
+        """Return the block with gradients that blocks after it made of what it was given beside its input."""
+        needed = self.costs.working_set_bytes + self.others_bytes
+        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, working_set_bytes=needed))
 
     def with_more(self, nbytes: int) -> ProfiledBlock:
         """Return the block with so many more bytes that always stay."""
@@ -96,6 +107,7 @@ class Profiler:
 
     def __init__(self, *, offloads: bool) -> None:
         self._offloads = offloads
+        self._running = ""
         self._known: dict[tuple[Any, ...], BlockClass] = {}
 
     def call(
@@ -113,6 +125,30 @@ class Profiler:
             forward: the forward of the block.
         """
         _check_wrapped(name, block)
+        if checkpoint_around() is not None:
+            raise BlocksError(
+                f"block {name!r} runs inside of a checkpoint, which runs it again in backward, and cannot be profiled "
+                "there. Leave out that checkpoint, since the plan says what is recomputed, or pass other blocks=."
+            )
+        if self._running:
+            raise BlocksError(
+                f"block {name!r} runs inside of block {self._running!r}: a plan is for blocks one after another. Pass "
+                "blocks=, of which none runs in another one."
+            )
+        self._running = name
+        try:
+            return self._call(name, block, forward, args, kwargs)
+        finally:
+            self._running = ""
+
+    def _call(
+        self,
+        name: str,
+        block: torch.nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, ProfiledBlock]:
         args, kwargs = without_cache(block, forward, args, kwargs) or (args, kwargs)
         inputs = held_inputs(forward, args, kwargs, None)
         before = attributes_of(block)
@@ -136,8 +172,9 @@ class Profiler:
             if counts_calls(block, before, structure.written):
                 known = dataclasses.replace(known, rerun=False)
             self._known[key] = known
+        trained_bytes = bytes_of([tensor for tensor in others((args, kwargs)) if tensor.requires_grad])
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
-        return result, ProfiledBlock(name, self._known[key], by_name, bytes_of(result), structure.input)
+        return result, ProfiledBlock(name, self._known[key], by_name, trained_bytes, structure.input)
 
 
 def _check_units(name: str, structure: BlockStructure) -> None:
@@ -182,6 +219,7 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
 
 
+@uncounted()
 def _profiled(
     name: str,
     block: torch.nn.Module,
@@ -235,9 +273,10 @@ def _timed_again(
     return values
 
 
+@uncounted()
 def _held_elsewhere(
     block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, structure: BlockStructure
-) -> frozenset[str]:
+) -> frozenset[Place]:
     with set_apart(block, arguments, structure.written) as ((args, kwargs), _), Alone(structure.exchanges):
         return held_elsewhere(forward, args, kwargs)
 
@@ -327,16 +366,3 @@ def _fastest(run: _Runs, recording: _Runs, device: torch.device) -> tuple[float,
     while len(times) < _LEAST_TIMED or (len(times) < _MOST_TIMED and sum(map(sum, times)) < _TIMED_S):
         times.append((*_seconds(run, device), *_seconds(recording, device)))
     return tuple(map(min, zip(*times, strict=True)))
-
-
-def bytes_of(value: Any) -> int:
-    """Return the bytes of the storages of all tensors in a value."""
-    storages = {id(storage): storage for tensor in tensors_in(value) for storage in storages_of(tensor)}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """Return the first tensor that gradients flow through, else the first one with floating-point numbers."""
-    found = list(tensors_in(value))
-    chosen = [tensor for tensor in found if tensor.requires_grad] or [t for t in found if t.is_floating_point()]
-    return chosen[0] if chosen else None

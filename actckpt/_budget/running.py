@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from actckpt._blocks.applied import Settings, applied_blocks, find_blocks, patch, unpatch
+from actckpt._blocks.applied import OneCall, Settings, applied_blocks, count_calls, find_blocks, patch, unpatch
 from actckpt._blocks.windows import Windows
 from actckpt._core import devices
 from actckpt._core.training_state import TrainingState
@@ -25,11 +25,13 @@ __all__ = ["RECOMPUTE", "Candidate", "device_of", "forwards_of", "settings_of"]
 #: Events tell no shorter times apart.
 _RESOLUTION_S = 5e-7
 #: Everything is recomputed, operator by operator: no Python of a block runs twice.
-RECOMPUTE: Settings = {"policy": [], "drops_caches": True}
+RECOMPUTE: OneCall = {"policy": [], "drops_caches": True}
 
 
 def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
     """Return how each block of a model runs under a plan: a table of places, a rerun, or as it is.
+
+    A block that the plan has several times runs so in each call; what it knows nothing of is recomputed.
 
     Raises:
         BlocksError: the plan is one of another model.
@@ -40,42 +42,41 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
             "apply: this plan was made from a cost table and knows no model. Make one with "
             "actckpt.plan(step, model=...)."
         )
-    names = [name for name in plan.blocks if name is not None]
+    names = list(dict.fromkeys(name for name in plan.blocks if name is not None))
     named = dict(model.named_modules())
     if missing := [name for name in names if name not in named]:
         raise BlocksError(
             f"apply: the plan is one of another model: {len(missing)} of its {len(names)} blocks are not in "
             f"{type(model).__name__}, the first is {missing[0]!r}. Make the plan again."
         )
-    stack = zip(plan.blocks, plan.costs.blocks, plan.actions, plan.places, plan.rerun, strict=True)
-    found = {
-        name: _settings(block, actions, places, rerun)
-        for name, block, actions, places, rerun in stack
-        if name is not None
-    }
-    return found if plan.windows is None else _within_windows(found, plan)
+    stack = zip(plan.costs.blocks, plan.actions, plan.places, plan.rerun, strict=True)
+    calls = _within_windows([_settings(*each) for each in stack], plan)
+    found: dict[str, tuple[OneCall, ...]] = dict.fromkeys(names, ())
+    for name, one in zip(plan.blocks, calls, strict=True):
+        if name is not None:
+            found[name] += (one,)
+    return {name: each[0] if len(each) == 1 else (*each, RECOMPUTE) for name, each in found.items()}
 
 
-def _within_windows(settings: dict[str, Settings], plan: Plan) -> dict[str, Settings]:
-    windows = dict(zip(plan.blocks or (), plan.windows or (), strict=True))
-    last = names[-1] if (names := list(settings)) else None
-    return {
-        name: {
-            **({"is_plain": True} if found is None else found),
-            "windows": Windows(windows[name], is_last=name == last),
-        }
-        for name, found in settings.items()
-    }
+def _within_windows(calls: list[OneCall], plan: Plan) -> list[OneCall]:
+    if plan.windows is None:
+        return calls
+    assert plan.blocks is not None
+    last = max(number for number, name in enumerate(plan.blocks) if name is not None)
+    return [
+        {**({"is_plain": True} if found is None else found), "windows": Windows(windows, is_last=number == last)}
+        for number, (found, windows) in enumerate(zip(calls, plan.windows, strict=True))
+    ]
 
 
-def _settings(block: BlockClass, actions: Mapping[str, Action], places: Mapping[str, str], rerun: bool) -> Settings:
+def _settings(block: BlockClass, actions: Mapping[str, Action], places: Mapping[str, str], rerun: bool) -> OneCall:
     moves_input = actions.get(BLOCK_INPUT) is Action.OFFLOAD
     if rerun:
-        return {"policy": "recompute", "offload_inputs": moves_input}
+        return {"policy": "recompute", "offload_inputs": moves_input, "is_planned": True}
     if all(actions[value.name] is Action.KEEP for value in block.values if value.needed):
         return None
     policy = {place: actions[name] for name, place in places.items() if not _repeats(place, actions[name])}
-    return {"policy": policy, "drops_caches": True, "offload_inputs": moves_input}
+    return {"policy": policy, "drops_caches": True, "offload_inputs": moves_input, "is_planned": True}
 
 
 def _repeats(place: str, action: Action) -> bool:
@@ -127,6 +128,7 @@ class Candidate:
     def _applied(self) -> Iterator[None]:
         for block, forward in self.forwards.items():
             block.forward = forward
+        count_calls(self._model, self.forwards.values())
         try:
             yield
         finally:

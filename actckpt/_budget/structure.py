@@ -18,14 +18,14 @@ Rule 4. What has enough bytes may be offloaded where there is a store (NOTE [ Me
         read it. The recorded call moves its inputs, so that it shows which of them something else holds as well:
         moving those frees nothing (`ProfiledBlock.with_input_kept`).
 Rule 5. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
-        input, and what several blocks share (masks, angles), are held by whoever made them or by the region.
+        input, and what several blocks share (masks, angles), are held by whoever made them or by the region. The input
+        is the first tensor that gradients flow through; the others stay, and count once, where they were made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -33,14 +33,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt._blocks.arguments import keep_others_in_place
 from actckpt._budget.alone import Exchanges
-from actckpt._C import is_paused
+from actckpt._C import Calls, is_paused, look_up_call
 from actckpt._core import devices
-from actckpt._core.sites import module_name
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._offload import session
 from actckpt._options import CheckpointOptions
+from actckpt._replay.operators import operator_of
 from actckpt._rerun.buffers import written_tensors
+from actckpt._text.places import Place
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint_call
 from actckpt.planner.costs import BLOCK_INPUT, Value
@@ -53,7 +55,7 @@ class _Made:
     """A storage that the block made."""
 
     #: One for each operator that wrote to it; the last one counts, or the one at which autograd saved it.
-    places: list[str]
+    places: list[Place]
     order: int
     nbytes: int
     seconds: float
@@ -80,7 +82,7 @@ class BlockStructure:
         self.offloads = offloads
         #: What it exchanged with other ranks.
         self.exchanges = Exchanges()
-        self._saved: dict[str, SavedTensorInfo] = {}
+        self._saved: dict[Place, SavedTensorInfo] = {}
         self._made: list[_Made] = []
         #: Storages from outside that operators of the block wrote to, by id.
         self.written: dict[int, torch.UntypedStorage] = {}
@@ -88,7 +90,7 @@ class BlockStructure:
     def note_saved(self, info: SavedTensorInfo) -> Action:
         """Take down what autograd saves; a policy that recomputes everything."""
         if info.place is not None and not info.is_parameter:
-            self._saved[str(info.place)] = info
+            self._saved[info.place] = info
         return Action.RECOMPUTE
 
     def saved_bytes(self) -> int:
@@ -99,7 +101,7 @@ class BlockStructure:
         return next((self._saved[place] for place in made.places if place in self._saved), None)
 
     def _name(self, made: _Made) -> str:
-        return next((place for place in made.places if place in self._saved), made.places[-1])
+        return str(next((place for place in made.places if place in self._saved), made.places[-1]))
 
     def note_made(self, made: _Made) -> None:
         """Take down a storage that an operator made."""
@@ -111,9 +113,10 @@ class BlockStructure:
 
     def holds_twice_in_rerun(self) -> bool:
         """Return whether a rerun makes again what lives already: all but weights in the cache of autocast."""
-        return any(made.is_held and (made.inputs or "::aten._to_copy" not in made.places[0]) for made in self._made)
+        casts = "aten._to_copy."
+        return any(made.is_held and (made.inputs or casts not in made.places[0].operator) for made in self._made)
 
-    def note_alive(self, result: Any) -> frozenset[str]:
+    def note_alive(self, result: Any) -> frozenset[Place]:
         """Take down which of the values that were dropped are alive, the block having returned `result`.
 
         Returns:
@@ -126,7 +129,7 @@ class BlockStructure:
             made.is_alive = is_dropped and storage is not None and id(storage) not in returned
         return frozenset(made.places[0] for made in self._made if made.is_alive)
 
-    def note_held(self, places: frozenset[str]) -> None:
+    def note_held(self, places: frozenset[Place]) -> None:
         """Take down which of the values that are alive something other than the recorder holds."""
         for made in self._made:
             made.is_held = made.is_alive and made.places[0] in places
@@ -156,7 +159,7 @@ class BlockStructure:
 
     def seconds(self) -> dict[str, float]:
         """Return what each value took to make, by all of its places."""
-        return {place: made.seconds for made in self._made for place in made.places}
+        return {str(place): made.seconds for made in self._made for place in made.places}
 
     def _may_move(self, nbytes: int) -> bool:
         return self.offloads and nbytes >= session.DEFAULT_MIN_BYTES
@@ -190,13 +193,15 @@ def run_recorded(
     """
     structure = BlockStructure(argument, offloads=offloads)
     options = CheckpointOptions(policy=structure.note_saved, offload_inputs=structure.offloads)
+    if structure.offloads:
+        keep_others_in_place((args, kwargs))
     with structure.exchanges, _Graph(structure):
-        result = checkpoint_call(forward, args, kwargs, options)
+        result = checkpoint_call(forward, args, kwargs, options, counts_anew=True)
     structure.exchanges.close()
     return result, structure
 
 
-def held_elsewhere(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+def held_elsewhere(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[Place]:
     """Run the forward of a block once with nothing recorded; return the places of what it leaves alive."""
     result, structure = _run_unrecorded(forward, args, kwargs, None)
     return structure.note_alive(result)
@@ -219,14 +224,22 @@ def _run_unrecorded(
 
 
 class _Graph(TorchDispatchMode):
-    """Notes which operators make and read which storages, and times them."""
+    """Notes which operators make and read which storages, and times them. Places are those that the recorder gives."""
 
     def __init__(self, structure: BlockStructure) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._structure = structure
         self._by_storage: dict[int, _Made] = {}
-        self._occurrences: Counter[tuple[str | None, str]] = Counter()
+        self._calls = Calls()
         self._num_made = 0
+
+    def __enter__(self) -> Any:
+        self._calls.begin("")
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._calls.end()  # it holds frames
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_paused():  # the recorder's own: checksums
@@ -234,6 +247,7 @@ class _Graph(TorchDispatchMode):
         before = {id(storage): storage for storage in storages_of((args, kwargs or {}))}
         written = storages_of(written_tensors(func, args, kwargs or {})) if func._schema.is_mutable else ()
         self._structure.written.update((id(each), each) for each in written if self._known(each) is None)
+        place = self._place(func)
         start = devices.moment(self._structure.device)
         result = func(*args, **(kwargs or {}))
         seconds = devices.seconds_between(start, devices.moment(self._structure.device))
@@ -241,7 +255,8 @@ class _Graph(TorchDispatchMode):
         results = result if isinstance(result, (tuple, list)) else (result,)
         new = {index: storage for index, each in enumerate(results) for storage in storages_of(each)}
         new = {index: storage for index, storage in new.items() if id(storage) not in before}
-        place = self._place(func)
+        if place is None:
+            return result
         if new:
             self._note_made(place, new, seconds, read)
         elif func._schema.is_mutable:
@@ -252,31 +267,33 @@ class _Graph(TorchDispatchMode):
         made = self._by_storage.get(id(storage))
         return made if made is not None and made.storage() is storage else None
 
-    def _place(self, func: Any) -> str:
-        """Return the place of an operator that ran, without its result."""
-        module, name = module_name(), str(func)
-        occurrence = self._occurrences[module, name]
-        self._occurrences[module, name] += 1
-        return f"{module}::{name}#{occurrence}"
+    def _place(self, func: Any) -> Place | None:
+        """Return the place of the first result of an operator that runs; None: it makes views."""
+        operator = operator_of(func)
+        if getattr(operator, "is_view", False):  # the recorder counts no calls that run nothing else
+            return None
+        module, call, occurrence = look_up_call(self._calls, operator)
+        return Place(module, operator.name, occurrence, call=call)
 
-    def _note_made(self, place: str, new: dict[int, torch.UntypedStorage], seconds: float, read: list[_Made]) -> None:
+    def _note_made(self, place: Place, new: dict[int, torch.UntypedStorage], seconds: float, read: list[_Made]) -> None:
         for result, storage in new.items():
             reference = weakref.ref(storage)
-            made = _Made([f"{place}.{result}"], self._num_made, storage.nbytes(), seconds, list(read), reference)
+            places = [dataclasses.replace(place, result=result)]
+            made = _Made(places, self._num_made, storage.nbytes(), seconds, list(read), reference)
             for each in read:
                 each.is_read = True
             self._num_made += 1
             self._by_storage[id(storage)] = made
             self._structure.note_made(made)
 
-    def _note_written(self, place: str, args: tuple[Any, ...], seconds: float, read: list[_Made]) -> None:
+    def _note_written(self, place: Place, args: tuple[Any, ...], seconds: float, read: list[_Made]) -> None:
         """An operator in place: its first argument is what it writes to (Rule 2)."""
         written = next(
             (found for storage in storages_of(args[:1]) if (found := self._known(storage)) is not None), None
         )
         if written is None:
             return
-        written.places.append(f"{place}.0")
+        written.places.append(place)
         written.seconds += seconds
         if written.is_read:
             written.replayable = False

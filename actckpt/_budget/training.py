@@ -16,6 +16,7 @@ Rule 3. At the next forward the plan is made: by then the optimizer has its stat
         once (pipelines), each gets its share of what is not fixed; a percentage of activations is one of what all of
         them make. Where more of them are alive than ever before, or what is fixed changes in the next steps, the plan
         is made again.
+        Inside of a checkpoint, which would run the forward again, it raises.
 Rule 4. On a device the allocator tells where a step needed more than that (NOTE [ Observed peaks ]).
 Rule 5. Where the plan is not predicted to be much faster than the best simple choice that fits, they take turns in the
         next steps, and the fastest stays. All give the same gradients. Not on a device, where the clock of the host
@@ -37,6 +38,7 @@ import torch
 
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import num_ranks
 from actckpt._budget.links import is_linked, poll, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, holding_outputs
@@ -67,6 +69,11 @@ _COMPILED = (
     "apply: no plan for the budget is made where all blocks run inside torch.compile: they cannot be measured there, "
     "and stay checkpointed. Pass a policy in place of the budget, leave some blocks to eager execution, or leave "
     "apply out and give the compiler a share: torch._functorch.config.activation_memory_budget = 0.5."
+)
+_CHECKPOINTED = (
+    "apply: a model with a budget was called inside of a checkpoint, which runs it again in backward: what a step is "
+    "cannot be told then. Leave out that checkpoint, since the budget says what is recomputed; or pass a plan that is "
+    "made already, apply(model, policy=plan), which works inside of one."
 )
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race.
 _SURE = 0.03
@@ -140,6 +147,8 @@ class BudgetedTraining:
         if torch.compiler.is_compiling():
             _tell_compiled()
             return
+        if checkpoint_around() is not None:
+            raise BlocksError(_CHECKPOINTED)
         self.is_called = True
         key = self._key(args, kwargs)
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward
+from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
 from actckpt._budget.measuring import MeasuredStep, cost_table
-from actckpt._budget.profiling import ProfiledBlock, Profiler, bytes_of, first_tensor
+from actckpt._budget.profiling import ProfiledBlock, Profiler
 from actckpt._core import devices
-from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 
 __all__ = ["Watching"]
@@ -40,14 +40,15 @@ class Watching:
 
     def call(self, name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a block."""
-        self._marks.note("forward", name, bytes_of(first_tensor((args, kwargs))))
+        number = len(self._profiled)
+        self._marks.note("forward", number, bytes_of(first_tensor((args, kwargs))))
         try:
             result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
         except BaseException:  # of an interrupt no hook tells
             self.close()
             raise
         self._profiled.append(profiled)
-        self._marks.note("end", name, bytes_of(result))
+        self._marks.note("end", number, bytes_of(result, without=others((args, kwargs))))
         return result
 
     def close(self) -> None:
@@ -61,29 +62,20 @@ class Watching:
             forward.instead = None
 
     def measured(self, outputs: list[torch.Tensor]) -> MeasuredStep | None:
-        """Return what was found, None where no block ran.
-
-        Raises:
-            BlocksError: a block ran more than once.
-        """
-        order = [each.name for each in self._profiled]
-        if twice := next((name for name in order if order.count(name) > 1), None):
-            raise BlocksError(
-                f"apply: block {twice!r} ran {order.count(twice)} times in one forward, expected once: no plan can be "
-                "made for it. Pass other blocks=, or a policy in place of the budget."
-            )
-        if not order:
+        """Return what was found, None where no block ran."""
+        num_calls = len(self._profiled)
+        if not num_calls:
             return None
         marks = self._marks.found
-        stem, head = outside_bytes(marks, order)
-        last = next(mark for mark in marks if mark.what == "end" and mark.block == order[-1])
+        stem, head = outside_bytes(marks, num_calls)
+        last = next(mark for mark in marks if mark.what == "end" and mark.call == num_calls - 1)
         held = marks[-1].live_bytes - (last.live_bytes - last.nbytes)
         loss = _LOSS * sum(tensor.nbytes for tensor in outputs if tensor.is_floating_point())
         needed = max(head.working_set_bytes, float(held + loss))
         forward_s = devices.seconds_between(last.moment, marks[-1].moment)
         head = Outside(forward_s, 2 * forward_s, needed)
         flush(self._device)
-        between = held_between(marks, order)
+        between = held_between(marks, num_calls)
         profiled = [each.with_input_kept().with_more(more) for each, more in zip(self._profiled, between, strict=True)]
         return cost_table(profiled, stem, head)
 

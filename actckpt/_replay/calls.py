@@ -23,10 +23,17 @@ def run_in_region(
     respects_hooks: bool,
     matches: Matches | None = None,
     figures: Figures | None = None,
+    counts_anew: bool = False,
 ) -> Any:
     """Run the forward recorded, so that single operators are replayed."""
     with OpenRegion(
-        choice, site, figures, respects_hooks=respects_hooks, runs_function=True, matches=matches
+        choice,
+        site,
+        figures,
+        respects_hooks=respects_hooks,
+        runs_function=True,
+        matches=matches,
+        counts_anew=counts_anew,
     ) as opened:
         result = function(*args, **kwargs)
     if opened.compiled is not None:

@@ -46,8 +46,12 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def _calls_of(nesting: int, where: str) -> Calls:
-    """Return the calls of the step that is under way, or of a new one, for a region that opens."""
+def _calls_of(nesting: int, where: str, counts_anew: bool) -> Calls:
+    """Return the calls of the step that is under way, or new ones, for a region that opens."""
+    if counts_anew:
+        calls = Calls()
+        calls.begin(where)
+        return calls
     reference = _local.calls.get(nesting)
     known = None if reference is None else reference()
     if known is None or known.is_over:
@@ -76,15 +80,18 @@ class OpenRegion:
             of its inputs.
         runs_function: whether it is around the call of a function, which can be run again.
         matches: gets the operators that run, of those that the policy names; None: its site does, and warns.
+        counts_anew: places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
     """
 
     __slots__ = (
         "_caller",
         "_choice",
         "_counted",
+        "_counts_anew",
         "_depth",
         "_figures",
         "_hooks",
+        "_outer_calls",
         "_outer_choice",
         "_outer_tape",
         "_recorder",
@@ -105,18 +112,21 @@ class OpenRegion:
         respects_hooks: bool = True,
         runs_function: bool = False,
         matches: Matches | None = None,
+        counts_anew: bool = False,
     ) -> None:
         self._choice = choice
         self._caller = caller
         self._figures = figures
         self._respects_hooks = respects_hooks
         self._runs_function = runs_function
+        self._counts_anew = counts_anew
         self._thread = threading.get_ident()
         self._hooks: torch_private.Hooks | None = None
         self._recorder: Recorder | None = None
         #: Which operators that the policy names ran, None if it names none or is not recorded here.
         self.matches = matches
         self._outer_choice: Choice | None = None
+        self._outer_calls: Calls | None = None
         self._outer_tape: Tape | None = None
         #: As `Tape.depth` is where this is the innermost region that records there.
         self._depth = 0
@@ -149,8 +159,9 @@ class OpenRegion:
         self.tape = current
         current.choice, current.depth = self._choice, self._depth
         current.names_drop |= self._choice.names_drop
-        if current.calls is None and self._choice.asks_places:
-            current.calls = _calls_of(current.nesting, current.site.where)
+        self._outer_calls = current.calls
+        if self._choice.asks_places and (current.calls is None or self._counts_anew):
+            current.calls = _calls_of(current.nesting, current.site.where, self._counts_anew)
 
     def _record(self, current: Tape | None, outer_hooks: torch_private.Hooks | None) -> None:
         """Begin a tape, and have what this thread does recorded on it."""
@@ -168,7 +179,7 @@ class OpenRegion:
         tape.pack_hook = functools.partial(pack_recorded, tape)
         tape.nesting = 0 if current is None else current.nesting + 1
         if self._choice.asks_places or tape.opaque_names or (self._figures is not None and site.asks_places(tape)):
-            tape.calls = _calls_of(tape.nesting, site.where)
+            tape.calls = _calls_of(tape.nesting, site.where, self._counts_anew)
         self._outer_tape = current
         self._hooks = tape.pack_hook, unpack_recorded
         self._recorder = self._watching(site) or (_local.idle.pop() if _local.idle else Recorder())
@@ -205,6 +216,10 @@ class OpenRegion:
 
     def _leave_shared(self, tape: Tape, outer_choice: Choice) -> None:
         tape.choice, tape.depth = outer_choice, self._depth - 1
+        if self._counts_anew and tape.calls is not self._outer_calls:
+            assert tape.calls is not None
+            tape.calls.end()
+            tape.calls = self._outer_calls
 
     def _watching(self, site: Site) -> Recorder | None:
         """Return a recorder that notes which operators of the policy run, None where that is known or not asked."""

@@ -14,6 +14,8 @@ Rule 3. Occurrences count per call of the module, over all operators of this nam
         that it saved is gone, or when its region raised.
 Rule 4. A region around a whole model and regions around its layers (`apply`) give the same places. Several regions in
         one call of a module are several calls of it: operators between them are not recorded, so nothing counts them.
+        A plan, which names blocks by the order of their calls, counts calls of modules anew in each of them: so its
+        tables do not depend on which other calls of a block are recorded.
 Rule 5. Nothing of a place is an address, or hashed by Python: it is the same whatever PYTHONHASHSEED is. Modules
         elsewhere in the model, or after this one, change nothing.
 """

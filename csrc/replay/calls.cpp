@@ -342,9 +342,14 @@ void end_step(PyObject* calls) noexcept { calls_of(calls)->is_over = 1; }
 void add_calls_type(py::module_& module) {
   calls_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&calls_spec));
   if (calls_type == nullptr) throw_pending();
-  module.def("running_call", [](const py::handle& calls) {
-    const RunningCall& call = running(calls.ptr());
+  const auto as_tuple = [](const RunningCall& call) {
     return py::make_tuple(py::reinterpret_borrow<py::object>(call.module), call.index, call.occurrence);
+  };
+  module.def("running_call", [=](const py::handle& calls) { return as_tuple(running(calls.ptr())); });
+  module.def("look_up_call", [=](const py::handle& calls, const py::handle& op) {
+    State* state = calls_of(calls.ptr())->state;
+    look_up(state, facts_of(op.ptr()));
+    return as_tuple(state->running);
   });
   module.add_object("Calls", py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(calls_type)));
 }

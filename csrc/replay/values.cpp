@@ -4,6 +4,7 @@
 
 #include "core/python.h"
 #include "core/reads.h"
+#include "offload/owned_memory.h"
 #include "replay/record.h"
 #include "replay/unrecorded.h"
 #include "rerun/held.h"
@@ -40,7 +41,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   const py::object least = attribute(tape->choice, names().offloads_inputs_from);
   // Hooks outside get what the region holds: theirs to move.
   if (is_none(tape->outer) && value->is_parameter == 0 && !least.is_none() &&
-      value->nbytes >= PyLong_AsLongLong(least.ptr())) {
+      value->nbytes >= PyLong_AsLongLong(least.ptr()) && !is_known_owned(storage.ptr())) {
     assign(value->action, names().offload);
   } else {
     assign(value->action, attribute(tape->choice, names().for_value).is_none() ? names().keep : Py_None);

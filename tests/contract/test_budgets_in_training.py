@@ -444,23 +444,6 @@ def test_what_is_no_budget_is_one_clear_error_at_apply(call: Callable[[Any], obj
     assert not model._forward_pre_hooks
 
 
-def test_blocks_that_run_twice_in_a_forward_are_refused() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in [*self.blocks, *self.blocks]:
-                x = block(x)
-            return x
-
-    model = Twice()
-    actckpt.apply(model, activation_budget="50%")
-    with pytest.raises(actckpt.BlocksError, match=r"block 'blocks\.0' ran 2 times in one forward"):
-        model(torch.randn(2, 4))
-
-
 def test_profiling_leaves_attributes_and_containers_as_the_step_left_them() -> None:
     class Noting(nn.Module):
         def __init__(self) -> None:

@@ -42,8 +42,8 @@ def _smallest(use: Callable[[Training, int], object]) -> float:
 
 def _train(training: Training, budget: int) -> None:
     actckpt.apply(training.model, budget=budget)
-    training.peak()
-    training.peak()
+    for _ in range(3):  # where a step of the plan exceeded the budget, the third one is the first of another plan
+        training.peak()
 
 
 def _plan(training: Training, budget: int) -> actckpt.Plan:

@@ -1,0 +1,40 @@
+"""What a block is given and returns: its hidden states, and tensors beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from actckpt import _C
+from actckpt._core.storages import storages_of, tensors_in
+
+__all__ = ["bytes_of", "first_tensor", "keep_others_in_place", "others"]
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """Return the first tensor that gradients flow through, else the first one with floating-point numbers."""
+    found = list(tensors_in(value))
+    chosen = [tensor for tensor in found if tensor.requires_grad] or [t for t in found if t.is_floating_point()]
+    return chosen[0] if chosen else None
+
+
+def others(arguments: Any) -> list[Tensor]:
+    """Return the tensors among arguments that share no storage with the first one: masks, biases."""
+    own = {id(storage) for storage in storages_of(first_tensor(arguments))}
+    return [each for each in tensors_in(arguments) if own.isdisjoint(map(id, storages_of(each)))]
+
+
+def keep_others_in_place(arguments: Any) -> None:
+    """Move none of the tensors beside the first one: several blocks may be given them, and each would move a copy."""
+    for tensor in others(arguments):
+        _C.note_owned(tensor)
+
+
+def bytes_of(value: Any, *, without: Any = None) -> int:
+    """Return the bytes of the storages of all tensors in a value, less those of others."""
+    storages = {id(storage): storage for tensor in tensors_in(value) for storage in storages_of(tensor)}
+    for tensor in tensors_in(without):
+        for storage in storages_of(tensor):
+            storages.pop(id(storage), None)
+    return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,112 @@
+"""Budgets of models whose blocks are given more than their hidden states: masks, biases, what an encoder made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+
+import actckpt
+from actckpt import Action, api
+from actckpt._offload import session
+from actckpt.memory import LiveStorages
+
+_WIDTH, _NUM_BLOCKS = 32, 5
+
+
+class Block(nn.Module):
+    """Saves what it is given beside its hidden states, and gives it back where `is_handed_on`."""
+
+    def __init__(self, *, is_handed_on: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+        self.is_handed_on = is_handed_on
+
+    def forward(self, x: Tensor, other: Tensor) -> Any:
+        y = x + self.down(torch.nn.functional.gelu(self.up(x)) * other)
+        return (y, other) if self.is_handed_on else y
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.stem, self.bias = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH)
+        self.blocks = nn.ModuleList(Block(is_handed_on=kind == "handed on") for _ in range(_NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.bias(x)
+        if self.kind == "mask":
+            other = (other > 0).float()
+        x = self.stem(x)
+        for block in self.blocks:
+            if self.kind == "per block":
+                other = other.sigmoid()  # saved by itself
+            result = block(x, other)
+            x, other = result if isinstance(result, tuple) else (result, other)
+        return x.square().mean()
+
+
+_KINDS = ("mask", "bias", "handed on", "per block")
+#: Of the tensor beside the hidden states.
+_OTHER_BYTES = 64 * 4 * _WIDTH * 4
+
+
+def _made(kind: str) -> tuple[Model, Tensor]:
+    torch.manual_seed(0)
+    return Model(kind), torch.randn(64, _WIDTH)
+
+
+def _step(model: Model, x: Tensor) -> tuple[list[Tensor], int]:
+    model.zero_grad()
+    with LiveStorages(parameters=model.parameters()) as live:
+        model(x).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], live.peak_bytes
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.0])
+def test_they_are_counted_once(kind: str, share: float) -> None:
+    model, x = _made(kind)
+    expected, plain = _step(model, x)
+    actckpt.apply(model, activation_budget=f"{100 * share:.0f}%", race=False)
+    for _ in range(3):
+        gradients, peak = _step(model, x)
+        assert_equal(gradients, expected)
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    assert plan.budget_bytes / share == pytest.approx(plain, abs=0.5 * _OTHER_BYTES)
+    assert peak <= plan.budget_bytes / 0.98 + 0.5 * _OTHER_BYTES
+
+
+@pytest.fixture
+def _disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (session, api):
+        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 4 << 10)
+    actckpt.configure(spill_dir=tmp_path)
+    yield
+    actckpt.configure(spill_dir=None)
+
+
+@pytest.mark.usefixtures("_disk")
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("others", ["keep", "recompute"])
+def test_they_stay_where_the_inputs_of_blocks_are_offloaded(kind: str, others: str) -> None:
+    model, x = _made(kind)
+    expected, _ = _step(model, x)
+    pins = {(block, "x0"): "offload" for block in range(1, _NUM_BLOCKS)} | {"::aten.mul.Tensor#0.0": others}
+    plan = actckpt.plan(
+        lambda: _step(model, x), model=model, blocks=Block, activation_budget="95%", pins=pins, race=False
+    )
+    actckpt.apply(model, policy=plan)
+    for _ in range(2):
+        actckpt.reset_stats()
+        assert_equal(_step(model, x)[0], expected)
+    stack = zip(plan.costs.blocks, plan.actions, strict=True)
+    planned = sum(v.nbytes for block, actions in stack for v in block.values if actions[v.name] is Action.OFFLOAD)
+    assert actckpt.stats().offloaded_bytes == planned >= (_NUM_BLOCKS - 1) * 64 * _WIDTH * 4
