@@ -18,13 +18,15 @@ Rule 2. Before a saved tensor is brought back, the collectives that lead to it, 
 Rule 3. What may be made from such a value is recomputed where the policy says so, also where that holds more bytes than
         to keep it: how many bytes is something that each rank knows for itself.
 Rule 4. Outside of a backward none is repeated: reading a saved tensor there raises.
-Rule 5. The first backward of a region at a site whose sequence of such collectives is new compares it with the other
-        ranks of the group (`agreement`), and raises where they differ: a collective would be taken for another one.
-        It does so when it reads the first saved tensor, whatever becomes of that one: at the same point on all ranks.
+Rule 5. A region compares which of its collectives it repeats with the other ranks of the group (`agreement`), where
+        that is not what a region repeated last at this place: its site, and the module that ran the first collective.
+        So who repeats less than before compares too; who repeats none, and never did, does not. Ranks that differ
+        raise: a collective would be taken for another one. A rank that changes alone finds nobody, and raises when the
+        timeout of the group is over; what the others repeat meanwhile fails, and says who waits.
+        It compares when it reads the first saved tensor, whatever becomes of that one: at the same point on all ranks.
         The sequence is which collectives of the region these are, and their operators. A region elsewhere may repeat
         the like: so ranks must not differ both in how much the group had run before the first in the forward,
-        and in the module that ran it. Shapes need no comparison, as these collectives ran in the forward. A rank whose
-        policy names none compares nothing: the others wait for it up to the timeout of the group.
+        and in the module that ran it. Shapes need no comparison, as these collectives ran in the forward.
 Rule 6. An audit that fails on one rank would have that rank keep what others recompute. So it raises there,
         now and in later steps, until all ranks name the operator in `configure(opaque=...)`; also where what
         came back wrong is what the collective returned.
@@ -32,6 +34,7 @@ Rule 7. A block that a budget plans opens no region with such a policy: what the
         that region says which of them lead to something in backward. Profiling (NOTE [ Alone ]) raises.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -42,43 +45,45 @@ from actckpt._replay.lineage import Value
 from actckpt._replay.operators import Operator
 from actckpt._text.places import Place
 from actckpt.action import Action
-from actckpt.errors import ActckptError, AuditError, BlocksError
+from actckpt.errors import ActckptError, AuditError, BlocksError, RanksDifferError
 
-__all__ = ["Collectives", "agree", "is_named", "note", "out_of_turn_error", "outside_error"]
+__all__ = ["Collectives", "agree", "explained", "is_named", "note", "out_of_turn_error", "outside_error"]
 
 
 class Collectives:
     """Those of one tape."""
 
-    __slots__ = ("_began", "_num_run", "_sequences")
+    __slots__ = ("_began", "_num_run", "_sequences", "is_named")
 
     def __init__(self) -> None:
         #: By group, as the operator was given it: how many ran, and which of them replay may repeat.
         self._num_run: dict[Any, int] = {}
         self._sequences: dict[Any, list[agreement.Collective]] = {}
-        #: Which module ran the first of these, and how many operations the group had run then.
+        #: Which module ran the first of them, and how many operations the group had run then.
         self._began: dict[Any, tuple[str | None, int | None]] = {}
+        #: Whether the policy names one.
+        self.is_named = False
 
-    def note(self, group: Any, operator: Operator, module: str | None, *, is_repeated: bool) -> None:
+    def note(self, group: Any, operator: Operator, module: Callable[[], str | None], *, is_repeated: bool) -> None:
         """Count one that ran in a module."""
         number = self._num_run.get(group, 0)
         self._num_run[group] = number + 1
-        if not is_repeated:
-            return
-        if group not in self._sequences:
+        if not number:
             self._sequences[group] = []
-            self._began[group] = module, torch_private.num_operations(agreement.resolved(group))
-        self._sequences[group].append((number, operator.name))
+            self._began[group] = module(), torch_private.num_operations(agreement.resolved(group))
+        if is_repeated:
+            self._sequences[group].append((number, operator.name))
+
+    def groups(self) -> list[tuple[Any, Any]]:
+        """Return the groups, in an order that all ranks have, each with what operators are given for it."""
+        groups = [(agreement.resolved(given), given) for given in self._sequences]
+        return sorted(groups, key=lambda each: str(each[0].group_name))  # two may have ranks in common
 
     def agree(self, site: Any) -> None:
         """Compare with the other ranks what is new at a site (Rule 5)."""
-        groups = [(agreement.resolved(given), given) for given in self._sequences]
-        for group, given in sorted(groups, key=lambda each: str(each[0].group_name)):  # two may have ranks in common
-            sequence = tuple(self._sequences[given])
-            key = agreement.exchanges_of(group), sequence
-            if key not in site.agreed:
-                agreement.agree(group, agreement.Repeated(site.where, *self._began[given], sequence))
-                site.agreed.add(key)
+        for group, given in self.groups():
+            repeated = agreement.Repeated(site.where, *self._began[given], tuple(self._sequences[given]))
+            agreement.agree(group, repeated)
 
 
 def is_named(tape: Any, operator: Operator) -> bool:
@@ -104,21 +109,38 @@ def note(tape: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str,
         if agreement.is_alone():
             raise _planned_error(operator)
         value.is_repeated = value.needs_collective = tape.repeats = True
+    tape.must_agree = not agreement.is_alone()
+    ours = tape.collectives
     if is_repeated or (tape.site.opaque and is_named(tape, operator)):  # it stays here, and here only: Rule 6
-        tape.must_agree = True
-    module = tape.site.module(value.key) if is_repeated else None
-    tape.collectives.note(group, operator, module, is_repeated=is_repeated)
+        ours.is_named = True
+    ours.note(group, operator, lambda: value and tape.site.module(value.key), is_repeated=is_repeated)
 
 
 def agree(tape: Any) -> None:
     """Make sure that all ranks run the same collectives again before this one does."""
-    if tape.site.opaque:
+    if tape.site.opaque and tape.collectives.is_named:
         raise AuditError(
             f"A saved tensor of {tape.site.where} came back from replay with other bytes than it had in an earlier "
             "step, so this rank would keep it and repeat other collectives than the others. Name the operator that "
             "made it, on all ranks, with actckpt.configure(opaque=[...]), and start again."
         )
     tape.collectives.agree(tape.site)
+
+
+def explained(tape: Any, error: BaseException) -> BaseException:
+    """Return what to raise where a collective failed that runs again: who waits for what else, if anybody does."""
+    if not isinstance(error, Exception):
+        return error
+    for group, _ in tape.collectives.groups():
+        if others := agreement.waiting(group):
+            found = RanksDifferError(
+                f"A collective of the group {group.group_name!r} that the backward of {tape.site.where} repeats "
+                f"failed: {error}\nOther ranks do not run it, since they changed what they repeat: {others}.\nGive the "
+                "same policy to all ranks, at the same step."
+            )
+            found.__cause__ = error
+            return found
+    return error
 
 
 def outside_error(value: Value) -> ActckptError:

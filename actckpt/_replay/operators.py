@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from actckpt._core import torch_private
+from actckpt._core.agreement import COLLECTIVE_NAMESPACES
 
-__all__ = ["COLLECTIVE_NAMESPACES", "Operator", "is_collective", "operator_of"]
+__all__ = ["Operator", "is_collective", "operator_of"]
 
 #: They allocate and write nothing (Rule 4).
 _UNINITIALISED = frozenset(
@@ -34,9 +35,6 @@ _WRITE_NOTHING = frozenset({"record_stream"})
 
 #: They change what a storage is, rather than what it holds: never executed again.
 _RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
-
-#: Namespaces whose operators talk to other processes (Rule 5).
-COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
 
 #: Of these, the functional ones that replay can repeat: NOTE [ Repeated collectives ].
 _REPEATABLE = frozenset(
