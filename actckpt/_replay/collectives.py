@@ -7,10 +7,10 @@ and after which others must not depend on what only one rank knows: how much mem
 how long its tensors are.
 
 Rule 1. What functional collectives return (`_c10d_functional`: all_gather_into_tensor, reduce_scatter_tensor,
-        all_reduce, all_to_all_single, broadcast) is kept, unless an entry of the policy names the operator, or the
-        very place, and says recompute. No default names one, nor does an entry for a whole module, a function, or a
-        name that `actckpt.name` gives. The forms that write to what they are given, those of several tensors, and all
-        other collectives stay.
+        all_reduce, those of several tensors, all_to_all_single, broadcast) is kept, unless an entry of the policy names
+        the operator, or the very place, and says recompute. No default names one, nor does an entry for a whole module,
+        or a function; a name that `actckpt.name` gives comes after the collective ran, and raises (NOTE [ Names ]). The
+        forms that write to what they are given, and all other collectives, stay.
 Rule 2. Before a saved tensor is brought back, the collectives that lead to it, and that this backward has not repeated,
         run in the order of the forward, each with its wait (csrc/replay/repeated.cpp). What they return stays until the
         backward ends, or nothing leads to it any more: no window, no call for room releases it. So each runs once in a
@@ -37,8 +37,6 @@ Rule 7. A block that a budget plans opens no region with such a policy: what the
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from actckpt import _C
 from actckpt._core import agreement, torch_private
 from actckpt._replay.lineage import Value
@@ -47,7 +45,7 @@ from actckpt._text.places import Place
 from actckpt.action import Action
 from actckpt.errors import ActckptError, AuditError, BlocksError, RanksDifferError
 
-__all__ = ["Collectives", "agree", "explained", "is_named", "note", "out_of_turn_error", "outside_error"]
+__all__ = ["Collectives", "agree", "explained", "is_named", "named_error", "note", "out_of_turn_error", "outside_error"]
 
 
 class Collectives:
@@ -97,23 +95,25 @@ def is_named(tape: Any, operator: Operator) -> bool:
     return bool(choice.table.names_operator(Place(module, operator.name, occurrence, 0, call), Action.RECOMPUTE))
 
 
-def note(tape: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-    """Take down a collective that ran."""
+def note(tape: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Take down a collective that ran, and the tensor or the list of them that it returned."""
     if tape.collectives is None:
         tape.collectives = Collectives()
     position = operator.group_position
     group = args[position] if position < len(args) else kwargs["group_name"]
-    value = tape.value_of(result)
-    is_repeated = value is not None and value.step is not None
-    if is_repeated:
-        if agreement.is_alone():
-            raise _planned_error(operator)
+    results = result if isinstance(result, (list, tuple)) else [result]
+    values = [value for value in map(tape.value_of, results) if value is not None]
+    repeated = [value for value in values if value.step is not None]
+    if repeated and agreement.is_alone():
+        raise _planned_error(operator)
+    for value in repeated:
         value.is_repeated = value.needs_collective = tape.repeats = True
     tape.must_agree = not agreement.is_alone()
     ours = tape.collectives
-    if is_repeated or (tape.site.opaque and is_named(tape, operator)):  # it stays here, and here only: Rule 6
+    if repeated or (tape.site.opaque and is_named(tape, operator)):  # it stays here, and here only: Rule 6
         ours.is_named = True
-    ours.note(group, operator, lambda: value and tape.site.module(value.key), is_repeated=is_repeated)
+    first = values[0] if values else None
+    ours.note(group, operator, lambda: first and tape.site.module(first.key), is_repeated=bool(repeated))
 
 
 def agree(tape: Any) -> None:
@@ -158,6 +158,17 @@ def out_of_turn_error(value: Value) -> ActckptError:
         f"Replay needs what {_named(value)} returned, which is gone: another backward of the same region, in another "
         "thread, had repeated it and has ended. Run one backward at a time, or keep what the collective returns: leave "
         "it out of the policy."
+    )
+
+
+def named_error(value: Value, name: str) -> ValueError:
+    """Say that a name does not have a collective repeated (Rule 1)."""
+    base = value.operator.func._schema.name.partition("::")[2]
+    entry = f"Add {{'::{base}': 'recompute'}} to the policy, or take" if value.operator.is_repeatable else "Take"
+    return ValueError(
+        f"actckpt.name: the policy recomputes what is named {name!r}, and {_named(value)} returned it. No name has a "
+        "collective run again, only an entry for its operator, on all ranks: it has run when what it returned gets a "
+        f"name. {entry} the name out of the policy."
     )
 
 

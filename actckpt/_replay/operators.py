@@ -38,7 +38,10 @@ _RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"
 
 #: Of these, the functional ones that replay can repeat: NOTE [ Repeated collectives ].
 _REPEATABLE = frozenset(
-    {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"}
+    {
+        *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"),
+        *("all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "all_reduce_coalesced"),
+    }
 )
 
 #: Operators that write to arguments without saying so in their schema: the positions of these
@@ -276,9 +279,14 @@ class Operator:
 
 
 def _waited(callee: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a collective again: its result must be there for the steps that read it."""
+    """Return what calls a collective again: its results must be there for the steps that read them."""
     wait = torch_private.callee_of(torch.ops._c10d_functional.wait_tensor.default)
-    return lambda *args, **kwargs: wait(callee(*args, **kwargs))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = callee(*args, **kwargs)
+        return wait(result) if isinstance(result, Tensor) else [wait(each) for each in result]
+
+    return call
 
 
 def is_collective(name: str) -> bool:
