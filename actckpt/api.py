@@ -31,6 +31,7 @@ from actckpt._replay.audit import Site, site_of_call
 from actckpt._replay.calls import run_in_region
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
+from actckpt._rerun.other_ranks import note_forward
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
 from actckpt._text.sizes import parse_bytes
@@ -195,6 +196,7 @@ def checkpoint_call(
             return _replayed(choice_of(policy), site, function, args, kwargs, options, matches, figures, counts_anew)
         options = options._replace(preserve_rng_state=True)  # as replay does
 
+    note_forward(function)
     forced_early_stop, forced_debug = torch_private.forced_by_context()
     if forced_early_stop is not None or forced_debug is not None:
         options = _forced(options, forced_early_stop, forced_debug)

@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import platform
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,20 @@ def _lora(*, is_toy: bool) -> Case:
     return peft.get_peft_model(model, config), loss, switch
 
 
+def _quantized(*, is_toy: bool) -> Case:
+    import peft
+    import transformers
+
+    model, loss, switch = _llama(is_toy=is_toy)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        options = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        base = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=options, dtype=torch.float32)
+    base = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(base, config), loss, switch
+
+
 def _unet(*, is_toy: bool) -> Case:
     import diffusers
 
@@ -81,6 +96,7 @@ def _vit(*, is_toy: bool) -> Case:
 CASES: dict[str, Callable[..., Case]] = {
     "Llama of Transformers": _llama,
     "the same with LoRA of PEFT": _lora,
+    "the same on 4 bits of bitsandbytes": _quantized,
     "U-Net of Diffusers": _unet,
     "ViT-S of timm": _vit,
 }
@@ -131,7 +147,7 @@ def main() -> None:
         figures[name] = compare(name, is_toy=args.toy)
         row = (f"{what} {one['held_bytes']:,} / {one['peak_bytes']:,}" for what, one in figures[name].items())
         print(f"{name}: {'; '.join(row)}", flush=True)
-    packages = ("torch", "transformers", "peft", "diffusers", "timm")
+    packages = ("torch", "transformers", "peft", "bitsandbytes", "diffusers", "timm")
     result = {
         "command": "python benchmarks/libraries.py",
         "date": datetime.date.today().isoformat(),

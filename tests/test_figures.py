@@ -101,7 +101,7 @@ def test_what_parts_of_a_rerun_cost_is_that_of_the_results() -> None:
 
 def test_bytes_of_models_of_libraries_are_those_of_the_results() -> None:
     figures = _figures("libraries")
-    assert len(figures) == 4
+    assert len(figures) == 5
     for name, methods in figures.items():
         assert list(methods) == ["plain", "its own", "recompute", "matmuls"]
         sizes = [methods[method][key] / 2**20 for method in methods for key in ("held_bytes", "peak_bytes")]

@@ -25,12 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._core import agreement, torch_private
 from actckpt._core.storages import tensors_in
-from actckpt._replay.operators import COLLECTIVE_NAMESPACES
 
 __all__ = ["Alone", "Exchanges", "num_ranks"]
 
 #: Those of FSDP's own operators that talk to other ranks call these.
-_EXCHANGES = COLLECTIVE_NAMESPACES - {"fsdp"}
+_EXCHANGES = agreement.COLLECTIVE_NAMESPACES - {"fsdp"}
 _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 

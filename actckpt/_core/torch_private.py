@@ -341,10 +341,12 @@ def wait_for_collective(tensor: Any) -> None:
         tensor.trigger_wait()
 
 
-def resolved_group(name: str) -> Any:
-    """Return the process group of a name, by which functional collectives know it."""
+def resolved_group(given: Any) -> Any:
+    """Return the process group that operators are given: by its name, as functional collectives are, or in a box."""
     groups: Any = torch.distributed.distributed_c10d
-    return groups._resolve_process_group(name)
+    if isinstance(given, str):
+        return groups._resolve_process_group(given)
+    return groups.ProcessGroup.unbox(given) if isinstance(given, torch.ScriptObject) else given
 
 
 def group_store(group: Any) -> Any:

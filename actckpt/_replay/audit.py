@@ -59,7 +59,6 @@ class Site:
 
     __slots__ = (
         *(
-            "agreed",
             "audited",
             "has_other_hooks",
             "has_warned",
@@ -83,8 +82,6 @@ class Site:
         self.audited: set[int] = set()
         #: Structures whose last result must not be replayed.
         self.opaque: set[int] = set()
-        #: Groups, and the collectives that all their ranks repeat here (NOTE [ Repeated collectives ]).
-        self.agreed: set[tuple[Any, ...]] = set()
         #: Final structures of calls.
         self.structures: set[int] = set()
         #: Module whose forward ran last in a structure.

@@ -7,10 +7,10 @@ and after which others must not depend on what only one rank knows: how much mem
 how long its tensors are.
 
 Rule 1. What functional collectives return (`_c10d_functional`: all_gather_into_tensor, reduce_scatter_tensor,
-        all_reduce, all_to_all_single, broadcast) is kept, unless an entry of the policy names the operator, or the
-        very place, and says recompute. No default names one, nor does an entry for a whole module, a function, or a
-        name that `actckpt.name` gives. The forms that write to what they are given, those of several tensors, and all
-        other collectives stay.
+        all_reduce, those of several tensors, all_to_all_single, broadcast) is kept, unless an entry of the policy names
+        the operator, or the very place, and says recompute. No default names one, nor does an entry for a whole module,
+        or a function; a name that `actckpt.name` gives comes after the collective ran, and raises (NOTE [ Names ]). The
+        forms that write to what they are given, and all other collectives, stay.
 Rule 2. Before a saved tensor is brought back, the collectives that lead to it, and that this backward has not repeated,
         run in the order of the forward, each with its wait (csrc/replay/repeated.cpp). What they return stays until the
         backward ends, or nothing leads to it any more: no window, no call for room releases it. So each runs once in a
@@ -18,13 +18,15 @@ Rule 2. Before a saved tensor is brought back, the collectives that lead to it, 
 Rule 3. What may be made from such a value is recomputed where the policy says so, also where that holds more bytes than
         to keep it: how many bytes is something that each rank knows for itself.
 Rule 4. Outside of a backward none is repeated: reading a saved tensor there raises.
-Rule 5. The first backward of a region at a site whose sequence of such collectives is new compares it with the other
-        ranks of the group (`agreement`), and raises where they differ: a collective would be taken for another one.
-        It does so when it reads the first saved tensor, whatever becomes of that one: at the same point on all ranks.
+Rule 5. A region compares which of its collectives it repeats with the other ranks of the group (`agreement`), where
+        that is not what a region repeated last at this place: its site, and the module that ran the first collective.
+        So who repeats less than before compares too; who repeats none, and never did, does not. Ranks that differ
+        raise: a collective would be taken for another one. A rank that changes alone finds nobody, and raises when the
+        timeout of the group is over; what the others repeat meanwhile fails, and says who waits.
+        It compares when it reads the first saved tensor, whatever becomes of that one: at the same point on all ranks.
         The sequence is which collectives of the region these are, and their operators. A region elsewhere may repeat
         the like: so ranks must not differ both in how much the group had run before the first in the forward,
-        and in the module that ran it. Shapes need no comparison, as these collectives ran in the forward. A rank whose
-        policy names none compares nothing: the others wait for it up to the timeout of the group.
+        and in the module that ran it. Shapes need no comparison, as these collectives ran in the forward.
 Rule 6. An audit that fails on one rank would have that rank keep what others recompute. So it raises there,
         now and in later steps, until all ranks name the operator in `configure(opaque=...)`; also where what
         came back wrong is what the collective returned.
@@ -32,9 +34,8 @@ Rule 7. A block that a budget plans opens no region with such a policy: what the
         that region says which of them lead to something in backward. Profiling (NOTE [ Alone ]) raises.
 """
 
+from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import agreement, torch_private
@@ -42,43 +43,45 @@ from actckpt._replay.lineage import Value
 from actckpt._replay.operators import Operator
 from actckpt._text.places import Place
 from actckpt.action import Action
-from actckpt.errors import ActckptError, AuditError, BlocksError
+from actckpt.errors import ActckptError, AuditError, BlocksError, RanksDifferError
 
-__all__ = ["Collectives", "agree", "is_named", "note", "out_of_turn_error", "outside_error"]
+__all__ = ["Collectives", "agree", "explained", "is_named", "named_error", "note", "out_of_turn_error", "outside_error"]
 
 
 class Collectives:
     """Those of one tape."""
 
-    __slots__ = ("_began", "_num_run", "_sequences")
+    __slots__ = ("_began", "_num_run", "_sequences", "is_named")
 
     def __init__(self) -> None:
         #: By group, as the operator was given it: how many ran, and which of them replay may repeat.
         self._num_run: dict[Any, int] = {}
         self._sequences: dict[Any, list[agreement.Collective]] = {}
-        #: Which module ran the first of these, and how many operations the group had run then.
+        #: Which module ran the first of them, and how many operations the group had run then.
         self._began: dict[Any, tuple[str | None, int | None]] = {}
+        #: Whether the policy names one.
+        self.is_named = False
 
-    def note(self, group: Any, operator: Operator, module: str | None, *, is_repeated: bool) -> None:
+    def note(self, group: Any, operator: Operator, module: Callable[[], str | None], *, is_repeated: bool) -> None:
         """Count one that ran in a module."""
         number = self._num_run.get(group, 0)
         self._num_run[group] = number + 1
-        if not is_repeated:
-            return
-        if group not in self._sequences:
+        if not number:
             self._sequences[group] = []
-            self._began[group] = module, torch_private.num_operations(agreement.resolved(group))
-        self._sequences[group].append((number, operator.name))
+            self._began[group] = module(), torch_private.num_operations(agreement.resolved(group))
+        if is_repeated:
+            self._sequences[group].append((number, operator.name))
+
+    def groups(self) -> list[tuple[Any, Any]]:
+        """Return the groups, in an order that all ranks have, each with what operators are given for it."""
+        groups = [(agreement.resolved(given), given) for given in self._sequences]
+        return sorted(groups, key=lambda each: str(each[0].group_name))  # two may have ranks in common
 
     def agree(self, site: Any) -> None:
         """Compare with the other ranks what is new at a site (Rule 5)."""
-        groups = [(agreement.resolved(given), given) for given in self._sequences]
-        for group, given in sorted(groups, key=lambda each: str(each[0].group_name)):  # two may have ranks in common
-            sequence = tuple(self._sequences[given])
-            key = agreement.exchanges_of(group), sequence
-            if key not in site.agreed:
-                agreement.agree(group, agreement.Repeated(site.where, *self._began[given], sequence))
-                site.agreed.add(key)
+        for group, given in self.groups():
+            repeated = agreement.Repeated(site.where, *self._began[given], tuple(self._sequences[given]))
+            agreement.agree(group, repeated)
 
 
 def is_named(tape: Any, operator: Operator) -> bool:
@@ -92,33 +95,52 @@ def is_named(tape: Any, operator: Operator) -> bool:
     return bool(choice.table.names_operator(Place(module, operator.name, occurrence, 0, call), Action.RECOMPUTE))
 
 
-def note(tape: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-    """Take down a collective that ran."""
+def note(tape: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Take down a collective that ran, and the tensor or the list of them that it returned."""
     if tape.collectives is None:
         tape.collectives = Collectives()
     position = operator.group_position
     group = args[position] if position < len(args) else kwargs["group_name"]
-    value = tape.value_of(result)
-    is_repeated = value is not None and value.step is not None
-    if is_repeated:
-        if agreement.is_alone():
-            raise _planned_error(operator)
+    results = result if isinstance(result, (list, tuple)) else [result]
+    values = [value for value in map(tape.value_of, results) if value is not None]
+    repeated = [value for value in values if value.step is not None]
+    if repeated and agreement.is_alone():
+        raise _planned_error(operator)
+    for value in repeated:
         value.is_repeated = value.needs_collective = tape.repeats = True
-    if is_repeated or (tape.site.opaque and is_named(tape, operator)):  # it stays here, and here only: Rule 6
-        tape.must_agree = True
-    module = tape.site.module(value.key) if is_repeated else None
-    tape.collectives.note(group, operator, module, is_repeated=is_repeated)
+    tape.must_agree = not agreement.is_alone()
+    ours = tape.collectives
+    if repeated or (tape.site.opaque and is_named(tape, operator)):  # it stays here, and here only: Rule 6
+        ours.is_named = True
+    first = values[0] if values else None
+    ours.note(group, operator, lambda: first and tape.site.module(first.key), is_repeated=bool(repeated))
 
 
 def agree(tape: Any) -> None:
     """Make sure that all ranks run the same collectives again before this one does."""
-    if tape.site.opaque:
+    if tape.site.opaque and tape.collectives.is_named:
         raise AuditError(
             f"A saved tensor of {tape.site.where} came back from replay with other bytes than it had in an earlier "
             "step, so this rank would keep it and repeat other collectives than the others. Name the operator that "
             "made it, on all ranks, with actckpt.configure(opaque=[...]), and start again."
         )
     tape.collectives.agree(tape.site)
+
+
+def explained(tape: Any, error: BaseException) -> BaseException:
+    """Return what to raise where a collective failed that runs again: who waits for what else, if anybody does."""
+    if not isinstance(error, Exception):
+        return error
+    for group, _ in tape.collectives.groups():
+        if others := agreement.waiting(group):
+            found = RanksDifferError(
+                f"A collective of the group {group.group_name!r} that the backward of {tape.site.where} repeats "
+                f"failed: {error}\nOther ranks do not run it, since they changed what they repeat: {others}.\nGive the "
+                "same policy to all ranks, at the same step."
+            )
+            found.__cause__ = error
+            return found
+    return error
 
 
 def outside_error(value: Value) -> ActckptError:
@@ -136,6 +158,17 @@ def out_of_turn_error(value: Value) -> ActckptError:
         f"Replay needs what {_named(value)} returned, which is gone: another backward of the same region, in another "
         "thread, had repeated it and has ended. Run one backward at a time, or keep what the collective returns: leave "
         "it out of the policy."
+    )
+
+
+def named_error(value: Value, name: str) -> ValueError:
+    """Say that a name does not have a collective repeated (Rule 1)."""
+    base = value.operator.func._schema.name.partition("::")[2]
+    entry = f"Add {{'::{base}': 'recompute'}} to the policy, or take" if value.operator.is_repeatable else "Take"
+    return ValueError(
+        f"actckpt.name: the policy recomputes what is named {name!r}, and {_named(value)} returned it. No name has a "
+        "collective run again, only an entry for its operator, on all ranks: it has run when what it returned gets a "
+        f"name. {entry} the name out of the policy."
     )
 
 

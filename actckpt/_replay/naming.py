@@ -9,7 +9,9 @@ Rule 2. What becomes of a value is decided when autograd first saves it, or by i
         by decides again. What was dropped is kept or moved then: its bytes are there.
 Rule 3. What stays by its place can be dropped by a name as long as nothing has saved it: under such tables it has a
         step until the region closes (`names_drop`). What was saved before stays, and the report says so.
-Rule 4. The policy is the one of the region in which the value was born, as for all that it decides.
+Rule 4. What a collective returned is never dropped by a name; where a policy says so, it raises
+        (Rule 1 of NOTE [ Repeated collectives ]).
+Rule 5. The policy is the one of the region in which the value was born, as for all that it decides.
 """
 
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from actckpt._core import torch_private
 from actckpt._core.subclasses import parts_of
+from actckpt._replay import collectives
 from actckpt._replay.lineage import Value
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
@@ -41,6 +44,7 @@ def note(tape: Tape, tensor: Any, name: str) -> None:
     value.names = (*(value.names or ()), name)
     if value.entry is not None:
         value.entry.names = value.names
+    _check_origin(tape, value, name)
     action = _decided_again(tape, value, tensor)
     if action is Action.RECOMPUTE:
         _drop(tape, value)
@@ -53,6 +57,15 @@ def close(tape: Tape) -> None:
     for value in tape.holding:
         if value.held is not None and value.action is not Action.RECOMPUTE:
             value.step = None
+
+
+def _check_origin(tape: Tape, value: Value, name: str) -> None:
+    """Raise where a policy recomputes by its name what a collective returned (Rule 4)."""
+    table = None if value.choice is None else value.choice.table
+    if table is None or value.step is not None or value.operator is None or not value.operator.is_collective:
+        return
+    if table.find_named(tape.place_of(value), value.names or ()) is Action.RECOMPUTE:
+        raise collectives.named_error(value, name)
 
 
 def _decided_again(tape: Tape, value: Value, tensor: Tensor) -> Action | None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from actckpt._core import torch_private
+from actckpt._core.agreement import COLLECTIVE_NAMESPACES
 
-__all__ = ["COLLECTIVE_NAMESPACES", "Operator", "is_collective", "operator_of"]
+__all__ = ["Operator", "is_collective", "operator_of"]
 
 #: They allocate and write nothing (Rule 4).
 _UNINITIALISED = frozenset(
@@ -35,12 +36,12 @@ _WRITE_NOTHING = frozenset({"record_stream"})
 #: They change what a storage is, rather than what it holds: never executed again.
 _RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
-#: Namespaces whose operators talk to other processes (Rule 5).
-COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
-
 #: Of these, the functional ones that replay can repeat: NOTE [ Repeated collectives ].
 _REPEATABLE = frozenset(
-    {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"}
+    {
+        *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"),
+        *("all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "all_reduce_coalesced"),
+    }
 )
 
 #: Operators that write to arguments without saying so in their schema: the positions of these
@@ -278,9 +279,14 @@ class Operator:
 
 
 def _waited(callee: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a collective again: its result must be there for the steps that read it."""
+    """Return what calls a collective again: its results must be there for the steps that read them."""
     wait = torch_private.callee_of(torch.ops._c10d_functional.wait_tensor.default)
-    return lambda *args, **kwargs: wait(callee(*args, **kwargs))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = callee(*args, **kwargs)
+        return wait(result) if isinstance(result, Tensor) else [wait(each) for each in result]
+
+    return call
 
 
 def is_collective(name: str) -> bool:

@@ -18,7 +18,7 @@ _ATTENTION = (
 #: Matrix products without batch dimensions, as Linear layers run them.
 _DOTS = (
     *("aten.mm", "aten.addmm", "aten._addmm_activation", "aten.mv", "aten.addmv", "aten.dot", "aten.vdot"),
-    *("aten.linear", "aten._int_mm", "aten._scaled_mm", "aten._scaled_mm_v2"),
+    *("aten.linear", "aten._int_mm", "aten._scaled_mm", "aten._scaled_mm_v2", "bitsandbytes.gemm_4bit"),
 )
 _BATCHED = (
     *("aten.bmm", "aten.baddbmm", "aten.addbmm", "aten._grouped_mm", "aten._scaled_grouped_mm"),

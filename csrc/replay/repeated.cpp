@@ -66,9 +66,13 @@ void repeat_collectives(TapeObject* tape, ValueObject* value) {
   if (missing.empty()) return;
   if (task == -1) raise(call_with(names().outside_error, missing[0].ptr()));
   const Turn turn(tape);
-  for (const py::object& each : missing) {
-    auto* made = reinterpret_cast<ValueObject*>(each.ptr());
-    bytes_of(tape, made, nullptr, made->ordinal, nullptr);
+  try {
+    for (const py::object& each : missing) {
+      auto* made = reinterpret_cast<ValueObject*>(each.ptr());
+      bytes_of(tape, made, nullptr, made->ordinal, nullptr);
+    }
+  } catch (py::error_already_set& error) {
+    raise(call_with(names().explained, reinterpret_cast<PyObject*>(tape), error.value().ptr()));
   }
 }
 

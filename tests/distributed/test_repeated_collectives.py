@@ -133,6 +133,56 @@ def _by_torch(*args: Any) -> Tensor:
 _BOTH = {GATHER: "recompute", SCATTER: "recompute"}
 
 
+class _Coalesced(torch.autograd.Function):
+    """Several tensors by one collective of each form, and none in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+        results = functional.all_gather_into_tensor_coalesced(list(inputs), NUM_RANKS, group)
+        results = functional.all_reduce_coalesced([functional.wait_tensor(x) for x in results], "sum", group)
+        halves = [functional.wait_tensor(x) for x in results]
+        results = functional.reduce_scatter_tensor_coalesced(halves, "sum", NUM_RANKS, group)
+        return tuple(functional.wait_tensor(x) for x in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *gradients
+
+
+def _several(x: Tensor, first: Tensor, second: Tensor, group: Any) -> Tensor:
+    y, z, _ = _Coalesced.apply(group.group_name, x.sin(), first.cos(), second)
+    return (y.exp().tanh() * 2.0).sum() + (z.exp() * y).cos().sum() + second.sum()
+
+
+_SEVERAL = {f"_c10d_functional.{name}_coalesced": "recompute" for name in ("all_reduce", "all_gather_into_tensor")}
+_SEVERAL["_c10d_functional.reduce_scatter_tensor_coalesced"] = "recompute"
+
+
+def _check_several() -> None:
+    def by_torch(*args: Any) -> Tensor:
+        result: Tensor = checkpoint(_several, *args, use_reentrant=False)
+        return result
+
+    def ours(*args: Any) -> Tensor:
+        with actckpt.region(_SEVERAL) as region:
+            result = _several(*args)
+        report.append(region.report())
+        return result
+
+    report: list[Any] = []
+    plain, none = _twice(_several)
+    theirs, in_backward = _twice(by_torch)
+    found, seen = _twice(ours)
+    check_equal(found, plain)
+    check_equal(found, theirs)
+    assert not none and seen == in_backward and len(seen) == 2 * 3
+    assert not [value for value in report[0].values if "_c10d" in str(value.place) and value.action.value == "keep"]
+
+
+def test_forms_of_several_tensors_are_repeated_once_in_a_backward(ranks: Ranks) -> None:
+    ranks.run(_check_several)
+
+
 def _twice(call: Callable[..., Tensor]) -> tuple[list[Tensor], list[str]]:
     inputs = _inputs()
     loss = call(*inputs, dist.group.WORLD)

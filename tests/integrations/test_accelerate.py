@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from training import STEPS, assert_equal
 from transformers_models import batch, make
+from two_ranks import printed_by_two_ranks
 
 import actckpt
 
@@ -60,39 +54,8 @@ torch.distributed.destroy_process_group()
 """
 
 
-def _port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
-def _sharded() -> list[tuple[list[float], tuple[int, int]]]:
-    port = _port()
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(Path(__file__).parent), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    common = {"PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    common |= {"ACCELERATE_USE_CPU": "true", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _PROGRAM],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), outputs
-    return [ast.literal_eval(line) for line in outputs[0][0].splitlines() if line.startswith("([")]
-
-
 def test_apply_before_fsdp2_trains_as_plain_and_holds_no_more_than_the_librarys_own() -> None:
-    plain, theirs, ours = _sharded()
+    plain, theirs, ours = printed_by_two_ranks(_PROGRAM)
     assert ours[0] == plain[0] and len(ours[0]) == STEPS
     assert ours[1][0] <= theirs[1][0] < plain[1][0]
     assert ours[1][1] <= theirs[1][1] < plain[1][1]

@@ -20,7 +20,7 @@ def test_actckpt_holds_and_peaks_no_higher_than_the_librarys_own(
     monkeypatch.setattr(sys, "path", [*sys.path])
     runpy.run_path(str(_BENCHMARK))["main"]()
     figures = json.loads((tmp_path / "found.json").read_text())["figures"]
-    assert len(figures) == 4
+    assert len(figures) == 5
     for methods in figures.values():
         for key in ("held_bytes", "peak_bytes"):
             assert (

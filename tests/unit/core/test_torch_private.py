@@ -166,6 +166,7 @@ def group() -> Iterator[Any]:
 
 def test_installed_torch_tells_name_store_and_timeout_of_a_process_group(group: Any) -> None:
     assert torch_private.resolved_group(group.group_name) is group
+    assert torch_private.resolved_group(group.boxed()) is group
     assert torch_private.group_timeout(group) == timedelta(seconds=7)
     store = torch_private.group_store(group)
     store.set("actckpt/test", "found")
