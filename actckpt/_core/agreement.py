@@ -149,12 +149,13 @@ def agree(group: Any, repeated: Repeated) -> None:
 
     Who repeats at a place what it repeated there last asks nobody: all ranks agreed to that. Who does not, or is new
     there, compares; if it is the only one, nobody comes, and it raises. The first rank of the group compares, and tells
-    all. It takes as long as the last rank takes to come here, at most the timeout of the group.
+    all. It takes as long as the last rank takes to come here, at most the timeout of the group. Groups without a store,
+    as MPI's, compare nothing.
 
     Raises:
         RanksDifferError: a rank runs another one, or did not come here in time.
     """
-    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake" or torch_private.group_store(group) is None:
         return
     exchanges = exchanges_of(group)
     before = exchanges.agreed.get(repeated.key, _NOTHING)
