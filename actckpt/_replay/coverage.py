@@ -4,8 +4,8 @@ import bisect
 
 from torch import Tensor
 
-from actckpt._replay.geometry import covers_all, dims_of, is_dense
-from actckpt._replay.lineage import Value
+from actckpt._replay.geometry import Geometry, dims_of, is_dense
+from actckpt._replay.lineage import Value, Window
 
 __all__ = ["UNINITIALISED", "Filling"]
 
@@ -21,16 +21,16 @@ class Filling:
 
     __slots__ = ("_dims", "_dtype", "_nbytes", "_spans", "adds", "lineage", "piece")
 
-    def __init__(self, tensor: Tensor, blank: Value) -> None:
+    def __init__(self, window: Window, blank: Value) -> None:
         self.lineage = blank
         #: Where the operator under way writes, and whether it writes all of it; None: it went elsewhere.
         self.piece: Piece | None = None
         self.adds: bool | None = False
         self._nbytes = blank.nbytes
-        self._dtype = tensor.dtype
-        self._dims = dims_of(tensor.shape, tensor.stride())
+        self._dtype = window.dtype
+        self._dims = dims_of(window.shape, window.stride)
         self._spans: dict[int, list[tuple[int, int]]] = {-1: []}
-        if covers_all(tensor, blank.nbytes):
+        if is_dense(self._dims) and Geometry.of(window).span() == (0, blank.nbytes):
             self._spans |= {axis: [] for axis in range(len(self._dims))}
 
     def piece_of(self, tensor: Tensor) -> Piece | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actckpt._replay.coverage import UNINITIALISED, Filling
 from actckpt._replay.geometry import covers_all
-from actckpt._replay.lineage import Step, Value, blank_of, redirect
+from actckpt._replay.lineage import Step, Value, blank_of, redirect, window_of
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
 
@@ -30,7 +30,7 @@ def begin(tape: Tape, result: object) -> None:
     if value is not None and value.nbytes and _is_recomputed(value):
         if tape.filling is None:
             tape.filling = {}
-        tape.filling[value] = result  # type: ignore[assignment]
+        tape.filling[value] = window_of(result, value)  # type: ignore[arg-type]  # no tensor: it would hold the bytes
 
 
 def _is_recomputed(value: Value) -> bool:

@@ -117,7 +117,12 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     for tensor in hidden:
         _begin_write(tape, None, tensor)
 
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except BaseException:  # some may be written
+        for tensor in (*written, *hidden):
+            _end_write(tape, None, tensor, None, None, "an operator that writes to it failed")
+        raise
 
     if operator.forgets_versions:
         increment_version([tensor for tensor in written if not tensor.is_inference()])

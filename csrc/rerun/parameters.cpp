@@ -23,9 +23,20 @@ py::object dict_of(PyObject* module) {
   return owned(PyObject_GenericGetDict(module, nullptr));
 }
 
+// A dict of what a ScriptModule has at the moment: its parameters and modules are in C++.
+py::object dict_of_script(const py::object& entries) {
+  py::dict copied;
+  const py::object items = owned(PyObject_CallMethod(entries.ptr(), "items", nullptr));
+  if (PyDict_MergeFromSeq2(copied.ptr(), items.ptr(), 1) < 0) throw py::error_already_set();
+  return std::move(copied);
+}
+
+bool is_script(PyObject* entries) { return !PyDict_Check(entries) && PyObject_HasAttrString(entries, "items") == 1; }
+
 // Entries of a module's dict of parameters, buffers or modules; null where it has none.
 py::object entries_of(const py::object& attributes, PyObject* name) {
   py::object found = item_of(attributes.ptr(), name);
+  if (found && name != names().buffers && is_script(found.ptr())) found = dict_of_script(found);
   const bool has_entries = found && PyDict_Check(found.ptr()) && PyDict_GET_SIZE(found.ptr()) > 0;
   return has_entries ? found : py::object();
 }
@@ -146,9 +157,10 @@ void Parameters::for_each_entry(const Visit& visit) const {
 
 bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
   bool is_replaced = false;
-  for_each_entry([&](const Group&, const Entry& entry, PyObject*, PyObject* found) {
+  for_each_entry([&](const Group& group, const Entry& entry, PyObject* dict, PyObject* found) {
     if (has_replaced(found, entry.value.ptr())) {
-      if (!may_be_replaced && entry.version >= 0) raise_changed(found, entry.version, -1);
+      const bool is_own = item_of(dict_of(group.module.ptr()).ptr(), group.name).ptr() == dict;
+      if (!(may_be_replaced && is_own) && entry.version >= 0) raise_changed(found, entry.version, -1);
       is_replaced = true;
     } else if (found != entry.value.ptr()) {
       return;  // sharded now, say: what stands there then is not known

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from torch import Tensor
 
 import actckpt
 from actckpt._replay.filling import Filling
-from actckpt._replay.lineage import Value
+from actckpt._replay.lineage import Value, window_of
 from actckpt._replay.opened import innermost_tape
 
 Program = Callable[[Tensor], Tensor]
@@ -194,7 +197,8 @@ pieces = st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 5))
 def test_coverage_is_never_claimed_too_early(order: list[int], writes: list[tuple[int, int, int]]) -> None:
     """Against a count of every element."""
     base = torch.zeros(2, 3, 4).permute(*order)
-    filling = Filling(base, Value(base.numel() * 4, base.device, 1))
+    value = Value(base.numel() * 4, base.device, 1)
+    filling = Filling(window_of(base, value), value)
     flat = base.as_strided((24,), (1,))
     for axis, start, stop in writes:
         low, high = sorted((start, stop))
@@ -216,7 +220,8 @@ def test_coverage_is_never_claimed_too_early(order: list[int], writes: list[tupl
 
 def test_what_is_no_simple_piece_is_none() -> None:
     base = torch.zeros(4, 4, 4)
-    filling = Filling(base, Value(256, base.device, 1))
+    value = Value(256, base.device, 1)
+    filling = Filling(window_of(base, value), value)
     assert filling.piece_of(base[::2]) is None
     assert filling.piece_of(base[1:3, :, 1:3]) is None
     assert filling.piece_of(base[:, 0, 0]) is None
@@ -259,3 +264,25 @@ def test_memory_that_a_dropped_value_is_made_from_is_copied_when_it_is_overwritt
     y.sum().backward()
     assert x.grad is not None and expected is not None
     assert torch.equal(x.grad, expected)
+
+
+def test_memory_that_was_offloaded_is_not_held_until_its_region_closes(tmp_path: Path) -> None:
+    before = actckpt.configure()
+    actckpt.configure(spill_dir=tmp_path)
+    x = leaf(256, 256)
+    try:
+        with actckpt.region(lambda info: actckpt.Action.OFFLOAD):
+            raw = torch.empty(256, 256)
+            memory_of(raw)[:] = 2.0
+            storage = weakref.ref(raw.untyped_storage())
+            y = x * raw
+            del raw
+            until = time.monotonic() + 10
+            while storage() is not None and time.monotonic() < until:
+                time.sleep(0.01)
+                y = y * 1.5 + x.sin()  # looks whether it was written
+            is_freed = storage() is None
+            assert is_freed
+        y.sum().backward()
+    finally:
+        actckpt.configure(spill_dir=before.spill_dir)

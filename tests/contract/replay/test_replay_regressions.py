@@ -361,3 +361,31 @@ def test_a_view_of_a_parameter_that_changed_after_its_region_raises() -> None:
         weight.mul_(2)
     with pytest.raises(actckpt.SavedTensorChangedError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("is_input", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(lambda t: t.index_put_((torch.tensor([0, 1, 99]),), torch.full((3,), 7.0)), id="index_put"),
+        pytest.param(lambda t: t.scatter_add_(0, torch.tensor([0, 1, 99]), torch.full((3,), 7.0)), id="scatter_add"),
+        pytest.param(
+            lambda t: torch._foreach_mul_([t, t.clone()], [torch.full((4,), 3.0), torch.ones(5)]), id="foreach"
+        ),
+    ],
+)
+def test_what_an_operator_wrote_before_it_raised_is_no_longer_what_it_was(write: Any, is_input: bool) -> None:
+    outside = torch.arange(4.0)
+
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        given = outside.clone()
+        with region():
+            target = given if is_input else given * 1.5
+            before = target.clone()
+            y = x * target.sin()  # replayed from what the target was
+            with pytest.raises((IndexError, RuntimeError)):
+                write(target)
+            assert not torch.equal(target, before)
+            return y.sin() * (x * target).cos()
+
+    _assert_as_plain(program)

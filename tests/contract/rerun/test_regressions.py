@@ -236,3 +236,17 @@ def test_a_parameter_that_goes_while_it_is_copied_is_held() -> None:
     del y
     gc.collect()
     assert soon(lambda: spare() is None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_of_a_scripted_module_that_changes_before_backward_raises(name: str) -> None:
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+    for _ in range(3):  # its first runs, which are profiled, save other tensors
+        scripted(leaf(3, 4)).sum().backward()
+    same, changed = (ours(scripted, leaf(3, 4)) for _ in range(2))
+    same.sum().backward()
+    with torch.no_grad():
+        dict(scripted.named_parameters())[f"0.{name}"].add_(1.0)
+    with pytest.raises(actckpt.RerunMismatchError, match="parameter"):
+        changed.sum().backward()
