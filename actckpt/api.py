@@ -28,9 +28,8 @@ from actckpt._options import (
     check_no_call,
 )
 from actckpt._replay.audit import Site, site_of_call
-from actckpt._replay.calls import run_in_region
+from actckpt._replay.calls import Inside, run_in_region
 from actckpt._replay.choice import Choice
-from actckpt._replay.named_operators import Matches
 from actckpt._rerun.other_ranks import note_forward
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
@@ -43,6 +42,7 @@ _OFFLOAD_IN_COMPILED_CODE = (
     "actckpt.offload moves nothing inside of a compiled graph: it breaks the graph here. Enter it around the compiled "
     "function."
 )
+_PLAIN = Inside()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
@@ -169,17 +169,13 @@ def checkpoint_call(
     options: CheckpointOptions,
     *,
     input_hooks: torch_private.Hooks | None = None,
-    matches: Matches | None = None,
-    figures: Figures | None = None,
-    counts_anew: bool = False,
+    inside: Inside = _PLAIN,
 ) -> Any:
     """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
 
     Args:
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
-        matches: gets the operators that run, of those that the policy names.
-        figures: get what becomes of values where operators are replayed.
-        counts_anew: as in `OpenRegion`.
+        inside: what is taken down of what runs in the region, and how its operators are named.
     """
     if torch.compiler.is_compiling():
         return _checkpoint_in_compiled_code(function, args, kwargs, options, input_hooks)
@@ -193,7 +189,7 @@ def checkpoint_call(
     if policy is not None and policy != "recompute":
         site = site_of_call(function, args, kwargs)
         if not site.is_rerun:
-            return _replayed(choice_of(policy), site, function, args, kwargs, options, matches, figures, counts_anew)
+            return _replayed(choice_of(policy), site, function, args, kwargs, options, inside)
         options = options._replace(preserve_rng_state=True)  # as replay does
 
     note_forward(function)
@@ -208,7 +204,7 @@ def checkpoint_call(
         result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
         if result is not NotImplemented:
             return result
-    return _run(function, args, kwargs, options, input_hooks, figures)
+    return _run(function, args, kwargs, options, input_hooks, inside.figures)
 
 
 #: The same where the compiler would trace it and must not: it runs in between two compiled graphs.
@@ -237,16 +233,14 @@ def _replayed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: CheckpointOptions,
-    matches: Matches | None,
-    figures: Figures | None,
-    counts_anew: bool = False,
+    inside: Inside,
 ) -> Any:
     """Run the function in a region that replays operators; it moves its inputs where the options say so."""
     if options.offload_inputs:
         keep_in_place(function)
         choice = choice.offloading_inputs(DEFAULT_MIN_BYTES)
     respects_hooks = options.respect_saved_tensors_hooks is not False
-    return run_in_region(choice, site, function, args, kwargs, respects_hooks, matches, figures, counts_anew)
+    return run_in_region(choice, site, function, args, kwargs, respects_hooks, inside)
 
 
 def _forced(options: CheckpointOptions, early_stop: bool | None, debug: bool | None) -> CheckpointOptions:
@@ -273,7 +267,7 @@ def _run(
         if selective is not None:
             site = site_of_call(function, args, kwargs)
             if not site.is_rerun:
-                return _replayed(selective, site, function, args, kwargs, options, None, figures)
+                return _replayed(selective, site, function, args, kwargs, options, Inside(figures=figures))
             contexts, preserve_rng_state = None, True
     if options.offload_inputs:
         keep_in_place(function)

@@ -22,6 +22,7 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._blocks.together import AppliedBlocks
 from actckpt._blocks.windows import Windows
 from actckpt._options import CheckpointOptions
+from actckpt._replay.calls import Inside
 from actckpt._text.selectors import is_pattern, matches
 from actckpt.action import Action
 from actckpt.api import checkpoint_call, offload
@@ -200,9 +201,8 @@ class CheckpointedForward:
         options, is_planned = how.options, how.is_planned
         if is_planned and options.offload_inputs:
             keep_others_in_place((args, kwargs))
-        result = checkpoint_call(
-            original, args, kwargs, options, matches=matches, figures=figures, counts_anew=is_planned
-        )
+        inside = Inside(matches, figures, is_planned)
+        result = checkpoint_call(original, args, kwargs, options, inside=inside)
         if record is not None and options.policy in (None, "recompute", Action.RECOMPUTE):
             record.holds((args, kwargs), Action.OFFLOAD if options.offload_inputs else Action.KEEP)
         return result

@@ -125,6 +125,11 @@ class Profiler:
             forward: the forward of the block.
         """
         _check_wrapped(name, block)
+        with self._alone(name):
+            return self._call(name, block, forward, *(without_cache(block, forward, args, kwargs) or (args, kwargs)))
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
         if checkpoint_around() is not None:
             raise BlocksError(
                 f"block {name!r} runs inside of a checkpoint, which runs it again in backward, and cannot be profiled "
@@ -137,7 +142,7 @@ class Profiler:
             )
         self._running = name
         try:
-            return self._call(name, block, forward, args, kwargs)
+            yield
         finally:
             self._running = ""
 
@@ -149,16 +154,16 @@ class Profiler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, ProfiledBlock]:
-        args, kwargs = without_cache(block, forward, args, kwargs) or (args, kwargs)
         inputs = held_inputs(forward, args, kwargs, None)
         before = attributes_of(block)
         argument = first_tensor((args, kwargs))
         result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
         inputs.forward_done()
         _check_units(name, structure)
+        call = _Call(name, block, forward, (args, kwargs), structure)
         if structure.note_alive(result):
             with inputs.as_found(checks=False), _explained(name):
-                structure.note_held(_held_elsewhere(block, forward, (args, kwargs), structure))
+                structure.note_held(_held_elsewhere(call))
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
@@ -168,7 +173,7 @@ class Profiler:
         key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
         if key not in self._known:
             with inputs.as_found(checks=False), _explained(name):
-                known = _profiled(name, block, forward, (args, kwargs), values, structure)
+                known = _profiled(call, values)
             if counts_calls(block, before, structure.written):
                 known = dataclasses.replace(known, rerun=False)
             self._known[key] = known
@@ -219,25 +224,51 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
 
 
-@uncounted()
-def _profiled(
-    name: str,
-    block: torch.nn.Module,
-    forward: Callable[..., Any],
-    arguments: Any,
-    values: tuple[Value, ...],
-    structure: BlockStructure,
-) -> BlockClass:
-    def run(of: Callable[..., Any] = forward) -> contextlib.AbstractContextManager[_Run]:
-        return _one_run(block, of, arguments, structure)
+class _Run(NamedTuple):
+    """One run of a block that is set apart."""
 
-    device = structure.device
-    held_bytes, peak_bytes = _bytes(run, block)
-    recording = functools.partial(run, _in_region(forward))
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    #: Where its backward ends.
+    leaves: list[Tensor]
+
+    def call(self) -> Any:
+        return self.forward(*self.args, **self.kwargs)
+
+    def backward(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
+        if roots and self.leaves:
+            torch.autograd.backward(roots, gradients, inputs=self.leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a block that was recorded, and runs again on its own."""
+
+    name: str
+    block: torch.nn.Module
+    forward: Callable[..., Any]
+    #: args and kwargs
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    structure: BlockStructure
+
+    @contextlib.contextmanager
+    def set_apart(self, forward: Callable[..., Any] | None = None) -> Iterator[_Run]:
+        """Set the block apart for one run of its forward, or of another one in its place."""
+        written, exchanges = self.structure.written, self.structure.exchanges
+        with set_apart(self.block, self.arguments, written) as ((args, kwargs), leaves), Alone(exchanges):
+            yield _Run(forward or self.forward, args, kwargs, leaves)
+
+
+@uncounted()
+def _profiled(call: _Call, values: tuple[Value, ...]) -> BlockClass:
+    structure, device = call.structure, call.structure.device
+    held_bytes, peak_bytes = _bytes(call)
+    recording = functools.partial(call.set_apart, _in_region(call.forward))
     _seconds(recording, device)  # the first one is audited
-    forward_s, backward_s, recorded_s, replaying_s = _fastest(run, recording, device)
-    values = _timed_again(name, block, forward, arguments, values, structure)
-    given = storages_of(list(tensors_in(arguments)))
+    forward_s, backward_s, recorded_s, replaying_s = _fastest(call.set_apart, recording, device)
+    values = _timed_again(call, values)
+    given = storages_of(list(tensors_in(call.arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
     return BlockClass(
@@ -253,19 +284,12 @@ def _profiled(
     )
 
 
-def _timed_again(
-    name: str,
-    block: torch.nn.Module,
-    forward: Callable[..., Any],
-    arguments: Any,
-    values: tuple[Value, ...],
-    structure: BlockStructure,
-) -> tuple[Value, ...]:
+def _timed_again(call: _Call, values: tuple[Value, ...]) -> tuple[Value, ...]:
     """Return values with the least seconds of their operators: the solver would find those that seemed too fast."""
     for _ in range(_OPERATORS_TIMED):
-        with set_apart(block, arguments, structure.written) as ((args, kwargs), _), Alone(structure.exchanges):
-            found = operator_seconds(forward, args, kwargs, first_tensor((args, kwargs)))
-        seconds = {_without(place, name): value for place, value in found.items()}
+        with call.set_apart() as run:
+            found = operator_seconds(run.forward, run.args, run.kwargs)
+        seconds = {_without(place, call.name): value for place, value in found.items()}
         values = tuple(
             dataclasses.replace(value, recompute_s=min(value.recompute_s, seconds.get(value.name, value.recompute_s)))
             for value in values
@@ -274,11 +298,9 @@ def _timed_again(
 
 
 @uncounted()
-def _held_elsewhere(
-    block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, structure: BlockStructure
-) -> frozenset[Place]:
-    with set_apart(block, arguments, structure.written) as ((args, kwargs), _), Alone(structure.exchanges):
-        return held_elsewhere(forward, args, kwargs)
+def _held_elsewhere(call: _Call) -> frozenset[Place]:
+    with call.set_apart() as run:
+        return held_elsewhere(run.forward, run.args, run.kwargs)
 
 
 def _in_region(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,38 +329,18 @@ def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> t
     return tuple(dataclasses.replace(value, recompute_s=factor * value.recompute_s) for value in values)
 
 
-class _Run(NamedTuple):
-    """One run of a block that is set apart."""
-
-    call: Callable[[], Any]
-    #: Where its backward ends.
-    leaves: list[Tensor]
-
-    def backward(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
-        if roots and self.leaves:
-            torch.autograd.backward(roots, gradients, inputs=self.leaves)
-
-
-@contextlib.contextmanager
-def _one_run(
-    block: torch.nn.Module, forward: Callable[..., Any], arguments: Any, structure: BlockStructure
-) -> Iterator[_Run]:
-    with set_apart(block, arguments, structure.written) as ((args, kwargs), leaves), Alone(structure.exchanges):
-        yield _Run(lambda: forward(*args, **kwargs), leaves)
-
-
 _Runs = Callable[[], "contextlib.AbstractContextManager[_Run]"]
 
 
-def _bytes(runs: _Runs, block: torch.nn.Module) -> tuple[int, int]:
+def _bytes(call: _Call) -> tuple[int, int]:
     """Return what a forward holds for backward, and the peak of forward and backward, in bytes."""
-    with runs() as run:
+    with call.set_apart() as run:
         with LiveStorages() as live:
             nodes = [tensor.grad_fn for tensor in tensors_in(run.call())]
         held_bytes = live.live_bytes
         del nodes
-    with runs() as run:
-        live = LiveStorages(parameters=list(block.parameters()))
+    with call.set_apart() as run:
+        live = LiveStorages(parameters=list(call.block.parameters()))
         with live:
             roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
         # What came out stands for its gradient, which is as large and lives as long.

@@ -33,13 +33,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt._blocks.arguments import keep_others_in_place
+from actckpt._blocks.arguments import first_tensor, keep_others_in_place
 from actckpt._budget.alone import Exchanges
 from actckpt._C import Calls, is_paused, look_up_call
 from actckpt._core import devices
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._offload import session
 from actckpt._options import CheckpointOptions
+from actckpt._replay.calls import Inside
 from actckpt._replay.operators import operator_of
 from actckpt._rerun.buffers import written_tensors
 from actckpt._text.places import Place
@@ -196,7 +197,7 @@ def run_recorded(
     if structure.offloads:
         keep_others_in_place((args, kwargs))
     with structure.exchanges, _Graph(structure):
-        result = checkpoint_call(forward, args, kwargs, options, counts_anew=True)
+        result = checkpoint_call(forward, args, kwargs, options, inside=Inside(counts_anew=True))
     structure.exchanges.close()
     return result, structure
 
@@ -207,11 +208,9 @@ def held_elsewhere(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     return structure.note_alive(result)
 
 
-def operator_seconds(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argument: Tensor | None
-) -> dict[str, float]:
+def operator_seconds(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
     """Run the forward of a block once with nothing recorded; return what the value of each place took to make."""
-    _, structure = _run_unrecorded(forward, args, kwargs, argument)
+    _, structure = _run_unrecorded(forward, args, kwargs, first_tensor((args, kwargs)))
     return structure.seconds()
 
 

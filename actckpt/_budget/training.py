@@ -66,9 +66,10 @@ _EXCEEDED = (
     "needs least. {}"
 )
 _COMPILED = (
-    "apply: no plan for the budget is made where all blocks run inside torch.compile: they cannot be measured there, "
-    "and stay checkpointed. Pass a policy in place of the budget, leave some blocks to eager execution, or leave "
-    "apply out and give the compiler a share: torch._functorch.config.activation_memory_budget = 0.5."
+    "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
+    "a reentrant checkpoint they do in backward alone): they cannot be measured there, and stay checkpointed. Pass a "
+    "policy in place of the budget, leave some blocks to eager execution, or leave apply out and give the compiler a "
+    "share: torch._functorch.config.activation_memory_budget = 0.5."
 )
 _CHECKPOINTED = (
     "apply: a model with a budget was called inside of a checkpoint, which runs it again in backward: what a step is "

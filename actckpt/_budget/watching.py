@@ -39,7 +39,9 @@ class Watching:
         self._marks.note("start")
 
     def call(self, name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a block."""
+        """Call a block. What runs without gradients saves nothing, and counts for nothing, as under a plan."""
+        if not torch.is_grad_enabled():
+            return forward.original()(*args, **kwargs)
         number = len(self._profiled)
         self._marks.note("forward", number, bytes_of(first_tensor((args, kwargs))))
         try:

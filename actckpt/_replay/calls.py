@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from actckpt._core.messages import name_of
 from actckpt._core.region_report import Figures
@@ -11,7 +11,18 @@ from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
 from actckpt._replay.opened import OpenRegion
 
-__all__ = ["run_in_region"]
+__all__ = ["Inside", "run_in_region"]
+
+
+class Inside(NamedTuple):
+    """What is taken down of what runs in a region, and how its operators are named."""
+
+    #: Gets the operators that run, of those that the policy names; None: the site of the region does, and warns.
+    matches: Matches | None = None
+    #: Get what becomes of values where operators are replayed.
+    figures: Figures | None = None
+    #: Places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
+    counts_anew: bool = False
 
 
 def run_in_region(
@@ -21,19 +32,17 @@ def run_in_region(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     respects_hooks: bool,
-    matches: Matches | None = None,
-    figures: Figures | None = None,
-    counts_anew: bool = False,
+    inside: Inside,
 ) -> Any:
     """Run the forward recorded, so that single operators are replayed."""
     with OpenRegion(
         choice,
         site,
-        figures,
+        inside.figures,
         respects_hooks=respects_hooks,
         runs_function=True,
-        matches=matches,
-        counts_anew=counts_anew,
+        matches=inside.matches,
+        counts_anew=inside.counts_anew,
     ) as opened:
         result = function(*args, **kwargs)
     if opened.compiled is not None:
