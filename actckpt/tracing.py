@@ -17,6 +17,7 @@ from torch.profiler import profile, record_function, supported_activities
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
+from actckpt._core import torch_private
 from actckpt.memory import LiveStorages
 
 __all__ = ["trace"]
@@ -76,8 +77,8 @@ class _Again(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled."""
-        return True
+        """Let compiled functions run compiled, where torch can do that."""
+        return torch_private.runs_compiled_below_modes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (_C.is_rerunning() or _C.is_paused()) or func._schema.name in _BOOKKEEPING:

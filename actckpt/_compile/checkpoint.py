@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from actckpt._core import torch_private
 from actckpt._options import TORCH_PARAMETERS, CheckpointOptions, ContextFn
+from actckpt._replay.choice import Choice
 from actckpt._text.presets import PRESETS
 from actckpt.action import Action
 from actckpt.policies import ByName, PerOp, choice_of, is_torch_policy
@@ -28,6 +30,13 @@ _BY_OPERATOR = (
     "'matmuls', a list of operators to keep, a PerOp of keep and recompute, or a policy function of torch's form, "
     f"policy(ctx, op, *args, **kwargs). To offload: {_MOVES_NOTHING}"
 )
+#: Of torch 2.9, which cannot hold such a policy as a constant. Goes with it.
+_TAKES_OBJECTS = torch.__version__ >= "2.10"  # which compares versions, not texts
+_NO_OBJECT = (
+    f"actckpt.checkpoint: torch.compile of torch {torch.__version__} takes no callable object and no method as policy. "
+    "Pass a function, policy(ctx, op, *args, **kwargs), or keep this call out of the compiled function."
+)
+_NO_OBJECTS = (str, Action, list, tuple, set, frozenset, PerOp, FunctionType, functools.partial)
 _NOT_INPUTS = (
     "actckpt.checkpoint: offload_inputs cannot be honoured under torch.compile. Leave it out, or keep this call out of "
     "the compiled function."
@@ -53,7 +62,7 @@ def compiled_checkpoint(
     if policy == "keep" or policy is Action.KEEP:
         return function(*args, **kwargs)
     if policy is not None and policy != "recompute" and policy is not Action.RECOMPUTE:
-        context_fn = functools.partial(create_selective_checkpoint_contexts, functools.partial(_answer, policy))
+        context_fn = _contexts_by(policy)
     elif context_fn is not noop_context_fn:
         context_fn = functools.partial(_watched_contexts, context_fn)
     return torch_checkpoint.checkpoint(
@@ -90,6 +99,8 @@ def why_eager(options: CheckpointOptions) -> str:
     """Return why a call must not be compiled, or an empty text; the compiler traces this."""
     if not _goes_by_operator(options.policy):
         return _BY_OPERATOR
+    if not (_TAKES_OBJECTS or options.policy is None or isinstance(options.policy, _NO_OBJECTS)):
+        return _NO_OBJECT
     if options.offload_inputs:
         return _NOT_INPUTS
     return _NO_TRACKERS if options.rng_trackers else ""
@@ -111,14 +122,37 @@ def _goes_by_operator(policy: Any) -> bool:
     return code.co_argcount - len(policy.__defaults__ or ()) > 1 or bool(code.co_flags & inspect.CO_VARARGS)
 
 
-def _answer(policy: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer what the compiler asks about an operator, for any policy that goes by operator."""
-    if isinstance(policy, PerOp) or not callable(policy):
-        keeps = choice_of(policy).of(str(op)) is Action.KEEP
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+def _contexts_by(policy: Any) -> ContextFn:
+    """Return the `context_fn` of a policy that goes by operator; the compiler traces this.
+
+    It hands on functions and plain values; torch 2.9 takes no other objects, so a PerOp is taken apart.
+    """
+    if isinstance(policy, PerOp):
+        return functools.partial(_contexts_of, tuple(policy.names.items()), policy.default)
+    return functools.partial(_contexts, policy)
+
+
+def _contexts_of(actions: tuple[tuple[str, Action], ...], default: Action) -> Any:
+    """Return the contexts of a PerOp, for torch's checkpoint."""
+    return create_selective_checkpoint_contexts(functools.partial(_answer, Choice(dict(actions), default)))
+
+
+def _contexts(policy: Any) -> Any:
+    """Return the contexts of any other policy that goes by operator.
+
+    What cannot be honoured raises here: torch's checkpoint leaves contexts entered if an operator inside of them fails.
+    """
+    if not callable(policy):
+        return create_selective_checkpoint_contexts(functools.partial(_answer, choice_of(policy)))
     if not is_torch_policy(policy):
         raise ValueError(_BY_OPERATOR)
-    return _refuse_to_move(policy(context, op, *args, **kwargs), op)
+    return create_selective_checkpoint_contexts(functools.partial(_asked_by_torch, policy))
+
+
+def _answer(choice: Choice, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Answer what the compiler asks about an operator."""
+    keeps = choice.of(str(op)) is Action.KEEP
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _watched_contexts(context_fn: ContextFn) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -177,6 +177,12 @@ _push_transform: Callable[[Any], object] = torch._C._functorch.push_dynamic_laye
 #: Whether a tensor is the tangent zero, of which no bytes exist.
 is_zero_tangent: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 
+#: Whether compiled functions can run below a dispatch mode. Before torch 2.10 their guards fail below each, whatever it
+#: says of itself: they would be compiled again at each call.
+runs_compiled_below_modes: bool = hasattr(
+    torch.utils._python_dispatch, "set_is_in_mode_without_ignore_compile_internals"
+)
+
 #: Dispatch modes of torch that change no results. One that is missing is not known: what runs below it is kept.
 OBSERVING_MODES = frozenset(
     {
@@ -235,9 +241,9 @@ def remove_dispatch_mode(mode: Any) -> None:
         stack = [other for other in stack if other is not mode]
     names._is_in_torch_dispatch_mode = bool(stack)
     names._is_in_non_infra_torch_dispatch_mode = any(not other.is_infra_mode() for other in stack)
-    if hasattr(names, "set_is_in_mode_without_ignore_compile_internals"):  # from torch 2.10 on
-        traced = any(not other.ignore_compile_internals() for other in stack)
-        names._is_in_any_mode_without_ignore_compile_internals = traced
+    traced = any(not other.ignore_compile_internals() for other in stack)
+    names._is_in_any_mode_without_ignore_compile_internals = traced
+    if runs_compiled_below_modes:
         names.set_is_in_mode_without_ignore_compile_internals(traced)
 
 

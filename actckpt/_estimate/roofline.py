@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from actckpt._core import torch_settings
+from actckpt._core import torch_private, torch_settings
 from actckpt._core.storages import tensors_in
 from actckpt._estimate.targets import Target
 
@@ -73,8 +73,8 @@ class Clock(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled under this mode."""
-        return True
+        """Let compiled functions run compiled under this mode, where torch can do that."""
+        return torch_private.runs_compiled_below_modes
 
     @property
     def seconds(self) -> float:

@@ -30,7 +30,8 @@ Rule 9.  State. Replay runs without grad and autocast, with every recorder suspe
          unpack returned while the region is open is known to the region as what it is.
 Rule 10. Compile. Operators inside of compiled code are not recorded: kernels that no dispatcher sees write to the same
          memory in between. What it returns and saves is opaque. A function of which that is much runs again, from its
-         next call on. Higher-order operators are let through.
+         next call on. Higher-order operators are let through. Before torch 2.10 it runs uncompiled in a region, and is
+         recorded: so it does below any dispatch mode there, those of torch's selective checkpoint included.
 Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
          Else what it must hold goes through the hooks outside when it closes, in the order of birth: see `outside`.
 Rule 12. Caching. Replayed values that this backward asks for again stay until it has, or ends: NOTE [ Needs ] in
@@ -47,7 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
 from actckpt._C import add_results, add_value, with_windows
-from actckpt._core import devices, random_state
+from actckpt._core import devices, random_state, torch_private
 from actckpt._replay import collectives, filling, saved_tensor_hooks
 from actckpt._replay.coverage import Filling
 from actckpt._replay.geometry import covers_all
@@ -74,8 +75,8 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled (Rule 10)."""
-        return True
+        """Compiled code stays compiled (Rule 10), where torch can do that."""
+        return torch_private.runs_compiled_below_modes
 
 
 class WatchingRecorder(Recorder):

@@ -230,6 +230,45 @@ def test_a_policy_that_recomputes_all_recomputes_in_the_compiled_backward(policy
     assert count.counts["aten.addmm.default"] == 8  # four in forward, four in backward
 
 
+class _Keeping:
+    """A policy in torch's form that is an object, with a method that is another one."""
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return op == _ADDMM.default
+
+    def method(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return self(ctx, op)
+
+
+@pytest.mark.parametrize("policy", [_Keeping(), _Keeping().method], ids=["object", "method"])
+def test_a_policy_that_is_an_object_is_followed_or_refused_by_name(policy: Any) -> None:
+    """The compiler of torch 2.9 takes none, in torch's own checkpoint either."""
+    model, x = torch.nn.Sequential(mlp(), mlp()), leaf(3, 8)
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    compiled = _compiled(lambda x: ours(model, x, policy=policy))
+    if torch.__version__ < (2, 10):
+        with pytest.raises(Exception, match=r"actckpt\.checkpoint: torch\.compile of torch 2\.9\S* takes no .* Pass a"):
+            compiled(x)
+        compiled = torch.compile(lambda x: ours(model, x, policy=policy), backend="aot_eager")
+        assert_equal(torch.autograd.grad(compiled(x).sum(), [x, *model.parameters()]), expected)
+        return
+    with _CountCompiled() as count:
+        assert_equal(torch.autograd.grad(compiled(x).sum(), [x, *model.parameters()]), expected)
+    assert count.counts["aten.addmm.default"] == 4  # none in backward
+
+
+def test_another_policy_per_operator_compiles_another_graph() -> None:
+    model, x = torch.nn.Sequential(mlp(), mlp()), leaf(3, 8)
+    policies = [actckpt.policies.PerOp({"aten.addmm": "keep"}), actckpt.policies.PerOp({"aten.gelu": "keep"})]
+    policies += [actckpt.policies.PerOp({}, default="keep")]
+    chosen: list[Any] = [None]
+    compiled = _compiled(lambda x: ours(model, x, policy=chosen[0]))
+    for chosen[0], num_calls in zip([*policies, *policies], [4, 8, 4] * 2, strict=True):
+        with _CountCompiled() as count:
+            compiled(x).sum().backward()
+        assert count.counts["aten.addmm.default"] == num_calls
+
+
 class _Moving:
     """A policy in torch's form that is an object."""
 

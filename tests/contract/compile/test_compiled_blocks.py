@@ -14,12 +14,18 @@ from oracle import assert_equal, leaf, theirs
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actckpt
+from actckpt._core import torch_private
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's CPU backend needs g++"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, while it compiles
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
+
+runs_compiled = pytest.mark.skipif(
+    not torch_private.runs_compiled_below_modes,
+    reason="below a dispatch mode, torch before 2.10 runs compiled functions uncompiled: regions see their operators",
+)
 
 WIDTH = 256
 ROWS = 1024
@@ -89,6 +95,7 @@ def _allocated_bytes() -> int:
     return int(info.hblkhd + info.uordblks)
 
 
+@runs_compiled
 @pytest.mark.parametrize("audit", ["off", "first"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_operators_in_compiled_code_are_not_executed_again(policy: str, audit: str) -> None:
@@ -100,6 +107,22 @@ def test_operators_in_compiled_code_are_not_executed_again(policy: str, audit: s
         assert_equal(_gradients(actckpt.region(POLICIES[policy])(module), x, module), expected)
 
 
+def test_a_region_around_a_compiled_block_does_what_torchs_selective_checkpoint_does() -> None:
+    """Compiled or not, which is torch's to say; ours first, since torch 2.9 then leaves it uncompiled for good."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module: Any = torch.compile(torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.ReLU(), torch.nn.Dropout(0.2)))
+    x = leaf(2, 4, 16, 16)
+    actckpt.configure(audit="first")  # until the fixture of all tests puts it back
+    for policy in POLICIES.values():
+        results = [_gradients(actckpt.region(policy)(module), x, module) for _ in range(3)]
+        contexts = functools.partial(create_selective_checkpoint_contexts, _torch_policy)
+        expected = _gradients(lambda x: theirs(module, x, context_fn=contexts), x, module)  # noqa: B023 called here
+        for result in results:
+            assert_equal(result, expected)
+    torch._dynamo.reset()
+
+
 def test_the_first_call_may_compile_inside_of_a_region() -> None:
     torch._dynamo.reset()
     module = torch.compile(torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.ReLU()))
@@ -108,6 +131,7 @@ def test_the_first_call_may_compile_inside_of_a_region() -> None:
     assert_equal(first, _gradients(module, x, module))
 
 
+@runs_compiled
 def test_a_policy_around_a_compiled_block_holds_no_more_than_torch_from_the_second_call_on() -> None:
     function, x = _fresh_block(), leaf(ROWS, WIDTH)
     contexts = functools.partial(create_selective_checkpoint_contexts, _torch_policy)
@@ -122,6 +146,7 @@ def test_a_policy_around_a_compiled_block_holds_no_more_than_torch_from_the_seco
     assert actckpt.stats().rerun_regions == 3 and actckpt.stats().kept_opaque == 0
 
 
+@runs_compiled
 @pytest.mark.parametrize("way", ["policy", "context_fn", "apply"])
 def test_a_function_that_falls_back_to_a_rerun_gives_the_same_gradients_as_before(way: str) -> None:
     """Random numbers included, also where the caller does not ask for them: replay always restores them."""
@@ -145,6 +170,7 @@ def test_a_function_that_falls_back_to_a_rerun_gives_the_same_gradients_as_befor
         actckpt.remove(holder)
 
 
+@runs_compiled
 def test_a_function_that_falls_back_takes_a_backward_through_one_of_its_results_after_the_other() -> None:
     module, x = _compiled_block(), leaf(ROWS, WIDTH)
 
@@ -166,6 +192,7 @@ def test_a_function_that_falls_back_takes_a_backward_through_one_of_its_results_
             assert_equal(torch.autograd.grad(one.sum(), x, retain_graph=one is not results[0]), expected)
 
 
+@runs_compiled
 def test_a_checkpoint_inside_of_a_region_falls_back_on_its_own() -> None:
     function, module, x = _fresh_block(), _compiled_block(), leaf(ROWS, WIDTH)
     expected = _gradients(lambda z: module(z.exp()).sin(), x, module)
@@ -182,6 +209,7 @@ def test_a_checkpoint_inside_of_a_region_falls_back_on_its_own() -> None:
     assert actckpt.stats().rerun_regions == 1 and actckpt.stats().kept_opaque == 1  # its result, which `sin` saves
 
 
+@runs_compiled
 def test_a_region_keeps_what_compiled_code_made_says_so_once_and_counts_it_each_time() -> None:
     module, x = _compiled_block(), leaf(ROWS, WIDTH)
 
@@ -204,6 +232,7 @@ def test_a_region_keeps_what_compiled_code_made_says_so_once_and_counts_it_each_
     assert row.kept_bytes > BLOCK_BYTES and row.not_replayed == {"made by compiled code": row.num_values}
 
 
+@runs_compiled
 def test_a_policy_may_offload_what_compiled_code_made() -> None:
     module, x = _compiled_block(), leaf(ROWS, WIDTH)
     expected = _gradients(module, x, module)
