@@ -214,6 +214,14 @@ def implementation_of(tensor: torch.Tensor) -> int:
     return address
 
 
+def keep_object(tensor: Any) -> None:
+    """Let Python own the object of a tensor that came out of a weak reference.
+
+    Before torch 2.10 it may be C++ that does: the object is then emptied when nobody in C++ has the tensor any more.
+    """
+    tensor._fix_weakref()
+
+
 def outer_hooks() -> Hooks | None:
     """Return the (pack, unpack) that a tensor saved now would go through, or None."""
     return top_hooks(False)

@@ -106,13 +106,27 @@ class Clock(TorchDispatchMode):
         formula = self._formulas.get(_SAME_FORMULA.get(packet, packet))
         if formula is None:
             return 0
-        flops = int(formula(*args, **kwargs, out_val=result))
         at = _CAUSAL_AT.get(packet)
+        given = args if at is None else _with_all_heads(args, query_at=int("backward" in str(packet)))
+        flops = int(formula(*given, **kwargs, out_val=result))
         return flops // 2 if at is not None and len(args) > at and args[at] else flops
 
     def wait_until(self, seconds: float) -> None:
         """Wait for a copy."""
         self.stall_seconds += max(0.0, seconds - self.seconds)
+
+
+def _with_all_heads(args: Any, query_at: int) -> list[Any]:
+    """Return the arguments of attention with shapes of keys and values that have the heads of the queries.
+
+    Each group of queries works with its own keys; formulas of older versions of torch refuse fewer heads (2.9).
+    """
+    given = list(args)
+    num_heads = given[query_at].shape[1]
+    for at in (query_at + 1, query_at + 2):
+        batch, _, *rest = given[at].shape
+        given[at] = torch.Size([batch, num_heads, *rest])
+    return given
 
 
 def _is_view(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:

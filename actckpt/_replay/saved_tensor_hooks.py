@@ -238,6 +238,7 @@ def _note_backward_inside(tape: Tape) -> None:
 
 def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
     given = _C.seen_last(value)
+    torch_private.keep_object(given)
     with Paused():
         is_as_recorded = _C.watch(value)
     if not is_as_recorded:

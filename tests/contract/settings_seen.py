@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,9 +133,11 @@ def settings_as_before() -> Iterator[None]:
     seen.clear()
     yield
     entered.close()
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = True
     torch.set_default_tensor_type(torch.FloatTensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns of the older names of settings
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
     for setting, value in settings:
         setting.set(value)
     for backend, operator, value in raw:

@@ -233,8 +233,13 @@ def test_a_subclass_that_replay_reads_and_that_changed_after_the_region_raises(
     scale = w.t() if is_through_a_view else w
     with actckpt.region():
         y = (x.detach() * (scale if is_through_a_view else scale.t()) + x).exp()  # replayed from w
-    del scale
+    plain = (x.detach() * w.t() + x).exp()
+    expected = torch.autograd.grad(plain, x, torch.ones_like(plain))[0]
+    del scale, plain
     w.mul_(3)
+    if kind == "distributed" and torch.__version__ < (2, 10):  # gathers w there, and what it gathered stays
+        assert_equal(_plain(torch.autograd.grad(y, x, torch.ones_like(y))[0]), _plain(expected))
+        return
     with pytest.raises(actckpt.SavedTensorChangedError, match="modified by an inplace operation"):
         torch.autograd.grad(y, x, torch.ones_like(y))
 

@@ -78,6 +78,7 @@ NAMES = [
     (torch._C, "_get_cudnn_allow_tf32"),
     (torch.Tensor, "_cdata"),
     (torch.Tensor, "_backward_hooks"),
+    (torch.Tensor, "_fix_weakref"),
     (torch._C, "_FunctionBase"),
     (torch.utils._python_dispatch, "_pop_mode"),
     (torch.utils._python_dispatch, "_push_mode"),
@@ -245,6 +246,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "graph_break",
         "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
         "implementation_of",
+        "keep_object",
         "outer_hooks",
         "remove_dispatch_mode",
         "replaced_function_modes",
