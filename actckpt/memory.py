@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt._core import devices
+from actckpt._core import devices, torch_private
 from actckpt._core.storages import storages_of
 
 __all__ = ["LiveStorages", "StepMemory", "measure_step"]
@@ -57,8 +57,8 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 class LiveStorages(TorchDispatchMode):
     """Count the bytes of the storages that operators allocate inside the `with` block and that still live.
 
-    Counters nest, may be entered again (they go on counting) and keep nothing alive. After the block nothing
-    new is counted, but deaths still are, so that `live_bytes` says how much of what the block made is held.
+    Counters nest, end in any order, may be entered again (they go on counting) and keep nothing alive. After the block
+    nothing new is counted, but deaths still are, so that `live_bytes` says how much of what the block made is held.
 
     Args:
         parameters: leaf tensors whose gradients are taken out of `live_bytes` into `gradient_bytes` once
@@ -155,7 +155,11 @@ class LiveStorages(TorchDispatchMode):
         _resize_watch.remove(self._note_resize)
         for _ in self._parameters:
             self._hooks.pop().remove()
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        num_modes = torch_private.num_dispatch_modes()
+        if num_modes and torch_private.dispatch_mode_at(num_modes - 1) is self:
+            super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        else:  # torch would take off whatever is innermost
+            torch_private.remove_dispatch_mode(self)
 
     def __torch_dispatch__(
         self,

@@ -380,3 +380,18 @@ def test_backward_in_an_autograd_thread_is_counted() -> None:
 def test_parameters_that_are_no_leaves_are_refused() -> None:
     with pytest.raises(ValueError, match=r"1 of 1 parameters are not leaves.*\(3,\).*model.parameters"):
         LiveStorages(parameters=[torch.ones(3, requires_grad=True) * 2])
+
+
+def test_counters_end_in_any_order() -> None:
+    first, second = LiveStorages(), LiveStorages()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    held = torch.ones(4)
+    assert (first.live_bytes, second.live_bytes) == (0, held.nbytes)
+    second.__exit__(None, None, None)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    with first, second:
+        more = torch.ones(4)
+    assert (first.live_bytes, second.live_bytes) == (more.nbytes, held.nbytes + more.nbytes)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
