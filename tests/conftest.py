@@ -21,16 +21,23 @@ _DEVICE_TESTS = [Path(__file__).parent / folder for folder in ("unit/sim_device"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the contract tests run with the tensors of another device."""
-    parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="where tensors of tests/contract are")
+    where = "where tensors of tests/contract are"
+    parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=where)
     parser.addoption("--programs", type=int, default=300, help="how many programs each test of random ones draws")
     parser.addoption(
         "--sample", type=int, default=1, help="of tests/contract run offloading, random state, and every n-th"
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a device that is not there."""
+    if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch finds no CUDA device here")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the tests of the simulated device where it is not asked for."""
-    return True if config.getoption("--device") == "cpu" and collection_path in _DEVICE_TESTS else None
+    return True if config.getoption("--device") != "sim" and collection_path in _DEVICE_TESTS else None
 
 
 @pytest.fixture(autouse=True)

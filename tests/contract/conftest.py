@@ -3,10 +3,13 @@
 import gc
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import on_cuda
 import pytest
 import random_programs
+import torch
 from device_exemptions import is_expected, why_exempt
 from offload_oracle import store_of_kind
 from on_device import tensors_on
@@ -41,11 +44,14 @@ def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run that file first, and leave out what does not run on the device that is asked for."""
     items.sort(key=lambda item: item.path.name != _FIRST)
-    if items and items[0].config.getoption("--device") != "cpu":
+    device = items[0].config.getoption("--device") if items else "cpu"
+    if device != "cpu":
         here = Path(__file__).parent
         items[:] = [item for item in items if here not in item.path.parents or _is_wanted(item, item.config)]
         for item in items:
-            reason = why_exempt(item)
+            for warning in on_cuda.EXPECTED_WARNINGS if device == "cuda" else ():
+                item.add_marker(pytest.mark.filterwarnings(warning))
+            reason = why_exempt(item, device)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -57,16 +63,29 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if name == "cpu":
         yield name
         return
-    from sim.device import accelerator, checked, settle, take_faults
-
-    if gc.get_freeze_count() == 0:  # torch and all tests, which the collection below would look through each time
+    if gc.get_freeze_count() == 0:  # torch and all tests, which the collections below would look through each time
         gc.collect()
         gc.freeze()
-    with accelerator.offloading(), checked(), tensors_on(name):
+    with (_on_gpu if name == "cuda" else _on_simulated)(request.node), tensors_on(name):
         yield name
         gc.collect()
+
+
+@contextmanager
+def _on_gpu(item: pytest.Item) -> Iterator[None]:
+    torch.cuda.manual_seed_all(0)
+    with on_cuda.own_stores(), on_cuda.deterministic():
+        yield
+
+
+@contextmanager
+def _on_simulated(item: pytest.Item) -> Iterator[None]:
+    from sim.device import accelerator, checked, settle, take_faults
+
+    with accelerator.offloading(), checked():
+        yield
         settle()
-        faults = [fault for fault in take_faults() if not is_expected(request.node, fault)]
+        faults = [fault for fault in take_faults() if not is_expected(item, fault)]
         assert not faults, "\n".join(faults)
 
 

@@ -1,5 +1,7 @@
 """Tests of contract/{offload,replay,rerun} that `pytest --device sim` leaves out, by name, with the reason.
 
+`--device cuda` leaves out the same, but for what the simulated device alone cannot do.
+
 A name is `folder/file.py::test`, for all of its parameters, or `folder/file.py::test[some words]` for those with all
 of these words.
 At most a tenth of the tests may stand here (test_device_exemptions.py).
@@ -26,6 +28,7 @@ _OF_CPU = "is about operators, kernels or tensors of the CPU"
 _COUNT_THEMSELVES = "counts versions, as the recorder does where kernels do not; those of devices do"
 _FORWARD_MODE = "torch's forward-mode derivatives end the process on the simulated device, without actckpt too"
 _HAS_ACCELERATOR = "is about a machine without accelerators"
+_OF_SIMULATED = (_NO_LAYOUT, _SHALLOW_COPY, _FORWARD_MODE)
 
 _OFFLOAD = "offload/test_offload_"
 _MATCHES = "replay/test_policy_matches.py::"
@@ -117,10 +120,11 @@ def words_of(item: pytest.Item) -> tuple[str, set[str]]:
     return name, set() if callspec is None else set(callspec.id.replace("-", " ").split())
 
 
-def why_exempt(item: pytest.Item) -> str | None:
+def why_exempt(item: pytest.Item, device: str = "sim") -> str | None:
     """Return why a test does not run on the device; None if it does."""
     name, words = words_of(item)
-    return next((why for key, why in _BY_NAME.get(name, ()) if key <= words), None)
+    found = next((why for key, why in _BY_NAME.get(name, ()) if key <= words), None)
+    return None if device == "cuda" and found in _OF_SIMULATED else found
 
 
 def is_expected(item: pytest.Item, fault: str) -> bool:

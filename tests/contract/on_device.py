@@ -1,5 +1,7 @@
 """The suite on another device than the CPU: `pytest --device sim` makes every tensor of a test on the simulated one.
 
+`--device cuda` makes them on a GPU (on_cuda.py).
+
 Functions that make tensors are given `device=` where a test names none, as `torch.set_default_device` would, but in
 every thread, and without a function mode, which would keep regions off the path that programs take.
 """
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy
+import on_cuda
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
@@ -34,6 +37,8 @@ def random_states() -> list[torch.Tensor]:
 
 def memory_of(tensor: torch.Tensor) -> Any:
     """Return the bytes of a tensor as an array of NumPy, for what a kernel does that torch knows nothing of."""
+    if tensor.is_cuda:
+        return on_cuda.memory_of(tensor)
     itemsize, storage = tensor.element_size(), tensor.untyped_storage()
     memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
     memory.owner = storage  # type: ignore[attr-defined]  # the array holds it
