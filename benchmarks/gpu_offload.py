@@ -168,7 +168,8 @@ class _Batch:
 
     def read_all(self) -> Iterator[torch.Tensor]:
         while self.outputs:
-            yield self.outputs.pop().grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+            output = self.outputs.pop()  # a function releases what it saved with its output
+            yield output.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
 
 
 def _our_bandwidths(engine: _C.DeviceEngine, nbytes: int, repeats: int) -> dict[str, float]:

@@ -55,30 +55,42 @@ _HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "aten::batch_norm_update_stats": ((1, 2), None),
     "aten::batch_norm_gather_stats": ((3, 4), None),
     "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),
+    # Dropout between layers draws from a state of its own, which no generator has.
+    "aten::_cudnn_rnn": ((15,), 11),
+    "aten::miopen_rnn": ((13,), 9),
 }
 
 #: Autograd saves the argument that they write to before they write: the name of that argument. What backward must see
 #: is what they wrote.
 _SAVED_BEFORE_WRITTEN = {"aten::rrelu_with_noise": "noise", "aten::rrelu_with_noise_": "noise"}
 
-#: What they return after their first result is memory for their own backward, which they need not write fully: equal
-#: calls leave different bytes there, and audits must not compare them.
-_WITH_WORKSPACE = frozenset(
-    {
-        *(
-            "mkldnn_rnn_layer",
-            "_cudnn_rnn",
-            "miopen_rnn",
-            "cudnn_batch_norm",
-            "_embedding_bag",
-            "_thnn_fused_lstm_cell",
+#: How many of their first results audits compare, of all that do not have them all compared. The others are memory for
+#: their own backward, which they need not write fully, or seeds of a dropout that attention may be told not to have:
+#: equal calls leave different bytes there.
+_NUM_COMPARED = {
+    **dict.fromkeys(
+        (
+            *("aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn", "aten::cudnn_batch_norm"),
+            *("aten::_embedding_bag", "aten::_thnn_fused_lstm_cell", "aten::_ctc_loss"),
         ),
-        "_ctc_loss",
-    }
-)
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention"),
+            *("aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_fused_attention_overrideable"),
+            *("aten::_flash_attention_forward", "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward"),
+            *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "xformers_flash::flash_fwd"),
+        ),
+        2,
+    ),
+    "aten::_batch_norm_with_update": 3,
+}
 
 #: Of these, the ones that compute the same numbers without running statistics.
-_REPLAYED_WITHOUT_STATISTICS = frozenset(_HIDDEN_WRITES) - {"aten::miopen_batch_norm"}
+_REPLAYED_WITHOUT_STATISTICS = frozenset(_HIDDEN_WRITES) - {
+    *("aten::miopen_batch_norm", "aten::_cudnn_rnn", "aten::miopen_rnn")
+}
 
 #: Forward operators that `torch.use_deterministic_algorithms` lists as nondeterministic on CUDA (Rule 5).
 _NONDETERMINISTIC_ON_CUDA = frozenset(
@@ -125,6 +137,7 @@ class HigherOrder:
 
     is_recorded = False
     makes_one = False
+    num_compared = None
     num_returned = 0
     routed_by = ()
 
@@ -146,7 +159,6 @@ class Operator:
         "generator_name",
         "group_position",
         "has_effects",
-        "has_workspace",
         "hidden_writes",
         "is_collective",
         "is_elementwise",
@@ -162,6 +174,7 @@ class Operator:
         "name",
         "nondeterministic_flag",
         "nondeterministic_threads",
+        "num_compared",
         "num_returned",
         "overwrites",
         "reads_outside",
@@ -231,7 +244,8 @@ class Operator:
         self.is_uninitialised = namespace == "aten" and base in _UNINITIALISED
         self.reads_outside = namespace == "aten" and base in _READ_OUTSIDE
         self.reshapes_storage = namespace == "aten" and base in _RESHAPE_STORAGE
-        self.has_workspace = namespace == "aten" and base in _WITH_WORKSPACE
+        #: Audits compare so many of its first results, None: all.
+        self.num_compared = _NUM_COMPARED.get(schema.name)
         self.is_collective = namespace in COLLECTIVE_NAMESPACES
         self.is_repeatable = namespace == "_c10d_functional" and base in _REPEATABLE
         #: Position of the argument that is its process group, -1: not known.

@@ -306,8 +306,12 @@ def _end_write(
     nbytes = storage.nbytes()
     known = tape.storages.get(id(storage))
     if known is None or known.storage() is not storage:
-        tape.value_of(tensor)  # `set_` gave it a storage that we do not know
+        unknown = tape.value_of(tensor)  # `set_` gave it a storage that we do not know: an input of the region
+        assert unknown is not None
+        unknown.version = -1  # counted up after this handler returns
         return
+    if step is not None and step.operator.reshapes_storage and known.value is not old:
+        return  # `set_` gave it one that we know, in which it wrote nothing
     if known.value.step is step and step is not None:
         return  # two written arguments on one storage
     value = tape.new_value(nbytes, tensor.device)

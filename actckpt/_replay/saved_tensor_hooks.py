@@ -89,7 +89,8 @@ def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     if not audit.can_compare(tensor):
         return
     value = handle.window.value
-    if value.index > 0 and value.operator.has_workspace:
+    num_compared = None if value.operator is None else value.operator.num_compared
+    if num_compared is not None and value.index >= num_compared:
         tape.site.audited.add(place)
         return
     if value.spare is None:

@@ -48,7 +48,7 @@ def memory_of(tensor: torch.Tensor) -> Any:
 
 
 def _names_a_device(kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("device") is not None:
+    if kwargs.get("device") is not None or kwargs.get("pin_memory"):  # only memory of the host can be pinned
         return True
     if torch._C._len_torch_function_stack() == 0:
         return False

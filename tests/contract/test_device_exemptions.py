@@ -24,7 +24,11 @@ def test_exempt_tests_exist_and_are_at_most_a_tenth() -> None:
     assert pytest.main([*folders, "--collect-only", "-qq"], plugins=[collected]) == 0
     found = [item for item in collected.items if device_exemptions.why_exempt(item)]
     assert 0 < len(found) * 10 <= len(collected.items)
-    for key in {**device_exemptions.EXEMPT, **dict.fromkeys(device_exemptions.CHANGING)}:
+    for key in {
+        **device_exemptions.EXEMPT,
+        **device_exemptions.EXEMPT_ON_GPU,
+        **dict.fromkeys(device_exemptions.CHANGING),
+    }:
         name, needed = device_exemptions.split(key)
         named = (words for test, words in map(device_exemptions.words_of, collected.items) if test == name)
         assert any(needed <= words for words in named), f"{key}: no such test"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -230,3 +231,37 @@ def test_workspaces_are_not_compared_where_a_policy_keeps_the_results_before_the
             y = layer(x)[0]
         torch.full((266240,), filler, dtype=torch.uint8)  # what the workspace of the replay is likely to hold
         assert_equal(torch.autograd.grad(y.sum(), x), expected)
+
+
+def test_seeds_of_a_dropout_that_attention_does_not_have_are_not_compared() -> None:
+    """Such results of kernels for GPUs hold what their memory held before."""
+    unwritten = itertools.count()
+    with torch.library._scoped_library("xformers_flash", "FRAGMENT") as library:
+        library.define("flash_fwd(Tensor query) -> (Tensor, Tensor, Tensor)")
+        library.impl(
+            "flash_fwd",
+            lambda query: (query.sin(), query.exp(), torch.tensor(next(unwritten))),
+            "CompositeExplicitAutograd",
+        )
+
+        class Attention(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, query: torch.Tensor) -> torch.Tensor:
+                out, sums, seed = torch.ops.xformers_flash.flash_fwd(query)
+                ctx.save_for_backward(query, sums, seed)
+                return out
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                query, sums, _ = ctx.saved_tensors
+                return grad * query.cos() * sums
+
+        x = torch.randn(6, 3, requires_grad=True)
+        expected = torch.autograd.grad(Attention.apply(x * 2).exp().sum(), x)
+        actckpt.configure(audit="always")
+        for _ in range(2):
+            with actckpt.region():
+                y = Attention.apply(x * 2).exp().sum()
+            before = next(unwritten)
+            assert_equal(torch.autograd.grad(y, x), expected)
+            assert next(unwritten) > before + 1, "it was not replayed"

@@ -176,7 +176,7 @@ def test_jagged_tensors_come_back_with_the_sizes_that_they_had() -> None:
 
 def test_generators_among_the_arguments_are_restored_wherever_they_stand() -> None:
     def program(x: torch.Tensor, region: Any) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(4)
+        generator = torch.Generator(x.device).manual_seed(4)
         with region():
             rates = x.detach().abs() * 9
             y = torch.poisson(rates, generator=generator) * x.sin()
@@ -387,5 +387,38 @@ def test_what_an_operator_wrote_before_it_raised_is_no_longer_what_it_was(write:
                 write(target)
             assert not torch.equal(target, before)
             return y.sin() * (x * target).cos()
+
+    _assert_as_plain(program)
+
+
+@pytest.mark.parametrize("was_read", [False, True])
+@pytest.mark.parametrize("policy", ["recompute", "keep", "offload", []])
+def test_a_tensor_that_is_put_onto_the_memory_of_a_parameter_changes_nothing_there(policy: Any, was_read: bool) -> None:
+    """As recurrent layers do on GPUs with the memory that all their weights share."""
+    weight = torch.nn.Parameter(torch.randn(32))
+
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        with region():
+            y = x.view(32) * weight if was_read else x.view(32).cos()
+            for _ in range(2):
+                flat = torch.empty(0, device=x.device).set_(weight.detach().untyped_storage())
+                y = (y * weight + flat * x.view(32)).sin()
+            return y
+
+    for _ in range(2):
+        _assert_as_plain(program, policy)
+        with torch.no_grad():
+            weight += 1
+
+
+def test_a_parameter_that_was_last_read_through_its_data_has_not_changed() -> None:
+    """What `.data` returns counts versions of its own."""
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    data = weight.data
+    data.add_(1)
+
+    def program(x: torch.Tensor, region: Any) -> torch.Tensor:
+        with region():
+            return (x * weight).sin() * (x * data).cos() * weight
 
     _assert_as_plain(program)
