@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from actckpt.demo.model import LanguageModel
 
-__all__ = ["MODELS"]
+__all__ = ["MODELS", "UNet", "ViT"]
 
 
 class _ViTBlock(nn.Module):
@@ -28,7 +28,9 @@ class _ViTBlock(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
-class _ViT(nn.Module):
+class ViT(nn.Module):
+    """Patches of 16 x 16, blocks, and a head of 100 classes."""
+
     def __init__(self, dim: int = 192, heads: int = 3, layers: int = 8) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, dim, 16, 16)
@@ -53,7 +55,7 @@ class _ConvBlock(nn.Module):
         return x + self.conv2(functional.silu(self.norm2(h)))
 
 
-class _UNet(nn.Module):
+class UNet(nn.Module):
     """Three scales; results of the way down are read on the way up."""
 
     def __init__(self, width: int = 32, blocks: int = 2) -> None:
@@ -133,12 +135,12 @@ def _llama() -> tuple[nn.Module, Callable[[], object]]:
 
 
 def _vit() -> tuple[nn.Module, Callable[[], object]]:
-    model, images = _ViT(), torch.randn(8, 3, 224, 224)
+    model, images = ViT(), torch.randn(8, 3, 224, 224)
     return model, lambda: model(images).square().mean().backward()
 
 
 def _unet() -> tuple[nn.Module, Callable[[], object]]:
-    model, images = _UNet(), torch.randn(2, 3, 96, 96)
+    model, images = UNet(), torch.randn(2, 3, 96, 96)
     return model, lambda: model(images).square().mean().backward()
 
 

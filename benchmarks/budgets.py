@@ -90,15 +90,16 @@ class _Bench:
             random.shuffle(running)
             for candidate in running:
                 candidate.time()
-        row: dict[str, Any] = {"ratio_to_plain": _ratio(planned, plain)[0], "chosen": raced.chosen}
+        row: dict[str, Any] = {"ratio_to_plain": ratio(planned, plain)[0], "chosen": raced.chosen}
         if fitting:
             best = min(fitting, key=lambda each: statistics.median(each.seconds))
-            median, interval = _ratio(ours, best)
+            median, interval = ratio(ours, best)
             row |= {"best_simple": best.name, "ratio_to_best_simple": median, "interval_95": interval}
         return row
 
 
-def _ratio(ours: Candidate, theirs: Candidate) -> tuple[float, list[float]]:
+def ratio(ours: Candidate, theirs: Candidate) -> tuple[float, list[float]]:
+    """Return the median of ratios of steps that were timed in turns, and its 95 % interval."""
     ratios = [a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
     return round(statistics.median(ratios), 4), _interval(ratios)
 

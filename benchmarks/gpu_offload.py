@@ -74,14 +74,15 @@ Context = Callable[[], AbstractContextManager[Any]]
 class Block(torch.nn.Module):
     """A decoder block of the shape of Llama 3 8B's, without rotation."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: Scale | None = None) -> None:
         super().__init__()
-        dim, hidden = _scale.dim, _scale.hidden
-        self.head = dim // _scale.heads
+        scale = scale or _scale
+        dim, hidden = scale.dim, scale.hidden
+        self.head = dim // scale.heads
         self.attention_norm, self.mlp_norm = torch.nn.RMSNorm(dim), torch.nn.RMSNorm(dim)
         self.q, self.o = torch.nn.Linear(dim, dim, bias=False), torch.nn.Linear(dim, dim, bias=False)
-        self.k = torch.nn.Linear(dim, _scale.kv_heads * self.head, bias=False)
-        self.v = torch.nn.Linear(dim, _scale.kv_heads * self.head, bias=False)
+        self.k = torch.nn.Linear(dim, scale.kv_heads * self.head, bias=False)
+        self.v = torch.nn.Linear(dim, scale.kv_heads * self.head, bias=False)
         self.gate, self.up = torch.nn.Linear(dim, hidden, bias=False), torch.nn.Linear(dim, hidden, bias=False)
         self.down = torch.nn.Linear(hidden, dim, bias=False)
 
@@ -95,7 +96,18 @@ class Block(torch.nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def _milliseconds(work: Callable[[], None]) -> float:
+def device() -> torch.device:
+    """Return the device that is measured."""
+    return _DEVICE
+
+
+def device_name() -> str:
+    """Return what it calls itself."""
+    return "none" if _ACCELERATOR is None else _ACCELERATOR.name_of(_DEVICE)
+
+
+def milliseconds(work: Callable[[], None]) -> float:
+    """Return how long work takes, by the events of the device."""
     start, end = torch.Event(_DEVICE, enable_timing=True), torch.Event(_DEVICE, enable_timing=True)
     devices.synchronize(_DEVICE)
     start.record()
@@ -126,7 +138,7 @@ def _loop_bandwidths(nbytes: int, repeats: int) -> dict[str, float]:
     found = {}
     for name, flags in kinds.items():
         copies(*flags)
-        samples = [_milliseconds(lambda flags=flags: copies(*flags)) for _ in range(5)]
+        samples = [milliseconds(lambda flags=flags: copies(*flags)) for _ in range(5)]
         found[name] = nbytes * repeats * sum(flags) / statistics.median(samples) * 1e3
     return found
 
@@ -191,7 +203,7 @@ def _our_bandwidths(engine: _C.DeviceEngine, nbytes: int, repeats: int) -> dict[
 
     for _ in range(4):  # the first grows the pool
         first = _Batch(nbytes, repeats)
-        samples["out"].append(_milliseconds(lambda first=first: save(first)))
+        samples["out"].append(milliseconds(lambda first=first: save(first)))
         settle()
         second = _Batch(nbytes, repeats)
 
@@ -201,9 +213,9 @@ def _our_bandwidths(engine: _C.DeviceEngine, nbytes: int, repeats: int) -> dict[
                 recent.append(tensor)
                 second.save_one()
 
-        samples["both"].append(_milliseconds(both))
+        samples["both"].append(milliseconds(both))
         settle()
-        samples["back"].append(_milliseconds(lambda second=second: read(second)))
+        samples["back"].append(milliseconds(lambda second=second: read(second)))
         settle()
     return {
         name: nbytes * repeats * (2 if name == "both" else 1) / statistics.median(values[1:]) * 1e3
@@ -286,20 +298,20 @@ def _train_steps(layers: int, tokens: int, method: str, steps: int) -> dict[str,
             y = model(x).float().square().mean()
         y.backward()
 
-    milliseconds, before_bytes = [], 0
+    all_ms, before_bytes = [], 0
     actckpt.reset_stats()
     try:
         for _ in range(steps):
             torch.accelerator.reset_peak_memory_stats()
             before_bytes = torch.accelerator.memory_allocated()
-            milliseconds.append(_milliseconds(step))
+            all_ms.append(milliseconds(step))
             model.zero_grad(set_to_none=False)
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     figures = actckpt.stats()
     return {
-        "step_ms": statistics.median(milliseconds[2:]),
-        "all_step_ms": milliseconds,
+        "step_ms": statistics.median(all_ms[2:]),
+        "all_step_ms": all_ms,
         "fixed_bytes": before_bytes,
         "peak_allocated_bytes": torch.accelerator.max_memory_allocated(),
         "moved_bytes_per_step": figures.offloaded_bytes // steps,
@@ -421,7 +433,7 @@ def plan(layers: int, all_tokens: Sequence[int], steps: int, folder: str, figure
             yield Part(f"copies, {tier}", f"{mib} MiB", partial(_copies, tier, folder, mib))
 
 
-def _use(accelerator: Accelerator, scale: Scale) -> None:
+def use(accelerator: Accelerator, scale: Scale) -> None:
     """Measure on the first device of an accelerator."""
     global _ACCELERATOR, _DEVICE, _scale
     _ACCELERATOR, _DEVICE, _scale = accelerator, accelerator.device_at(0), scale
@@ -480,7 +492,7 @@ def main() -> int:
         with rehearsal.simulated():
             accelerator = devices.available()
             assert accelerator is not None
-            _use(accelerator, _TOY)
+            use(accelerator, _TOY)
             return _run(args)
     if _ACCELERATOR is None:
         print("gpu_offload: no GPU, nothing measured.")

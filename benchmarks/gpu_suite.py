@@ -1,11 +1,12 @@
-"""All that is measured on a GPU, in one command: unattended, at most nine minutes, those of most value first.
+"""All that is measured on a GPU, in one command: unattended, at most thirteen minutes, those of most value first.
 
     python benchmarks/gpu_suite.py --out DIR
 
 Needs torch with a GPU, NumPy, pytest and a compiler. Builds the extension; then bandwidths, training at 8192 tokens
-with every method beside the others (overlap of copies, peaks beside their bounds), the tests of tests/gpu, training at
-32768 tokens, and TransformerEngine where it imports. Each part is a process with a time limit of its own, and writes
-DIR/NAME.json when it ends: its output, what it measured, and what went wrong, if anything did; then the next one runs.
+with every method beside the others (overlap of copies, peaks beside their bounds), the tests of tests/gpu, training
+under budgets, training at 32768 tokens, and TransformerEngine where it imports. Each part is a process with a time
+limit of its own, and writes DIR/NAME.json when it ends: its output, what it measured, and what went wrong, if anything
+did; then the next one runs.
 --rehearse runs the same at toy size on the simulated accelerator of the tests, without hardware, each part for an hour
 at most: the extension is taken as it is, the simulated device is compiled, the tests of tests/gpu are skipped one by
 one, and TransformerEngine measures nothing.
@@ -26,7 +27,7 @@ _ROOT = Path(__file__).parents[1]
 _BENCHMARKS = Path(__file__).parent
 _OUTPUT_CHARACTERS = 6000
 #: All parts together, and more than their limits: the last one has its time even where those before it hang.
-_SECONDS = 9 * 60
+_SECONDS = 13 * 60
 #: A part of a rehearsal. It ends what hangs; a busy machine or a slow compiler is no failure.
 _REHEARSAL_SECONDS = 60 * 60
 
@@ -62,10 +63,18 @@ def _parts(rehearses: bool) -> Iterator[Part]:
     yield offload("bandwidth", "copies, pinned", 8192, 64, 45)
     yield offload("frontier", "frontier", 8192, 64, 120)
     yield Part("tests", [python, "-m", "pytest", "tests/gpu", "-q", "-rs", "--tb=short"], 100)
+    yield _budgets(rehearses, 225)
     yield offload("long_context", "training", 32768, 128, 65)
     te = [python, str(_BENCHMARKS / "gpu_te.py"), "--no-tests", "--minutes", "0.9", "--out", "{result}"]
     yield Part("transformer_engine", te, 75)
     yield offload("other_tiers", "tiers", 8192, 64, 40)
+
+
+def _budgets(rehearses: bool, seconds: float) -> Part:
+    command = [sys.executable, str(_BENCHMARKS / "gpu_budgets.py"), "--out", "{result}"]
+    command += ["--minutes", f"{((_REHEARSAL_SECONDS if rehearses else seconds) - 15) / 60:.2f}"]
+    toy = ["--rehearse", "--budgets", "2", "--few-budgets", "1", "--rounds", "1"]
+    return Part("budgets", command + (toy if rehearses else []), seconds)
 
 
 def measured(part: Part, folder: Path, seconds: float) -> dict[str, Any]:

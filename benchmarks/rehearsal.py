@@ -9,6 +9,8 @@ from pathlib import Path
 _LINK_BYTES_PER_S = 1e9
 #: Less than what toys move.
 _WINDOW_BYTES = 8 << 10
+#: The smallest tensors that plans offload.
+_PLANNED_BYTES = 16 << 10
 
 
 @contextmanager
@@ -19,7 +21,10 @@ def simulated() -> Iterator[None]:
     from sim.device.accelerator import offloading
 
     from actckpt import api
+    from actckpt._offload import session
+    from actckpt._replay import opened
 
     api.DEFAULT_MIN_BYTES = 0  # what `offload_inputs` moves; the process ends with the rehearsal
+    session.DEFAULT_MIN_BYTES = opened.DEFAULT_MIN_BYTES = _PLANNED_BYTES
     with device.checked(), device.timed(link_bytes_per_s=_LINK_BYTES_PER_S), offloading(max_inflight=_WINDOW_BYTES):
         yield

@@ -63,10 +63,17 @@ def known() -> set[str]:
     return full | {name.rpartition(".")[0] for name in full}
 
 
+#: Patterns that were found: to list all operators takes milliseconds, and a plan names the same ones in each block.
+_found: set[str] = set()
+
+
 def exists(pattern: str) -> bool:
     """Whether an operator has a name, which may have wildcards."""
-    names = known()
-    return pattern in names or any(matches(pattern, name) for name in names)
+    if pattern not in _found:
+        names = known()
+        if pattern in names or any(matches(pattern, name) for name in names):
+            _found.add(pattern)
+    return pattern in _found
 
 
 def is_composite(op: Any) -> bool:
