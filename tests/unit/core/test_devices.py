@@ -133,6 +133,22 @@ def test_only_nvidia_devices_have_a_backend(monkeypatch: pytest.MonkeyPatch) -> 
     assert Cuda().driver_library is None
 
 
+@pytest.mark.parametrize(
+    ("fraction", "reserved", "expected"), [(1.0, 2, (50, 80)), (0.5, 10, (30, 40)), (0.1, 9, (0, 8))]
+)
+def test_memory_that_a_process_may_not_have_is_not_free(
+    fraction: float, reserved: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tells = {"mem_get_info": (50, 80), "get_per_process_memory_fraction": fraction, "memory_reserved": reserved}
+    for name, value in tells.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    cuda, device = Cuda(), torch.device("cuda", 0)
+    cuda.counts_memory = False  # type: ignore[misc]
+    assert cuda.memory_info(device) == (50, 80)
+    cuda.counts_memory = True  # type: ignore[misc]
+    assert cuda.memory_info(device) == expected
+
+
 # The current device and capture, around regions.
 
 
