@@ -274,7 +274,9 @@ def _run(
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
     inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(options.rng_trackers))
     region = Region(inputs)
-    if preserve_rng_state and not devices.is_capturing():
+    if preserve_rng_state:
+        if devices.is_capturing():
+            raise random_state.capturing_error(inputs.name)
         region.random = random_state.RandomState(inputs.devices, inputs.generators, options.rng_trackers)
     if options.debug:
         _trace(region, options.context_fn)

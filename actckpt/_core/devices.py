@@ -272,7 +272,11 @@ class Cuda(Accelerator):
         return torch.cuda.stream(stream)  # type: ignore[arg-type]  # one of CUDA's, made above
 
     def memory_info(self, device: torch.device) -> tuple[int, int] | None:
-        return torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
+        if not self.counts_memory:
+            return free, total
+        limit = int(total * torch.cuda.get_per_process_memory_fraction(device))  # this process may not have more
+        return min(free, max(0, limit - torch.cuda.memory_reserved(device))), min(total, limit)
 
     def is_used(self, index: int) -> bool:
         has_context = torch_private.cuda_has_context

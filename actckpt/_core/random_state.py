@@ -18,7 +18,8 @@ Rule 5. Reruns that restore random state take one lock: two threads that swap th
         the region, so that two threads which differentiate each other's regions do not block.
 Rule 6. A region made within a rerun (a backward inside the function, which autograd may run in
         another thread) belongs to the owner of the lock, who is waiting for it.
-Rule 7. While a stream is capturing, states are not read.
+Rule 7. While a stream is capturing, states cannot be read: a region whose rerun is to draw the same numbers raises, as
+        torch's checkpoint does.
 
 Whether the function drew any numbers is deliberately not asked. A function that puts back what it drew
 (`torch.random.fork_rng`) leaves the same state behind as one that drew nothing.
@@ -147,6 +148,15 @@ def swap_timeout_error() -> ActckptError:
         "A rerun waited 300 s for a rerun in another thread to give random state back.\nDoes the function of "
         "that region run a backward of its own, on a second device, through another region? Pass "
         "preserve_rng_state=False to the inner checkpoint, or move the backward out of the region."
+    )
+
+
+def capturing_error(name: str) -> ActckptError:
+    """Return the error for a region whose rerun would draw other numbers than its forward, named `name`."""
+    return ActckptError(
+        f"checkpoint: {name} runs while its stream is being captured into a CUDA graph, where random state cannot be "
+        "read: its rerun would draw other numbers. Pass preserve_rng_state=False if it draws none, or policy=[], which "
+        "keeps what random operators make."
     )
 
 

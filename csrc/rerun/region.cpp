@@ -248,7 +248,8 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     bool on_device = false;
     if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
     if (!recipe.args) return Py_NewRef(Py_NotImplemented);
-    if (truth(args[3]) && !is_capturing(recipe.state)) {
+    if (truth(args[3])) {
+      if (is_capturing(recipe.state)) return Py_NewRef(Py_NotImplemented);  // which raises
       const py::object generators = on_device || has_device(recipe.state)
                                         ? call(names().generators_of, args[1])
                                         : py::reinterpret_borrow<py::object>(names().cpu_generators);

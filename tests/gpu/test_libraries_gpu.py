@@ -1,0 +1,214 @@
+"""Libraries on a GPU, in bf16: two lines of actckpt each, and the losses and parameters of plain training.
+
+Models and steps are those of tests/integrations. Each test is skipped where its library is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_programs import DEVICE
+from torch import Tensor
+
+import actckpt
+
+pytestmark = pytest.mark.filterwarnings("default")  # of the libraries, about themselves
+
+_STEPS = 6
+_MODELS = ("llama", "gpt 2", "mixtral", "gpt oss", "t5")
+#: What Trainer's arguments need of the device: nothing on a GPU.
+_ON_DEVICE: dict[str, Any] = {} if DEVICE == "cuda" else {"use_cpu": True}
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "integrations"))
+    yield
+
+
+def _train_on(model: Any, step: Callable[[], Any]) -> list[Tensor]:
+    return importlib.import_module("training").train_on(model, step, _STEPS)  # type: ignore[no-any-return]
+
+
+def _assert_equal_if_repeatable(run: Callable[[bool], list[Tensor]]) -> None:
+    """Compare what `run(True)` gives, with actckpt, to `run(False)`; skip what differs without it."""
+    assert_equal = importlib.import_module("training").assert_equal
+    expected = run(False)
+    try:
+        assert_equal(run(False), expected)
+    except AssertionError as error:
+        pytest.skip(f"plain training is not deterministic here: {error}")
+    assert_equal(run(True), expected)
+
+
+def _mixtral() -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(1)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).train()
+
+
+def _transformer(name: str) -> Any:
+    pytest.importorskip("transformers")
+    models = importlib.import_module("transformers_models")
+    made = _mixtral() if name == "mixtral" else models.make(name)
+    return made.to(DEVICE, torch.bfloat16)
+
+
+def _batch(name: str) -> dict[str, Tensor]:
+    found = importlib.import_module("transformers_models").batch(name)
+    return {key: value.to(DEVICE) for key, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"policy": "matmuls"}, {"policy": "offload"}, {"offload_inputs": True}, {"activation_budget": "70%"}],
+    ids=lambda options: ", ".join(map(str, options.values())) or "recompute",
+)
+@pytest.mark.parametrize("name", _MODELS)
+def test_transformers_with_enable(name: str, options: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    from actckpt.integrations.transformers import enable
+
+    def run(is_ours: bool) -> list[Tensor]:
+        model = _transformer(name)
+        if is_ours:
+            enable(model, **options)
+        found = _train_on(model, lambda: model(**_batch(name), use_cache=False).loss)
+        assert not is_ours or actckpt.report(model).blocks_ran
+        return found
+
+    _assert_equal_if_repeatable(run)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"budget": 0.5}], ids=str)
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["fp32", "bf16"])
+def test_transformers_trainer(options: dict[str, Any], is_mixed: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from actckpt.integrations.transformers import callback
+
+    ids = torch.randint(3, 64, (64, 12), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    def run(is_ours: bool) -> list[Tensor]:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=_STEPS,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            logging_steps=1,
+            learning_rate=1e-3,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            bf16=is_mixed,
+            gradient_checkpointing=is_ours,
+            dataloader_pin_memory=False,
+            **_ON_DEVICE,
+        )
+        model = _transformer("llama").float()
+        callbacks = [callback(**options)] if is_ours else []
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
+        trainer.train()
+        losses = [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        return [*losses, *(parameter.detach() for parameter in trainer.model.parameters())]
+
+    _assert_equal_if_repeatable(run)
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["enable first", "LoRA first"])
+def test_peft_lora(is_before: bool) -> None:
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    from actckpt.integrations.transformers import enable
+
+    def run(is_ours: bool) -> list[Tensor]:
+        model = _transformer("llama")
+        if is_ours and is_before:
+            enable(model)
+        torch.manual_seed(3)
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+        model = peft.get_peft_model(model, settings)
+        if is_ours and not is_before:
+            enable(model)
+        return _train_on(model, lambda: model(**_batch("llama"), use_cache=False).loss)
+
+    _assert_equal_if_repeatable(run)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "matmuls", "offload", []], ids=str)
+def test_timm_vit(policy: Any) -> None:
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    timm = importlib.import_module("torchvision_stub").import_timm()
+    options = {"img_size": 64, "depth": 4, "drop_path_rate": 0.2, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1}
+
+    def run(is_ours: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=10, **options)
+        model = model.to(DEVICE, torch.bfloat16)
+        images = torch.randn(8, 3, 64, 64).to(DEVICE, torch.bfloat16)
+        if is_ours:
+            assert len(actckpt.apply(model, policy)) == 4
+        return _train_on(model, lambda: model(images).float().square().mean())
+
+    _assert_equal_if_repeatable(run)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"module": "net", "budget": "2GiB"}], ids=str)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning(options: dict[str, Any], precision: str, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from actckpt.integrations.lightning import callback
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            block = lambda: torch.nn.Sequential(  # noqa: E731
+                torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 64)
+            )
+            self.net = torch.nn.Sequential(*(block() for _ in range(4)))
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            torch.manual_seed(index)
+            loss = self.net(batch[0]).float().square().mean()
+            self.losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def run(is_ours: bool) -> list[Tensor]:
+        module = Module()
+        trainer = lightning.Trainer(
+            max_steps=_STEPS,
+            max_epochs=-1,
+            accelerator="gpu" if DEVICE == "cuda" else "cpu",
+            devices=1,
+            precision=precision,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[callback(**options)] if is_ours else [],
+        )
+        rows = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+        trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=16))
+        assert len(module.losses) == _STEPS
+        return [*module.losses, *(parameter.detach() for parameter in module.parameters())]
+
+    _assert_equal_if_repeatable(run)
