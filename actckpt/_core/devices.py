@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt._core import nvml, torch_private
+from actckpt._core import nvml, torch_private, torch_settings
 from actckpt._core.nvml import GpuFacts
 
 __all__ = [
@@ -261,6 +261,14 @@ class Cuda(Accelerator):
     def __init__(self) -> None:
         super().__init__("cuda")
         self.driver_library = CUDA_LIBRARY if torch.version.hip is None else None
+        self._has_order = False
+
+    def current_index(self) -> int | None:
+        index = super().current_index()
+        if index is not None and not self._has_order and not torch.cuda.is_current_stream_capturing():
+            self._has_order = True
+            torch_settings.settle_sdp_order(self.device_at(index))
+        return index
 
     def stream_handle(self, device: torch.device) -> int:
         return torch.cuda.current_stream(device).cuda_stream

@@ -20,6 +20,10 @@ Rule 6. A region made within a rerun (a backward inside the function, which auto
         another thread) belongs to the owner of the lock, who is waiting for it.
 Rule 7. While a stream is capturing, states cannot be read: a region whose rerun is to draw the same numbers raises, as
         torch's checkpoint does.
+Rule 8. cuDNN's recurrent layers draw their dropout from a state of their own, which starts anew, from a number of the
+        device's generator, in the first layer after the state of that generator was set. It is set before each rerun,
+        so it is set to what it is before the function's first run as well: both draw the same masks. Those of a program
+        without regions, where layers go on from each other's state, are others.
 
 Whether the function drew any numbers is deliberately not asked. A function that puts back what it drew
 (`torch.random.fork_rng`) leaves the same state behind as one that drew nothing.
@@ -109,7 +113,7 @@ class RandomState:
         generators: Sequence[torch.Generator],
         trackers: Sequence[GetTracker],
     ) -> None:
-        self._generators = _C.capture_generators((*generators_of_region(of_inputs), *generators))
+        self._generators = _C.capture_generators_of_rerun((*generators_of_region(of_inputs), *generators))
         self._trackers = [_TrackerState(tracker) for tracker in known_trackers(trackers)]
         #: The swap within whose rerun the region is made (Rule 6).
         self.outer_swap = _C.current_swap()

@@ -140,6 +140,11 @@ def disable_dynamo(function: _Function) -> _Function:
     return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
 
 
+#: Sets what torch.compile calls for each Python frame of this thread that runs, None: nothing; returns what was set.
+#: Missing: frames of ours may be compiled with those of a compiled function.
+set_eval_frame: Callable[[Any], Any] = optional(torch._C._dynamo.eval_frame, "set_eval_frame") or (lambda found: found)
+
+
 def graph_break(why: str) -> None:
     """Break the graph that is being traced; with `fullgraph=True` that is an error with this text."""
     torch._dynamo.graph_break(why.strip())  # the error shows results of calls, and global variables it does not

@@ -62,7 +62,10 @@ _HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int | None]] = {
 
 #: Autograd saves the argument that they write to before they write: the name of that argument. What backward must see
 #: is what they wrote.
-_SAVED_BEFORE_WRITTEN = {"aten::rrelu_with_noise": "noise", "aten::rrelu_with_noise_": "noise"}
+_SAVED_BEFORE_WRITTEN = {
+    **dict.fromkeys(("aten::rrelu_with_noise", "aten::rrelu_with_noise_"), "noise"),
+    **dict.fromkeys(("aten::_cudnn_rnn", "aten::miopen_rnn"), "dropout_state"),
+}
 
 #: How many of their first results audits compare, of all that do not have them all compared. The others are memory for
 #: their own backward, which they need not write fully, or seeds of a dropout that attention may be told not to have:

@@ -257,7 +257,9 @@ def _has_moved(generators: Any) -> bool:
 def _saved_too_early(tape: Tape, operator: Operator, args: tuple[Any, ...]) -> Any:
     """Take from its value the handle under which autograd saved, for this call, what the call will write to."""
     position = operator.saved_before_written
-    if position < 0 or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in _tensors_in(args)):
+    if position < 0 or args[position] is None or not torch.is_grad_enabled():
+        return None
+    if not any(tensor.requires_grad for tensor in _tensors_in(args)):
         return None
     value = tape.value_of(args[position])
     return value.take_last_handle() if value is not None else None

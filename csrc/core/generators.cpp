@@ -26,6 +26,10 @@ PyObject* capture(PyObject*, PyObject* generators) {
   return guarded([&] { return capture_generators(generators).release().ptr(); });
 }
 
+PyObject* capture_of_rerun(PyObject*, PyObject* generators) {
+  return guarded([&] { return capture_generators_of_rerun(generators).release().ptr(); });
+}
+
 PyObject* states_restore(PyObject* self, PyObject*) {
   return guarded([&] {
     restore_generators(py::reinterpret_borrow<py::object>(self));
@@ -72,6 +76,19 @@ py::object capture_generators(PyObject* generators) {
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
 }
 
+py::object capture_generators_of_rerun(PyObject* generators) {
+  py::object states = capture_generators(generators);
+  for (const Captured& entry : states_of(states.ptr())->captured) {
+    if (entry.generator.ptr() == PyTuple_GET_ITEM(names().cpu_generators, 0)) continue;
+    if (!PyObject_TypeCheck(entry.generator.ptr(), reinterpret_cast<PyTypeObject*>(names().generator_type))) continue;
+    const py::object device = attribute(entry.generator.ptr(), names().device);
+    if (attribute(device.ptr(), names().type).equal(py::handle(names().cuda))) {
+      call_method_with(entry.generator.ptr(), names().set_state, entry.state.ptr());
+    }
+  }
+  return states;
+}
+
 py::object generators_now(const py::object& states) {
   const auto& captured = states_of(states.ptr())->captured;
   py::tuple generators(captured.size());
@@ -91,6 +108,8 @@ void add_generator_types(py::module_& module) {
   module.add_object("GeneratorStates", reinterpret_cast<PyObject*>(states_type));
   static PyMethodDef functions[] = {
       {"capture_generators", capture, METH_O, "capture_generators(tuple) -> GeneratorStates"},
+      {"capture_generators_of_rerun", capture_of_rerun, METH_O,
+       "capture_generators_of_rerun(tuple) -> GeneratorStates of a function that runs again"},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), functions) < 0) throw py::error_already_set();
 }

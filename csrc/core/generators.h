@@ -10,6 +10,9 @@ namespace actckpt {
 // Captures the states of a tuple of generators: a GeneratorStates.
 py::object capture_generators(PyObject* generators);
 
+// The same at the start of a function that runs again: Rule 8 of NOTE [ Random state ].
+py::object capture_generators_of_rerun(PyObject* generators);
+
 // The states of the same generators as they are now.
 py::object generators_now(const py::object& states);
 

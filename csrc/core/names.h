@@ -23,6 +23,7 @@ namespace actckpt {
   X(conj, "conj") \
   X(copy, "copy_") \
   X(cpu, "cpu") \
+  X(cuda, "cuda") \
   X(data, "data") \
   X(decide, "decide") \
   X(default_action, "default") \
@@ -107,6 +108,7 @@ namespace actckpt {
   X(cpu_generators) \
   X(top_hooks) \
   X(push_hooks) \
+  X(set_eval_frame) /* of torch.compile; returns what was set */ \
   X(pop_hooks) \
   X(is_grad_enabled) \
   X(set_grad_enabled) \

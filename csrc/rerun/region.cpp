@@ -253,7 +253,7 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
       const py::object generators = on_device || has_device(recipe.state)
                                         ? call(names().generators_of, args[1])
                                         : py::reinterpret_borrow<py::object>(names().cpu_generators);
-      recipe.random = capture_generators(generators.ptr());
+      recipe.random = capture_generators_of_rerun(generators.ptr());
       recipe.outer_swap = 0;
     }
     const auto parameters = std::make_shared<Parameters>(args[0], nullptr);

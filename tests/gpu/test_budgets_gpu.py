@@ -16,6 +16,7 @@ import torch
 from gpu_programs import DEVICE, Block, peak_bytes, stack
 from oracle import assert_equal
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import actckpt
 
@@ -25,6 +26,13 @@ _DEPTH, _WIDTH, _BATCH, _SEQ = 8, 512, 8, 512
 _MIB = 1 << 20
 #: Steps until a budget holds.
 _SETTLING = 3
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_attention() -> Iterator[None]:
+    """The fast kernels for float32 add up gradients in any order."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 class _Training:

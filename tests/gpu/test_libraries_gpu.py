@@ -151,7 +151,10 @@ def test_peft_lora(is_before: bool) -> None:
 def test_timm_vit(policy: Any) -> None:
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
-    timm = importlib.import_module("torchvision_stub").import_timm()
+    if importlib.util.find_spec("torchvision") is None:
+        timm = importlib.import_module("torchvision_stub").import_timm()
+    else:
+        timm = importlib.import_module("timm")
     options = {"img_size": 64, "depth": 4, "drop_path_rate": 0.2, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1}
 
     def run(is_ours: bool) -> list[Tensor]:

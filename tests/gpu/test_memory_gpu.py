@@ -118,7 +118,8 @@ def test_gradients_under_other_allocators(allocator: str) -> None:
         f"{here / 'test_offload_gpu.py'}::test_several_streams_save_and_read_the_same_tensors",
     ]
     chosen = "(fp32 and deterministic) or two_streams or in_flight or several_streams"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", chosen, *files]
+    options = [word for plugin in ("xdist", "cacheprovider", "benchmark") for word in ("-p", f"no:{plugin}")]
+    command = [sys.executable, "-m", "pytest", "-q", *options, "-k", chosen, *files]
     settings = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": _ALLOCATORS[allocator]}
     settings.pop("PYTORCH_ALLOC_CONF", None)
     ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=180, cwd=here.parents[1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import unique_saved_bytes
+from offload_oracle import PythonStore, the_store, unique_saved_bytes, using
 from oracle import CountOperators, assert_equal, gradients, leaf, mlp, ours
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -168,6 +168,21 @@ def test_the_budget_of_the_compiler_that_the_warning_names_saves_less() -> None:
             compiled = torch.compile(model, backend="aot_eager_decomp_partition")
             held[share] = unique_saved_bytes(lambda: compiled(x), [x, *model.parameters()])[1]  # noqa: B023 called here
     assert held[1.0] > held[0.5] > held[0.0], held
+
+
+def test_frames_of_a_store_are_not_compiled(store_in_memory: None) -> None:
+    """What is in Python of the store of devices runs in hooks, while compiled functions do."""
+    store, code = PythonStore(the_store()), PythonStore.put.__code__
+    model, x = mlp(), leaf(64, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with actckpt.offload(min_bytes=0):
+            return model(x * 2).sin()
+
+    with using(store):
+        torch.compile(function, backend="eager")(x).sum().backward()
+    assert store.buffers, "nothing was moved"
+    assert torch._dynamo.eval_frame._debug_get_cache_entry_list(code) == []
 
 
 def test_offloading_inside_a_full_graph_raises() -> None:

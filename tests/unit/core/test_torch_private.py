@@ -220,6 +220,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "forward_ad",
         "importlib",
         "partial",
+        "suppress",
         "timedelta",
         "torch",
     }
@@ -243,6 +244,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "group_timeout",
         "num_operations",
         "resolved_group",
+        "set_eval_frame",  # in tests/contract/compile/test_compile.py
         "graph_break",
         "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
         "implementation_of",
@@ -252,6 +254,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "replaced_function_modes",
         "selective_policy",
         "set_selective_policy",
+        "settle_sdp_order",  # in test_torch_settings.py
         "unsharded_parameter",
         "wait_for_collective",
         "without_tensor_hooks",
