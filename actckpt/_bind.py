@@ -122,6 +122,7 @@ NAMES: dict[str, Any] = {
     "audited": saved_tensor_hooks.audited,
     "saved_piece": outer_hooks.saved_piece,
     "read_stored": aliases.read_stored,
+    "check_watched": aliases.check_watched,
     "watched_type": aliases.Watched,
     "replay_order": schedule.order,
     "replay_specially": execute.replay_specially,

@@ -36,6 +36,8 @@ __all__ = ["Pins", "flush", "is_linked", "pins_offload", "poll", "prepare", "wit
 Pins = Mapping[Any, Action | str]
 
 _NUM_PIECES = 16
+#: Pieces of a device are this part of its memory, and at most so large.
+_PIECES_OF_A_DEVICE, _LARGEST_PIECE_BYTES = 4096, 16 << 20
 #: The share of pieces that are slower than what counts.
 _QUANTILE = 0.2
 
@@ -103,9 +105,9 @@ def _links(device: torch.device, generation: int) -> _Links:
 
 def _copied(accelerator: Accelerator, device: torch.device) -> tuple[float, float]:
     """Return the rates of copies from a device to pinned memory and back, in bytes per second."""
-    nbytes = session.DEFAULT_MIN_BYTES
+    nbytes = _piece_bytes(accelerator, device)
     here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    pinned = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    pinned = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     accelerator.synchronize(device)
     ways = [(torch.Stream(device=device), pinned[0], here[0]), (torch.Stream(device=device), here[1], pinned[1])]
     moments: list[list[devices.Moment]] = [[], []]
@@ -118,6 +120,13 @@ def _copied(accelerator: Accelerator, device: torch.device) -> tuple[float, floa
     accelerator.synchronize(device)
     out, back = (_rate(nbytes, [devices.seconds_between(*pair) for pair in itertools.pairwise(m)]) for m in moments)
     return out, back
+
+
+def _piece_bytes(accelerator: Accelerator, device: torch.device) -> int:
+    """Return the size of copies to measure: as large as what is moved on a device of its size, which is faster then."""
+    memory = accelerator.memory_info(device)
+    part = 0 if memory is None else memory[1] // _PIECES_OF_A_DEVICE
+    return min(max(part, session.DEFAULT_MIN_BYTES), _LARGEST_PIECE_BYTES)
 
 
 def _rate(nbytes: int, seconds: list[float]) -> float:

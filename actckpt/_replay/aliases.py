@@ -28,6 +28,7 @@ __all__ = [
     "Watched",
     "Witness",
     "changed_after_error",
+    "check_watched",
     "note_root",
     "read_stored",
     "resized_error",
@@ -75,27 +76,38 @@ class Watched:
         get: returns a tensor on the bytes.
         roots: tensors on the same storage, and their versions.
         wrappers: tensors that are made of the bytes, and their versions.
+        is_away: whether `get` brings the bytes back from elsewhere.
     """
 
-    __slots__ = ("_bytes", "_watched", "_wrappers")
+    __slots__ = ("_bytes", "_watched", "_wrappers", "is_away")
 
     def __init__(
-        self, get: Callable[[], Tensor], roots: Iterable[tuple[Tensor, int]], wrappers: Iterable[Witness] = ()
+        self,
+        get: Callable[[], Tensor],
+        roots: Iterable[tuple[Tensor, int]],
+        wrappers: Iterable[Witness] = (),
+        *,
+        is_away: bool = False,
     ) -> None:
         self._bytes = get
         self._wrappers = list(wrappers)
+        self.is_away = is_away
         with Paused():
             self._watched = [(root.detach(), version) for root, version in roots]
 
     def __call__(self) -> Tensor:
         """Return a tensor on the bytes, all of which are needed."""
-        return self._checked(0, torch.iinfo(torch.int64).max)
+        self.check(None)
+        return self._bytes()
 
     def under(self, window: Window) -> Tensor:
         """Return a tensor on the bytes, of which only those in a window are needed."""
-        return self._checked(*Geometry.of(window).span())
+        self.check(window)
+        return self._bytes()
 
-    def _checked(self, start: int, stop: int) -> Tensor:
+    def check(self, window: Window | None) -> None:
+        """Raise where the bytes in a window, None: any, are no more what they were."""
+        start, stop = (0, torch.iinfo(torch.int64).max) if window is None else Geometry.of(window).span()
         for root, version in self._watched:
             first, last = Geometry.of_tensor(root).span()
             if first < stop and start < last and version_of(root) != version:
@@ -104,12 +116,16 @@ class Watched:
             wrapper = reference()
             if wrapper is not None and version_of(wrapper) != version:
                 raise changed_after_error(wrapper, version)
-        return self._bytes()
 
 
 def read_stored(stored: Callable[[], Tensor], window: Window | None) -> Tensor:
     """Return a tensor on stored bytes; `window`: what is needed of them, None: all."""
     return stored.under(window) if isinstance(stored, Watched) and window is not None else stored()
+
+
+def check_watched(stored: Watched, window: Window | None) -> None:
+    """Raise where bytes that were brought back before are no more what they were."""
+    stored.check(window)
 
 
 def watch_roots(roots: Roots | None, made_of: Mapping[Value, Sequence[Witness]]) -> None:
@@ -135,7 +151,7 @@ def watch_roots(roots: Roots | None, made_of: Mapping[Value, Sequence[Witness]])
         held = value.held
         get = value.stored if held is None else partial(_sized, held, value.nbytes, _what(value))
         assert get is not None
-        value.stored, value.held = Watched(get, others, made_of.get(value, ())), None
+        value.stored, value.held = Watched(get, others, made_of.get(value, ()), is_away=held is None), None
 
 
 def _sized(held: Tensor, nbytes: int, what: str) -> Tensor:

@@ -44,6 +44,7 @@ namespace actckpt {
   X(func, "func") \
   X(get_state, "get_state") \
   X(globals, "f_globals") \
+  X(is_away, "is_away") \
   X(is_complex, "is_complex") \
   X(is_elementwise, "is_elementwise") \
   X(is_plain, "is_plain") \
@@ -161,6 +162,7 @@ namespace actckpt {
   X(audited)             /* (handle, tensor) -> tensor */ \
   X(saved_piece)         /* (stored, window) -> the saved tensor as hooks outside hold it, or None */ \
   X(read_stored)         /* (stored, window or None) -> a tensor on the bytes */ \
+  X(check_watched)       /* (stored, window or None): raises where it is no more what it was */ \
   X(watched_type)        /* of what is stored and watched */ \
   X(replay_order)        /* (tape, target, task, clock) -> steps, values that stay */ \
   X(replay_specially)    /* (step, args, kwargs or None) -> result */ \

@@ -290,10 +290,15 @@ py::object held_bytes(const TapeObject* tape, ValueObject* value) {
   return held;
 }
 
+// Whether other tensors tell of changes of what is stored.
+bool is_watched_by_others(PyObject* stored) {
+  return !is_none(stored) && reinterpret_cast<PyObject*>(Py_TYPE(stored)) == names().watched_type;
+}
+
 py::object stored_bytes(TapeObject* tape, ValueObject* value, PyObject* window) {
   const py::object stored = py::reinterpret_borrow<py::object>(value->stored);
   py::object tensor = call_with(names().read_stored, stored.ptr(), window == nullptr ? Py_None : window);
-  if (reinterpret_cast<PyObject*>(Py_TYPE(stored.ptr())) == names().watched_type) return tensor;
+  if (is_watched_by_others(stored.ptr()) && !is_true(stored.ptr(), names().is_away)) return tensor;  // it is held
   const long long task = current_task();
   count_needs(tape, task);
   const bool may_stay = is_none(tape->outer) && has_room(tape) && task != -1 && is_asked(value, task);
@@ -315,7 +320,13 @@ py::object bytes_of(TapeObject* tape, ValueObject* value, PyObject* window, long
   if (!is_none(value->held)) return held_bytes(tape, value);
   if (!is_none(value->cached)) {  // held while it is looked at: another backward may release it
     py::object cached = py::reinterpret_borrow<py::object>(value->cached);
-    if (version_of(cached.ptr()) == value->cached_version) return cached;
+    if (version_of(cached.ptr()) == value->cached_version) {
+      if (is_watched_by_others(value->stored)) {
+        const py::object stored = py::reinterpret_borrow<py::object>(value->stored);
+        call_with(names().check_watched, stored.ptr(), window == nullptr ? Py_None : window);
+      }
+      return cached;
+    }
     if (is_none(value->step) || value->is_repeated != 0) {
       raise(call_with(names().changed_after_error, cached.ptr(), number(value->cached_version).ptr()));
     }

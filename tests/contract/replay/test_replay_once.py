@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CountOperators
+from offload_oracle import flush, store_of_kind
+from oracle import CountOperators, assert_equal, leaf
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
@@ -377,3 +378,52 @@ def test_an_order_of_ones_own_runs_no_operator_twice() -> None:
     assert _num_replayed(lambda: found.extend(torch.autograd.grad(loss, x))) <= 64
     assert torch.equal(found[0], expected)
     assert max(asked) == 33  # the last exponential and all additions before it
+
+
+class _Gated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(16, 32, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(self.gate(x)) * self.up(x)
+
+
+def test_an_offloaded_product_of_a_batch_is_brought_back_once() -> None:
+    """Backward reads it, and what is replayed does. Its view has a version counter of its own (`_unsafe_view`)."""
+    model, x = _Gated(), leaf(4, 8, 16)
+    weight = torch.randn(32, 5, requires_grad=True)
+
+    def gradients(policy: Any) -> Any:
+        with actckpt.region(policy):
+            y = model(x) @ weight
+        return torch.autograd.grad(y.square().sum(), [x, weight, *model.parameters()])
+
+    expected = gradients("keep")
+    with store_of_kind("memory"):
+        for _ in range(3):
+            actckpt.reset_stats()
+            assert_equal(gradients({"gate::aten.mm.default": "offload"}), expected)
+            flush()
+        moved = actckpt.stats()
+        assert moved.reloaded_bytes == moved.offloaded_bytes == 4 * 8 * 32 * 4
+
+
+def test_a_change_of_such_a_product_while_backward_has_it_raises() -> None:
+    model, x = _Gated(), leaf(4, 8, 16)
+    weight = torch.randn(32, 5, requires_grad=True)
+    products = []
+    model.gate.register_forward_hook(lambda module, args, result: products.append(result.detach()))
+
+    def changed(grad: torch.Tensor) -> None:
+        products[-1].add_(1)
+
+    with store_of_kind("memory"):
+        for _ in range(2):
+            with actckpt.region({"gate::aten.mm.default": "offload"}):
+                h = model(x)
+                y = h @ weight
+            flush()
+            h.register_hook(changed)  # the replay of `h` has read it by then, and backward of silu reads it next
+            with pytest.raises(actckpt.SavedTensorChangedError):
+                y.square().sum().backward()
