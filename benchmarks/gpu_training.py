@@ -27,7 +27,7 @@ __all__ = ["Bench", "actions_of", "allocated", "plain", "planned", "ran", "small
 #: Any budget that nothing fits into.
 _NO_BUDGET = 1 << 20
 #: Steps under a budget until its plan has run so often without being made again, and at most.
-_MOST_STEPS = 12
+_MOST_STEPS = 48  # a race of five takes thirty
 
 
 class _AsItIs:

@@ -31,7 +31,7 @@ from actckpt.action import Action
 from actckpt.planner.costs import CostTable
 from actckpt.statistics import uncounted
 
-__all__ = ["Pins", "flush", "is_linked", "pins_offload", "poll", "prepare", "with_links"]
+__all__ = ["Pins", "flush", "give_back_unused", "is_linked", "pins_offload", "poll", "prepare", "with_links"]
 
 Pins = Mapping[Any, Action | str]
 
@@ -77,6 +77,13 @@ def poll(device: torch.device) -> None:
     """Release what was moved, as far as its copy has ended: where no plan offloads, no other call does."""
     if stores.is_ready(device.type):
         stores.store_for(device.type).poll()
+
+
+def give_back_unused(device: torch.device) -> None:
+    """Let the allocator of a device begin anew: what it keeps in pieces between tensors fits no other ones."""
+    accelerator = devices.counting(device)
+    if accelerator is not None:
+        accelerator.empty_cache()
 
 
 def prepare(device: torch.device) -> None:

@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -40,7 +39,7 @@ from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import num_ranks
-from actckpt._budget.links import is_linked, poll, prepare, with_links
+from actckpt._budget.links import give_back_unused, is_linked, poll, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, holding_outputs
 from actckpt._budget.meters import Meter
 from actckpt._budget.observing import Observing
@@ -313,7 +312,7 @@ class _Size:
         if self._held_output_bytes is None:
             self._held_output_bytes = float(sum(storage.nbytes() for storage in held))
         if turn is not None:
-            turn.seconds.append(time.perf_counter() - turn.began_s)
+            turn.end()
 
     def _meter(self) -> Meter:
         return Meter(self._model, self._wanted.optimizer, total=self._wanted.budget is not None)
@@ -324,6 +323,8 @@ class _Size:
     def _make_plan(self) -> None:
         assert self._measured is not None
         poll(self._device)
+        if self.plan is None:
+            give_back_unused(self._device)
         meter = self._meter()
         measured = holding_outputs(meter.complete(self._measured), self._held_output_bytes or 0.0)
         self._fixed_bytes = meter.fixed_bytes
@@ -364,17 +365,21 @@ class _Size:
             return smallest_plan(costs, error.smallest_bytes, self._wanted.pins)
 
     def _race_of(self, plan: Plan, share: Share) -> Race | None:
-        """Return the race of a plan against simple choices that fit; None where its gain is sure, or none may run."""
+        """Return the race of a plan against simple choices that fit; None where its gain is sure, or none may run.
+
+        Those that offload do not take part on a device: where its link is slow, so is each of their steps.
+        """
         from actckpt._budget.simple import NOTHING, simple_plans
 
         wanted = self._wanted
-        if not wanted.race or wanted.pins or num_ranks() > 1 or self._device.type != "cpu":
+        if not wanted.race or wanted.pins or num_ranks() > 1:
             return None
+        is_on_cpu = self._device.type == "cpu"
         others = [
             (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=share.nbytes))
             for name, other in simple_plans(plan.costs)
-            if name != NOTHING and other.peak_bytes <= share.nbytes
+            if name != NOTHING and other.peak_bytes <= share.nbytes and (is_on_cpu or other.windows is None)
         ]
         best = min((other.overhead_seconds for _, other in others), default=float("inf"))
         is_sure = best - plan.overhead_seconds >= _SURE * plan.plain_seconds
-        return None if is_sure or plan.overhead_seconds == 0.0 else Race([("plan", plan), *others])
+        return None if is_sure or plan.overhead_seconds == 0.0 else Race([("plan", plan), *others], self._device)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 
+import torch
+
+from actckpt._core import devices
+from actckpt._core.devices import Moment
 from actckpt.planner.plans import Plan, Raced
 
 __all__ = ["Race", "Turn"]
@@ -17,41 +20,49 @@ _ROUNDS = 5
 class Turn:
     """One step of a race."""
 
-    began_s: float
-    #: Of the plan that runs in it, step by step.
-    seconds: list[float]
+    began: Moment
+    #: Steps of the plan that runs in it, from where to where each went.
+    steps: list[tuple[Moment, Moment]]
+    device: torch.device
+
+    def end(self) -> None:
+        """The step has ended: all its work is in the current stream of the device."""
+        self.steps.append((self.began, devices.moment(self.device)))
 
 
 class Race:
-    """Plans that take turns in real steps."""
+    """Plans that take turns in real steps. Nothing waits for a device: its steps are timed once they are over."""
 
-    def __init__(self, entries: list[tuple[str, Plan]]) -> None:
+    def __init__(self, entries: list[tuple[str, Plan]], device: torch.device) -> None:
         self._entries = entries
-        self._seconds: list[list[float]] = [[] for _ in entries]
+        self._device = device
+        self._steps: list[list[tuple[Moment, Moment]]] = [[] for _ in entries]
         self._at = 0
-        self._began_s = 0.0
+        self._began: Moment = 0.0
         self.is_over = False
 
     def next(self) -> Plan:
         """Return the plan that runs next, or the one that has won."""
-        if all(len(each) > _ROUNDS for each in self._seconds):
+        if self.steps_left == 0 and all(devices.has_passed(end) for steps in self._steps for _, end in steps):
             self.is_over = True
             return self._winner()
-        self._at = min(range(len(self._entries)), key=lambda at: len(self._seconds[at]))
-        self._began_s = time.perf_counter()
+        self._at = min(range(len(self._entries)), key=lambda at: len(self._steps[at]))
+        self._began = devices.moment(self._device)
         return self._entries[self._at][1]
 
     @property
     def steps_left(self) -> int:
         """How many steps it still takes."""
-        return sum(max(0, _ROUNDS + 1 - len(each)) for each in self._seconds)
+        return sum(max(0, _ROUNDS + 1 - len(each)) for each in self._steps)
 
     def turn(self) -> Turn:
         """Return the step that runs now."""
-        return Turn(self._began_s, self._seconds[self._at])
+        return Turn(self._began, self._steps[self._at], self._device)
 
     def _winner(self) -> Plan:
-        medians = [statistics.median(each[1:]) for each in self._seconds]  # the first of each warms up
+        medians = [  # the first of each warms up
+            statistics.median(devices.seconds_between(*step) for step in each[1:]) for each in self._steps
+        ]
         rows = tuple(
             Raced(name, plan.peak_bytes, fits=True, seconds=seconds, ratio=seconds / medians[0])
             for (name, plan), seconds in zip(self._entries, medians, strict=True)

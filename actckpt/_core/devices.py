@@ -37,6 +37,7 @@ __all__ = [
     "current",
     "current_index",
     "generator_of",
+    "has_passed",
     "is_capturing",
     "is_on_accelerator",
     "moment",
@@ -391,6 +392,11 @@ def seconds_between(start: Moment, end: Moment) -> float:
         return start.elapsed_time(end) / 1000
     assert not isinstance(end, torch.Event)
     return end - start
+
+
+def has_passed(moment: Moment) -> bool:
+    """Whether a device has come to a moment; does not wait for it."""
+    return not isinstance(moment, torch.Event) or moment.query()
 
 
 def generator_of(device: torch.device) -> torch.Generator | DeviceGenerator | None:

@@ -148,3 +148,25 @@ def test_what_the_store_has_no_room_for_is_not_planned_to_leave() -> None:
     actckpt.reset_stats()
     training.gradients()
     assert actckpt.stats().kept_full == 0
+
+
+def test_the_race_in_training_is_timed_on_the_device_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgeted, "_SURE", 1.0)  # nothing is sure: always race
+    plainly = _Plainly()
+    budget = plainly.budget(0.6)
+    training = Training(layers=_LAYERS)
+    actckpt.apply(training.model, budget=budget)
+    training.gradients()
+    training.gradients()
+    assert actckpt.report(training.model).race_steps_left > 0
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.accelerator, "synchronize", None)
+        while actckpt.report(training.model).race_steps_left:
+            assert_equal(training.gradients(), plainly.gradients)
+    torch.accelerator.synchronize()
+    training.gradients()
+    rows = {row.name: row for row in _plan_of(training).race}
+    assert len(rows) > 1 and not {"offload", "offload inputs"} & rows.keys()
+    assert rows[_plan_of(training).chosen].seconds == min(row.seconds for row in rows.values())
+    assert rows[_plan_of(training).chosen].seconds == pytest.approx(_seconds(training), rel=0.05)
+    assert training.peak() <= budget
