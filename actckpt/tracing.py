@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,7 @@ def trace(path: str | os.PathLike[str], *, parameters: Iterable[torch.Tensor] = 
         pass
     live = LiveStorages(parameters=parameters, timeline=True)
     began_s = time.perf_counter()
-    profiler = profile(activities=supported_activities())
-    profiler.start()
+    profiler = _started_profiler()
     try:
         with record_function(_BEGIN):
             offset_s = time.perf_counter() - began_s
@@ -67,6 +67,14 @@ def trace(path: str | os.PathLike[str], *, parameters: Iterable[torch.Tensor] = 
     finally:
         profiler.stop()
         _write(path, profiler, [(seconds - offset_s, nbytes) for seconds, nbytes in live.timeline])
+
+
+def _started_profiler() -> profile:
+    profiler = profile(activities=supported_activities())
+    with warnings.catch_warnings():  # torch 2.11 says at the first cycle already that the next would clear its events
+        warnings.filterwarnings("ignore", ".*Profiler clears events", UserWarning)
+        profiler.start()
+    return profiler
 
 
 class _Again(TorchDispatchMode):

@@ -88,7 +88,8 @@ def found() -> dict[str, Any]:
 
 def assert_same(settings: dict[str, Any], expected: dict[str, Any]) -> None:
     differing = {name: (value, expected[name]) for name, value in settings.items() if value != expected[name]}
-    assert not {name: pair for name, pair in differing.items() if "refused" not in pair}
+    wrong = {name: pair for name, pair in differing.items() if "refused" not in pair}
+    assert not wrong, f"found, and expected: {wrong}"
 
 
 seen: list[dict[str, Any]] = []

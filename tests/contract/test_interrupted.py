@@ -83,6 +83,7 @@ def interrupt(call: Callable[[], Any], at: int) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 tells opcodes to what is set after that only
     sys.settrace(trace)
     try:
         call()

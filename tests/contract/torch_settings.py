@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator
@@ -25,7 +26,15 @@ def _modules() -> Iterator[tuple[str, Any]]:
     yield "torch.backends", torch.backends
     for info in pkgutil.walk_packages(torch.backends.__path__, "torch.backends."):
         if not any(part.startswith("_") for part in info.name.split(".")):
-            yield info.name, importlib.import_module(info.name)
+            yield info.name, _imported(info.name)
+
+
+def _imported(name: str) -> Any:
+    module = importlib.import_module(name)
+    owner, _, last = name.rpartition(".")
+    if hasattr(type(sys.modules[owner]), last):  # torch 2.9: a setting, which the module of the same name now hides
+        vars(sys.modules[owner]).pop(last, None)
+    return module
 
 
 def _has_own_setter(kind: type) -> bool:

@@ -45,6 +45,8 @@ def _stages(indices: list[int], num_stages: int, method: Method) -> list[Any]:
         stage = Stage(parts[0 if index == 0 else begin : len(parts) if index == num_stages - 1 else end])
         method(stage)
         found.append(PipelineStage(stage, index, num_stages, torch.device("cpu")))
+        if torch.__version__ < (2, 11):  # sends 8 bytes to connect where it receives 4, which ends a process of gloo
+            found[-1]._get_init_p2p_neighbors_ops = list  # gloo is connected
     return found
 
 
@@ -80,8 +82,16 @@ KINDS: dict[str, Callable[[Method], Training]] = {
 }
 
 
+#: Kinds that some torch cannot run.
+NOT_HERE = {
+    "zero bubble, V": pytest.mark.skipif(
+        torch.__version__ < (2, 11), reason="torch 2.9 alone sends from a rank to itself, which gloo cannot"
+    )
+}
+
+
 @pytest.mark.parametrize("method", OURS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NOT_HERE.get(kind, ())) for kind in KINDS])
 def test_gradients_are_equal_and_bytes_and_messages_no_more(kind: str, method: str, ranks: Ranks) -> None:
     """Torch's selective checkpoint raises where backward comes in halves: there, plain training stands for it."""
     like = "plain" if kind.startswith("zero") and LIKE[method] == "list" else LIKE[method]

@@ -66,10 +66,14 @@ _device = _register()
 _PRIVATE_USE_1 = torch.sim.default_stream().device_type
 
 
+def handle_of(stream: torch.Stream) -> int:
+    """Return the native handle of a stream; `torch.Stream.native_handle` from torch 2.11 on."""
+    return int(_device.stream_handle(stream.device_index, stream.stream_id))
+
+
 def stream_handle(device: torch.device) -> int:
     """Return the native handle of the stream that is current on `device`; 0 for the default one."""
-    stream = torch.accelerator.current_stream(device)
-    return int(_device.stream_handle(stream.device_index, stream.stream_id))
+    return handle_of(torch.accelerator.current_stream(device))
 
 
 def stream_at(handle: int, device: torch.device) -> torch.Stream:
@@ -143,6 +147,11 @@ def refusing_pins() -> Iterator[None]:
         yield
     finally:
         _device.refuse_pins(False)
+
+
+def is_capturing(stream: torch.Stream) -> bool:
+    """Return whether a stream says so, as `torch.Stream.is_capturing`, which torch 2.11 does not have."""
+    return bool(_device.is_capturing(stream.device_index, stream.stream_id))
 
 
 @contextmanager

@@ -71,6 +71,10 @@ def _random(module: Any, generators: tuple[torch.Generator, ...]) -> None:
 
 
 def _streams(module: Any, extension: Any) -> None:
+    def is_current_stream_capturing() -> bool:
+        stream = torch.accelerator.current_stream()
+        return bool(extension.is_capturing(stream.device_index, stream.stream_id))
+
     module.Stream = torch.Stream
     module.Event = torch.Event
     module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
@@ -79,7 +83,7 @@ def _streams(module: Any, extension: Any) -> None:
     module.set_stream = torch.accelerator.set_stream
     module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     module.synchronize = lambda device=None: torch.accelerator.synchronize(_index(device))
-    module.is_current_stream_capturing = lambda: torch.accelerator.current_stream().is_capturing()
+    module.is_current_stream_capturing = is_current_stream_capturing
 
 
 def _devices(module: Any, extension: Any) -> None:

@@ -83,12 +83,28 @@ def test_the_cpu_is_no_accelerator_and_has_nothing_to_wait_for() -> None:
     devices.synchronize(CPU)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+_KIND_OF_TORCH = torch_private.current_accelerator()
+
+
+@pytest.mark.skipif(_KIND_OF_TORCH is not None, reason=f"torch is built for accelerators: {_KIND_OF_TORCH}")
 def test_without_an_accelerator_there_is_none_for_any_type() -> None:
     assert devices.current() is None and devices.available() is None
     assert all(devices.accelerator_of(kind) is None for kind in ("cuda", "xpu", "mps", KIND))
     assert devices.current_index() is None and not devices.is_capturing()
     assert devices.autocast_types() == ("cpu",)
+
+
+@pytest.mark.skipif(
+    _KIND_OF_TORCH is None or torch.accelerator.is_available(),
+    reason="torch is built for the CPU alone, or there is a device",
+)
+def test_an_accelerator_that_torch_is_built_for_has_no_device_here() -> None:
+    assert _KIND_OF_TORCH is not None
+    there = devices.current()
+    assert there is not None and there is devices.accelerator_of(_KIND_OF_TORCH.type)
+    assert devices.available() is None and devices.used_generators() == ()
+    assert devices.current_index() is None and not devices.is_capturing()
+    assert "cpu" in devices.autocast_types()
 
 
 def test_torch_says_which_accelerator_there_is(there: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,9 @@ NAMES = [
 #: Where torch 2.9 is no longer supported, what asks for these in torch_private goes.
 SINCE_2_10 = ("__dlpack_c_exchange_api__", "set_is_in_mode_without_ignore_compile_internals")
 
+#: Settings that the oldest torch does not have: one that does.
+SETTINGS_SINCE = {"fa3_sdp_enabled": (2, 11), "cudnn_depthwise_kernel": (2, 13)}
+
 
 @pytest.mark.parametrize(("owner", "name"), NAMES, ids=[name for _, name in NAMES])
 def test_installed_torch_has_the_private_name(owner: Any, name: str) -> None:
@@ -112,8 +115,8 @@ def test_installed_torch_has_the_private_name(owner: Any, name: str) -> None:
     ],
 )
 def test_installed_torch_tells_and_sets_the_setting(name: str, kind: str) -> None:
-    if torch.__version__ < (2, 13):
-        pytest.skip(f"torch {torch.__version__} may be older than {name}")
+    if torch.__version__ < SETTINGS_SINCE.get(name, (2, 9)):
+        pytest.skip(f"torch {torch.__version__} is older than {name}")
     found = [flag for flag, _, _ in getattr(torch_settings, f"flags_of_{kind}")]
     assert name in found, f"torch {torch.__version__} has no _get_{name} with a setter: it is left alone now"
 

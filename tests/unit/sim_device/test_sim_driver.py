@@ -89,10 +89,10 @@ def test_capture_makes_queries_fail_but_in_relaxed_mode() -> None:
     with driver.current(0):
         event = driver.recorded(0)
         with device.capturing(stream):
-            assert driver.call("cuStreamIsCapturing", stream.native_handle, ctypes.byref(status)) == 0
+            assert driver.call("cuStreamIsCapturing", device.handle_of(stream), ctypes.byref(status)) == 0
             assert status.value == 1
             assert driver.call("cuStreamIsCapturing", 0, ctypes.byref(status)) == 906
-            assert driver.call("cuStreamWaitEvent", stream.native_handle, event, 0) == 905
+            assert driver.call("cuStreamWaitEvent", device.handle_of(stream), event, 0) == 905
             assert driver.call("cuEventQuery", event) == 900
             mode = ctypes.c_int(2)
             assert driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode)) == 0

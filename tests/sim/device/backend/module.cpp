@@ -38,6 +38,10 @@ void bind_streams(py::module_& module) {
     const Lock lock = lock_machine();
     found(lock, device, id)->is_capturing = is_capturing;
   });
+  module.def("is_capturing", [](int device, std::int64_t id) {
+    const Lock lock = lock_machine();
+    return found(lock, device, id)->is_capturing;
+  });
   module.def("num_pending", [](int device) {
     const Lock lock = lock_machine();
     return streams().num_pending(device);
