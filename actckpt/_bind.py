@@ -65,7 +65,6 @@ NAMES: dict[str, Any] = {
     "top_hooks": torch_private.top_hooks,
     "push_hooks": torch_private.push_hooks,
     "pop_hooks": torch_private.pop_hooks,
-    "set_eval_frame": torch_private.set_eval_frame,
     "is_grad_enabled": torch.is_grad_enabled,
     "set_grad_enabled": torch_private.set_grad_enabled,
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
@@ -155,4 +154,7 @@ NAMES: dict[str, Any] = {
     "qualified_name": sites.qualified_name,
 }
 
+for _given in NAMES.values():
+    if str(getattr(_given, "__module__", None)).startswith("actckpt."):
+        torch_private.untraced(_given)
 _C.connect(NAMES)

@@ -106,6 +106,7 @@ class region:  # noqa: N801 - used as a function
 
         return run  # type: ignore[return-value]
 
+    @torch_private.untraced
     def _enter(self) -> region:
         if self._open is not None:
             raise StillOpenError("This region is open already. Make another one with actckpt.region(...).")
@@ -117,11 +118,13 @@ class region:  # noqa: N801 - used as a function
             self._matches = self._open.matches
         return self
 
+    @torch_private.untraced
     def _exit(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._open is not None:
             self._open.__exit__(kind)
             self._open = None
 
+    @torch_private.untraced
     def _unwind(self, error: BaseException) -> None:
         if self._open is not None and not isinstance(error, StillOpenError):
             self._open.unwind(error)

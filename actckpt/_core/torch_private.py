@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -140,9 +140,22 @@ def disable_dynamo(function: _Function) -> _Function:
     return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
 
 
-#: Sets what torch.compile calls for each Python frame of this thread that runs, None: nothing; returns what was set.
-#: Missing: frames of ours may be compiled with those of a compiled function.
-set_eval_frame: Callable[[Any], Any] = optional(torch._C._dynamo.eval_frame, "set_eval_frame") or (lambda found: found)
+_eval_frame = optional(optional(torch._C, "_dynamo"), "eval_frame")
+_set_code_strategy = optional(_eval_frame, "set_code_exec_strategy")
+_skip = getattr(optional(_eval_frame, "_FrameAction"), "SKIP", None)
+_never_traced = None if _skip is None else _eval_frame._FrameExecStrategy(_skip, _skip)
+
+
+def untraced(function: _Function) -> _Function:
+    """Keep torch.compile out of a Python function that C++ calls, and of all that this calls.
+
+    Between two graphs of a compiled function the compiler looks at each frame, and would trace what hooks of ours run:
+    it makes another object of a stream, which has no handle. Unlike `disable_dynamo` this costs no call, and nothing
+    where a function is traced that calls this one. Where torch has no such thing, nothing is kept out.
+    """
+    if _set_code_strategy is not None and _never_traced is not None and isinstance(function, FunctionType):
+        _set_code_strategy(function.__code__, _never_traced)
+    return function
 
 
 def graph_break(why: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from actckpt import _C, config
 from actckpt._core import devices
 from actckpt._core.devices import Accelerator
+from actckpt._core.torch_private import untraced
 from actckpt._offload import counts, limits, notices
 from actckpt._offload.spill import spill_file
 
@@ -73,6 +74,7 @@ class DeviceStore:
         """Release the sources whose copy has ended. Every other call does so too."""
         self.engine.poll()
 
+    @untraced
     def make_room(self, device: torch.device) -> None:
         """Let the current stream of a device wait for copies out beyond the window."""
         assert device.index is not None
@@ -82,6 +84,7 @@ class DeviceStore:
         """Have no more bytes in flight from now on; None: as many as the settings say."""
         self.engine.limit_window(nbytes)
 
+    @untraced
     def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> _C.DeviceTicket | None:
         device = source.storage.device
         stream = self.accelerator.stream_handle(device)
@@ -102,12 +105,14 @@ class DeviceStore:
                 self._num_failed = found.num_failed_writes
                 notices.tell_of_failed_writes(found.num_failed_writes, found.num_full_writes, found.spill_error)
 
+    @untraced
     def saved_again(self, ticket: _C.DeviceTicket, device: torch.device, storage: torch.UntypedStorage) -> None:
         assert device.index is not None
         stream = self.accelerator.stream_handle(device)
         if not ticket.use(device.index, stream):  # without us the graph would hold it as long as that stream works
             record_streams(self.accelerator, _C.Bytes(storage, 0), [(device.index, stream)])
 
+    @untraced
     def fetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes:
         stream = self.accelerator.stream_handle(device)
         found = ticket.get(device.index, stream)
@@ -121,6 +126,7 @@ class DeviceStore:
             record_streams(self.accelerator, result, [(device.index, stream)])
         return result
 
+    @untraced
     def prefetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes | None:
         index, handle = ticket.put_stream
         with self.accelerator.on_stream(self.accelerator.stream_at(handle, self.accelerator.device_at(index))):
@@ -129,6 +135,7 @@ class DeviceStore:
         return buffer if began else None
 
 
+@untraced
 def record_streams(accelerator: Accelerator, source: object, uses: list[tuple[int, int]]) -> None:
     """Tell the allocator which streams, of (device, handle), use the memory of bytes that the engine hands back."""
     assert isinstance(source, _C.Bytes)

@@ -32,7 +32,8 @@ class Store(Protocol):
 
     Rules for stores: what `put` was given as `source` is held until its bytes are safe elsewhere, and must not refer to
     the ticket. Dropping the last reference to a ticket ends it: that never waits and may happen in the garbage
-    collector; a copy that is under way keeps its memory until it has ended. Every method may be called from any thread.
+    collector; a copy that is under way keeps its memory until it has ended. Every method may be called from any thread,
+    and while a compiled function runs: what hooks call is `torch_private.untraced`.
     """
 
     def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:

@@ -134,6 +134,7 @@ _by_line: dict[tuple[str, int, str], tuple[types.CodeType, tuple[Any, ...]]] = {
 _by_object: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
 
 
+@torch_private.untraced
 def site_of(caller: Any) -> Site:
     """Return the site of a (code, line) or longer, or of what `caller_of` returned."""
     if isinstance(caller, torch.nn.Module):

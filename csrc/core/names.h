@@ -109,7 +109,6 @@ namespace actckpt {
   X(cpu_generators) \
   X(top_hooks) \
   X(push_hooks) \
-  X(set_eval_frame) /* of torch.compile; returns what was set */ \
   X(pop_hooks) \
   X(is_grad_enabled) \
   X(set_grad_enabled) \

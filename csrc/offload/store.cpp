@@ -5,24 +5,6 @@
 namespace actckpt {
 namespace {
 
-// Keeps torch.compile out of the frames of a store: what the hooks call while a compiled function runs would be
-// compiled as well, each time it is new to the compiler.
-class NotCompiled {
- public:
-  NotCompiled() : before_(call_with(names().set_eval_frame, Py_None)) {}
-  NotCompiled(const NotCompiled&) = delete;
-  NotCompiled& operator=(const NotCompiled&) = delete;
-  ~NotCompiled() noexcept {
-    py::error_scope pending;
-    PyObject* done = PyObject_CallOneArg(names().set_eval_frame, before_.ptr());
-    if (done == nullptr) PyErr_WriteUnraisable(names().set_eval_frame);
-    Py_XDECREF(done);
-  }
-
- private:
-  py::object before_;
-};
-
 // A ticket of a store that is a Python object.
 class PythonTicket final : public StoreTicket {
  public:
@@ -33,21 +15,18 @@ class PythonTicket final : public StoreTicket {
         device_(py::reinterpret_borrow<py::object>(device)) {}
 
   py::object fetch() override {
-    const NotCompiled here;
     py::object found = call_method_with(store_, names().fetch, ticket_.ptr(), nbytes_.ptr(), device_.ptr());
     if (!is_bytes(found.ptr())) throw py::type_error("a store gave something else than Bytes");
     return found;
   }
 
   py::object prefetch() override {
-    const NotCompiled here;
     return call_method_with(store_, names().prefetch, ticket_.ptr(), nbytes_.ptr(), device_.ptr());
   }
 
   void unload() override { call_method_with(ticket_.ptr(), names().unload); }
 
   void saved_again(PyObject* storage) override {
-    const NotCompiled here;
     call_method_with(store_, names().saved_again, ticket_.ptr(), device_.ptr(), storage);
   }
 
@@ -63,7 +42,6 @@ class PythonStore final : public Store {
   explicit PythonStore(PyObject* store) : store_(store) {}
 
   std::unique_ptr<StoreTicket> put(const Source& source, bool must) override {
-    const NotCompiled here;
     py::object nbytes = number(source.nbytes);
     PyObject* stack[] = {store_, source.bytes, nbytes.ptr(), must ? Py_True : Py_False};
     PyObject* found = PyObject_VectorcallMethod(names().put, stack, 3, names().keyword_must);

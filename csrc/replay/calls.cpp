@@ -19,6 +19,7 @@ namespace {
 struct Call {
   py::object frame;
   py::object module;
+  py::object root;  // of an outermost call: the module in which all that runs inside of it is named
   py::object name;
   std::uint64_t name_id = 0;
   std::uint64_t id = 0;                                          // of name and index
@@ -117,11 +118,15 @@ struct Named {
   std::uint64_t id = 0;
 };
 
-const Named& named(PyObject* root, PyObject* module) {
+std::unordered_map<PyObject*, Named>& known_names() {
   constexpr std::size_t kMaxNames = 1 << 16;
   static auto* found = new std::unordered_map<PyObject*, Named>();
   if (found->size() > kMaxNames) found->clear();
-  Named& entry = (*found)[module];
+  return *found;
+}
+
+const Named& named(PyObject* root, PyObject* module) {
+  Named& entry = known_names()[module];
   if (entry.name && referent(entry.module.ptr()) == module && referent(entry.root.ptr()) == root) return entry;
   Named made;
   made.name = call_with(names().qualified_name, root, module);
@@ -130,7 +135,7 @@ const Named& named(PyObject* root, PyObject* module) {
   made.module = py::reinterpret_steal<py::object>(PyWeakref_NewRef(module, nullptr));
   made.root = py::reinterpret_steal<py::object>(PyWeakref_NewRef(root, nullptr));
   if (!made.module || !made.root) throw py::error_already_set();
-  Named& kept = (*found)[module];  // Python code ran in between
+  Named& kept = known_names()[module];  // Python code ran in between
   kept = std::move(made);
   return kept;
 }
@@ -176,9 +181,22 @@ PyObject* module_of(Call* call) {
   return call->module.ptr();
 }
 
+// The module that `outermost` stands for where `module` runs inside of it: itself; but in a backward, where what runs
+// is a rerun, the one that the forward began with, which may be further outside.
+py::object naming_module(PyObject* outermost, PyObject* module) {
+  auto found = py::reinterpret_borrow<py::object>(outermost);
+  const auto at = known_names().find(module);
+  if (at == known_names().end() || !at->second.name || referent(at->second.module.ptr()) != module) return found;
+  const auto known = py::reinterpret_borrow<py::object>(referent(at->second.root.ptr()));
+  if (!known || known.ptr() == outermost) return found;
+  return PyLong_AsLongLong(call(names().graph_task_id).ptr()) == -1 ? found : known;
+}
+
 // Finds the name of a call on the stack.
 void identify(State* state, Call* call) {
-  const py::object root = py::reinterpret_borrow<py::object>(module_of(&state->stack.front()));
+  Call* front = &state->stack.front();
+  if (!front->root) front->root = naming_module(module_of(front), module_of(call));
+  const py::object root = front->root;
   const Named& found = named(root.ptr(), module_of(call));
   call->name = found.name;
   call->name_id = found.id;
@@ -222,7 +240,7 @@ void note(State* state, const OperatorFacts& facts, std::uint64_t structure) {
   if (state->first == 0) {
     look_up(state, facts);
     const bool has_root = !state->stack.empty();
-    state->first = mixed(state->running.id, has_root ? number_of(module_of(&state->stack.front())) : 0);
+    state->first = mixed(state->running.id, has_root ? number_of(state->stack.front().root.ptr()) : 0);
     state->is_looked_up = !has_root || remembered().changing.count(state->first) > 0;
     return;
   }

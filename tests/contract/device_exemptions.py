@@ -1,10 +1,10 @@
-"""Tests of contract/{offload,replay,rerun} that `pytest --device sim` leaves out, by name, with the reason.
+"""Tests of contract/ that `pytest --device sim` leaves out, by name, with the reason.
 
 `--device cuda` leaves out the same, but for what the simulated device alone cannot do.
 
 A name is `folder/file.py::test`, for all of its parameters, or `folder/file.py::test[some words]` for those with all
-of these words.
-At most a tenth of the tests may stand here (test_device_exemptions.py).
+of these words; `FILES` are about something else than tensors on a device.
+At most a tenth of the tests of offload/, replay/ and rerun/ may stand here (test_device_exemptions.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 
 import pytest
 
-__all__ = ["CHANGING", "EXEMPT", "is_expected", "split", "why_exempt", "words_of"]
+__all__ = ["CHANGING", "EXEMPT", "FILES", "is_expected", "split", "why_exempt", "words_of"]
 
 _NO_LAYOUT = "the simulated device has strided tensors only"
 _SHALLOW_COPY = "torch's `.data =` takes a conjugated tensor only on devices that it names itself"
@@ -34,12 +34,36 @@ _TRANSPOSED = "products of a GPU differ where a factor is transposed; hooks that
 _FUSED = "a scripted function of a GPU computes other numbers once its kernels are fused, without actckpt too"
 _STARTS_ANEW = "cuDNN's dropout starts anew after a generator was set, which replays do; tests/gpu has tests of it"
 _NO_FLOAT32 = "the kernel takes no float32"
+_NO_STORE = "is about tensors that have no store, as those of the CPU until there is a folder"
+_BY_HAND = "counts by hand what a process has in the memory of a device, where libraries and other tests have some, too"
+_MESH_OF_CPU = "DTensor moves what it is given to the devices of its mesh, here the CPU"
 _OF_SIMULATED = (_NO_LAYOUT, _SHALLOW_COPY, _FORWARD_MODE)
 
 _OFFLOAD = "offload/test_offload_"
 _MATCHES = "replay/test_policy_matches.py::"
 _AUDIT = "replay/test_replay_audit.py::"
+_FUNCTION = "contract/test_subclasses.py::test_a_function_gets_back_the_subclass_that_it_saved"
+_TRAINING = "contract/test_budgets_in_training.py::"
+FILES = {
+    "test_estimation.py": "is about what estimates say of a CPU",
+    "test_device_exemptions.py": "is about the names below",
+}
 EXEMPT: dict[str, str] = {
+    **dict.fromkeys(
+        (f"{_FUNCTION}[{kind}]" for kind in ("distributed", "replicated", "distributed, of a collective")), _MESH_OF_CPU
+    ),
+    **dict.fromkeys(
+        (
+            "contract/test_budgets_on_disk.py::test_without_a_folder_nothing_goes_to_disk",
+            "contract/test_budgets_on_disk.py::test_with_a_folder_plans_know_how_fast_it_is",
+            "contract/test_budgets_on_disk.py::test_pieces_that_found_no_room_do_not_count_as_written",
+            "contract/test_measuring_is_not_counted.py::"
+            "test_the_first_step_under_a_budget_counts_as_one_in_which_everything_is_recomputed",
+        ),
+        _NO_STORE,
+    ),
+    f"{_TRAINING}test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_state": _BY_HAND,
+    "contract/test_budgets.py::test_a_budget_for_everything_counts_parameters_gradients_and_optimizer_state": _BY_HAND,
     "replay/test_replay_kernels.py::test_torch_func_inside_a_region[jvp]": _FORWARD_MODE,
     "replay/test_replay_regressions.py::test_a_sparse_argument_that_changes_is_not_read_again": _NO_LAYOUT,
     "replay/test_replay_filling.py::test_memory_that_was_offloaded_is_not_held_until_its_region_closes": _LATER,
@@ -157,6 +181,8 @@ def words_of(item: pytest.Item) -> tuple[str, set[str]]:
 
 def why_exempt(item: pytest.Item, device: str = "sim") -> str | None:
     """Return why a test does not run on the device; None if it does."""
+    if item.path.parent.name == "contract" and item.path.name in FILES:
+        return FILES[item.path.name]
     name, words = words_of(item)
     return next((why for key, why in _BY_NAME[device].get(name, ()) if key <= words), None)
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree
 import actckpt
 from actckpt import _C, config
 from actckpt._core import devices
+from actckpt._core.torch_private import untraced
 from actckpt._offload import stores
 from actckpt._offload.cpu import CpuStore
 from actckpt._offload.device import DeviceStore, record_streams
@@ -181,6 +182,7 @@ class PythonStore:
     def window_bytes(self) -> int:
         return self.inner.window_bytes
 
+    @untraced
     def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
         if isinstance(self.inner, DeviceStore):
             return self.inner.put(source, nbytes, must=must)
@@ -188,10 +190,12 @@ class PythonStore:
         ticket = self.inner.engine.put(address, nbytes, self.inner.tier, source, must=must)
         return None if isinstance(ticket, _C.Kept) else ticket
 
+    @untraced
     def saved_again(self, ticket: Any, device: torch.device, storage: torch.UntypedStorage) -> None:
         if isinstance(self.inner, DeviceStore):
             self.inner.saved_again(getattr(ticket, "inner", ticket), device, storage)  # tests may wrap tickets
 
+    @untraced
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
         if isinstance(self.inner, DeviceStore):
             return self._noted(self.inner.fetch(ticket, nbytes, device))
@@ -202,6 +206,7 @@ class PythonStore:
         assert isinstance(found, _C.Bytes)
         return found
 
+    @untraced
     def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
         if isinstance(self.inner, DeviceStore):
             began = self.inner.prefetch(ticket, nbytes, device)

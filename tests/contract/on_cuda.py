@@ -24,6 +24,7 @@ EXPECTED_WARNINGS = (
     "ignore:.*Synchronization debug mode is a prototype",
     "ignore:.*AccumulateGrad node's stream does not match",
     "ignore:.*there was no current CUDA context",  # a thread whose first operator is a product
+    "ignore:TensorFloat32 tensor cores",  # the compiler would have us use them
     "ignore:`torch.jit:DeprecationWarning",  # torch's compiler imports what uses it
 )
 

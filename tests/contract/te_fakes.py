@@ -210,7 +210,9 @@ class Quantized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale_inv: torch.Tensor, requires_grad: bool = False) -> Any:
-        self = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32, requires_grad=requires_grad)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, dtype=torch.float32, device=data.device, requires_grad=requires_grad
+        )
         self._data, self._scale_inv = data, scale_inv
         return self
 

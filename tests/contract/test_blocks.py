@@ -302,7 +302,7 @@ _POLICIES: dict[str, dict[str, Any]] = {
 _LOAD = """
 import sys, torch, actckpt
 model = torch.load(sys.argv[1], weights_only=False)
-x = torch.linspace(-1, 1, 16).view(2, 8)
+x = torch.linspace(-1, 1, 16, device=next(model.parameters()).device).view(2, 8)
 actckpt.reset_stats()
 model(x).square().sum().backward()
 assert actckpt.stats().replayed_operators == int(sys.argv[2]), actckpt.stats()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from oracle import assert_equal
-from test_budgets import Block
+from test_budgets import Block, takes_time
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -51,7 +51,10 @@ def _stacked() -> Looped:
     return model
 
 
-_TOKENS = torch.randint(16, (8, 32), generator=torch.Generator().manual_seed(0))
+def _tokens() -> Tensor:
+    return torch.randint(16, (8, 32), generator=torch.Generator().manual_seed(0))
+
+
 _KINDS: dict[str, Callable[[], Looped]] = {
     "one block": Looped,
     "two blocks": lambda: Looped(2),
@@ -64,8 +67,9 @@ def _made(kind: str) -> Looped:
     return _KINDS[kind]()
 
 
-def _step(model: nn.Module, tokens: Tensor = _TOKENS) -> tuple[list[Tensor], int]:
+def _step(model: nn.Module, tokens: Tensor | None = None) -> tuple[list[Tensor], int]:
     """Return gradients, and the peak."""
+    tokens = _tokens() if tokens is None else tokens
     torch.manual_seed(1)
     model.zero_grad()
     with LiveStorages(parameters=model.parameters()) as live:
@@ -103,7 +107,7 @@ def test_a_plan_fits_from_the_smallest_budget_on_and_gradients_are_plain(kind: s
         assert peak == pytest.approx(plan.peak_bytes, rel=0.03)
         # Else what the plan says about later calls is not found.
         assert peak >= 0.8 * budget or any(plan.rerun)
-        assert (plan.overhead_seconds == 0.0) == (share == 1.0)
+        assert takes_time(plan, share < 1.0)
         differs = differs or _differs(plan)
         actckpt.remove(model)
     assert differs or kind == "a module twice in a block"
@@ -122,7 +126,8 @@ def test_a_budget_in_training_fits_and_gradients_are_plain(kind: str, share: str
         if number > 1:
             assert peak <= float(share[:-1]) / 100 * plain * 1.01
     plan = actckpt.report(model).plan
-    assert plan is not None and (plan.overhead_seconds == 0.0) == (share == "100%")
+    assert plan is not None
+    assert takes_time(plan, share != "100%")
 
 
 def test_what_the_table_names_is_found_in_every_call() -> None:
@@ -183,16 +188,16 @@ def test_each_forward_counts_calls_anew_whatever_happened_in_the_one_before() ->
 
     def without_gradients() -> None:
         with torch.no_grad():
-            model(_TOKENS)
+            model(_tokens())
 
     def dropped() -> None:
-        model(_TOKENS)
+        model(_tokens())
 
     def failed() -> None:
         calls = iter(range(10))
         hook = model.blocks[0].register_forward_pre_hook(lambda *_: interrupt() if next(calls) == 3 else None)
         with pytest.raises(OSError, match="in the middle"):
-            model(_TOKENS)
+            model(_tokens())
         hook.remove()
 
     for before in (without_gradients, dropped, failed):
@@ -231,7 +236,7 @@ def test_forwards_without_gradients_between_calls_count_for_nothing_in_the_first
     for number in range(4):
         gradients, peak = _step(model)
         assert_equal(gradients, expected)
-        assert number == 0 or peak <= 0.6 * plain_peak
+        assert number <= 1 or peak <= 0.6 * plain_peak  # in the first step of a plan, checksums are taken
     plan = actckpt.report(model).plan
     assert plan is not None and plan.blocks == (None, *["blocks.0"] * 6, None)
 
@@ -270,7 +275,7 @@ def test_several_forwards_that_are_alive_at_once() -> None:
     def train(model: Looped) -> list[Tensor]:
         torch.manual_seed(1)
         model.zero_grad()
-        losses = [model(part).square().mean() for part in _TOKENS.chunk(2)]
+        losses = [model(part).square().mean() for part in _tokens().chunk(2)]
         losses[0].backward(retain_graph=True)
         for loss in losses:
             loss.backward()
@@ -340,7 +345,7 @@ def test_a_block_inside_of_another_one_is_one_clear_error() -> None:
     model = _made("one block")
     actckpt.apply(model, blocks=["blocks.0", "blocks.0.up"], activation_budget="60%")
     with pytest.raises(actckpt.BlocksError, match=r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"):
-        model(_TOKENS)
+        model(_tokens())
     actckpt.remove(model)
     with pytest.raises(actckpt.BlocksError, match=r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"):
         actckpt.plan(lambda: _step(model), model=model, blocks=["blocks.0", "blocks.0.up"], activation_budget="60%")

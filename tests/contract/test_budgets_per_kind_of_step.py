@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 
+import on_device
 import torch
 from test_budgets import Training
 from torch.nn import functional
@@ -17,7 +18,7 @@ def _plan(training: Training, *, autocast: bool = False) -> Plan:
     """Return the plan of the second step."""
     for _ in range(2):
         training.model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        with torch.autocast(on_device.device_type, torch.bfloat16) if autocast else contextlib.nullcontext():
             logits = training.model(training.tokens).flatten(0, 1)
         functional.cross_entropy(logits.float(), training.tokens.flatten()).backward()
     plan = actckpt.report(training.model).plan

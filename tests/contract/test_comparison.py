@@ -45,7 +45,8 @@ def _model() -> nn.Module:
     return Model()
 
 
-X = torch.randn(2, 16, 32)
+def _x() -> Tensor:
+    return torch.linspace(-1, 1, 2 * 16 * 32).view(2, 16, 32)
 
 
 def test_every_policy_has_a_row_and_the_bits_of_plain_training(model: nn.Module) -> None:
@@ -54,7 +55,7 @@ def test_every_policy_has_a_row_and_the_bits_of_plain_training(model: nn.Module)
         "sin": [torch.ops.aten.mm, torch.ops.aten.addmm],
         "inputs": {"policy": "recompute", "offload_inputs": True},
     }
-    found = actckpt.compare(lambda: model(X).backward(), model=model, policies=policies, rounds=2)
+    found = actckpt.compare(lambda: model(_x()).backward(), model=model, policies=policies, rounds=2)
     assert [row.name for row in found.rows] == ["none", *policies]
     assert all(row.same_bits for row in found.rows)
     assert [row.blocks for row in found.rows] == [0, 4, 4, 4]
@@ -66,12 +67,12 @@ def test_every_policy_has_a_row_and_the_bits_of_plain_training(model: nn.Module)
 
 
 def test_held_bytes_and_peak_are_those_of_a_step_by_hand(model: nn.Module) -> None:
-    found = actckpt.compare(lambda: model(X).backward(), model=model, policies={"rerun": "recompute"}, rounds=1)
+    found = actckpt.compare(lambda: model(_x()).backward(), model=model, policies={"rerun": "recompute"}, rounds=1)
     for row in found.rows:
         if row.name == "rerun":
             actckpt.apply(model)
         with LiveStorages(parameters=model.parameters()) as live:
-            loss = model(X)
+            loss = model(_x())
             held = live.live_bytes
             loss.backward()
         assert (row.held_bytes, row.peak_bytes) == (held, live.peak_bytes)
@@ -84,7 +85,7 @@ def test_model_gradients_optimizer_and_random_state_are_as_before(model: nn.Modu
 
     def step() -> None:
         random.random(), numpy.random.rand()
-        model(X).backward()
+        model(_x()).backward()
         optimizer.step()
         if not has_gradients:
             optimizer.zero_grad()
@@ -104,7 +105,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was(model: nn.Module) -> Non
     def step() -> None:
         nonlocal steps
         steps += 1
-        model(X).backward()
+        model(_x()).backward()
         if steps == 4:  # one of a policy
             raise RuntimeError("no more data")
 
@@ -123,7 +124,7 @@ def test_parameters_that_change_without_an_optimizer_are_named_before_a_second_s
     def step() -> None:
         nonlocal steps
         steps += 1
-        model(X).backward()
+        model(_x()).backward()
         optimizer.step()
 
     before = everything(model)
@@ -138,7 +139,7 @@ def test_gradients_that_differ_are_shown(model: nn.Module) -> None:
 
     def step() -> None:
         is_applied = any("forward" in module.__dict__ for module in model.modules())
-        (model(X) * (2 if is_applied else 1)).backward()
+        (model(_x()) * (2 if is_applied else 1)).backward()
 
     found = actckpt.compare(step, model=model, policies={"rerun": "recompute"}, rounds=1)
     assert found["none"].same_bits and not found["rerun"].same_bits
@@ -149,20 +150,20 @@ def test_gradients_that_differ_are_shown(model: nn.Module) -> None:
 def test_a_model_that_is_checkpointed_already_is_refused_and_stays_so(model: nn.Module, policies: Any) -> None:
     names = actckpt.apply(model, blocks="layers.0")
     with pytest.raises(actckpt.BlocksError, match=r"'layers\.0'.*remove"):
-        actckpt.compare(lambda: model(X).backward(), model=model, policies=policies)
+        actckpt.compare(lambda: model(_x()).backward(), model=model, policies=policies)
     assert actckpt.remove(model) == names
 
 
 def test_a_step_without_backward_is_refused(model: nn.Module) -> None:
     before = everything(model)
     with pytest.raises(ValueError, match="left no gradients"):
-        actckpt.compare(lambda: model(X), model=model)
+        actckpt.compare(lambda: model(_x()), model=model)
     assert_equal(everything(model), before)
 
 
 def test_a_table_of_places_is_a_policy_like_others(model: nn.Module) -> None:
     table = {"layers.**::aten.addmm": "keep"}
-    found = actckpt.compare(lambda: model(X).backward(), model=model, policies={"table": table}, rounds=1)
+    found = actckpt.compare(lambda: model(_x()).backward(), model=model, policies={"table": table}, rounds=1)
     assert found["table"].same_bits and found["table"].blocks == 4
 
 
@@ -184,11 +185,11 @@ def test_gradients_of_sparse_embeddings_are_compared_and_put_back() -> None:
 @pytest.mark.parametrize("rounds", [0, -1])
 def test_fewer_rounds_than_one_are_refused(model: nn.Module, rounds: int) -> None:
     with pytest.raises(ValueError, match=f"rounds={rounds}"):
-        actckpt.compare(lambda: model(X).backward(), model=model, rounds=rounds)
+        actckpt.compare(lambda: model(_x()).backward(), model=model, rounds=rounds)
 
 
 def test_a_comparison_is_drawn(model: nn.Module, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = actckpt.compare(lambda: model(X).backward(), model=model, rounds=1)
+    found = actckpt.compare(lambda: model(_x()).backward(), model=model, rounds=1)
     found.plot(tmp_path / "found.svg")
     assert "recompute" in (tmp_path / "found.svg").read_text()

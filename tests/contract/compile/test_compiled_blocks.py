@@ -254,7 +254,7 @@ def test_what_an_autograd_function_makes_by_other_means_is_no_input() -> None:
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(x)
-            return torch.from_numpy(2 * x.detach().numpy())
+            return torch.from_numpy(2 * x.detach().cpu().numpy()).to(x.device)
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:

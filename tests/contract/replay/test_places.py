@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from oracle import assert_equal
 from torch import Tensor, nn
 
@@ -340,6 +342,39 @@ def test_gradients_under_tables_are_those_of_plain_training(name: str, way: str)
         warnings.filterwarnings("ignore", ".*names in its first.*")
         for _ in range(3):
             assert_equal(_gradients(model, runs.get(way, model)), expected)
+
+
+class Rerunning(Model):
+    """Checkpoints its layers itself."""
+
+    checkpoint: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.checkpoint is None else self.checkpoint(layer, x)
+        return self.head(x).exp()
+
+
+_RERUNNING: dict[str, Any] = {
+    "torch": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    "torch, a function": lambda layer, x: torch.utils.checkpoint.checkpoint(lambda y: layer(y), x, use_reentrant=False),
+    "actckpt": actckpt.checkpoint,
+}
+
+
+@pytest.mark.parametrize("name", _TABLES)
+@pytest.mark.parametrize("way", _RERUNNING)
+def test_a_table_decides_in_a_rerun_of_a_part_of_the_model_as_in_its_forward(name: str, way: str) -> None:
+    """Such a rerun begins in the layer, and names go by the model."""
+    model = Rerunning()
+    expected = _gradients(model, model)
+    model.checkpoint = _RERUNNING[way]
+    actckpt.apply(model, policy=_TABLES[name], blocks="layers.*")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*names in its first.*")
+        for _ in range(2):
+            assert_equal(_gradients(model, model), expected)
+            model.layers[0](_input())  # alone it has other names, until the next forward
 
 
 @pytest.mark.parametrize(

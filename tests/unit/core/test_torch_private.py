@@ -69,6 +69,9 @@ NAMES = [
     (torch._C, "_DisableTorchDispatch"),
     (torch.utils._device, "_device_constructors"),
     (torch, "_disable_dynamo"),
+    (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+    (torch._C._dynamo.eval_frame._FrameAction, "SKIP"),
     (torch._C, "_get_deterministic_algorithms"),
     (torch._C, "_get_deterministic_algorithms_warn_only"),
     (torch._C, "_set_deterministic_algorithms"),
@@ -214,6 +217,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "FakeTensor",
         "FakeTensorMode",
         "Flag",
+        "FunctionType",
         "Hooks",
         "Iterator",
         "Sequence",
@@ -247,7 +251,6 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "group_timeout",
         "num_operations",
         "resolved_group",
-        "set_eval_frame",  # in tests/contract/compile/test_compile.py
         "graph_break",
         "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
         "implementation_of",
@@ -259,6 +262,7 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "set_selective_policy",
         "settle_sdp_order",  # in test_torch_settings.py
         "unsharded_parameter",
+        "untraced",  # checked in tests/contract/compile/test_compile.py
         "wait_for_collective",
         "without_tensor_hooks",
     }
