@@ -227,7 +227,7 @@ def test_what_a_failed_backward_left_of_the_graph_gives_equal_gradients(method: 
 def test_values_of_a_group_go_when_one_of_its_backwards_fails() -> None:
     group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
     if torch_private.current_graph_exec_group is None or group is None:
-        pytest.skip("this torch has no GraphExecGroup")
+        pytest.skip(f"torch {torch.__version__} has no GraphExecGroup")
     with LiveStorages() as live:
         graph = _graph(_rerun, _layers)
         failing = _Failing(live)

@@ -343,7 +343,9 @@ _MOVING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch has no MUST_CPU_OFFLOAD")
+@pytest.mark.skipif(
+    not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason=f"torch {torch.__version__} has no MUST_CPU_OFFLOAD"
+)
 @pytest.mark.parametrize("keywords", _MOVING)
 def test_what_must_be_moved_raises_one_line_that_names_actckpt(keywords: str) -> None:
     """No compiler of torch 2.13 reads the tag: it would be kept, or recomputed, without a word."""

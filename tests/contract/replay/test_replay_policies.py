@@ -96,7 +96,7 @@ def test_recompute_all_runs_each_operator_at_most_once_more() -> None:
 @pytest.mark.parametrize("answer", ["MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"])
 def test_torch_policies_that_offload_move_bytes(answer: str) -> None:
     if not hasattr(CheckpointPolicy, answer):
-        pytest.skip(f"this torch has no CheckpointPolicy.{answer}")
+        pytest.skip(f"torch {torch.__version__} has no CheckpointPolicy.{answer}")
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         offloads = op is aten.mm.default
