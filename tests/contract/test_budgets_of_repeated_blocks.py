@@ -78,7 +78,8 @@ def _step(model: nn.Module, tokens: Tensor | None = None) -> tuple[list[Tensor],
 
 
 def _planned(model: nn.Module, **options: Any) -> actckpt.Plan:
-    return actckpt.plan(lambda: _step(model), model=model, blocks="blocks.*", race=False, **options)
+    tokens = _tokens()  # before the step, whose bytes a plan counts
+    return actckpt.plan(lambda: _step(model, tokens), model=model, blocks="blocks.*", race=False, **options)
 
 
 def _differs(plan: actckpt.Plan) -> bool:
