@@ -23,7 +23,8 @@ from actckpt._blocks.applied import (
 )
 from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, sums_of
 from actckpt._budget.running import RECOMPUTE, settings_of
-from actckpt._budget.training import BudgetedTraining, Wanted
+from actckpt._budget.training import BudgetedTraining
+from actckpt._budget.wanted import Wanted
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt.action import Action

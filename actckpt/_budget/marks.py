@@ -11,7 +11,7 @@ from actckpt._core import devices
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BlockClass, Value
 
-__all__ = ["Mark", "Marks", "Outside", "held_between", "outside_bytes", "outside_seconds"]
+__all__ = ["Mark", "Marks", "Outside", "between", "held_after", "last_end", "outside_bytes", "outside_seconds"]
 
 #: Name of the value that stands for what the stem leaves.
 _HELD = "(held)"
@@ -19,13 +19,17 @@ _HELD = "(held)"
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
-    """What runs outside of blocks, before the first or after the last one: seconds, and bytes."""
+    """What runs outside of blocks, before the first, after the last, or between two: seconds, and bytes."""
 
     forward_s: float
     backward_s: float
     working_set_bytes: float
     held_bytes: float = 0.0
     gradient_bytes: float = 0.0
+
+    def counts_before(self, block: BlockClass) -> bool:
+        """Return whether it changes what a plan needs, if it runs right before a block."""
+        return self.held_bytes > 0.0 or self.working_set_bytes > block.working_set_bytes
 
     def block_class(self) -> BlockClass:
         """Return it as a class of blocks."""
@@ -47,6 +51,8 @@ class Mark:
     #: Of the block's input where its forward begins, of its output where it ends, without what it was given beside its
     #: input and hands on.
     nbytes: int
+    #: Of the input of the block before, which lived when that ended, and was moved: it lives no more.
+    gone_bytes: int = 0
 
 
 class Marks:
@@ -56,13 +62,14 @@ class Marks:
         self._live, self._device = live, device
         self.found: list[Mark] = []
 
-    def note(self, what: str, call: int = -1, nbytes: int = 0) -> None:
+    def note(self, what: str, call: int = -1, nbytes: int = 0, gone_bytes: int = 0) -> None:
         """Take down a mark."""
         live_bytes = peak_bytes = 0
         if self._live is not None:
             live_bytes, peak_bytes = self._live.live_bytes, self._live.peak_bytes
             self._live.reset_peak()
-        self.found.append(Mark(what, call, devices.moment(self._device), live_bytes, peak_bytes, nbytes))
+        moment = devices.moment(self._device)
+        self.found.append(Mark(what, call, moment, live_bytes, peak_bytes, nbytes, gone_bytes))
 
 
 def outside_seconds(marks: list[Mark], num_calls: int) -> list[tuple[float, float]]:
@@ -80,7 +87,7 @@ def outside_seconds(marks: list[Mark], num_calls: int) -> list[tuple[float, floa
 def outside_bytes(marks: list[Mark], num_calls: int) -> tuple[Outside, Outside]:
     """Return what stem and head need, without their seconds."""
     first = next(mark for mark in marks if mark.what == "forward")
-    end = next(mark for mark in marks if mark.what == "end" and mark.call == num_calls - 1)
+    end, done = next(pair for pair in itertools.pairwise(marks) if pair[0] == last_end(marks, num_calls))
     held = first.live_bytes - first.nbytes
     stem_peak = head_peak = 0
     for mark, after in itertools.pairwise(marks):
@@ -88,16 +95,40 @@ def outside_bytes(marks: list[Mark], num_calls: int) -> tuple[Outside, Outside]:
             stem_peak = max(stem_peak, after.peak_bytes)
         elif mark is end:
             head_peak = after.peak_bytes
-    head_bytes = head_peak - (end.live_bytes - end.nbytes)  # the last output is the head's own
+    head_bytes = head_peak - _below(end, done)  # the last output is the head's own
     return Outside(0.0, 0.0, float(stem_peak), float(max(held, 0))), Outside(0.0, 0.0, float(max(head_bytes, 0)))
 
 
-def held_between(marks: list[Mark], num_calls: int) -> list[int]:
-    """Return for each call of a block what is held of what runs between it and the next one."""
+def last_end(marks: list[Mark], num_calls: int) -> Mark:
+    """Return the mark at which the last block ended."""
+    return next(mark for mark in marks if mark.what == "end" and mark.call == num_calls - 1)
+
+
+def _below(end: Mark, after: Mark) -> int:
+    """Return what is held below the output of a block that ended, as it is at the mark after that."""
+    return end.live_bytes - end.nbytes - after.gone_bytes
+
+
+def held_after(marks: list[Mark], num_calls: int) -> int:
+    """Return what is held at the last mark of what ran after the last block."""
+    return marks[-1].live_bytes - _below(last_end(marks, num_calls), marks[-1])
+
+
+def _pairs(marks: list[Mark], num_calls: int) -> list[tuple[Mark, Mark]]:
+    """Return for each two calls of blocks in a row where the former ends and the latter begins."""
     begins = {mark.call: mark for mark in marks if mark.what == "forward"}
     ends = {mark.call: mark for mark in marks if mark.what == "end"}
-    found = []
-    for call, after in itertools.pairwise(range(num_calls)):
-        before_bytes = ends[call].live_bytes - ends[call].nbytes
-        found.append(begins[after].live_bytes - begins[after].nbytes - before_bytes)
-    return [*found, 0]
+    return [(ends[call], begins[call + 1]) for call in range(num_calls - 1)]
+
+
+def between(marks: list[Mark], num_calls: int) -> list[Outside]:
+    """Return for each two calls of blocks in a row what runs between them, without its seconds."""
+    return [
+        Outside(
+            0.0,
+            0.0,
+            working_set_bytes=float(max(begin.peak_bytes - _below(end, begin), 0)),  # with the output of the former
+            held_bytes=float(max(begin.live_bytes - begin.nbytes - _below(end, begin), 0)),
+        )
+        for end, begin in _pairs(marks, num_calls)
+    ]

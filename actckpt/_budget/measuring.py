@@ -6,7 +6,8 @@ Rule 1. Nothing runs that needs much more memory than a step in which all blocks
 Rule 2. Blocks are profiled at their calls (NOTE [ Profiling a block ]). What runs outside of blocks is watched at
         marks, in steps in which all blocks are recomputed: where a block's forward begins and ends, and where
         backward reaches the output of a block. What runs before the first block, and after its backward, is the
-        *stem*; what runs after the last one is the *head*. What runs between two blocks belongs to the first of them.
+        *stem*; what runs after the last one is the *head*. What runs between two blocks is an entry of its own, where
+        it holds something, or needs more than the block after it.
 Rule 3. Blocks whose costs are the same but for their times are one class.
 Rule 4. The stack has calls of blocks, in their order: a block that runs several times in a forward (weights that layers
         share) is in it as often.
@@ -27,7 +28,7 @@ from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
 from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._budget.alone import Exchanges, num_ranks
 from actckpt._budget.links import flush
-from actckpt._budget.marks import Mark, Marks, Outside, held_between, outside_bytes, outside_seconds
+from actckpt._budget.marks import Mark, Marks, Outside, between, outside_bytes, outside_seconds
 from actckpt._budget.profiling import ProfiledBlock, Profiler
 from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.training_state import TrainingState
@@ -49,10 +50,14 @@ class MeasuredStep:
     """A cost table, and which blocks its stack is made of."""
 
     costs: CostTable
-    #: Qualified names of the blocks, for each entry of the stack; None for stem and head.
+    #: Qualified names of the blocks, for each entry of the stack; None for what runs outside of them.
     names: tuple[str | None, ...]
     #: Per entry of the stack, the place of each value by its name in the cost table.
     places: tuple[dict[str, str], ...]
+    #: Per block, what of its working set are gradients that blocks after it made.
+    summed_bytes: tuple[int, ...]
+    #: Gradients of parameters that are there before backward comes to the last block, as far as that was seen.
+    head_gradient_bytes: int = 0
 
 
 def measure(
@@ -84,13 +89,11 @@ def measure(
     marks = watched.marked(live)
     seconds = [outside_seconds(watched.marked(None), num_calls) for _ in range(_NUM_TIMED)]
     stem, head = outside_bytes(marks, num_calls)
-    between = held_between(marks, num_calls)
-    profiled = [each.with_more(more) for each, more in zip(profiled, between, strict=True)]
     stem, head = (
         dataclasses.replace(each, forward_s=min(f for f, _ in runs), backward_s=min(b for _, b in runs))
         for each, runs in zip((stem, head), zip(*seconds, strict=True), strict=True)
     )
-    return cost_table(profiled, stem, head)
+    return cost_table(profiled, stem, between(marks, num_calls), head)
 
 
 class _Watched:
@@ -211,19 +214,29 @@ def _check(blocks: dict[str, torch.nn.Module], ran: list[str], reached: set[int]
             raise BlocksError(f"plan: backward did not run through block {name!r}. Pass a step with its backward.")
 
 
-def cost_table(blocks: list[ProfiledBlock], stem: Outside, head: Outside) -> MeasuredStep:
-    """Return the cost table of a stack of blocks between stem and head."""
+def cost_table(blocks: list[ProfiledBlock], stem: Outside, between: list[Outside], head: Outside) -> MeasuredStep:
+    """Return the cost table of a stack of blocks between stem and head, with what runs between two blocks."""
     last = max((number for number, block in enumerate(blocks) if block.others_bytes), default=0)
-    blocks = [block.with_gradients() if number < last else block for number, block in enumerate(blocks)]
+    summed = tuple(block.others_bytes if number < last else 0 for number, block in enumerate(blocks))
+    blocks = [block.with_gradients(nbytes) for block, nbytes in zip(blocks, summed, strict=True)]
     classes: dict[str, BlockClass] = {_STEM: stem.block_class()}
     names: dict[BlockClass, str] = {}
-    for block in blocks:
-        names.setdefault(block.costs, f"block {len(names)}")
+    stack, calls = [_STEM], list[ProfiledBlock | None]([None])
+    for block, outside in zip(blocks, [None, *between], strict=True):
+        if outside is not None and outside.counts_before(block.costs):
+            stack.append(f"(between {len(stack) - 1})")
+            classes[stack[-1]] = outside.block_class()
+            calls.append(None)
+        stack.append(names.setdefault(block.costs, f"block {len(names)}"))
+        calls.append(block)
     classes |= {name: costs for costs, name in names.items()} | {HEAD: head.block_class()}
-    stack = (_STEM, *(names[block.costs] for block in blocks), HEAD)
-    costs = CostTable.from_dict(CostTable(classes=classes, stack=stack).to_dict())
+    costs = CostTable.from_dict(CostTable(classes=classes, stack=(*stack, HEAD)).to_dict())
+    calls.append(None)
     return MeasuredStep(
-        costs, (None, *(block.name for block in blocks), None), ({}, *(block.places for block in blocks), {})
+        costs,
+        tuple(None if call is None else call.name for call in calls),
+        tuple({} if call is None else call.places for call in calls),
+        summed,
     )
 
 

@@ -26,22 +26,35 @@ class Meter:
     Of all memory, on a device what its allocator has given out; on a CPU parameters, buffers, gradients, the state of
     an optimizer, and tensors that the step makes. Of activations, tensors that the step makes, without gradients of
     parameters once they are accumulated.
+
+    Args:
+        keeps_gradients: some forwards begin with the gradients of those before, as where they are summed up over
+            several: then all of them are there all the time, also in a forward that begins without.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, *, total: bool) -> None:
-        self._model, self._total = model, total
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        total: bool,
+        keeps_gradients: bool = False,
+    ) -> None:
+        self._model, self._total, self._keeps_gradients = model, total, total and keeps_gradients
         self._device = device_of(model)
+        self._held_bytes = _static_bytes(model, optimizer, self._device) if total else 0
         #: Of what counts, there all the time.
-        self.fixed_bytes = _static_bytes(model, optimizer, self._device) if total else 0
+        self.fixed_bytes = self._held_bytes + (_bytes_without_gradient(model) if self._keeps_gradients else 0)
 
     def budget_bytes(self, budget: object) -> float:
         """Return a budget of all memory in bytes."""
-        return budget_bytes(budget, self._device, held_bytes=self.fixed_bytes)
+        return budget_bytes(budget, self._device, held_bytes=self._held_bytes)
 
     def complete(self, measured: MeasuredStep) -> MeasuredStep:
         """Return what was measured of a step with what is there all the time, and with gradients where they count.
 
         What several calls of blocks add up to one gradient is there, and is nobody's yet, from the last of them on.
+        What is added to a gradient that is there is another tensor until then; blocks were profiled with theirs.
         """
         named = dict(self._model.named_modules())
         parameters = [list(named[name].parameters()) if name is not None else [] for name in measured.names]
@@ -51,9 +64,15 @@ class Meter:
         costs, classes, stack = measured.costs, {}, []
         outside = [parameter for parameter in self._model.parameters() if id(parameter) not in num_uses]
         gradients = [self._gradient_bytes(each, num_uses) for each in reversed([outside, *parameters[1:]])]
+        of_head = min(measured.head_gradient_bytes, gradients[-1])
+        gradients[0], gradients[-1] = of_head, gradients[-1] - of_head  # in the order of backward, the stem is last
         for name, old, nbytes in zip(measured.names, costs.stack, reversed(gradients), strict=True):
             new = f"{old}, {nbytes}" if nbytes and name is not None else old
-            classes[new] = dataclasses.replace(costs.classes[old], gradient_bytes=float(nbytes))
+            added_bytes = self._added_bytes(outside) if name is None else 0
+            needed = costs.classes[old].working_set_bytes + added_bytes
+            classes[new] = dataclasses.replace(
+                costs.classes[old], gradient_bytes=float(nbytes), working_set_bytes=needed
+            )
             stack.append(new)
         costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack), fixed_bytes=float(self.fixed_bytes))
         return dataclasses.replace(measured, costs=costs)
@@ -63,11 +82,16 @@ class Meter:
         nbytes = 0
         for parameter in parameters:
             is_shared = num_uses[id(parameter)] > 1
-            if is_shared or (self._total and num_uses[id(parameter)] >= 0 and parameter.grad is None):
+            is_begun = self._keeps_gradients or parameter.grad is not None
+            if is_shared or (self._total and num_uses[id(parameter)] >= 0 and not is_begun):
                 nbytes += _bytes_of_gradient(parameter)
             if is_shared:
                 num_uses[id(parameter)] = -1
         return nbytes
+
+    def _added_bytes(self, parameters: list[torch.nn.Parameter]) -> int:
+        """Return the bytes of the largest gradient that is added to one of some parameters, one after the other."""
+        return max(map(_bytes_of_gradient, parameters), default=0) if self._keeps_gradients else 0
 
     def peak_of(self, run: Callable[[], object]) -> float:
         """Run a step and return its peak, in bytes."""
@@ -86,6 +110,10 @@ def _bytes_of_gradient(parameter: torch.nn.Parameter) -> int:
     if not parameter.requires_grad:
         return 0
     return sum(part.nbytes for part in plain_parts(parameter.detach()))
+
+
+def _bytes_without_gradient(model: torch.nn.Module) -> int:
+    return sum(_bytes_of_gradient(parameter) for parameter in model.parameters() if parameter.grad is None)
 
 
 def _static_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:

@@ -55,13 +55,15 @@ def solved(
             plan = (by or _solve)(each, budget, pins)
             plans.append(plan if each.d2h_bytes_per_s else dataclasses.replace(plan, costs=costs))
         except PlanInfeasibleError as found:
+            # Else this frame and the error would hold each other, and tensors of frames around: now, and when raised.
+            found.__traceback__ = None
             error = min(error or found, found, key=lambda each: each.smallest_bytes or math.inf)
     if not plans:
         assert error is not None
         try:
             raise error
         finally:
-            del error  # else this frame and the error would hold each other, and tensors of frames around
+            del error
     return with_windows(min(plans, key=lambda plan: plan.overhead_seconds))
 
 

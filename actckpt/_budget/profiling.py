@@ -37,7 +37,9 @@ from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import Alone
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
+from actckpt._budget.links import flush
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
+from actckpt._budget.workspaces import WorkingStorages
 from actckpt._core import devices
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
@@ -59,7 +61,7 @@ _LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 8, 0.3
 #: And of so many further runs in which each operator is timed.
 _OPERATORS_TIMED = 3
 #: Name of the value of Rule 4.
-OTHER = "(other)"
+_OTHER = "(other)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,30 +74,25 @@ class ProfiledBlock:
     places: dict[str, str]
     #: Of what it was given beside its input, what gradients flow to: these are summed up over the blocks.
     others_bytes: int
-    #: The storage of its input.
+    #: The storage of its input, and the bytes of that.
     input: weakref.ref[torch.UntypedStorage] | None
+    input_bytes: int
+
+    def is_input_gone(self) -> bool:
+        """Return whether its input lives no more."""
+        return self.input is not None and self.input() is None
 
     def with_input_kept(self) -> ProfiledBlock:
         """Return the block without the choice to offload its input if that is still alive."""
-        if self.input is None or self.input() is None:
+        if self.input is None or self.is_input_gone():
             return self
         values = (dataclasses.replace(self.costs.values[0], offloadable=False), *self.costs.values[1:])
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
 
-    def with_gradients(self) -> ProfiledBlock:
+    def with_gradients(self, nbytes: int) -> ProfiledBlock:
         """Return the block with gradients that blocks after it made of what it was given beside its input."""
-        needed = self.costs.working_set_bytes + self.others_bytes
+        needed = self.costs.working_set_bytes + nbytes
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, working_set_bytes=needed))
-
-    def with_more(self, nbytes: int) -> ProfiledBlock:
-        """Return the block with so many more bytes that always stay."""
-        if nbytes <= 0:
-            return self
-        values = tuple(
-            dataclasses.replace(value, nbytes=value.nbytes + nbytes) if value.name == OTHER else value
-            for value in self.costs.values
-        )
-        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
 
 
 class Profiler:
@@ -179,7 +176,9 @@ class Profiler:
             self._known[key] = known
         trained_bytes = bytes_of([tensor for tensor in others((args, kwargs)) if tensor.requires_grad])
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
-        return result, ProfiledBlock(name, self._known[key], by_name, trained_bytes, structure.input)
+        return result, ProfiledBlock(
+            name, self._known[key], by_name, trained_bytes, structure.input, structure.input_bytes
+        )
 
 
 def _check_units(name: str, structure: BlockStructure) -> None:
@@ -263,7 +262,7 @@ class _Call:
 @uncounted()
 def _profiled(call: _Call, values: tuple[Value, ...]) -> BlockClass:
     structure, device = call.structure, call.structure.device
-    held_bytes, peak_bytes = _bytes(call)
+    held_bytes, peak_bytes = _held_bytes(call), _peak_bytes(call)
     recording = functools.partial(call.set_apart, _in_region(call.forward))
     _seconds(recording, device)  # the first one is audited
     forward_s, backward_s, recorded_s, replaying_s = _fastest(call.set_apart, recording, device)
@@ -278,7 +277,7 @@ def _profiled(call: _Call, values: tuple[Value, ...]) -> BlockClass:
         recording_s=max(recorded_s - forward_s, 0.0),
         values=(
             *_scaled(values, forward_s, replaying_s - backward_s),
-            Value(OTHER, float(other), offloadable=False, replayable=False),
+            Value(_OTHER, float(other), offloadable=False, replayable=False),
         ),
         rerun=not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers),
     )
@@ -332,22 +331,43 @@ def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> t
 _Runs = Callable[[], "contextlib.AbstractContextManager[_Run]"]
 
 
-def _bytes(call: _Call) -> tuple[int, int]:
-    """Return what a forward holds for backward, and the peak of forward and backward, in bytes."""
+def _held_bytes(call: _Call) -> int:
+    """Return the bytes that a forward holds for backward."""
     with call.set_apart() as run:
         with LiveStorages() as live:
             nodes = [tensor.grad_fn for tensor in tensors_in(run.call())]
         held_bytes = live.live_bytes
         del nodes
+        return held_bytes
+
+
+def _peak_bytes(call: _Call) -> int:
+    """Return the peak of forward and backward, in bytes, without gradients of parameters once they are computed.
+
+    The first kernels of some kinds on a device leave something behind, or try others: the lesser of two runs counts.
+    """
+    device = call.structure.device
+    return min(_peak_of_run(call, device) for _ in range(1 if devices.counting(device) is None else 2))
+
+
+def _peak_of_run(call: _Call, device: torch.device) -> int:
+    flush(device)
+    working = WorkingStorages(device)
     with call.set_apart() as run:
-        live = LiveStorages(parameters=list(call.block.parameters()))
-        with live:
+        for parameter in call.block.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        with working.section():
             roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
         # What came out stands for its gradient, which is as large and lives as long.
         gradients = [torch.ones_like(root) for root in roots]
-        with live:
+        with working.section():
             run.backward(roots, gradients)
-        return held_bytes, live.peak_bytes
+        return working.peak_bytes
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _seconds(runs: _Runs, device: torch.device) -> tuple[float, float]:

@@ -6,16 +6,17 @@ Rule 1. A step is a forward of the model with gradients, up to the end of the ba
         gradients (evaluation, generation) count for nothing. Where the program calls a part of the model in place of
         the model, no step is seen, which is told once.
 Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, autocast, training or
-        evaluation mode, and which parameters and inputs are trained) everything is checkpointed,
-        and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
-        checkpointed as well. What is computed from the model's outputs is not seen: it is taken to need three times
-        their bytes (a loss, its intermediate result, a gradient). Outputs that are alive when that backward has ended
-        are held by the program, and taken to be in every backward. Where not everything fits, plans are made for 2 %
-        less than the budget.
+        evaluation mode, and which parameters and inputs are trained) everything is checkpointed, and blocks are
+        profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are checkpointed as well.
+        What is computed from the model's outputs is taken to need three times their bytes (a loss, its intermediate
+        result, a gradient), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive when that
+        backward has ended are held by the program, and taken to be in every backward. Where not everything fits, plans
+        are made for 2 % less than the budget.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
         once (pipelines), each gets its share of what is not fixed; a percentage of activations is one of what all of
-        them make. Where more of them are alive than ever before, or what is fixed changes in the next steps, the plan
-        is made again.
+        them make. Where more of them are alive than ever before, or what is fixed grows, or shrinks in the next steps,
+        the plan is made again. Where any forward but the first begins with gradients (of another micro-batch, or set to
+        zero in place), all gradients are fixed from then on, for plans of all sizes.
         Inside of a checkpoint, which would run the forward again, it raises.
 Rule 4. On a device the allocator tells where a step needed more than that (NOTE [ Observed peaks ]).
 Rule 5. Where the plan is not predicted to be much faster than the best simple choice that fits, they take turns in the
@@ -39,6 +40,7 @@ from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import num_ranks
+from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import give_back_unused, is_linked, poll, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, holding_outputs
 from actckpt._budget.meters import Meter
@@ -46,23 +48,23 @@ from actckpt._budget.observing import Observing
 from actckpt._budget.offloading import solved
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.shares import Share
-from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
+from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._budget.turns import Race, Turn
+from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
 from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
-from actckpt.action import Action
 from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 
-__all__ = ["BudgetedTraining", "Wanted"]
+__all__ = ["BudgetedTraining"]
 
 #: Of so many sizes plans are remembered; what comes after stays checkpointed.
 _MAX_SIZES = 16
 _EXCEEDED = (
-    "apply: steps needed more memory than was predicted, and with that no plan fits. From now on the plan runs that "
-    "needs least. {}"
+    "apply: steps need more memory than was known when their plan was made, and with that no plan fits. From now on "
+    "the plan runs that needs least. {}"
 )
 _COMPILED = (
     "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
@@ -77,29 +79,8 @@ _CHECKPOINTED = (
 )
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race.
 _SURE = 0.03
-#: In so many steps after the plan it is looked whether what is fixed has changed, by more than this share.
-_WATCHED_STEPS, _CHANGE = 3, 0.01
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What was asked of `apply`."""
-
-    budget: float | str | None
-    activation_budget: int | str | None
-    optimizer: torch.optim.Optimizer | None
-    pins: Mapping[Any, Action | str] | None
-    race: bool
-
-    def check(self, model: torch.nn.Module) -> None:
-        """Raise a ValueError where a budget is none."""
-        if (self.budget is None) == (self.activation_budget is None):
-            given = "neither" if self.budget is None else "both"
-            raise ValueError(f"apply: {given} of budget and activation_budget given. Pass one of them.")
-        if self.activation_budget is not None:
-            activation_budget_bytes(self.activation_budget, plain_bytes=1.0)
-        else:
-            budget_bytes(self.budget, device_of(model), held_bytes=0.0)
+#: What is fixed has changed where it has by more than this share; less than planned only counts in so many steps.
+_CHANGE, _WATCHED_STEPS = 0.01, 3
 
 
 class BudgetedTraining:
@@ -109,8 +90,8 @@ class BudgetedTraining:
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._sizes: dict[Any, _Size] = {}
         self._current: _Size | None = None
-        #: Whether a step began (Rule 1).
-        self.is_called = False
+        #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
+        self.is_called = self._keeps_gradients = False
         self._device_type = device_of(model).type
         #: Weak: a library may put others in their place (sharding), and these must be able to go.
         self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
@@ -139,7 +120,7 @@ class BudgetedTraining:
         for hook in self._hooks:
             hook.remove()
         for size in self._sizes.values():
-            size.give_up()
+            size.close()
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
@@ -149,8 +130,9 @@ class BudgetedTraining:
             return
         if checkpoint_around() is not None:
             raise BlocksError(_CHECKPOINTED)
-        self.is_called = True
         key = self._key(args, kwargs)
+        self._keeps_gradients = self._keeps_gradients or (self.is_called and self._has_gradients())
+        self.is_called = True
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
             self._sizes[key] = _Size(self._model, self._forwards, self._wanted)
         if self._is_watched_elsewhere():
@@ -160,11 +142,13 @@ class BudgetedTraining:
             )
         if self._current is not None:
             self._current.give_up()
+        for size in self._sizes.values():
+            size.disturb()
         self._current = self._sizes.get(key)
         if self._current is None:
             _use(self._forwards, {})
         else:
-            self._current.begin()
+            self._current.begin(keeps_gradients=self._keeps_gradients)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_parameters": None}  # those of a copy are others
@@ -178,6 +162,10 @@ class BudgetedTraining:
         trained = bytes(found is None or found.requires_grad for ref in self._parameters for found in (ref(),))
         inputs = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors_in((args, kwargs)))
         return self._model.training, autocast, trained, *inputs
+
+    def _has_gradients(self) -> bool:
+        assert self._parameters is not None
+        return any(found is not None and found.grad is not None for ref in self._parameters for found in (ref(),))
 
     def _is_watched_elsewhere(self) -> bool:
         return self._current is not None and self._current.watching_thread not in (None, threading.get_ident())
@@ -207,9 +195,10 @@ class _Size:
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._watching: Watching | None = None
         self._measured: MeasuredStep | None = None
-        self._fixed_bytes = 0.0
-        self._num_alive = self._most_alive = self._most_alive_planned = 0
-        self._num_planned = 0
+        self._first_step: FirstStep | None = None
+        self._fixed_bytes = self._grown_bytes = 0.0
+        self._num_alive = self._most_alive = self._most_alive_planned = self._num_planned = 0
+        self._keeps_gradients = False
         self._held_output_bytes: float | None = None
         self._race: Race | None = None
         #: No block was seen to run.
@@ -222,8 +211,14 @@ class _Size:
         self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
         self.plan: Plan | None = None
 
-    def begin(self) -> None:
-        """A forward begins."""
+    def disturb(self) -> None:
+        """A forward begins, of this size or of another one: while the first step runs, it is not alone."""
+        if self._first_step is not None:
+            self._first_step.disturb()
+
+    def begin(self, *, keeps_gradients: bool) -> None:
+        """A forward begins; gradients are there all the time, or not."""
+        self._keeps_gradients = keeps_gradients
         self._num_alive += 1
         self._most_alive = max(self._most_alive, self._num_alive)
         if self._is_unseen:
@@ -232,13 +227,13 @@ class _Size:
         if self._measured is None:
             if self._offloads:
                 prepare(self._device)
-            self._watching = Watching(self._forwards, self._device, offloads=self._offloads)
+            self._first_step = FirstStep(self._model, self._device)
+            self._watching = Watching(self._forwards, self._device, self._first_step, offloads=self._offloads)
             return
         if self.plan is None and self._held_output_bytes is None:
             _use(self._forwards, {})
             return
-        is_changed = self._num_planned < _WATCHED_STEPS and self.plan is not None and self._is_changed()
-        is_changed = is_changed or self._most_alive > self._most_alive_planned
+        is_changed = self._most_alive > self._most_alive_planned or self._is_changed()
         if self.plan is None or is_changed or self._observing.wants_plan:
             self._make_plan()
         self._num_planned += 1
@@ -251,7 +246,7 @@ class _Size:
             self._settings = self.plan, settings_of(self.plan, self._model)
         _use(self._forwards, self._settings[1])
         if self._wanted.budget is not None:
-            self._observing.begin(self.plan, is_alone=self._num_alive == 1)
+            self._observing.begin(self.plan, is_alone=self._num_alive == 1, grown_bytes=self._grown_bytes)
 
     @property
     def race_steps_left(self) -> int:
@@ -269,6 +264,11 @@ class _Size:
             self._watching.close()
             self._watching = None
             self._num_alive -= 1
+
+    def close(self) -> None:
+        """Watch nothing more."""
+        self.give_up()
+        self._observing.close()
 
     def end(self, result: Any) -> None:
         """A forward has ended, also where it failed."""
@@ -311,14 +311,26 @@ class _Size:
         self._observing.ended(self._given_bytes)
         if self._held_output_bytes is None:
             self._held_output_bytes = float(sum(storage.nbytes() for storage in held))
+            if self._first_step is not None and self._measured is not None:
+                self._measured = self._first_step.completed(self._measured, self._held_output_bytes)
+                if self._wanted.budget is not None:  # else nothing is observed
+                    self._observing.doubt_bytes = self._first_step.doubt_bytes
         if turn is not None:
             turn.end()
 
     def _meter(self) -> Meter:
-        return Meter(self._model, self._wanted.optimizer, total=self._wanted.budget is not None)
+        wanted = self._wanted
+        total = wanted.budget is not None
+        return Meter(self._model, wanted.optimizer, total=total, keeps_gradients=self._keeps_gradients)
 
     def _is_changed(self) -> bool:
-        return abs(self._meter().fixed_bytes - self._fixed_bytes) > _CHANGE * self._fixed_bytes
+        """Return whether what is fixed is more than planned, or less; what other forwards hold is not."""
+        if self.plan is None or self._wanted.budget is None or self._num_alive > 1:
+            return False
+        more_bytes = self._meter().fixed_bytes - self._fixed_bytes
+        self._grown_bytes = max(more_bytes, 0.0)
+        has_shrunk = self._num_planned < _WATCHED_STEPS and -more_bytes > _CHANGE * self._fixed_bytes
+        return has_shrunk or more_bytes > _CHANGE * self._fixed_bytes
 
     def _make_plan(self) -> None:
         assert self._measured is not None
@@ -327,16 +339,19 @@ class _Size:
             give_back_unused(self._device)
         meter = self._meter()
         measured = holding_outputs(meter.complete(self._measured), self._held_output_bytes or 0.0)
-        self._fixed_bytes = meter.fixed_bytes
+        self._fixed_bytes, self._grown_bytes = meter.fixed_bytes, 0.0
         self._most_alive_planned = self._most_alive
-        costs = self._observing.corrected(measured.costs)
-        share = self._share(costs, meter)
-        if share.has_reserve and self._offloads:
-            costs = with_links(costs, self._device)
-        plan = dataclasses.replace(self._solved(costs, share), blocks=measured.names, places=measured.places)
+        plan, share = self._solved([self._linked(each, meter) for each in self._observing.corrected(measured.costs)])
+        plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
         self._given_bytes, self.plan, self._race = share.given_bytes, plan, self._race_of(plan, share)
+        if self._wanted.budget is not None:
+            self._observing.watch(self._model.get_submodule(measured.names[-2] or ""))
         for forward in self._forwards.values():
             forward.together.is_watching = True  # so that the report has a step of the plan
+
+    def _linked(self, costs: CostTable, meter: Meter) -> tuple[CostTable, Share]:
+        share = self._share(costs, meter)
+        return with_links(costs, self._device) if share.has_reserve and self._offloads else costs, share
 
     def _share(self, costs: CostTable, meter: Meter) -> Share:
         """Return what a forward may use."""
@@ -352,17 +367,22 @@ class _Size:
         fits = plain_bytes <= share.nbytes  # then nothing is to be done
         return share if fits else dataclasses.replace(share, has_reserve=True)
 
-    def _solved(self, costs: CostTable, share: Share) -> Plan:
-        """Return the plan for a share; the one that needs least where more was observed than there is."""
+    def _solved(self, tables: list[tuple[CostTable, Share]]) -> tuple[Plan, Share]:
+        """Return the plan for the first table that has one; the one that needs least where more was observed."""
         from actckpt._budget.fitting import smallest_plan
 
-        try:
-            return solved(costs, share.nbytes, self._wanted.pins)
-        except PlanInfeasibleError as error:
-            if not self._observing.has_corrected or error.smallest_bytes is None:
-                raise share.infeasible(error) from None
-            warnings.warn(_EXCEEDED.format(share.infeasible(error)), stacklevel=5)  # where the model is called
-            return smallest_plan(costs, error.smallest_bytes, self._wanted.pins)
+        errors: list[PlanInfeasibleError] = []
+        for costs, share in tables:
+            try:
+                return solved(costs, share.nbytes, self._wanted.pins), share
+            except PlanInfeasibleError as error:
+                errors.append(share.infeasible(error).with_traceback(None))
+                smallest_bytes = error.smallest_bytes
+        is_late = self._observing.has_corrected or self._num_planned > _WATCHED_STEPS
+        if not is_late or smallest_bytes is None:
+            raise errors.pop(0) from None
+        warnings.warn(_EXCEEDED.format(errors[0]), stacklevel=5)  # where the model is called
+        return smallest_plan(costs, smallest_bytes, self._wanted.pins), share
 
     def _race_of(self, plan: Plan, share: Share) -> Race | None:
         """Return the race of a plan against simple choices that fit; None where its gain is sure, or none may run.

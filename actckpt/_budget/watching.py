@@ -9,12 +9,13 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.arguments import bytes_of, first_tensor, others
+from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import flush
-from actckpt._budget.marks import Marks, Outside, held_between, outside_bytes
+from actckpt._budget.marks import Marks, Outside, between, held_after, last_end, outside_bytes
 from actckpt._budget.measuring import MeasuredStep, cost_table
 from actckpt._budget.profiling import ProfiledBlock, Profiler
+from actckpt._budget.workspaces import WorkingStorages
 from actckpt._core import devices
-from actckpt.memory import LiveStorages
 
 __all__ = ["Watching"]
 
@@ -25,11 +26,18 @@ _LOSS = 3
 class Watching:
     """A forward in which everything is checkpointed and profiled."""
 
-    def __init__(self, forwards: dict[str, CheckpointedForward], device: torch.device, *, offloads: bool) -> None:
-        self._forwards, self._device = forwards, device
+    def __init__(
+        self,
+        forwards: dict[str, CheckpointedForward],
+        device: torch.device,
+        first_step: FirstStep,
+        *,
+        offloads: bool,
+    ) -> None:
+        self._forwards, self._device, self._first_step = forwards, device, first_step
         self._profiler = Profiler(offloads=offloads)
         self._profiled: list[ProfiledBlock] = []
-        self._live = LiveStorages()
+        self._live = WorkingStorages(device)
         self._marks = Marks(self._live, device)
         self._is_closed = False
         self.thread = threading.get_ident()
@@ -42,23 +50,31 @@ class Watching:
         """Call a block. What runs without gradients saves nothing, and counts for nothing, as under a plan."""
         if not torch.is_grad_enabled():
             return forward.original()(*args, **kwargs)
-        number = len(self._profiled)
-        self._marks.note("forward", number, bytes_of(first_tensor((args, kwargs))))
+        number, source = len(self._profiled), first_tensor((args, kwargs))
+        self._marks.note("forward", number, bytes_of(source), self._gone_bytes())
         try:
-            result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
+            with self._live.paused():
+                result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
         except BaseException:  # of an interrupt no hook tells
             self.close()
             raise
         self._profiled.append(profiled)
-        self._marks.note("end", number, bytes_of(result, without=others((args, kwargs))))
+        output_bytes = bytes_of(result, without=others((args, kwargs)))
+        self._marks.note("end", number, output_bytes)
+        self._first_step.block_ended(source, result, output_bytes)
         return result
+
+    def _gone_bytes(self) -> int:
+        """Return the bytes of the input of the last block, where that was moved."""
+        last = self._profiled[-1] if self._profiled else None
+        return last.input_bytes if last is not None and last.is_input_gone() else 0
 
     def close(self) -> None:
         """The forward has ended. May be called more than once."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._marks.note("done")
+        self._marks.note("done", gone_bytes=self._gone_bytes())
         self._live.__exit__(None, None, None)
         for forward in self._forwards.values():
             forward.instead = None
@@ -70,16 +86,14 @@ class Watching:
             return None
         marks = self._marks.found
         stem, head = outside_bytes(marks, num_calls)
-        last = next(mark for mark in marks if mark.what == "end" and mark.call == num_calls - 1)
-        held = marks[-1].live_bytes - (last.live_bytes - last.nbytes)
+        last, held = last_end(marks, num_calls), held_after(marks, num_calls)
         loss = _LOSS * sum(tensor.nbytes for tensor in outputs if tensor.is_floating_point())
         needed = max(head.working_set_bytes, float(held + loss))
         forward_s = devices.seconds_between(last.moment, marks[-1].moment)
         head = Outside(forward_s, 2 * forward_s, needed)
         flush(self._device)
-        between = held_between(marks, num_calls)
-        profiled = [each.with_input_kept().with_more(more) for each, more in zip(self._profiled, between, strict=True)]
-        return cost_table(profiled, stem, head)
+        profiled = [each.with_input_kept() for each in self._profiled]
+        return cost_table(profiled, stem, between(marks, num_calls), head)
 
 
 class _Instead:

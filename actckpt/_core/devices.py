@@ -165,8 +165,12 @@ class Accelerator:
         return True
 
     def allocated_bytes(self, device: torch.device) -> int:
-        """Return what tensors hold now. Needs `counts_memory`, as the next two."""
+        """Return what tensors hold now. Needs `counts_memory`, as the next three."""
         return torch.accelerator.memory_allocated(device)
+
+    def given_bytes(self, device: torch.device) -> int:
+        """Return all that was given out since the process began, whether it is held or not."""
+        return int(torch.accelerator.memory_stats(device)["allocated_bytes.all.allocated"])
 
     def peak_bytes(self, device: torch.device) -> int:
         """Return the most that tensors held since `reset_peak`."""

@@ -14,8 +14,8 @@ import actckpt
 from actckpt._budget import observing
 
 _LAYERS = 4
-#: The model takes 5.4 MiB of it with everything recomputed, and what follows it 6 MiB.
-_BUDGET = 10 << 20
+#: The model takes 5.4 MiB of it with everything recomputed, and what follows it 8 MiB.
+_BUDGET = 21 << 19
 
 
 def _long_loss(logits: Tensor, length: int = 12) -> Tensor:
@@ -37,6 +37,14 @@ def _training(budget: int | None = None, outputs: object = _long_loss) -> Traini
     return training
 
 
+def _surprised(budget: int = _BUDGET) -> Training:
+    """Return a model whose first step was measured with a short loss, and that has a long one from then on."""
+    training = _training(budget, _short_loss)
+    training.peak()
+    training.outputs = _long_loss
+    return training
+
+
 def _plan(training: Training) -> actckpt.Plan:
     plan = actckpt.report(training.model).plan
     assert plan is not None
@@ -45,8 +53,7 @@ def _plan(training: Training) -> actckpt.Plan:
 
 def test_a_loss_that_needs_more_is_seen_and_planned_for() -> None:
     expected = _training().gradients()
-    training = _training(_BUDGET)
-    training.peak()
+    training = _surprised()
     assert training.peak() > _BUDGET, "nothing to be corrected"
     first = _plan(training)
     for _ in range(3):
@@ -62,6 +69,7 @@ def test_a_loss_that_needs_more_is_seen_and_planned_for() -> None:
 def test_nothing_is_planned_again_where_predictions_hold() -> None:
     training = _training(_BUDGET, _short_loss)
     training.peak()
+    training.peak()  # the last in which it may be seen that the head needs less than it might
     plans = []
     for _ in range(4):
         assert training.peak() <= _BUDGET
@@ -73,8 +81,7 @@ def test_steps_neither_wait_for_the_device_nor_start_its_peak_again(monkeypatch:
     def fail(*_: object) -> NoReturn:
         raise AssertionError("called")
 
-    training = _training(_BUDGET)
-    training.gradients()
+    training = _surprised()
     monkeypatch.setattr(torch.accelerator, "synchronize", fail)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", fail)
     training.gradients()
@@ -86,8 +93,7 @@ def test_steps_neither_wait_for_the_device_nor_start_its_peak_again(monkeypatch:
 
 
 def test_a_peak_below_an_older_one_tells_nothing() -> None:
-    training = _training(_BUDGET)
-    training.gradients()
+    training = _surprised()
     torch.empty(1 << 26, device="sim")
     training.gradients()
     first = _plan(training)
@@ -108,14 +114,14 @@ def test_plans_are_made_again_once_in_so_many_steps(monkeypatch: pytest.MonkeyPa
             training.outputs = lambda logits, length=(8, 14)[number - 3]: _long_loss(logits, length)
         training.peak()
         plans.append(_plan(training) if number else None)
-    assert [number for number in range(2, 12) if plans[number] is not plans[number - 1]] == [4, 9]
+    # In the second step it is seen what the head really needs: that is no exception.
+    assert [number for number in range(2, 12) if plans[number] is not plans[number - 1]] == [2, 4, 9]
     assert training.peak() <= 14 << 20
 
 
 def test_what_no_plan_can_help_is_said_and_training_goes_on() -> None:
     expected = _training().gradients()
-    training = _training(int(6.5 * 2**20))
-    training.peak()
+    training = _surprised(int(6.5 * 2**20))
     assert training.peak() > 6.5 * 2**20
     with pytest.warns(UserWarning, match="no plan fits. From now on the plan runs that needs least"):
         found = training.gradients()

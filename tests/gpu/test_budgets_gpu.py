@@ -163,10 +163,7 @@ def test_an_activation_budget(budget: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
-@pytest.mark.parametrize(
-    "micro_steps",
-    [1, pytest.param(3, marks=pytest.mark.xfail(reason="gradients that stay between forwards", strict=False))],
-)
+@pytest.mark.parametrize("micro_steps", [1, 3])
 def test_an_optimizer_whose_state_appears_in_the_first_step(share: float, micro_steps: int) -> None:
     expected, plain = _plainly(1e-3, micro_steps)
     state_bytes = 2 * sum(parameter.nbytes for parameter in stack(_DEPTH, _WIDTH).parameters())

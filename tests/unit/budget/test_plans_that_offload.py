@@ -88,3 +88,25 @@ def test_the_error_says_the_smaller_budget_and_holds_no_frame() -> None:
     solved(_costs(50.0), smallest, None)
     with pytest.raises(PlanInfeasibleError):
         solved(_costs(50.0), smallest - 1, None)
+
+
+def test_a_plan_that_fits_only_with_the_link_holds_no_frame() -> None:
+    """The error of the other one would hold the frames of the model, and with them what its forward has at hand."""
+
+    class Held:
+        pass
+
+    stays = [{"name": "x", "bytes": 100, "replayable": False}]
+    with pytest.raises(PlanInfeasibleError):
+        solve(_costs(0.0, values=stays), budget=600.0)
+
+    def ask() -> weakref.ref[Held]:
+        held = Held()
+        solved(_costs(50.0, values=stays), 600.0, None)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()

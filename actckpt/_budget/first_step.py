@@ -1,0 +1,155 @@
+"""What the allocator of a device tells of the step in which blocks are profiled, beyond what its forward shows.
+
+NOTE [ The first backward ]
+
+Rule 1. The allocator is read where the forward of a block ends, and where backward reaches its output: what is held,
+        what was given out in all, and the peak since the program last started that again. Nothing waits.
+Rule 2. What the peak rises to between the end of the last block and the moment in which backward reaches its output,
+        the head needs, with the loss. Where it does not rise, the head is taken to need what its forward shows, but may
+        need up to what was there already, or was given out meanwhile if that is less: the difference is in doubt. What
+        else the program does in between, it does in every step.
+Rule 3. What is held where backward reaches a block, and was not where its forward ended, are gradients: of the output,
+        of parameters, and others that wait for what ran before the block, of results that are read past blocks (the
+        skips of a UNet). These are there while the block runs backward. Inputs that were brought back ahead are none,
+        nor are outputs of the model that the program holds.
+Rule 4. Where another forward began before this backward had ended, or there is no such allocator, nothing is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+
+from actckpt._blocks.arguments import bytes_of, first_tensor
+from actckpt._budget.measuring import HEAD, MeasuredStep
+from actckpt._core import devices
+from actckpt._core.subclasses import plain_parts
+from actckpt._offload import stores
+
+__all__ = ["FirstStep"]
+
+#: Gradients that wait count from this share of what their block needs: sizes of tensors are rounded.
+_SHARE = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """Bytes at a moment: held, given out so far, the peak, gradients of parameters, and brought back so far."""
+
+    held: int
+    given: int
+    peak: int
+    gradients: int
+    back: int
+    #: Of the input of the block, which lived when its forward ended, and was moved: it lives no more.
+    gone: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The end of one call of a block, the storage of its input, and the bytes of that and of its output."""
+
+    end: _Reading
+    input: weakref.ref[torch.UntypedStorage]
+    input_bytes: int
+    output_bytes: int
+
+
+class FirstStep:
+    """Readings of the allocator at the blocks of one step (NOTE [ The first backward ])."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._device, self._allocator = device, devices.counting(device)
+        self._parameters = list(model.parameters())
+        self._calls: list[_Call] = []
+        self._reached: dict[int, _Reading] = {}
+        self._is_known = True
+        #: What the head may need beyond what it is taken to need (Rule 2).
+        self.doubt_bytes = 0.0
+
+    def block_ended(self, source: torch.Tensor | None, result: Any, output_bytes: int) -> None:
+        """The forward of a block has ended.
+
+        Args:
+            source: its input.
+            output_bytes: of its result, without what it was given beside its input and hands on.
+        """
+        output = first_tensor(result)
+        if self._allocator is None or source is None or output is None or not output.requires_grad:
+            self._is_known = False
+            return
+        number, storage = len(self._calls), source.untyped_storage()
+        self._calls.append(_Call(self._read(), weakref.ref(storage), storage.nbytes(), output_bytes))
+        output.register_hook(lambda _: self._note(number))
+
+    def _note(self, number: int) -> None:
+        if number not in self._reached:
+            call = self._calls[number]
+            gone = call.input_bytes if call.input() is None else 0
+            self._reached[number] = dataclasses.replace(self._read(), gone=gone)
+
+    def _read(self) -> _Reading:
+        assert self._allocator is not None
+        inflight_bytes = stores.inflight_bytes(self._device)  # first: asking releases what has passed
+        gradients = [part for each in self._parameters if each.grad is not None for part in plain_parts(each.grad)]
+        return _Reading(
+            held=self._allocator.allocated_bytes(self._device) - inflight_bytes,
+            given=self._allocator.given_bytes(self._device),
+            peak=self._allocator.peak_bytes(self._device),
+            gradients=bytes_of(gradients),
+            back=stores.reloaded_bytes(self._device),
+        )
+
+    def disturb(self) -> None:
+        """Another forward begins (Rule 4)."""
+        self._is_known = False
+
+    def completed(self, measured: MeasuredStep, held_bytes: float) -> MeasuredStep:
+        """Return what was measured of the step with what these readings show, once its backward has ended.
+
+        Args:
+            held_bytes: of the model's outputs that the program holds.
+        """
+        self._parameters = []
+        if not self._is_known or not len(self._reached) == len(self._calls) > 0:
+            return measured
+        costs = measured.costs
+        classes, stack = dict(costs.classes), list(costs.stack)
+        head = classes[HEAD]
+        classes[HEAD] = dataclasses.replace(head, working_set_bytes=self._head_bytes(head.working_set_bytes))
+        places = [place for place, name in enumerate(measured.names) if name is not None]
+        for number, (place, summed) in enumerate(zip(places, measured.summed_bytes, strict=True)):
+            block = costs.blocks[place]
+            waiting = self._waiting_bytes(number) - held_bytes - summed
+            if waiting > _SHARE * block.working_set_bytes:
+                stack[place] = f"{stack[place]}, {waiting:.0f} waiting"
+                needed = block.working_set_bytes + waiting
+                classes[stack[place]] = dataclasses.replace(block, working_set_bytes=needed)
+        classes = {name: classes[name] for name in dict.fromkeys(stack)}
+        costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack))
+        return dataclasses.replace(measured, costs=costs, head_gradient_bytes=self._head_gradient_bytes())
+
+    def _head_gradient_bytes(self) -> int:
+        """Return the bytes of gradients of parameters that backward leaves before it comes to the last block."""
+        return max(self._reached[len(self._calls) - 1].gradients - self._calls[-1].end.gradients, 0)
+
+    def _head_bytes(self, expected: float) -> float:
+        """Return what the head needs (Rule 2), without gradients that it leaves in parameters."""
+        call, reached = self._calls[-1], self._reached[len(self._calls) - 1]
+        if reached.peak < call.end.peak:  # the program started it again
+            return expected
+        gradients = self._head_gradient_bytes()
+        most = max(reached.peak - (call.end.held - call.output_bytes - reached.gone) - gradients, 0)
+        if reached.peak == call.end.peak:
+            most = min(most, call.output_bytes + reached.given - call.end.given - gradients)
+            self.doubt_bytes = max(most - expected, 0.0)
+        return most - self.doubt_bytes
+
+    def _waiting_bytes(self, number: int) -> int:
+        """Return what waits while a block runs backward (Rule 3)."""
+        end, reached = self._calls[number].end, self._reached[number]
+        ahead = reached.back - end.back - sum(call.input_bytes for call in self._calls[number + 1 :])
+        return reached.held - (end.held - reached.gone) - (reached.gradients - end.gradients) - max(ahead, 0)

@@ -1,0 +1,36 @@
+"""What was asked of `apply` with a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from actckpt._budget.running import device_of
+from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
+from actckpt.action import Action
+
+__all__ = ["Wanted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What was asked of `apply`."""
+
+    budget: float | str | None
+    activation_budget: int | str | None
+    optimizer: torch.optim.Optimizer | None
+    pins: Mapping[Any, Action | str] | None
+    race: bool
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise a ValueError where a budget is none."""
+        if (self.budget is None) == (self.activation_budget is None):
+            given = "neither" if self.budget is None else "both"
+            raise ValueError(f"apply: {given} of budget and activation_budget given. Pass one of them.")
+        if self.activation_budget is not None:
+            activation_budget_bytes(self.activation_budget, plain_bytes=1.0)
+        else:
+            budget_bytes(self.budget, device_of(model), held_bytes=0.0)

@@ -1,0 +1,79 @@
+"""What a device has at most at once while some code runs: what lives, and the workspaces of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from actckpt._core import devices
+from actckpt.memory import LiveStorages
+
+__all__ = ["WorkingStorages"]
+
+
+class WorkingStorages(LiveStorages):
+    """Counts what lives, and in its peak also the workspaces of operators, as far as an allocator tells them.
+
+    What the allocator gave out while an operator ran is the most that this can have held at once: its workspaces may
+    have been there one after the other. Where the allocator's own peak tells that it was less, that counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._allocator = device, devices.counting(device)
+        self._most_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self._allocator is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        live_bytes, given_bytes = self.live_bytes, self._allocator.given_bytes(self._device)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        given_bytes = self._allocator.given_bytes(self._device) - given_bytes
+        self._most_bytes = max(self._most_bytes, live_bytes + given_bytes)
+        return result
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes since the start or the last `reset_peak`."""
+        return max(self._most_bytes, self._peak_bytes)
+
+    def reset_peak(self) -> None:
+        """Start the peak again from what is alive now."""
+        super().reset_peak()
+        self._most_bytes = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave workspaces out for a while: to ask the allocator takes time."""
+        allocator, self._allocator = self._allocator, None
+        try:
+            yield
+        finally:
+            self._allocator = allocator
+
+    @contextmanager
+    def section(self) -> Iterator[None]:
+        """Count what runs inside, nothing of which was given out before or lives on unseen."""
+        allocator = self._allocator
+        with self:
+            if allocator is None:
+                yield
+                return
+            started_bytes = allocator.allocated_bytes(self._device) - self.live_bytes
+            before_bytes, most_bytes = allocator.peak_bytes(self._device), self._most_bytes
+            self._most_bytes = 0
+            yield
+        peak_bytes = allocator.peak_bytes(self._device)
+        seen_bytes = peak_bytes - started_bytes
+        if peak_bytes == before_bytes:  # it was no more than that
+            seen_bytes = min(seen_bytes, self._most_bytes)
+        self._most_bytes = max(most_bytes, seen_bytes)
