@@ -165,3 +165,72 @@ def test_times_under_budgets_are_those_of_the_results(model: str) -> None:
     off = [100 * abs(row["predicted_ratio_to_plain"] / row["ratio_to_plain"] - 1) for row in rows]
     figures = [min(ratios), statistics.median(ratios), max(ratios), lowest, statistics.median(off), max(off)]
     _says("docs/budgets.md", f"{label}, time", figures)
+
+
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((_ROOT / f"benchmarks/results/{name}_h100_2026-11-23.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("size", ["1 MiB", "4 MiB", "16 MiB", "64 MiB", "256 MiB"])
+def test_bandwidths_of_a_gpu_are_those_of_the_results(size: str) -> None:
+    found = _result("gpu_bandwidth")["figures"]["copies, pinned"][size]
+    _says(
+        "docs/gpu.md", size, [found[whose][way] / 1e9 for way in ("out", "back", "both") for whose in ("loop", "ours")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("label", "method"),
+    [
+        ("plain", "plain"),
+        ("`torch.utils.checkpoint`, each block", "torch checkpoint"),
+        ("`actckpt.apply(model)`", "checkpoint"),
+        ("torch's selective checkpoint, keeps matmuls", "torch selective, keeps matmuls"),
+        ('`actckpt.apply(model, "matmuls")`', "keeps matmuls"),
+        ('`actckpt.apply(model, "attention")`', "keeps attention"),
+        ('`actckpt.apply(model, activation_budget="50%")`', "half of the activations"),
+        ("`actckpt.offload()`", "offload"),
+        ("`actckpt.offload()`, pageable memory alone", "offload, pageable"),
+        ("`save_on_cpu(pin_memory=True)`", "save_on_cpu"),
+    ],
+)
+def test_steps_on_a_gpu_are_those_of_the_results(label: str, method: str) -> None:
+    found = _result("gpu_offload")["figures"]["training, 8192 tokens"][method]
+    moved = [] if method == "save_on_cpu" else [found["moved_bytes_per_step"] / 2**30]
+    page = (_ROOT / "docs/gpu.md").read_text().partition("## Ways to train")[2].partition("A stack of eight")[0]
+    row = re.search(rf"^\| {re.escape(label)} \|(.*)$", page, re.MULTILINE)
+    assert row is not None, label
+    values = [
+        f"{value:.{digits}f}"
+        for value, digits in zip(
+            [found["step_ms"], found["peak_allocated_bytes"] / 2**30, *moved], (1, 2, 2), strict=False
+        )
+    ]
+    assert re.findall(_NUMBER, row[1]) == values
+
+
+@pytest.mark.parametrize(
+    ("label", "method"),
+    [
+        ("`te.checkpoint`, reentrant", "te.checkpoint, reentrant"),
+        ("`te.checkpoint(use_reentrant=False)`", "te.checkpoint, hooks"),
+        ("`actckpt.te.checkpoint`", "actckpt checkpoint"),
+        ("TransformerEngine's CPU offload", "TransformerEngine's CPU offload"),
+    ],
+)
+def test_steps_of_transformer_engine_on_a_gpu_are_those_of_the_results(label: str, method: str) -> None:
+    found = _result("gpu_te")["training"][f"bf16: {method}"]
+    _says("docs/gpu.md", label, [found["step_ms"], found["peak_allocated_bytes"] / 2**30])
+
+
+def test_budgets_on_a_gpu_are_those_of_the_results() -> None:
+    found = _result("gpu_budgets")["figures"]["llama"]
+    rows = [found[f"budget {number}"] for number in range(1, 16)]
+    assert all(row["fits"] for row in rows)
+    ratios = [row["peak_to_predicted"] for row in rows]
+    assert (f"{min(ratios):.2f}", f"{max(ratios):.2f}") == ("0.96", "1.00")
+    for row in rows[::2]:
+        nbytes = [row[name] / 2**30 for name in ("peak_bytes", "predicted_peak_bytes")]
+        figures = [*nbytes, row["ratio_to_plain"], row["predicted_ratio_to_plain"]]
+        _says("docs/gpu.md", f"{row['budget_bytes'] / 2**30:.2f}", figures)
