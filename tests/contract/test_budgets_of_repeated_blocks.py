@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -237,7 +238,8 @@ def test_forwards_without_gradients_between_calls_count_for_nothing_in_the_first
     for number in range(4):
         gradients, peak = _step(model)
         assert_equal(gradients, expected)
-        assert number <= 1 or peak <= 0.6 * plain_peak  # in the first step of a plan, checksums are taken
+        is_first = number == 0 or (number == 1 and on_device.device_type != "cpu")  # of a plan: checksums are taken
+        assert is_first or peak <= 0.6 * plain_peak
     plan = actckpt.report(model).plan
     assert plan is not None and plan.blocks == (None, *["blocks.0"] * 6, None)
 
