@@ -25,6 +25,7 @@ EXPECTED_WARNINGS = (
     "ignore:.*AccumulateGrad node's stream does not match",
     "ignore:.*there was no current CUDA context",  # a thread whose first operator is a product
     "ignore:TensorFloat32 tensor cores",  # the compiler would have us use them
+    "ignore:Called record_stream on tensor whose original creation stream",  # cudaMallocAsync, where it has no effect
     "ignore:`torch.jit:DeprecationWarning",  # torch's compiler imports what uses it
 )
 
