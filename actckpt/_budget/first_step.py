@@ -12,7 +12,8 @@ Rule 3. What is held where backward reaches a block, and was not where its forwa
         of parameters, and others that wait for what ran before the block, of results that are read past blocks (the
         skips of a UNet). These are there while the block runs backward. Inputs that were brought back ahead are none,
         nor are outputs of the model that the program holds.
-Rule 4. Where another forward began before this backward had ended, or there is no such allocator, nothing is known.
+Rule 4. Where another forward began before this backward had ended, where backward leaves no gradients in parameters
+        (`torch.autograd.grad` returns them), or where there is no such allocator, nothing is known.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class FirstStep:
             held_bytes: of the model's outputs that the program holds.
         """
         self._parameters = []
-        if not self._is_known or not len(self._reached) == len(self._calls) > 0:
+        if not self._is_known or not len(self._reached) == len(self._calls) > 0 or not self._reached[0].gradients:
             return measured
         costs = measured.costs
         classes, stack = dict(costs.classes), list(costs.stack)
