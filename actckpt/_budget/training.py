@@ -211,6 +211,10 @@ class _Size:
         self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
         self.plan: Plan | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_watching": None, "_first_step": None, "_num_alive": 0}  # a copy has steps of its own
+        return state if self._held_output_bytes is not None else {**state, "_measured": None}
+
     def disturb(self) -> None:
         """A forward begins, of this size or of another one: while the first step runs, it is not alone."""
         if self._first_step is not None:
@@ -315,6 +319,7 @@ class _Size:
                 self._measured = self._first_step.completed(self._measured, self._held_output_bytes)
                 if self._wanted.budget is not None:  # else nothing is observed
                     self._observing.doubt_bytes = self._first_step.doubt_bytes
+            self._first_step = None
         if turn is not None:
             turn.end()
 

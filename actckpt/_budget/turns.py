@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from typing import Any
 
 import torch
 
@@ -40,6 +41,9 @@ class Race:
         self._at = 0
         self._began: Moment = 0.0
         self.is_over = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_steps": [[] for _ in self._entries], "_began": 0.0}  # a copy runs a race of its own
 
     def next(self) -> Plan:
         """Return the plan that runs next, or the one that has won."""

@@ -68,6 +68,9 @@ class Accelerator:
         self._unused: list[int] | None = None
         self._used_generators: tuple[torch.Generator | DeviceGenerator, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return accelerator_of, (self.device_type,)  # there is one of each kind, also in copies of what holds it
+
     @property
     def module(self) -> Any:
         """The module of the device, as `torch.cuda` is; None if it has none."""

@@ -29,6 +29,7 @@ __all__ = [
     "Witness",
     "changed_after_error",
     "check_watched",
+    "look_at_parameters",
     "note_root",
     "read_stored",
     "resized_error",
@@ -67,6 +68,19 @@ def note_root(roots: Roots, value: Value, tensor: Tensor) -> bool:
         return False
     look_at(value, tensor)
     return True
+
+
+def look_at_parameters(roots: Roots) -> None:
+    """Let parameters tell of changes themselves, since they were last seen, and not aliases that were seen later."""
+    for value, others in dict(roots).items():
+        parameter = value.held
+        if not value.is_parameter or parameter is None:
+            continue
+        root = parameter if parameter._base is None else parameter._base
+        for other, version in others:
+            if other() is root:
+                look_at(value, parameter)
+                value.version = version
 
 
 class Watched:

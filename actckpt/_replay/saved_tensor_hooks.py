@@ -196,6 +196,8 @@ def _close(tape: Tape) -> None:
         _warn_of_opaque(tape)
     reads = reads_of(tape) if tape.outer is not None else {}
     tape.saved.clear()
+    if tape.roots is not None:
+        aliases.look_at_parameters(tape.roots)
     for value in _C.release_unneeded(tape):
         _hold_or_store(tape, value, reads.get(value))
     if (tape.roots is not None or made_of) and tape.outer is None:

@@ -142,13 +142,6 @@ void cut_off_views(ValueObject* parameter) {
   }
 }
 
-// From now on the parameter itself tells of changes, not an alias with a version counter of its own that was read last.
-void look_at_itself(ValueObject* parameter) {
-  if (is_none(parameter->held)) return;
-  const py::object root = root_of(parameter->held);
-  if (is_none(parameter->root) || referent(parameter->root) != root.ptr()) look_at(parameter, parameter->held, root);
-}
-
 // release_unneeded(tape): releases what no saved tensor needs, and watches what is kept. Returns the values for which
 // more is to be done.
 PyObject* release_unneeded(PyObject*, PyObject* self) {
@@ -170,10 +163,7 @@ PyObject* release_unneeded(PyObject*, PyObject* self) {
       PyObject* item = PyList_GET_ITEM(list, i);
       if (item == Py_None) continue;
       auto* value = reinterpret_cast<ValueObject*>(item);
-      if (value->is_parameter != 0) {
-        cut_off_views(value);
-        look_at_itself(value);
-      }
+      if (value->is_parameter != 0) cut_off_views(value);
       if (is_none(value->held) || value->is_parameter != 0) continue;
       if (!is_none(tape->entries) && is_none(value->entry)) {
         assign(add_entry(tape, value, value->held)->why, names().why_read);

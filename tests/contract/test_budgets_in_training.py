@@ -335,6 +335,28 @@ def test_remove_gives_the_model_back_and_copies_train_on() -> None:
         assert_equal(gradients, expected)
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_copies_that_are_made_within_a_step_have_steps_of_their_own(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step, in the one after it, and in a race."""
+    monkeypatch.setattr(in_training, "_SURE", 1.0)  # nothing is sure: always race
+    training = Training()
+    ((expected, _),) = _steps(training, 1)
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%")
+    list(_steps(training, num_steps))
+    output = training.model(training.tokens)
+    copies = [copy.deepcopy(training.model), pickle.loads(pickle.dumps(training.model))]
+    del output
+    for copied in copies:
+        other = Training()
+        other.model = copied
+        for gradients, _ in _steps(other, 3):
+            assert_equal(gradients, expected)
+        assert actckpt.report(copied).plan is not None
+
+
 def test_accumulation_and_retain_graph_give_plain_gradients() -> None:
     def train(model: Model, tokens: Tensor) -> list[Tensor]:
         torch.manual_seed(1)

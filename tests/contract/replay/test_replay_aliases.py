@@ -137,6 +137,29 @@ def test_bytes_copied_before_they_are_overwritten_are_not_watched() -> None:
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.full((4, 4), 5.0))
 
 
+@pytest.mark.parametrize("times_read", [0, 1, 2])
+def test_a_parameter_that_changes_unseen_after_it_was_read_raises_also_where_its_data_was_read(times_read: int) -> None:
+    """What `.data` returns counts versions of its own, and does not tell of it."""
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(4, 4)
+
+    def run(region: Any) -> Tensor:
+        data = weight.data
+        with region:
+            y = (x * weight).sin()
+            for _ in range(times_read):
+                y = y * (data * x)
+            with torch.no_grad(), torch._C._DisableTorchDispatch():  # as another thread would
+                weight.add_(1)
+        (grad,) = torch.autograd.grad(y.sum(), weight)
+        return grad
+
+    run(nullcontext())
+    for policy in ("recompute", []):
+        with pytest.raises(actckpt.SavedTensorChangedError, match="modified by an inplace operation"):
+            run(actckpt.region(policy))
+
+
 def _through_data(when: str, region: Any) -> Tensor:
     torch.manual_seed(0)
     x = leaf(4, 4)
