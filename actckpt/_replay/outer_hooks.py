@@ -123,7 +123,7 @@ def hand_out_token(tape: Tape, values: Iterable[Value]) -> None:
         return
     token = hash(tuple(value.key for value in values if not value.is_input)) & ((1 << _TOKEN_BITS) - 1)
     with Paused():
-        tensor = torch.empty(0, token)
+        tensor = torch.empty(0, token, dtype=torch.uint8, device="cpu")
     with torch.no_grad():
         tape.token = tape.outer[0](tensor)
 
