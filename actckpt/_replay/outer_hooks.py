@@ -12,6 +12,9 @@ Rule 3. Hooks may give back other bytes (bfloat16 and back) and other strides. S
 Rule 4. Each backward unpacks each of them once, as torch's checkpoint demands.
 Rule 5. What is handed out, and in which order, does not depend on which of several inputs on one storage is a view of
         which: in a rerun around the region they may no longer be, and it takes what it finds in the same places.
+Rule 6. Where names of modules decide, and the hooks are those of a checkpoint, an empty tensor goes first whose size
+        stands for the values that stay: one that is named otherwise in its rerun (a part of the model was called alone
+        in between) may keep others of the same shapes, which would take their places. So the checkpoint raises.
 """
 
 import weakref
@@ -22,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from actckpt._C import on, when_backward_ends
+from actckpt._C import Frame, Refill, on, when_backward_ends
 from actckpt._core import torch_private
 from actckpt._replay import audit
 from actckpt._replay.geometry import Geometry
@@ -31,7 +34,9 @@ from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape
 from actckpt.errors import ActckptError
 
-__all__ = ["HeldOutside", "Reads", "hand_out", "reads_of", "saved_piece"]
+__all__ = ["HeldOutside", "Reads", "hand_out", "hand_out_token", "is_of_checkpoint", "reads_of", "saved_piece"]
+
+_TOKEN_BITS = 40
 
 
 class Reads:
@@ -98,6 +103,29 @@ def _in_order(geometry: Geometry) -> Geometry:
     """Return the same elements with the largest stride first (Rule 5)."""
     pairs = sorted(zip(geometry.stride, geometry.shape, strict=True), reverse=True)
     return geometry._replace(shape=tuple(size for _, size in pairs), stride=tuple(step for step, _ in pairs))
+
+
+def is_of_checkpoint(hooks: torch_private.Hooks) -> bool:
+    """Whether hooks are those of a checkpoint, of torch or of actckpt.
+
+    Both know their forward and their rerun by hooks of their own; those of torch are functions of its module.
+    """
+    pack = hooks[0]
+    is_ours = isinstance(getattr(pack, "__self__", None), (Frame, Refill))
+    return is_ours or getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+def hand_out_token(tape: Tape, values: Iterable[Value]) -> None:
+    """Hand out what stands for values that stay, where they may be others in a rerun (Rule 6)."""
+    if tape.outer is None or not is_of_checkpoint(tape.outer):
+        return
+    if not tape.choice.asks_places and not tape.opaque_names:
+        return
+    token = hash(tuple(value.key for value in values if not value.is_input)) & ((1 << _TOKEN_BITS) - 1)
+    with Paused():
+        tensor = torch.empty(0, token, dtype=torch.uint8, device="cpu")
+    with torch.no_grad():
+        tape.token = tape.outer[0](tensor)
 
 
 class _Piece(NamedTuple):

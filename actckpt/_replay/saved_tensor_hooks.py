@@ -16,7 +16,7 @@ from actckpt._core import torch_private
 from actckpt._core.subclasses import TakenApart
 from actckpt._replay import aliases, audit, casts, naming, wrappers
 from actckpt._replay.lineage import Handle, Value, mark_needed, new_leaf_bytes, window_of
-from actckpt._replay.outer_hooks import Reads, hand_out, reads_of
+from actckpt._replay.outer_hooks import Reads, hand_out, hand_out_token, reads_of
 from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
@@ -198,7 +198,9 @@ def _close(tape: Tape) -> None:
     tape.saved.clear()
     if tape.roots is not None:
         aliases.look_at_parameters(tape.roots)
-    for value in _C.release_unneeded(tape):
+    values = _C.release_unneeded(tape)
+    hand_out_token(tape, values)
+    for value in values:
         _hold_or_store(tape, value, reads.get(value))
     if (tape.roots is not None or made_of) and tape.outer is None:
         aliases.watch_roots(tape.roots, made_of)

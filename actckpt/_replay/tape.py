@@ -55,6 +55,8 @@ class Tape(TapeCore):
     depth = 0
     #: By id(), see `wrappers`.
     wrappers: dict[int, Seen] | None = None
+    #: What a checkpoint around the region got for it (Rule 6 of NOTE [ Hooks outside ]); it looks at what is alive.
+    token: Any = None
     #: Those that ran, None: none.
     collectives: Collectives | None = None
     #: Of `opaque_bytes`, those of compiled code.

@@ -8,7 +8,8 @@ Rule 1. A place is a module, an operator (`aten.mm.default`), its occurrence and
 Rule 2. The module is the one whose call runs the operator, by its qualified name in the outermost module that runs, or
         by the name of its type where it is that one. What torch puts around modules (`_orig_mod`, FSDP, checkpoint
         wrappers, DDP) is left out. A module with several names has the first. A rerun, that of torch's checkpoint too,
-        may begin further inside than its forward: what runs in a backward has the names that it had there. Where no
+        may begin further inside than its forward: what runs in a backward has the names that it had there; where it
+        was called in another one since, the checkpoint around it raises if other values stay. Where no
         module runs: file and line of the `with` statement, or of the function, that the region is around.
 Rule 3. Occurrences count per call of the module, over all operators of this name that the region records there. Calls
         that run operators count per module name and step. A step is over when a backward reads what it saved, when all

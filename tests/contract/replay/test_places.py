@@ -377,6 +377,39 @@ def test_a_table_decides_in_a_rerun_of_a_part_of_the_model_as_in_its_forward(nam
             model.layers[0](_input())  # alone it has other names, until the next forward
 
 
+class Dropping(nn.Module):
+    """Saves two tensors of one shape in the rerun of a layer: what stays of them goes by names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid()) for _ in range(2)
+        )
+        self.checkpoint: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.checkpoint is None else self.checkpoint(layer, x)
+        return x
+
+
+@pytest.mark.parametrize("way", ["torch", "torch, a function", "actckpt"])
+def test_a_rerun_that_is_named_otherwise_than_its_forward_raises(way: str) -> None:
+    """A part of the model was called alone in between: values of the same shapes would take each other's places."""
+    model = Dropping()
+    model.checkpoint = _RERUNNING[way]
+    first, second = "layers.0.1::aten.tanh.default", "3::aten.sigmoid.default"
+    actckpt.apply(model, policy={first: "keep", second: "keep"}, blocks="layers.*")
+    x = torch.randn(4, 8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*names in its first.*")
+        model(x).sum().backward()
+        y = model(x)
+        model.layers[0](x)
+        with pytest.raises((actckpt.RerunMismatchError, torch.utils.checkpoint.CheckpointError)):
+            y.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("table", "what"),
     [
