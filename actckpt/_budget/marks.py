@@ -26,6 +26,8 @@ class Outside:
     working_set_bytes: float
     held_bytes: float = 0.0
     gradient_bytes: float = 0.0
+    #: Parameters that FSDP2 gathers for the block after it.
+    gathered_bytes: float = 0.0
 
     def counts_before(self, block: BlockClass) -> bool:
         """Return whether it changes what a plan needs, if it runs right before a block."""
@@ -53,6 +55,8 @@ class Mark:
     nbytes: int
     #: Of the input of the block before, which lived when that ended, and was moved: it lives no more.
     gone_bytes: int = 0
+    #: Of the parameters of a block that begins, which FSDP2 has gathered.
+    gathered_bytes: int = 0
 
 
 class Marks:
@@ -62,14 +66,14 @@ class Marks:
         self._live, self._device = live, device
         self.found: list[Mark] = []
 
-    def note(self, what: str, call: int = -1, nbytes: int = 0, gone_bytes: int = 0) -> None:
+    def note(self, what: str, call: int = -1, nbytes: int = 0, gone_bytes: int = 0, gathered_bytes: int = 0) -> None:
         """Take down a mark."""
         live_bytes = peak_bytes = 0
         if self._live is not None:
             live_bytes, peak_bytes = self._live.live_bytes, self._live.peak_bytes
             self._live.reset_peak()
         moment = devices.moment(self._device)
-        self.found.append(Mark(what, call, moment, live_bytes, peak_bytes, nbytes, gone_bytes))
+        self.found.append(Mark(what, call, moment, live_bytes, peak_bytes, nbytes, gone_bytes, gathered_bytes))
 
 
 def outside_seconds(marks: list[Mark], num_calls: int) -> list[tuple[float, float]]:
@@ -123,12 +127,10 @@ def _pairs(marks: list[Mark], num_calls: int) -> list[tuple[Mark, Mark]]:
 
 def between(marks: list[Mark], num_calls: int) -> list[Outside]:
     """Return for each two calls of blocks in a row what runs between them, without its seconds."""
-    return [
-        Outside(
-            0.0,
-            0.0,
-            working_set_bytes=float(max(begin.peak_bytes - _below(end, begin), 0)),  # with the output of the former
-            held_bytes=float(max(begin.live_bytes - begin.nbytes - _below(end, begin), 0)),
-        )
-        for end, begin in _pairs(marks, num_calls)
-    ]
+    found = []
+    for end, begin in _pairs(marks, num_calls):
+        held = max(begin.live_bytes - begin.nbytes - _below(end, begin), 0)
+        needed = float(max(begin.peak_bytes - _below(end, begin), 0))  # with the output of the former
+        gathered = min(begin.gathered_bytes, held)
+        found.append(Outside(0.0, 0.0, needed, float(held - gathered), gathered_bytes=float(gathered)))
+    return found

@@ -219,6 +219,8 @@ def cost_table(blocks: list[ProfiledBlock], stem: Outside, between: list[Outside
     last = max((number for number, block in enumerate(blocks) if block.others_bytes), default=0)
     summed = tuple(block.others_bytes if number < last else 0 for number, block in enumerate(blocks))
     blocks = [block.with_gradients(nbytes) for block, nbytes in zip(blocks, summed, strict=True)]
+    gathered = [*(each.gathered_bytes for each in between), 0.0]  # the working set of a block that reruns has them
+    blocks = [block.with_other(nbytes) for block, nbytes in zip(blocks, gathered, strict=True)]
     classes: dict[str, BlockClass] = {_STEM: stem.block_class()}
     names: dict[BlockClass, str] = {}
     stack, calls = [_STEM], list[ProfiledBlock | None]([None])

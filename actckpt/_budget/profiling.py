@@ -89,6 +89,16 @@ class ProfiledBlock:
         values = (dataclasses.replace(self.costs.values[0], offloadable=False), *self.costs.values[1:])
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
 
+    def with_other(self, nbytes: float) -> ProfiledBlock:
+        """Return the block with so many more bytes that stay unless it runs again."""
+        if not nbytes:
+            return self
+        values = tuple(
+            dataclasses.replace(value, nbytes=value.nbytes + nbytes) if value.name == _OTHER else value
+            for value in self.costs.values
+        )
+        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
+
     def with_gradients(self, nbytes: int) -> ProfiledBlock:
         """Return the block with gradients that blocks after it made of what it was given beside its input."""
         needed = self.costs.working_set_bytes + nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -51,7 +52,7 @@ class Watching:
         if not torch.is_grad_enabled():
             return forward.original()(*args, **kwargs)
         number, source = len(self._profiled), first_tensor((args, kwargs))
-        self._marks.note("forward", number, bytes_of(source), self._gone_bytes())
+        self._marks.note("forward", number, bytes_of(source), self._gone_bytes(), _gathered_bytes(forward.block))
         try:
             with self._live.paused():
                 result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
@@ -94,6 +95,14 @@ class Watching:
         flush(self._device)
         profiled = [each.with_input_kept() for each in self._profiled]
         return cost_table(profiled, stem, between(marks, num_calls), head)
+
+
+def _gathered_bytes(block: torch.nn.Module) -> int:
+    """Return the bytes of the parameters of a block that FSDP2 has gathered, as it has when its forward runs."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(block, fsdp.FSDPModule):
+        return 0
+    return sum(parameter.nbytes for parameter in block.parameters())
 
 
 class _Instead:
