@@ -409,19 +409,22 @@ def test_an_offloaded_product_of_a_batch_is_brought_back_once() -> None:
         assert moved.reloaded_bytes == moved.offloaded_bytes == 4 * 8 * 32 * 4
 
 
-def test_a_change_of_such_a_product_while_backward_has_it_raises() -> None:
-    model, x = _Gated(), leaf(4, 8, 16)
-    weight = torch.randn(32, 5, requires_grad=True)
-    products = []
-    model.gate.register_forward_hook(lambda module, args, result: products.append(result.detach()))
+@pytest.mark.parametrize("through", ["the product", "its view"])
+def test_a_change_of_such_a_product_while_backward_has_it_raises(through: str) -> None:
+    """Each has a version counter of its own, and what was brought back shares only one of them."""
+    x, w, weight = leaf(32, 16), leaf(16, 32), torch.randn(32, 5, requires_grad=True)
+    kept: dict[str, Tensor] = {}
 
-    def changed(grad: torch.Tensor) -> None:
-        products[-1].add_(1)
+    def changed(grad: Tensor) -> None:
+        kept[through].add_(1)
 
     with store_of_kind("memory"):
         for _ in range(2):
-            with actckpt.region({"gate::aten.mm.default": "offload"}):
-                h = model(x)
+            with actckpt.region({"::aten.mm.default#0.0": "offload"}):
+                product = x @ w
+                view = torch.ops.aten._unsafe_view.default(product, (4, 8, 32))
+                kept = {"the product": product.detach(), "its view": view.detach()}
+                h = F.silu(view).exp()
                 y = h @ weight
             flush()
             h.register_hook(changed)  # the replay of `h` has read it by then, and backward of silu reads it next
