@@ -91,9 +91,10 @@ python_flags: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
-_sdp_order: Callable[[], Any] = torch._C._get_sdp_priority_order
-_set_sdp_order: Callable[[Any], None] = torch._C._set_sdp_priority_order
-_SDP_ORDER_AT_FIRST = _sdp_order()
+#: What tells and sets the order of the kernels of attention, none where a torch has no such setting; and the order
+#: that a process begins with.
+_sdp_order = _flags("sdp_priority_order")
+_SDP_ORDER_AT_FIRST = [get() for _, get, _ in _sdp_order]
 #: Tells which kernel attention would run. Missing: settings that are noted before the first attention of a process may
 #: name another order than the one that it runs under.
 _choose_sdp: Callable[..., int] | None = optional(torch, "_fused_sdp_choice")
@@ -105,12 +106,13 @@ def settle_sdp_order(device: torch.device) -> None:
     Where cuDNN's are the fastest ones (H100 and later) they come first then: what was noted before says otherwise, and
     would make a rerun take another kernel than its forward. An order that the program has set stays.
     """
-    order = _sdp_order()
     if _choose_sdp is None:
         return
+    orders = [get() for _, get, _ in _sdp_order]
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         query = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device=device)
         with suppress(RuntimeError):  # the program allows no kernel at all: nothing was put in order
             _choose_sdp(query, query, query)
-    if order != _SDP_ORDER_AT_FIRST:
-        _set_sdp_order(order)
+    for (_, _, put), order, first in zip(_sdp_order, orders, _SDP_ORDER_AT_FIRST, strict=True):
+        if order != first:
+            put(order)
