@@ -30,3 +30,12 @@ def _deterministic() -> Iterator[None]:
     torch.cuda.manual_seed_all(0)
     with on_cuda.deterministic():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Tell fixtures, once a test has ended, whether it passed: one that was skipped did not."""
+    report = yield
+    if call.when == "call":
+        item.has_passed = report.passed  # type: ignore[attr-defined]
+    return report
