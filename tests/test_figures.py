@@ -172,7 +172,7 @@ def _result(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", ["1 MiB", "4 MiB", "16 MiB", "64 MiB", "256 MiB"])
+@pytest.mark.parametrize("size", [f"{2**power} MiB" for power in range(10)])
 def test_bandwidths_of_a_gpu_are_those_of_the_results(size: str) -> None:
     found = _result("gpu_bandwidth")["figures"]["copies, pinned"][size]
     _says(
@@ -234,3 +234,25 @@ def test_budgets_on_a_gpu_are_those_of_the_results() -> None:
         nbytes = [row[name] / 2**30 for name in ("peak_bytes", "predicted_peak_bytes")]
         figures = [*nbytes, row["ratio_to_plain"], row["predicted_ratio_to_plain"]]
         _says("docs/gpu.md", f"{row['budget_bytes'] / 2**30:.2f}", figures)
+    turns = _result("gpu_budgets")["figures"]["in turns"].values()
+    medians = [statistics.median(row["seconds"][name] for row in turns) for name in ("keep matmuls", "nothing")]
+    assert f"{medians[0] / medians[1]:.2f}" == "1.08"
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"),
+    [("bfloat16", "bf16"), *((f"FP8, {kind} scaling", kind) for kind in ("delayed", "current", "block"))],
+)
+def test_what_differs_with_te_checkpoint_on_a_gpu_is_that_of_the_results(label: str, kind: str) -> None:
+    found = _result("te_training")["te_checkpoint"]
+    for variant in ("reentrant", "hooks"):
+        row = found[f"{kind}, {variant}, tracker of generators"]
+        _says("docs/te.md", label, [row["different"], row["of"]])
+
+
+def test_numbers_of_tests_on_a_gpu_are_those_of_the_results() -> None:
+    page = (_ROOT / "docs/gpu.md").read_text()
+    runs = _result("gpu_tests")["runs"]
+    for run in (runs[2], runs[3], runs[5]):
+        assert f"{run['passed']:,} passed, {run['failed']} failed" in page.replace("\n", " ")
+    assert len(_result("te_training")["passed"]) == runs[1]["passed"] == 166
