@@ -12,7 +12,9 @@ from oracle import assert_equal
 
 import actckpt
 from actckpt import Action, api, config
+from actckpt._budget import links
 from actckpt._budget import training as budgeted
+from actckpt._core import devices
 from actckpt._offload import session, stores
 
 _LAYERS = 8
@@ -170,3 +172,17 @@ def test_the_race_in_training_is_timed_on_the_device_and_waits_for_nothing(monke
     assert rows[_plan_of(training).chosen].seconds == min(row.seconds for row in rows.values())
     assert rows[_plan_of(training).chosen].seconds == pytest.approx(_seconds(training), rel=0.05)
     assert training.peak() <= budget
+
+
+def test_links_are_measured_whatever_the_default_device_is_with_pieces_that_fit_the_device() -> None:
+    accelerator, sim = devices.available(), torch.device("sim", 0)
+    assert accelerator is not None
+    with torch.device("sim"):
+        rates = links._copied(accelerator, sim)
+    assert rates == (pytest.approx(20e6), pytest.approx(20e6))
+    assert links._piece_bytes(accelerator, sim) > links._piece_bytes(_Small("sim"), sim) == session.DEFAULT_MIN_BYTES
+
+
+class _Small(devices.Accelerator):
+    def memory_info(self, device: torch.device) -> tuple[int, int]:
+        return 0, 9 << 20
