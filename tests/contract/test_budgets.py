@@ -44,16 +44,19 @@ class Model(nn.Module):
 
 
 def takes_time(plan: actckpt.Plan, expected: bool) -> bool:
-    """Whether a plan recomputes or offloads something as expected, and on the CPU costs time for it.
+    """Whether a plan recomputes or offloads something as expected, and costs time for it.
 
-    Times of a device may be too short to tell apart, or hidden by copies.
+    On a device times may be too short to tell apart, or hidden by copies; and workspaces of kernels, which no counter
+    of tensors sees, may not fit into what those of plain training need.
     """
     works = any(plan.rerun) or any(
         value.needed and actions[value.name] is not actckpt.Action.KEEP
         for block, actions in zip(plan.costs.blocks, plan.actions, strict=True)
         for value in block.values
     )
-    return works == expected and (on_device.device_type != "cpu" or (plan.overhead_seconds != 0.0) == expected)
+    if on_device.device_type != "cpu":
+        return works or not expected
+    return works == (plan.overhead_seconds != 0.0) == expected
 
 
 class Training:
