@@ -304,7 +304,9 @@ def test_the_gradient_that_several_calls_add_up_counts() -> None:
         _step(model)
     plan = actckpt.report(model).plan
     assert plan is not None
-    assert [block.gradient_bytes for block in plan.costs.blocks] == [others, *[0.0] * 5, own, 0.0]
+    # An allocator also tells which of the others are there before backward comes to the last block.
+    head = 0 if on_device.device_type == "cpu" else sum(parameter.nbytes for parameter in model.head.parameters())
+    assert [block.gradient_bytes for block in plan.costs.blocks] == [others - head, *[0.0] * 5, own, head]
 
 
 @pytest.mark.parametrize("checkpoint", [actckpt.checkpoint, torch.utils.checkpoint.checkpoint])
