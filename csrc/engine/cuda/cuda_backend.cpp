@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "engine/cuda/numa.h"
 #include "engine/errors.h"
@@ -14,25 +15,17 @@ constexpr std::size_t kPieceBytes = std::size_t{32} << 20;
 
 StreamHandle native(Stream stream) { return reinterpret_cast<StreamHandle>(stream.handle); }
 
-// Calls that are illegal or would break a capture of another thread are fine in this mode.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(const Driver* driver) : driver_(driver) {
-    swapped_ = driver_->exchange_capture_mode(&mode_) == kSuccess;
-  }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() noexcept {
-    if (swapped_) {
-      driver_->exchange_capture_mode(&mode_);
-    }
-  }
-
- private:
-  const Driver* const driver_;
-  int mode_ = kCaptureModeRelaxed;
-  bool swapped_;
+// A device that this thread has entered, how often, and the mode of capture to go back to.
+struct Entered {
+  const CudaBackend* backend;
+  int device;
+  int depth = 1;
+  bool is_relaxed = false;
+  int mode = kCaptureModeRelaxed;
 };
+
+// Nothing but the engine runs inside of a scope, so what it made current stays so until the scope ends.
+thread_local std::vector<Entered> entered;
 
 }  // namespace
 
@@ -88,13 +81,37 @@ void CudaBackend::enter(int device) {
   if (closed_) {
     throw DeviceError("the process is ending; no device call is made any more.");
   }
-  check(driver_->ctx_push(context_of(device)), "cuCtxPushCurrent_v2");
+  if (!entered.empty() && entered.back().backend == this && entered.back().device == device) {
+    ++entered.back().depth;
+    return;
+  }
+  const Context context = context_of(device);
+  entered.reserve(entered.size() + 1);
+  check(driver_->ctx_push(context), "cuCtxPushCurrent_v2");
+  entered.push_back({this, device});
 }
 
 void CudaBackend::leave(int) noexcept {
+  if (--entered.back().depth > 0) {
+    return;
+  }
+  Entered ended = entered.back();
+  entered.pop_back();
+  if (closed_) {
+    return;
+  }
+  if (ended.is_relaxed) {
+    driver_->exchange_capture_mode(&ended.mode);
+  }
   Context previous = nullptr;
-  if (!closed_) {
-    driver_->ctx_pop(&previous);
+  driver_->ctx_pop(&previous);
+}
+
+// Calls that are illegal or would break a capture of another thread are fine from now on, until the scope ends.
+void CudaBackend::relax() {
+  Entered& now = entered.back();
+  if (!now.is_relaxed) {
+    now.is_relaxed = driver_->exchange_capture_mode(&now.mode) == kSuccess;
   }
 }
 
@@ -103,7 +120,7 @@ Stream CudaBackend::side(int device, Side side) {
   if (found != sides_.end()) {
     return found->second;
   }
-  const RelaxedCapture relaxed(driver_);
+  relax();
   StreamHandle handle = nullptr;
   check(driver_->stream_create(&handle, kStreamNonBlocking), "cuStreamCreate");
   const Stream stream{device, reinterpret_cast<std::uintptr_t>(handle)};
@@ -131,7 +148,7 @@ EventHandle CudaBackend::take_event(int device, bool is_timed) {
       return handle;
     }
   }
-  const RelaxedCapture relaxed(driver_);
+  relax();
   EventHandle handle = nullptr;
   check(driver_->event_create(&handle, is_timed ? kEventDefault : kEventDisableTiming), "cuEventCreate");
   return handle;
@@ -152,7 +169,7 @@ EventPtr CudaBackend::record_timed(Stream stream) {
 double CudaBackend::seconds_between(const EventPtr& first, const EventPtr& second) {
   const auto& own = static_cast<const CudaEvent&>(*first);
   const DeviceScope scope(this, own.device);
-  const RelaxedCapture relaxed(driver_);
+  relax();
   float milliseconds = 0.0F;
   check(driver_->event_elapsed(&milliseconds, own.handle, static_cast<const CudaEvent&>(*second).handle),
         "cuEventElapsedTime");
@@ -166,7 +183,7 @@ void CudaBackend::wait(Stream stream, const EventPtr& event) {
 bool CudaBackend::passed(const EventPtr& event) {
   const auto& own = static_cast<const CudaEvent&>(*event);
   const DeviceScope scope(this, own.device);
-  const RelaxedCapture relaxed(driver_);
+  relax();
   const Result code = driver_->event_query(own.handle);
   if (code == kErrorNotReady) {
     return false;
@@ -199,7 +216,7 @@ void CudaBackend::place(void* ptr, std::size_t bytes) noexcept {
 bool CudaBackend::pin(void* ptr, std::size_t bytes) noexcept {
   try {
     const DeviceScope scope(this, std::max(0, first_device_.load()));
-    const RelaxedCapture relaxed(driver_);
+    relax();
     return driver_->host_register(ptr, bytes, kHostRegisterPortable) == kSuccess;
   } catch (const DeviceError&) {
     return false;
@@ -209,7 +226,7 @@ bool CudaBackend::pin(void* ptr, std::size_t bytes) noexcept {
 void CudaBackend::unpin(void* ptr, std::size_t) noexcept {
   try {
     const DeviceScope scope(this, std::max(0, first_device_.load()));
-    const RelaxedCapture relaxed(driver_);
+    relax();
     driver_->host_unregister(ptr);
   } catch (const DeviceError&) {  // the process is ending; the driver lets go of it
   }

@@ -2,8 +2,9 @@
 //
 // Contract: as Backend. Every call names itself and its code when it fails. Side streams are
 // non-blocking; events carry no timing, but for those of `record_timed`, and are used again. A stream handle belongs to
-// the primary context of its device, which `enter` pushes, since handle 0 is per context (trap 5). Queries and
-// creations run in RELAXED capture mode. A legacy stream that reports IMPLICIT counts as capturing.
+// the primary context of its device, which `enter` pushes, since handle 0 is per context (trap 5); inside of a scope of
+// the same device it makes no call. Queries and creations run in RELAXED capture mode, which then lasts until the
+// outermost scope ends. A legacy stream that reports IMPLICIT counts as capturing.
 // After `close` (process exit) every call throws and destructors make no driver call.
 // Thread rule: the engine serialises; `passed`, `close` and the destruction of events from any
 // thread.
@@ -57,6 +58,7 @@ class CudaBackend : public Backend, public SlabRegistrar {
   struct CudaEvent;
 
   void check(Result code, const char* call) const;
+  void relax();
   Context context_of(int device);
   EventHandle take_event(int device, bool is_timed);
   EventPtr record_event(Stream stream, bool is_timed);

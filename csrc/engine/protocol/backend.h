@@ -39,7 +39,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // Makes the device's context current in this thread until `leave`.
+  // Makes the device's context current in this thread until `leave`; scopes nest. All calls but these two are made
+  // inside of one, of `passed` and `seconds_between` also outside.
   virtual void enter(int device) = 0;
   virtual void leave(int device) noexcept = 0;
 

@@ -22,6 +22,7 @@ Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, Ke
                       Releases* releases) {
   fork_guard_.check("put");
   Lock lock(calls_);
+  const std::optional<DeviceScope> scope = entered(stream.device);
   settle(releases);
   if (failed_) {
     ++stats_.num_kept_failed;
@@ -32,7 +33,6 @@ Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, Ke
   ticket->bytes = bytes;
   ticket->put_stream = stream;
   try {
-    const DeviceScope scope(backend_.get(), stream.device);
     return begin_put(lock, src, ticket, keep, options, releases);
   } catch (const DeviceError& error) {
     fail("put", error);
@@ -208,9 +208,11 @@ Got DeviceEngine::get(const DeviceTicketPtr& ticket, Stream stream, Releases* re
     ++stats_.num_revived;
     return {GotKind::kSource, flight->keep, false};
   }
-  settle(releases);
+  const std::optional<DeviceScope> scope = entered(stream.device);
+  if (ticket->landing != nullptr) {  // else the load that follows settles
+    settle(releases);
+  }
   check_working("get");
-  const DeviceScope scope(backend_.get(), stream.device);
   return get_landing(ticket.get(), stream, releases);
 }
 
@@ -246,7 +248,8 @@ Got DeviceEngine::get_landing(DeviceTicket* ticket, Stream stream, Releases* rel
     }
   }
   add_use(&landing->waited, stream);
-  return {GotKind::kDestination, landing->keep, config_.rules.record_stream_on_destinations};  // line 10
+  const bool is_away = !(stream == landing->home);  // at home the allocator orders the next owner itself
+  return {GotKind::kDestination, landing->keep, is_away && config_.rules.record_stream_on_destinations};  // line 10
 }
 
 void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
@@ -282,9 +285,9 @@ bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std:
   if (ticket->landing != nullptr || (ticket->flight != nullptr && ticket->flight->keep != nullptr)) {
     return false;
   }
+  const std::optional<DeviceScope> scope = entered(ticket->device);
   settle(releases);
   check_working("load");
-  const DeviceScope scope(backend_.get(), ticket->device);
   if (captures(allocated_on, "load")) {
     throw DeviceError("load: the stream is being captured: reload before capture.");
   }

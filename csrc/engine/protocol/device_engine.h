@@ -27,6 +27,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -94,7 +95,7 @@ enum class GotKind { kSource, kDestination, kNeedsLoad, kBusy };
 struct Got {
   GotKind kind;
   KeepAlive keep;      // borrowed until the ticket's next call; null for kNeedsLoad and kBusy
-  bool record_stream;  // on `keep`, for the stream of the get
+  bool record_stream;  // on `keep`, for the stream of the get, where it was allocated on another
 };
 
 struct DeviceConfig {
@@ -233,6 +234,7 @@ class DeviceEngine {
   void shrink_graves(Fly* fly, Releases* releases);
   void begin_load(DeviceTicket* ticket, const LandingPtr& landing, std::uintptr_t dst, Side side);
   Got get_landing(DeviceTicket* ticket, Stream stream, Releases* releases);
+  std::optional<DeviceScope> entered(int device);
   void check_working(const char* what) const;
   bool captures(Stream stream, const char* what);
   void fail(const char* what, const std::exception& error);

@@ -52,12 +52,12 @@ void DeviceEngine::shrink_window(Stream stream, const TimingPtr& timing, Release
 void DeviceEngine::make_room(Stream stream, Releases* releases) {
   fork_guard_.check("make_room");
   const Lock lock(calls_);
+  const std::optional<DeviceScope> scope = entered(stream.device);
   settle(releases);
   if (failed_) {
     return;
   }
   try {
-    const DeviceScope scope(backend_.get(), stream.device);
     if (!backend_->capturing(stream)) {
       shrink_window(stream, std::make_shared<Timing>(), releases);
     }
@@ -281,6 +281,19 @@ void DeviceEngine::check_working(const char* what) const {
   if (failed_) {
     throw DeviceError(std::string(what) + ": an earlier device call failed: " + stats_.last_error +
                       ". The offloaded bytes cannot be brought back.");
+  }
+}
+
+// One scope for all that a call does on a device: each costs calls of the driver. None once the engine has failed.
+std::optional<DeviceScope> DeviceEngine::entered(int device) {
+  if (failed_) {
+    return std::nullopt;
+  }
+  try {
+    return std::optional<DeviceScope>(std::in_place, backend_.get(), device);
+  } catch (const DeviceError& error) {
+    fail("enter", error);
+    return std::nullopt;
   }
 }
 

@@ -19,7 +19,6 @@ void Slots::settle() {
 }
 
 std::optional<Block> Slots::take(std::size_t bytes, Fences* fences) {
-  settle();
   if (!rules_.reused_slots_keep_fences) {
     unpassed_.clear();
   }

@@ -33,7 +33,7 @@ class Slots {
   Slots(std::shared_ptr<Pool> pool, Backend* backend, const ProtocolRules& rules)
       : pool_(std::move(pool)), backend_(backend), rules_(rules) {}
 
-  // Empty when the pool refuses. Throws DeviceError if a query fails.
+  // Empty when the pool refuses. Throws DeviceError if a query fails. What has passed is used again if `settle` saw it.
   std::optional<Block> take(std::size_t bytes, Fences* fences);
   void give(Block slot, Fences fences);
 

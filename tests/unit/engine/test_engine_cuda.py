@@ -9,6 +9,7 @@ import sys
 import textwrap
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,49 @@ def test_a_source_in_flight_is_revived_and_its_user_recorded(rig: Rig) -> None:
     assert ticket.get(0, DEFAULT) is None
 
 
-def test_a_reload_waits_once_per_stream_and_wants_record_stream(rig: Rig) -> None:
+def test_a_call_enters_its_context_once_and_the_mode_of_capture_where_it_queries(rig: Rig) -> None:
+    tickets = [rig.put(Tensor()) for _ in range(3)]  # makes streams and events
+    rig.settle()
+    buffers = [Tensor() for _ in tickets]
+    for ticket, buffer in zip(tickets, buffers, strict=True):
+        ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
+        ticket.get(0, DEFAULT)
+    del ticket
+    tickets.clear()
+    rig.settle()
+    calls = [rig.cuda.num_calls]
+    ticket = rig.put(Tensor())
+    calls.append(rig.cuda.num_calls)
+    rig.put(Tensor())
+    calls.append(rig.cuda.num_calls)
+    assert [after - before for before, after in pairwise(calls)] == [
+        7,  # push, is capturing, record, wait, copy, record, pop
+        10,  # and relaxed, queries the copy before, back
+    ]
+    rig.settle()
+    calls = [rig.cuda.num_calls]
+    assert ticket.get(0, DEFAULT) is None
+    calls.append(rig.cuda.num_calls)
+    assert ticket.load(0, DEFAULT, buffers[0].ptr, buffers[0], urgent=True)
+    calls.append(rig.cuda.num_calls)
+    assert ticket.get(0, DEFAULT) == (buffers[0], False)
+    calls.append(rig.cuda.num_calls)
+    assert [after - before for before, after in pairwise(calls)] == [
+        3,  # push, is capturing, pop
+        8,  # push, is capturing, record, two waits, copy, record, pop
+        6,  # push, is capturing, a wait between two events that are timed, pop
+    ]
+
+
+def test_a_reload_waits_once_per_stream_and_wants_record_stream_away_from_home(rig: Rig) -> None:
     ticket = rig.put(Tensor())
     rig.settle()
     buffer = Tensor()
     assert ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
     assert not ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
-    assert ticket.get(0, DEFAULT) == (buffer, True)
+    assert ticket.get(0, DEFAULT) == (buffer, False)
     calls = rig.cuda.num_calls
-    assert ticket.get(0, DEFAULT) == (buffer, True)
+    assert ticket.get(0, DEFAULT) == (buffer, False)
     again = rig.cuda.num_calls - calls
     assert ticket.get(0, OTHER) == (buffer, True)
     assert rig.cuda.num_calls - calls - again > again  # the other stream asks, and waits
@@ -186,10 +221,9 @@ def test_a_consumer_that_cannot_wait_for_its_reload_raises_and_nothing_is_recycl
     rig.settle()
     buffer = Tensor()
     ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
-    calls = rig.cuda.num_calls
-    assert ticket.get(0, DEFAULT) == (buffer, True)
-    rig.cuda.fail_at(rig.cuda.num_calls - calls - 2, 700)  # the other stream's wait, not its questions
-    with pytest.raises(_C.DeviceError, match=r"cu\w+ returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+    assert ticket.get(0, DEFAULT) == (buffer, False)
+    rig.cuda.fail_at(6, 700)  # push, relaxed, a query, is capturing, record, and this: the other stream's wait
+    with pytest.raises(_C.DeviceError, match=r"cuStreamWaitEvent returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
         ticket.get(0, OTHER)
     with pytest.raises(_C.DeviceError, match="an earlier device call failed: get: "):
         ticket.get(0, DEFAULT)

@@ -79,7 +79,7 @@ def _put_all(mock: sim.MockCuda, settings: config.Settings, count: int, nbytes: 
         if ticket is not None:
             buffer = _Source(100 + number, nbytes)
             assert ticket.load(0, 0, buffer.storage.data_ptr(), buffer, urgent=True)
-            assert ticket.get(0, 0) == (buffer, True)
+            assert ticket.get(0, 0) == (buffer, False)
     return places, store
 
 

@@ -132,7 +132,7 @@ def test_bytes_still_in_their_bounce_buffer_come_back_without_a_worker() -> None
     rig.cuda.drain()
     rig.engine.poll()
     buffer = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (buffer, True)
+    assert ticket.get(0, DEFAULT) == (buffer, False)
     figures = rig.engine.stats()
     assert (figures.num_late, figures.num_prefetched) == (0, 0)
 
@@ -142,7 +142,7 @@ def test_a_get_before_the_workers_are_done_waits_and_is_counted() -> None:
     ticket = rig.put(Tensor(2))
     rig.settle()
     buffer = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (buffer, True)  # waits in the engine until workers filled two buffers
+    assert ticket.get(0, DEFAULT) == (buffer, False)  # waits in the engine until workers filled two buffers
     assert ticket.timing.stall_seconds > 0
     assert rig.engine.stats().stall_seconds == pytest.approx(ticket.timing.stall_seconds, abs=2e-9)  # it counts ns
     assert rig.engine.stats().num_prefetched == 0
@@ -154,7 +154,7 @@ def test_a_prefetch_in_time_is_no_stall() -> None:
     rig.settle()
     buffer = rig.load(ticket, urgent=False)
     rig.settle()
-    assert ticket.get(0, DEFAULT) == (buffer, True)
+    assert ticket.get(0, DEFAULT) == (buffer, False)
     rig.settle()
     assert rig.engine.stats().num_prefetched == 1
     assert ticket.timing.is_settled
@@ -169,7 +169,7 @@ def test_a_tensor_larger_than_the_ring_passes_if_it_must() -> None:
     assert figures.host_wait_seconds > 0 and ticket.timing.stall_seconds > 0
     rig.settle()
     buffer = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (buffer, True)
+    assert ticket.get(0, DEFAULT) == (buffer, False)
 
 
 def test_a_full_ring_keeps_without_waiting_under_prefer() -> None:
@@ -200,7 +200,7 @@ def test_a_write_that_fails_keeps_the_bytes_in_their_buffer(folder: str) -> None
     assert "No space left on device" in figures.spill_error
     assert rig.refuse(Tensor()) == _C.Kept.FULL  # every buffer is stuck: waiting would be for good
     buffer = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (buffer, True)
+    assert ticket.get(0, DEFAULT) == (buffer, False)
     ticket.drop()
     rig.settle()
     assert rig.engine.stats().stuck_bytes == 0
@@ -238,7 +238,7 @@ def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> 
     assert alive() is None and rig.engine.stats().num_failed_reads == 1
     io.set(sim.Faults())
     again = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (again, True)
+    assert ticket.get(0, DEFAULT) == (again, False)
 
 
 def test_dropping_while_workers_are_in_it_frees_everything_later() -> None:
@@ -299,7 +299,7 @@ def test_stream_waits_are_measured_once_they_have_passed() -> None:
     ticket = rig.put(Tensor())
     rig.settle()
     buffer = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (buffer, True)  # the stream waits for a copy that has not run
+    assert ticket.get(0, DEFAULT) == (buffer, False)  # the stream waits for a copy that has not run
     assert not ticket.timing.is_settled and ticket.timing.stall_seconds == 0
     timing = ticket.timing
     ticket.drop()
@@ -339,7 +339,7 @@ def test_2000_steps_leave_pool_file_threads_and_descriptors_flat(folder: str) ->
             rig.settle()
             for ticket in tickets[number % 2 :: 2]:
                 buffer = rig.load(ticket, urgent=bool(number % 5))
-                assert ticket.get(0, DEFAULT) == (buffer, True)
+                assert ticket.get(0, DEFAULT) == (buffer, False)
         tickets.clear()
         rig.released.clear()
 
@@ -380,7 +380,7 @@ def test_stats_add_up_all_tiers(folder: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (found.host_bytes, found.pageable_bytes, found.disk_bytes) == (9 * PAGE, PAGE, PAGE)
     assert (found.store_bytes, found.peak_store_bytes, found.inflight_bytes) == (3 * PAGE, 3 * PAGE, 0)
     buffer = rig.load(tickets[1])
-    assert tickets[1].get(0, DEFAULT) == (buffer, True)
+    assert tickets[1].get(0, DEFAULT) == (buffer, False)
     rig.settle()
     assert actckpt.stats().stall_seconds > 0
     tickets.clear()
