@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy
 
 from actckpt.action import Action
+from actckpt.planner.costs import BLOCK_INPUT
 from actckpt.planner.problem import Actions, Array, Choice, Problem
 from actckpt.planner.schedule import Schedule, evaluate
 
@@ -91,6 +92,8 @@ def _gains(problem: Problem, start: Candidate, overhead_s: Array, excess: Array)
 
 def simplified(problem: Problem, start: Candidate) -> Candidate:
     """Drop what need not be held and keep what need not be brought back, where that costs no time."""
+    start = _without_remains(problem, start)
+    footprints = [problem.footprint(index, actions) for index, actions in enumerate(start.actions)]
     places = [(index, position) for index, block in enumerate(problem.blocks) for position in range(len(block.values))]
     places.reverse()  # what is kept late is kept for a short time
     needed = {(index, position): problem.blocks[index].values[position].needed for index, position in places}
@@ -98,9 +101,27 @@ def simplified(problem: Problem, start: Candidate) -> Candidate:
     brought_back = []
     for index, position in places:
         action = start.actions[index][position]
+        footprint = footprints[index]
+        if footprint is not None and footprint.rerun and problem.blocks[index].values[position].name != BLOCK_INPUT:
+            continue
         if action is Action.OFFLOAD or (action is Action.RECOMPUTE and needed[index, position]):
             brought_back.append((index, position))
     return _as_many(problem, start, brought_back, Action.KEEP)
+
+
+def _without_remains(problem: Problem, start: Candidate) -> Candidate:
+    """Drop all but the inputs of blocks that run again as a whole: that makes all values again and holds none."""
+    changes: dict[int, Choice] = {}
+    for index, actions in enumerate(start.actions):
+        rows = zip(problem.blocks[index].values, actions, problem.allowed[index], strict=True)
+        dropped = tuple(
+            Action.RECOMPUTE if value.name != BLOCK_INPUT and Action.RECOMPUTE in allowed else action
+            for value, action, allowed in rows
+        )
+        now, then = problem.footprint(index, actions), problem.footprint(index, dropped)
+        if now is not None and now.rerun and then is not None:
+            changes[index] = Choice(dropped, then)
+    return _changed(problem, start, changes) if changes else start
 
 
 def _useful(problem: Problem, start: Candidate) -> list[_Changes]:

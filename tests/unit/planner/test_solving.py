@@ -362,3 +362,15 @@ def test_gradients_and_fixed_bytes_take_room(llama: SimpleNamespace) -> None:
     plan = solve(grown, budget=budget)
     assert plan.overhead_seconds > plain.overhead_seconds
     _check_claims(grown, plan)
+
+
+def test_a_block_that_runs_again_keeps_its_input_alone() -> None:
+    """All its values are made again: to plan with others as kept would say of the peak what is not so."""
+    values = [{"name": "x0", "bytes": 100}]
+    values += [{"name": name, "bytes": 100, "recompute_s": 5.0, "inputs": ["x0"]} for name in ("a", "b")]
+    block = {"forward_s": 1.0, "backward_s": 2.0, "working_set_bytes": 300, "values": values, "rerun": True}
+    plan = solve({"version": 1, "classes": {"block": block}, "stack": ["block"] * 3}, budget=750)
+    assert sum(plan.rerun) == 1 and plan.recompute_seconds == 1.0
+    actions = plan.actions[plan.rerun.index(True)]
+    assert actions == {"x0": Action.KEEP, "a": Action.RECOMPUTE, "b": Action.RECOMPUTE}
+    assert plan.peak_bytes == 700
