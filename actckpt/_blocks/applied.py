@@ -112,7 +112,7 @@ class _How:
         self.is_plain: bool = options.pop("is_plain", settings is None)
         self.windows: Windows | None = options.pop("windows", None)
         self.is_planned: bool = options.pop("is_planned", False)
-        is_rerun = options.get("policy") in (None, "recompute", Action.RECOMPUTE)
+        is_rerun = not self.is_plain and options.get("policy") in (None, "recompute", Action.RECOMPUTE)
         #: Whether key-value caches are taken away, which would hold what is dropped.
         self.drops_caches: bool = options.pop("drops_caches", is_rerun)
         #: The keywords of `offload`, None: the block is checkpointed.
@@ -181,6 +181,11 @@ class CheckpointedForward:
         return self._run(how, args, kwargs, record)
 
     def _run(self, how: _How, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
+        if how.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            arguments = without_cache(self.block, self.original(), args, kwargs)
+            if arguments is None:
+                return self.original()(*args, **kwargs)
+            args, kwargs = arguments
         if how.is_plain:
             return self.original()(*args, **kwargs)
         if how.offloading is not None:
@@ -191,11 +196,6 @@ class CheckpointedForward:
                     record.offloading = offloading
                 return self.original()(*args, **kwargs)
         original = self.original()
-        if how.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            arguments = without_cache(self.block, original, args, kwargs)
-            if arguments is None:
-                return original(*args, **kwargs)
-            args, kwargs = arguments
         matches = None if torch.compiler.is_compiling() else self.together.matches
         figures = None if record is None else record.figures
         options, is_planned = how.options, how.is_planned

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import OneCall, Settings, applied_blocks, count_calls, find_blocks, patch, unpatch
+from actckpt._blocks.key_value_caches import is_checkpointing_layer
 from actckpt._blocks.windows import Windows
 from actckpt._core import devices
 from actckpt._core.training_state import TrainingState
@@ -50,12 +51,21 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
             f"{type(model).__name__}, the first is {missing[0]!r}. Make the plan again."
         )
     stack = zip(plan.costs.blocks, plan.actions, plan.places, plan.rerun, strict=True)
-    calls = _within_windows([_settings(*each) for each in stack], plan)
+    modules = [None if name is None else named[name] for name in plan.blocks]
+    calls = [_as_measured(_settings(*each), module) for each, module in zip(stack, modules, strict=True)]
+    calls = _within_windows(calls, plan)
     found: dict[str, tuple[OneCall, ...]] = dict.fromkeys(names, ())
     for name, one in zip(plan.blocks, calls, strict=True):
         if name is not None:
             found[name] += (one,)
     return {name: each[0] if len(each) == 1 else (*each, RECOMPUTE) for name, each in found.items()}
+
+
+def _as_measured(found: OneCall, block: torch.nn.Module | None) -> OneCall:
+    """Return how a block runs, without a key-value cache also where nothing is dropped: blocks after it share it."""
+    if found is None and block is not None and is_checkpointing_layer(block):
+        return {"is_plain": True, "drops_caches": True}
+    return found
 
 
 def _within_windows(calls: list[OneCall], plan: Plan) -> list[OneCall]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers_models import MODELS, batch, make
+from transformers_models import MODELS, batch, cached_tensors, make
 
 import actckpt
 from actckpt.memory import LiveStorages
@@ -31,11 +31,6 @@ def no_audit() -> Iterator[None]:
     actckpt.configure(audit=before)
 
 
-#: What a step may need over what is planned, and 2 % that plans leave, by model. Where a block between others of
-#: Bloom's runs again, more is alive than its profile shows: 198,280 bytes where 185,588 are predicted.
-_MORE = {"bloom": 1.05}
-
-
 @pytest.mark.filterwarnings("ignore:apply. .* is given a key-value cache")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_a_budget_has_plain_gradients_and_fits(name: str) -> None:
@@ -51,7 +46,21 @@ def test_a_model_with_a_budget_has_plain_gradients_and_fits(name: str) -> None:
         peaks.append(peak)
     plan = actckpt.report(ours).plan
     assert plan is not None
-    assert peaks[-1] <= _MORE.get(name, 1.0) * plan.budget_bytes / 0.98 and peaks[-1] < plain_peak
+    assert peaks[-1] <= plan.budget_bytes / 0.98 and peaks[-1] < plain_peak
+
+
+@pytest.mark.filterwarnings("ignore:apply. .* is given a key-value cache")
+def test_blocks_that_run_as_they_are_write_nothing_to_a_cache_that_others_share() -> None:
+    """A cache that holds something is not taken away from blocks that run again: they would write to it twice."""
+    model = make("bloom").train()
+    actckpt.apply(model, activation_budget="90%", race=False)
+    for _ in range(3):
+        found = model(**batch("bloom"))
+        found.loss.backward()
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    assert actckpt.report(model).race_steps_left == 0 and plan.overhead_seconds > 0.0
+    assert not cached_tensors(found.past_key_values)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.75, 1.0])
