@@ -64,7 +64,7 @@ class FirstStep:
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._device, self._allocator = device, devices.counting(device)
-        self._parameters = list(model.parameters())
+        self._model, self._parameters = model, list(model.parameters())
         self._calls: list[_Call] = []
         self._reached: dict[int, _Reading] = {}
         self._is_known = True
@@ -115,6 +115,7 @@ class FirstStep:
             held_bytes: of the model's outputs that the program holds.
         """
         self._parameters = []
+        pending = self._pending_bytes(measured)
         if not self._is_known or not len(self._reached) == len(self._calls) > 0 or not self._reached[0].gradients:
             return measured
         costs = measured.costs
@@ -122,16 +123,31 @@ class FirstStep:
         head = classes[HEAD]
         classes[HEAD] = dataclasses.replace(head, working_set_bytes=self._head_bytes(head.working_set_bytes))
         places = [place for place, name in enumerate(measured.names) if name is not None]
-        for number, (place, summed) in enumerate(zip(places, measured.summed_bytes, strict=True)):
+        for number, (place, known) in enumerate(zip(places, measured.waiting_bytes, strict=True)):
             block = costs.blocks[place]
-            waiting = self._waiting_bytes(number) - held_bytes - summed
+            waiting = self._waiting_bytes(number) - held_bytes - known - pending[place]
             if waiting > _SHARE * block.working_set_bytes:
                 stack[place] = f"{stack[place]}, {waiting:.0f} waiting"
                 needed = block.working_set_bytes + waiting
                 classes[stack[place]] = dataclasses.replace(block, working_set_bytes=needed)
         classes = {name: classes[name] for name in dict.fromkeys(stack)}
         costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack))
-        return dataclasses.replace(measured, costs=costs, head_gradient_bytes=self._head_gradient_bytes())
+        return dataclasses.replace(measured, costs=costs)
+
+    def _pending_bytes(self, measured: MeasuredStep) -> list[int]:
+        """Return per entry of the stack gradients of parameters that one after it reads, and it or one before it."""
+        parameters, _ = measured.parameters_in(self._model)
+        first: dict[int, int] = {}
+        last: dict[int, tuple[int, int]] = {}
+        for place, each in enumerate(parameters):
+            for parameter in each:
+                first.setdefault(id(parameter), place)
+                last[id(parameter)] = place, bytes_of(plain_parts(parameter.detach())) * parameter.requires_grad
+        found = [0] * len(parameters)
+        for key, (end, nbytes) in last.items():
+            for place in range(first[key], end):
+                found[place] += nbytes
+        return found
 
     def _head_gradient_bytes(self) -> int:
         """Return the bytes of gradients of parameters that backward leaves before it comes to the last block."""

@@ -33,6 +33,10 @@ class Outside:
         """Return whether it changes what a plan needs, if it runs right before a block."""
         return self.held_bytes > 0.0 or self.working_set_bytes > block.working_set_bytes
 
+    def with_gradients(self, nbytes: int) -> Outside:
+        """Return it with gradients that wait while it runs backward."""
+        return dataclasses.replace(self, working_set_bytes=self.working_set_bytes + nbytes)
+
     def block_class(self) -> BlockClass:
         """Return it as a class of blocks."""
         held = (Value(_HELD, self.held_bytes, offloadable=False, replayable=False),) if self.held_bytes else ()

@@ -29,14 +29,18 @@ from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._budget.alone import Exchanges, num_ranks
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Mark, Marks, Outside, between, outside_bytes, outside_seconds
+from actckpt._budget.outside_graph import OutsideGraph, Read
 from actckpt._budget.profiling import ProfiledBlock, Profiler
 from actckpt._budget.running import RECOMPUTE, device_of
+from actckpt._core.storages import tensors_in
 from actckpt._core.training_state import TrainingState
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BlockClass, CostTable, Value
 
 __all__ = ["HEAD", "MeasuredStep", "cost_table", "holding_outputs", "measure"]
+
+_Parameters = list[list[torch.nn.Parameter]]
 
 _NUM_TIMED = 2
 #: Names of what runs outside of blocks, as classes of blocks.
@@ -54,10 +58,22 @@ class MeasuredStep:
     names: tuple[str | None, ...]
     #: Per entry of the stack, the place of each value by its name in the cost table.
     places: tuple[dict[str, str], ...]
-    #: Per block, what of its working set are gradients that blocks after it made.
-    summed_bytes: tuple[int, ...]
-    #: Gradients of parameters that are there before backward comes to the last block, as far as that was seen.
-    head_gradient_bytes: int = 0
+    #: Per block, what of its working set are gradients that wait.
+    waiting_bytes: tuple[int, ...]
+    #: Per entry of the stack, names of parameters that it reads and no module of a block there has.
+    parameters: tuple[tuple[str, ...], ...]
+    #: Whether working sets of what runs outside of blocks are those of a backward that was watched, too.
+    sees_backward: bool = False
+
+    def parameters_in(self, model: torch.nn.Module) -> tuple[_Parameters, _Parameters]:
+        """Return per entry of the stack the parameters of a model that it reads, and those of no module of a block."""
+        named = dict(model.named_parameters())
+        others = [[named[name] for name in names if name in named] for names in self.parameters]
+        found = []
+        for name, given in zip(self.names, others, strict=True):
+            own = () if name is None else model.get_submodule(name).parameters()
+            found.append(list({id(parameter): parameter for parameter in (*own, *given)}.values()))
+        return found, others
 
 
 def measure(
@@ -82,7 +98,7 @@ def measure(
     Cost: four steps, and of each distinct block ten to 22 more.
     """
     watched = _Watched(step, blocks, state, model)
-    profiled = watched.profiled(Profiler(offloads=offloads))
+    profiled, read = watched.profiled(Profiler(offloads=offloads))
     state.check("plan", may_change=may_change)
     num_calls = len(profiled)
     live = LiveStorages(parameters=model.parameters())
@@ -93,7 +109,8 @@ def measure(
         dataclasses.replace(each, forward_s=min(f for f, _ in runs), backward_s=min(b for _, b in runs))
         for each, runs in zip((stem, head), zip(*seconds, strict=True), strict=True)
     )
-    return cost_table(profiled, stem, between(marks, num_calls), head)
+    found = cost_table(profiled, stem, between(marks, num_calls), head, read)
+    return dataclasses.replace(found, sees_backward=True)
 
 
 class _Watched:
@@ -123,16 +140,18 @@ class _Watched:
                 block.forward = forwards[name]
             unpatch(self._blocks)
 
-    def profiled(self, profiler: Profiler) -> list[ProfiledBlock]:
-        """Return what each call of a block costs, in the order in which they run."""
+    def profiled(self, profiler: Profiler) -> tuple[list[ProfiledBlock], Read]:
+        """Return what each call of a block costs, in the order in which they run, and what is read outside of them."""
         found: list[ProfiledBlock] = []
         reached: set[int] = set()
-        num_forwards = [0]
+        forwards = _Forwards(self._model)
 
         def call(name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            forwards.graph.call_begins((args, kwargs))
             result, block = profiler.call(name, self._blocks[name], forward.original(), args, kwargs)
+            forwards.graph.call_ended()
             found.append(block)
             number = len(found) - 1
             _on_gradient(result, lambda: backward_reached(number))
@@ -144,24 +163,17 @@ class _Watched:
                 found[:] = [each.with_input_kept() for each in found]
             reached.add(number)
 
-        def count(*_: object) -> None:
-            num_forwards[0] += torch.is_grad_enabled()
-
         self._state.put_back()
         exchanges = Exchanges()
-        hook = self._model.register_forward_pre_hook(count)
-        try:
-            with self._calls(call), exchanges:
-                self._step()
-        finally:
-            hook.remove()
+        with forwards, self._calls(call), exchanges:
+            self._step()
         if not exchanges.is_empty and num_ranks() > 1:
             raise BlocksError(
                 f"plan: the step exchanges tensors with other ranks, {num_ranks()} in all, and how often it must run "
                 "differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
             )
-        _check(self._blocks, [each.name for each in found], reached, num_forwards[0])
-        return found
+        _check(self._blocks, [each.name for each in found], reached, forwards.num)
+        return found, forwards.read or Read.nothing(len(found))
 
     def marked(self, live: LiveStorages | None) -> list[Mark]:
         """Return the marks of one step."""
@@ -189,6 +201,28 @@ class _Watched:
         return marks.found
 
 
+class _Forwards:
+    """Counts the forwards of a model, and takes down the graph of one that is alone."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.graph = OutsideGraph(model)
+        self.num = 0
+        self.read: Read | None = None
+
+    def __enter__(self) -> None:
+        self._hook = self._model.register_forward_hook(self._ended)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _ended(self, _: torch.nn.Module, __: Any, result: Any) -> None:
+        if torch.is_grad_enabled():
+            self.num += 1
+            outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+            self.read = self.graph.read(outputs) if self.num == 1 else None
+
+
 _BlockCall = Callable[[str, CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -214,31 +248,41 @@ def _check(blocks: dict[str, torch.nn.Module], ran: list[str], reached: set[int]
             raise BlocksError(f"plan: backward did not run through block {name!r}. Pass a step with its backward.")
 
 
-def cost_table(blocks: list[ProfiledBlock], stem: Outside, between: list[Outside], head: Outside) -> MeasuredStep:
+def cost_table(
+    blocks: list[ProfiledBlock], stem: Outside, between: list[Outside], head: Outside, read: Read
+) -> MeasuredStep:
     """Return the cost table of a stack of blocks between stem and head, with what runs between two blocks."""
-    last = max((number for number, block in enumerate(blocks) if block.others_bytes), default=0)
-    summed = tuple(block.others_bytes if number < last else 0 for number, block in enumerate(blocks))
-    blocks = [block.with_gradients(nbytes) for block, nbytes in zip(blocks, summed, strict=True)]
+    waiting = read.waiting_bytes
+    blocks = [block.with_gradients(nbytes) for block, nbytes in zip(blocks, waiting[1::2], strict=True)]
+    between = [outside.with_gradients(nbytes) for outside, nbytes in zip(between, waiting[2:-1:2], strict=True)]
     gathered = [*(each.gathered_bytes for each in between), 0.0]  # the working set of a block that reruns has them
     blocks = [block.with_other(nbytes) for block, nbytes in zip(blocks, gathered, strict=True)]
     classes: dict[str, BlockClass] = {_STEM: stem.block_class()}
     names: dict[BlockClass, str] = {}
     stack, calls = [_STEM], list[ProfiledBlock | None]([None])
-    for block, outside in zip(blocks, [None, *between], strict=True):
+    parameters = [read.parameters[0]]
+    names_before = ((), *read.parameters[2:-1:2])
+    rows = zip(blocks, [None, *between], names_before, read.parameters[1::2], strict=True)
+    for block, outside, before, given in rows:
         if outside is not None and outside.counts_before(block.costs):
             stack.append(f"(between {len(stack) - 1})")
             classes[stack[-1]] = outside.block_class()
             calls.append(None)
+            parameters.append(before)
+            before = ()
         stack.append(names.setdefault(block.costs, f"block {len(names)}"))
         calls.append(block)
+        parameters.append((*before, *given))
     classes |= {name: costs for costs, name in names.items()} | {HEAD: head.block_class()}
     costs = CostTable.from_dict(CostTable(classes=classes, stack=(*stack, HEAD)).to_dict())
     calls.append(None)
+    parameters.append(read.parameters[-1])
     return MeasuredStep(
         costs,
         tuple(None if call is None else call.name for call in calls),
         tuple({} if call is None else call.places for call in calls),
-        summed,
+        waiting[1::2],
+        tuple(parameters),
     )
 
 

@@ -56,19 +56,17 @@ class Meter:
         What several calls of blocks add up to one gradient is there, and is nobody's yet, from the last of them on.
         What is added to a gradient that is there is another tensor until then; blocks were profiled with theirs.
         """
-        named = dict(self._model.named_modules())
-        parameters = [list(named[name].parameters()) if name is not None else [] for name in measured.names]
+        parameters, others = measured.parameters_in(self._model)
         num_uses = Counter(id(parameter) for each in parameters for parameter in each)
-        if not self._total and all(num == 1 for num in num_uses.values()):
-            return measured
         costs, classes, stack = measured.costs, {}, []
-        outside = [parameter for parameter in self._model.parameters() if id(parameter) not in num_uses]
-        gradients = [self._gradient_bytes(each, num_uses) for each in reversed([outside, *parameters[1:]])]
-        of_head = min(measured.head_gradient_bytes, gradients[-1])
-        gradients[0], gradients[-1] = of_head, gradients[-1] - of_head  # in the order of backward, the stem is last
-        for name, old, nbytes in zip(measured.names, costs.stack, reversed(gradients), strict=True):
-            new = f"{old}, {nbytes}" if nbytes and name is not None else old
-            added_bytes = self._added_bytes(outside) if name is None else 0
+        unseen = [parameter for parameter in self._model.parameters() if id(parameter) not in num_uses]
+        parameters[-1], others[-1] = [*parameters[-1], *unseen], [*others[-1], *unseen]  # at worst, the head reads them
+        found = []
+        for each, outside in zip(reversed(parameters), reversed(others), strict=True):  # in the order of backward
+            added_bytes = self._added_bytes(outside, num_uses, is_seen=measured.sees_backward)
+            found.append((self._gradient_bytes(each, num_uses), added_bytes))
+        for name, old, (nbytes, added_bytes) in zip(measured.names, costs.stack, reversed(found), strict=True):
+            new = f"{old}, {nbytes + added_bytes}" if nbytes + added_bytes and name is not None else old
             needed = costs.classes[old].working_set_bytes + added_bytes
             classes[new] = dataclasses.replace(
                 costs.classes[old], gradient_bytes=float(nbytes), working_set_bytes=needed
@@ -89,9 +87,21 @@ class Meter:
                 num_uses[id(parameter)] = -1
         return nbytes
 
-    def _added_bytes(self, parameters: list[torch.nn.Parameter]) -> int:
-        """Return the bytes of the largest gradient that is added to one of some parameters, one after the other."""
-        return max(map(_bytes_of_gradient, parameters), default=0) if self._keeps_gradients else 0
+    def _added_bytes(self, parameters: list[torch.nn.Parameter], num_uses: Counter[int], *, is_seen: bool) -> int:
+        """Return the bytes of the largest gradient that is there until it is added to one that counts, or is that.
+
+        Args:
+            is_seen: what backward needs outside of blocks was measured.
+        """
+        if is_seen and not self._keeps_gradients:
+            return 0
+        most = 0
+        for parameter in parameters:
+            num = num_uses[id(parameter)]
+            # What is added to a sum that waits makes another sum.
+            times = 2 if num < 0 else int(self._keeps_gradients or not (num > 1 or self._total))
+            most = max(most, times * _bytes_of_gradient(parameter))
+        return most
 
     def peak_of(self, run: Callable[[], object]) -> float:
         """Run a step and return its peak, in bytes."""

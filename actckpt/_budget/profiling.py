@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from actckpt._blocks.arguments import bytes_of, first_tensor, others
+from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import Alone
@@ -72,8 +72,6 @@ class ProfiledBlock:
     costs: BlockClass
     #: Where each value is in the model, by its name in the cost table.
     places: dict[str, str]
-    #: Of what it was given beside its input, what gradients flow to: these are summed up over the blocks.
-    others_bytes: int
     #: The storage of its input, and the bytes of that.
     input: weakref.ref[torch.UntypedStorage] | None
     input_bytes: int
@@ -100,7 +98,7 @@ class ProfiledBlock:
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
 
     def with_gradients(self, nbytes: int) -> ProfiledBlock:
-        """Return the block with gradients that blocks after it made of what it was given beside its input."""
+        """Return the block with gradients that wait while it runs backward."""
         needed = self.costs.working_set_bytes + nbytes
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, working_set_bytes=needed))
 
@@ -184,11 +182,8 @@ class Profiler:
             if counts_calls(block, before, structure.written):
                 known = dataclasses.replace(known, rerun=False)
             self._known[key] = known
-        trained_bytes = bytes_of([tensor for tensor in others((args, kwargs)) if tensor.requires_grad])
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
-        return result, ProfiledBlock(
-            name, self._known[key], by_name, trained_bytes, structure.input, structure.input_bytes
-        )
+        return result, ProfiledBlock(name, self._known[key], by_name, structure.input, structure.input_bytes)
 
 
 def _check_units(name: str, structure: BlockStructure) -> None:

@@ -46,6 +46,7 @@ from actckpt._budget.measuring import MeasuredStep, holding_outputs
 from actckpt._budget.meters import Meter
 from actckpt._budget.observing import Observing
 from actckpt._budget.offloading import solved
+from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes
@@ -232,7 +233,8 @@ class _Size:
             if self._offloads:
                 prepare(self._device)
             self._first_step = FirstStep(self._model, self._device)
-            self._watching = Watching(self._forwards, self._device, self._first_step, offloads=self._offloads)
+            graph = OutsideGraph(self._model)
+            self._watching = Watching(self._forwards, self._device, self._first_step, graph, offloads=self._offloads)
             return
         if self.plan is None and self._held_output_bytes is None:
             _use(self._forwards, {})

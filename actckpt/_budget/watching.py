@@ -14,6 +14,7 @@ from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Marks, Outside, between, held_after, last_end, outside_bytes
 from actckpt._budget.measuring import MeasuredStep, cost_table
+from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._budget.profiling import ProfiledBlock, Profiler
 from actckpt._budget.workspaces import WorkingStorages
 from actckpt._core import devices
@@ -32,9 +33,11 @@ class Watching:
         forwards: dict[str, CheckpointedForward],
         device: torch.device,
         first_step: FirstStep,
+        graph: OutsideGraph,
         *,
         offloads: bool,
     ) -> None:
+        self._graph = graph
         self._forwards, self._device, self._first_step = forwards, device, first_step
         self._profiler = Profiler(offloads=offloads)
         self._profiled: list[ProfiledBlock] = []
@@ -53,12 +56,14 @@ class Watching:
             return forward.original()(*args, **kwargs)
         number, source = len(self._profiled), first_tensor((args, kwargs))
         self._marks.note("forward", number, bytes_of(source), self._gone_bytes(), _gathered_bytes(forward.block))
+        self._graph.call_begins((args, kwargs))
         try:
             with self._live.paused():
                 result, profiled = self._profiler.call(name, forward.block, forward.original(), args, kwargs)
         except BaseException:  # of an interrupt no hook tells
             self.close()
             raise
+        self._graph.call_ended()
         self._profiled.append(profiled)
         output_bytes = bytes_of(result, without=others((args, kwargs)))
         self._marks.note("end", number, output_bytes)
@@ -94,7 +99,7 @@ class Watching:
         head = Outside(forward_s, 2 * forward_s, needed)
         flush(self._device)
         profiled = [each.with_input_kept() for each in self._profiled]
-        return cost_table(profiled, stem, between(marks, num_calls), head)
+        return cost_table(profiled, stem, between(marks, num_calls), head, self._graph.read(outputs))
 
 
 def _gathered_bytes(block: torch.nn.Module) -> int:

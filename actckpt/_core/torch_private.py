@@ -7,6 +7,7 @@ here can go when torch makes it public.
 """
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -425,6 +426,17 @@ def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
     parameter: Any = owner
     tensor = optional(parameter, "_unsharded_param")  # set by the first gathering
     return None if tensor is None else (parameter._param_fqn or parameter._module_info.param_name, tensor)
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number that autograd gave to a node."""
+    return int(node._sequence_nr())
+
+
+def gradient_bytes(node: Any, index: int) -> int:
+    """Return the bytes of the gradient that a node takes for one of its results."""
+    found = node._input_metadata[index]
+    return math.prod(map(int, found.shape)) * int(found.dtype.itemsize)
 
 
 def is_tracing() -> bool:

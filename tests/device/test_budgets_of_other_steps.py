@@ -134,16 +134,10 @@ def test_workspaces_of_kernels_and_skips_are_planned_for(dtype: torch.dtype, mor
     (plain,), _, expected = _unet_peaks(None, 1, dtype)
     smallest = _smallest(lambda budget: _unet_peaks(budget, 2, dtype))
     budget = int(smallest + more * (plain - smallest))
-    peaks, model, gradients = _unet_peaks(budget, 6, dtype)
+    peaks, _, gradients = _unet_peaks(budget, 6, dtype)
     assert_equal(gradients, expected)
     assert max(peaks[_SETTLING:]) <= budget, f"budget {budget}, peaks {peaks}"
     assert peaks[1] <= 1.02 * budget, "but for checksums of the first run of a plan"
-    low = [
-        name
-        for name, block in zip(_plan(model).costs.stack, _plan(model).blocks or (), strict=True)
-        if block in ("low.0", "low.1")
-    ]
-    assert all("waiting" in name for name in low), "the gradient of what is read past them"
     assert smallest < 0.75 * plain
 
 

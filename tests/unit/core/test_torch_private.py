@@ -91,6 +91,8 @@ NAMES = [
     (torch.utils._python_dispatch, "set_is_in_mode_without_ignore_compile_internals"),
     (torch._C._autograd, "_get_sequence_nr"),
     (torch.autograd.Function.apply, "__func__"),
+    (torch.autograd.graph.Node, "_input_metadata"),
+    (torch.autograd.graph.Node, "_sequence_nr"),
 ]
 #: Where torch 2.9 is no longer supported, what asks for these in torch_private goes.
 SINCE_2_10 = ("__dlpack_c_exchange_api__", "set_is_in_mode_without_ignore_compile_internals")
@@ -122,6 +124,16 @@ def test_installed_torch_tells_and_sets_the_setting(name: str, kind: str) -> Non
         pytest.skip(f"torch {torch.__version__} is older than {name}")
     found = [flag for flag, _, _ in getattr(torch_settings, f"flags_of_{kind}")]
     assert name in found, f"torch {torch.__version__} has no _get_{name} with a setter: it is left alone now"
+
+
+def test_nodes_tell_their_order_and_the_bytes_of_gradients() -> None:
+    x = torch.ones(3, 4, requires_grad=True)
+    y = x * 2.0
+    halves = y.half().split(2, dim=1)
+    number = torch_private.next_sequence_number()
+    assert torch_private.sequence_number(y.grad_fn) < torch_private.sequence_number(halves[0].grad_fn) < number
+    assert torch_private.gradient_bytes(y.grad_fn, 0) == 48
+    assert torch_private.gradient_bytes(halves[1].grad_fn, halves[1].output_nr) == 12
 
 
 def test_installed_torch_has_the_flags_of_python_code() -> None:
@@ -255,10 +267,13 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
         "implementation_of",
         "keep_object",
+        "math",
         "outer_hooks",
+        "gradient_bytes",  # here, and "sequence_number"
         "remove_dispatch_mode",
         "replaced_function_modes",
         "selective_policy",
+        "sequence_number",
         "set_selective_policy",
         "settle_sdp_order",  # in test_torch_settings.py
         "unsharded_parameter",

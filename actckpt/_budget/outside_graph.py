@@ -1,0 +1,141 @@
+"""What the graph of autograd tells of the parts of a step outside of its blocks: which gradients wait.
+
+NOTE [ Gradients that wait ]
+
+Rule 1. A tensor that several parts of a step read (the skips of a UNet, what an encoder made, a mask that is trained)
+        gets its gradient piece by piece: from where backward comes to the last part that reads it to where it comes to
+        the part that made it, the sum so far waits. So does the gradient of a parameter that several parts read, as an
+        embedding that is tied to the head.
+Rule 2. Numbers of nodes tell what ran when: autograd counts them up in the order of the forward. Positions are those of
+        calls of blocks and of what runs between them: 2 l + 1 is call l, 2 l what runs before it.
+Rule 3. The graph is walked from the outputs of the model and from what blocks are given, not through blocks: which
+        parameters those read, their modules tell.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from actckpt._core import torch_private
+from actckpt._core.storages import tensors_in
+
+__all__ = ["OutsideGraph", "Read"]
+
+#: What cat's node gives back are views of the gradient of its result.
+_CAT = "CatBackward"
+#: Of the gradient of a tensor: the node that takes it, or the id of a leaf, and which of its results the tensor is.
+_Key = tuple[Any, int]
+_Edge = tuple[Any, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What is read by position (Rule 2), in a forward with so many calls of blocks."""
+
+    #: Names of parameters that what runs outside of blocks reads, or that a block is given.
+    parameters: tuple[tuple[str, ...], ...]
+    #: Bytes of gradients that wait while backward runs there, but for those of parameters.
+    waiting_bytes: tuple[int, ...]
+
+    @classmethod
+    def nothing(cls, num_calls: int) -> Read:
+        """Return what is known without a graph."""
+        return cls(((),) * (2 * num_calls + 1), (0,) * (2 * num_calls + 1))
+
+
+class _Waiting(NamedTuple):
+    """Where a tensor is made, where it is read last, and its bytes."""
+
+    made: int
+    read: int
+    nbytes: int
+
+    def waits_at(self, position: int) -> bool:
+        """Return whether its gradient waits there. What goes from a call to the next one passes by."""
+        return self.made < position < self.read and not (position % 2 == 0 and self.read - self.made == 2)
+
+
+class OutsideGraph:
+    """Takes down the graph between calls of blocks, in the order in which they run (NOTE [ Gradients that wait ])."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        #: Numbers of nodes at which calls begin and end, one after the other.
+        self._numbers: list[int] = []
+        #: Nodes, which hold no tensor that the program gave up, or that was moved; and leaves.
+        self._given: list[list[_Edge]] = []
+
+    def call_begins(self, given: Any) -> None:
+        """A block is called."""
+        self._given.append(_edges(given))
+        self._numbers.append(torch_private.next_sequence_number())
+
+    def call_ended(self) -> None:
+        """The forward of a block has ended."""
+        self._numbers.append(torch_private.next_sequence_number())
+
+    def read(self, outputs: list[Tensor]) -> Read:
+        """Return what is read where, the model having returned `outputs`."""
+        self._names |= {id(parameter): name for name, parameter in self._model.named_parameters()}
+        walk = _Walk(self._numbers, self._names)
+        last = len(self._numbers)
+        for call, given in enumerate(self._given):
+            walk.begin(given, 2 * call + 1)
+        walk.begin(_edges(outputs), last)
+        self._given = []
+        waiting = [
+            sum(each.nbytes for each in walk.waiting.values() if each.waits_at(position))
+            for position in range(last + 1)
+        ]
+        return Read(tuple(tuple(walk.parameters.get(position, ())) for position in range(last + 1)), tuple(waiting))
+
+
+def _edges(value: Any) -> list[_Edge]:
+    """Return what takes the gradients of the tensors in a value: nodes, or leaves."""
+    tensors = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    return [(tensor if tensor.grad_fn is None else tensor.grad_fn, tensor.output_nr) for tensor in tensors]
+
+
+class _Walk:
+    """One walk through the graph."""
+
+    def __init__(self, numbers: list[int], names: dict[int, str]) -> None:
+        self._numbers, self._names = numbers, names
+        self._seen: set[Any] = set()
+        self.waiting: dict[_Key, _Waiting] = {}
+        #: By position, names in the order in which they were found.
+        self.parameters: dict[int, dict[str, None]] = {}
+
+    def begin(self, edges: list[_Edge], position: int) -> None:
+        """Walk from tensors that are read at a position."""
+        left = [(position, node, number, 0) for node, number in edges]
+        while left:
+            reader, node, number, least_bytes = left.pop()
+            leaf = node if isinstance(node, Tensor) else getattr(node, "variable", None)
+            if isinstance(leaf, Tensor):
+                self._note_leaf(leaf, reader)
+                continue
+            made = bisect.bisect_right(self._numbers, torch_private.sequence_number(node))
+            nbytes = max(torch_private.gradient_bytes(node, number), least_bytes)
+            self._note_read((node, number), made, reader, nbytes)
+            if made % 2 == 0 and node not in self._seen:
+                self._seen.add(node)
+                whole = torch_private.gradient_bytes(node, 0) if _CAT in node.name() else 0
+                left.extend((made, each, index, whole) for each, index in node.next_functions if each is not None)
+
+    def _note_leaf(self, leaf: Tensor, reader: int) -> None:
+        name = self._names.get(id(leaf))
+        if name is None:
+            self._note_read((id(leaf), 0), -1, reader, leaf.nbytes)
+        else:
+            self.parameters.setdefault(reader, {})[name] = None
+
+    def _note_read(self, key: _Key, made: int, reader: int, nbytes: int) -> None:
+        known = self.waiting.get(key, _Waiting(made, reader, nbytes))
+        self.waiting[key] = _Waiting(made, max(reader, known.read), max(nbytes, known.nbytes))

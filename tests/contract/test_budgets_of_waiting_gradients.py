@@ -1,0 +1,121 @@
+"""Gradients that wait between the parts of a step count: of what is read past blocks, and of weights read twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+
+import actckpt
+from actckpt._budget.outside_graph import OutsideGraph
+from actckpt.memory import LiveStorages
+
+DIM, VOCABULARY = 64, 2048
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Six blocks between an embedding and a head: one that is tied to it or not, with skips or without."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        if kind == "tied":
+            self.head.weight = self.embedding.weight
+        self.mix = nn.Linear(2 * DIM, DIM) if kind == "cat" else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, skips = self.embedding(tokens), []
+        for number, block in enumerate(self.blocks):
+            if number >= 3 and self.mix is not None:
+                x = self.mix(torch.cat([x, skips.pop()], dim=-1))
+            elif number >= 3 and self.kind == "add":
+                x = x + skips.pop()
+            elif number < 3:
+                skips.append(x)
+            x = block(x)
+        return self.head(x[:, -1])
+
+
+def _made(kind: str) -> tuple[Model, Tensor]:
+    torch.manual_seed(0)
+    return Model(kind), torch.randint(VOCABULARY, (2, 128))
+
+
+def _step(model: Model, tokens: Tensor, *, total: bool) -> tuple[list[Tensor | None], int]:
+    model.zero_grad()
+    with LiveStorages(parameters=() if total else model.parameters()) as live:
+        model(tokens).square().mean().backward()
+    fixed = sum(parameter.nbytes for parameter in model.parameters()) if total else 0
+    return [parameter.grad for parameter in model.parameters()], fixed + live.peak_bytes
+
+
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize("kind", ["tied", "add", "cat", "apart"])
+def test_steps_fit_at_each_budget(kind: str, total: bool) -> None:
+    model, tokens = _made(kind)
+    expected, plain_bytes = _step(model, tokens, total=total)
+
+    def trained(nbytes: int) -> tuple[actckpt.Plan, int]:
+        model, tokens = _made(kind)
+        keyword = "budget" if total else "activation_budget"
+        actckpt.apply(model, blocks=Block, race=False, **{keyword: nbytes})
+        for _ in range(3):
+            found, peak_bytes = _step(model, tokens, total=total)
+            assert_equal(found, expected)
+        plan = actckpt.report(model).plan
+        assert plan is not None
+        return plan, peak_bytes
+
+    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+        trained(2**20 if total else 2**16)
+    least_bytes = raised.value.smallest_bytes
+    assert least_bytes is not None and least_bytes < 0.9 * plain_bytes
+    for share in (0.0, 0.3, 0.6, 0.9):
+        budget = least_bytes + round(share * (plain_bytes - least_bytes))
+        plan, peak_bytes = trained(budget)
+        assert peak_bytes <= 1.001 * plan.peak_bytes <= 1.001 * budget  # a loss of some bytes is not seen
+
+
+def test_what_is_read_where_is_told_by_position() -> None:
+    model, tokens = _made("cat")
+    graph = OutsideGraph(model)
+
+    class Watched(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            graph.call_begins(x)
+            x = self.block(x)
+            graph.call_ended()
+            return x
+
+    plain = model.blocks
+    model.blocks = nn.ModuleList(map(Watched, plain))
+    read = graph.read([model(tokens)])
+    mixed = ("mix.weight", "mix.bias")
+    assert [set(names) for names in read.parameters[::2]] == [
+        {"embedding.weight"},
+        set(),
+        set(),
+        *[set(mixed)] * 3,
+        {"head.weight"},
+    ]
+    assert not any(read.parameters[1::2])
+    # Each skip is made before one of the first three calls, and read before one of the last three. Its gradient is a
+    # view of that of what it is part of, which has twice its bytes.
+    one = 2 * 128 * DIM * 4
+    assert [nbytes / one for nbytes in read.waiting_bytes[1::2]] == [2, 4, 6, 4, 2, 0]
