@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -17,7 +18,9 @@ from actckpt._core.subclasses import plain_parts
 from actckpt._offload import stores
 from actckpt.memory import LiveStorages
 
-__all__ = ["Meter"]
+__all__ = ["FixedBytes", "Meter"]
+
+_FORWARDS_BETWEEN = 100
 
 
 class Meter:
@@ -113,6 +116,36 @@ class Meter:
         with LiveStorages(parameters=() if self._total else self._model.parameters(), device=self._device) as live:
             run()
         return float(self.fixed_bytes + live.peak_bytes)
+
+
+class FixedBytes:
+    """Tells what counts all the time, at each forward, without a walk through the model where nothing changed.
+
+    On a device its allocator tells. Elsewhere the bytes change with parameters, with which of them have gradients, and
+    with the state of the optimizer; what changes otherwise is seen at one of so many forwards.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, fixed_bytes: float) -> None:
+        self._optimizer, self._bytes = optimizer, fixed_bytes
+        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        self._has_allocator = devices.counting(device_of(model)) is not None
+        self._seen, self._num_left = self._signature(), _FORWARDS_BETWEEN
+
+    def now(self, walk: Callable[[], Meter]) -> float:
+        """Return the bytes now; `walk` makes a meter."""
+        signature = self._signature()
+        self._num_left -= 1
+        if self._has_allocator or signature != self._seen or not self._num_left:
+            self._bytes, self._seen, self._num_left = float(walk().fixed_bytes), signature, _FORWARDS_BETWEEN
+        return self._bytes
+
+    def _signature(self) -> object:
+        if self._has_allocator:
+            return None
+        found = [ref() for ref in self._parameters]
+        gradients = bytes(2 if parameter is None else parameter.grad is not None for parameter in found)
+        states = [] if self._optimizer is None else [len(state) for state in self._optimizer.state.values()]
+        return gradients, states
 
 
 def _bytes_of_gradient(parameter: torch.nn.Parameter) -> int:

@@ -43,7 +43,7 @@ from actckpt._budget.alone import num_ranks
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import give_back_unused, is_linked, poll, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, holding_outputs
-from actckpt._budget.meters import Meter
+from actckpt._budget.meters import FixedBytes, Meter
 from actckpt._budget.observing import Observing
 from actckpt._budget.offloading import solved
 from actckpt._budget.outside_graph import OutsideGraph
@@ -198,6 +198,7 @@ class _Size:
         self._measured: MeasuredStep | None = None
         self._first_step: FirstStep | None = None
         self._fixed_bytes = self._grown_bytes = 0.0
+        self._fixed: FixedBytes | None = None
         self._num_alive = self._most_alive = self._most_alive_planned = self._num_planned = 0
         self._keeps_gradients = False
         self._held_output_bytes: float | None = None
@@ -213,7 +214,8 @@ class _Size:
         self.plan: Plan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_watching": None, "_first_step": None, "_num_alive": 0}  # a copy has steps of its own
+        # A copy has steps of its own, and parameters.
+        state = {**vars(self), "_watching": None, "_first_step": None, "_num_alive": 0, "_fixed": None}
         return state if self._held_output_bytes is not None else {**state, "_measured": None}
 
     def disturb(self) -> None:
@@ -334,7 +336,9 @@ class _Size:
         """Return whether what is fixed is more than planned, or less; what other forwards hold is not."""
         if self.plan is None or self._wanted.budget is None or self._num_alive > 1:
             return False
-        more_bytes = self._meter().fixed_bytes - self._fixed_bytes
+        if self._fixed is None:
+            self._fixed = FixedBytes(self._model, self._wanted.optimizer, self._meter().fixed_bytes)
+        more_bytes = self._fixed.now(self._meter) - self._fixed_bytes
         self._grown_bytes = max(more_bytes, 0.0)
         has_shrunk = self._num_planned < _WATCHED_STEPS and -more_bytes > _CHANGE * self._fixed_bytes
         return has_shrunk or more_bytes > _CHANGE * self._fixed_bytes
@@ -346,7 +350,7 @@ class _Size:
             give_back_unused(self._device)
         meter = self._meter()
         measured = holding_outputs(meter.complete(self._measured), self._held_output_bytes or 0.0)
-        self._fixed_bytes, self._grown_bytes = meter.fixed_bytes, 0.0
+        self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
         self._most_alive_planned = self._most_alive
         plan, share = self._solved([self._linked(each, meter) for each in self._observing.corrected(measured.costs)])
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
