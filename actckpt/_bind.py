@@ -152,6 +152,7 @@ NAMES: dict[str, Any] = {
     # Names of the modules whose calls run operators.
     "module_call_code": torch.nn.Module.__call__.__code__,
     "qualified_name": sites.qualified_name,
+    "is_function_mode_enabled": torch_private.is_function_mode_enabled,
 }
 
 for _given in NAMES.values():

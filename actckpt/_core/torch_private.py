@@ -175,6 +175,7 @@ def called_while_traced(function: _Function) -> _Function:
 
 #: The stack of function modes of this thread.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+is_function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 _function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
 _push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 _pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
@@ -225,6 +226,10 @@ OBSERVING_MODES = frozenset(
 #: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; by the others
 #: `share_memory_` and multiprocessing replace it.
 FREEING_METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
+
+
+#: Builtin functions of torch, among them those that `torch.nn.functional` wraps.
+builtin_functions: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn)
 
 
 def implementation_of(tensor: torch.Tensor) -> int:

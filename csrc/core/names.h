@@ -30,6 +30,7 @@ namespace actckpt {
   X(detach, "detach") \
   X(device, "device") \
   X(dict, "__dict__") \
+  X(direct, "direct") \
   X(dispatch_name, "__torch_dispatch__") /* of the handler of a dispatch mode */ \
   X(dtype, "dtype") \
   X(dunder_name, "__name__") \
@@ -76,6 +77,7 @@ namespace actckpt {
   X(set_state, "set_state") \
   X(slots, "__slots__") \
   X(tape, "tape") \
+  X(tensor_positions, "tensor_positions") \
   X(timing, "timing") \
   X(torch_prefix, "torch.") /* of the names of torch's modules */ \
   X(type, "type")           /* of a device */ \
@@ -182,6 +184,7 @@ namespace actckpt {
   X(keeps_graph) \
   X(any_autocast_enabled) \
   X(num_function_modes) \
+  X(is_function_mode_enabled) \
   X(recording)         /* set: tapes whose recorders are active, in any thread */ \
   X(made_by_function)  /* (tape, value, node) */ \
   X(saved_by_function) /* (tape, value, tensor) */ \

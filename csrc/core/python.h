@@ -21,6 +21,11 @@ py::object owned(Object* result) {
 
 py::object attribute(PyObject* object, PyObject* name);
 py::object call(PyObject* function);
+// The same; functions of torch's that take nothing are called as the interpreter calls them.
+inline py::object call_without_arguments(PyObject* function) {
+  const bool is_plain = PyCFunction_CheckExact(function) && PyCFunction_GET_FLAGS(function) == METH_NOARGS;
+  return is_plain ? owned(PyCFunction_GET_FUNCTION(function)(PyCFunction_GET_SELF(function), nullptr)) : call(function);
+}
 py::object call(PyObject* function, PyObject* argument);
 py::object call_method(PyObject* object, PyObject* name);
 py::object call_method(PyObject* object, PyObject* name, PyObject* argument);

@@ -11,6 +11,7 @@
 #include "core/modes.h"
 #include "core/python.h"
 #include "core/reads.h"
+#include "replay/callee.h"
 #include "replay/lineage.h"
 #include "replay/needs.h"
 #include "replay/order.h"
@@ -231,10 +232,7 @@ class Run {
       return call_with(names().replay_specially, reinterpret_cast<PyObject*>(step), args.ptr(),
                        kwargs ? kwargs.ptr() : Py_None);
     }
-    const py::object callee = attribute(step->operator_, names().callee);
-    PyObject* made = PyObject_Call(callee.ptr(), args.ptr(), kwargs.ptr());
-    if (made == nullptr) throw_pending();
-    return py::reinterpret_steal<py::object>(made);
+    return callee_of(step->operator_)(args.ptr(), kwargs.ptr());
   }
 
   void keep_results(const StepObject* step, const py::object& result, const Bases& bases) {

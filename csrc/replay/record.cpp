@@ -11,6 +11,7 @@
 #include "core/meter.h"
 #include "core/python.h"
 #include "core/reads.h"
+#include "replay/callee.h"
 #include "replay/calls.h"
 #include "replay/geometry.h"
 #include "replay/paused.h"
@@ -23,8 +24,8 @@ namespace {
 
 // What is known of an overload, by its address: its hash is a Python function.
 struct Known {
-  py::object func;    // keeps the address taken
-  py::object callee;  // what to call for it
+  py::object func;  // keeps the address taken
+  const Callee* callee = nullptr;
   py::object op;
   py::object name;
   bool is_recorded = false;
@@ -45,7 +46,7 @@ const Known& known(PyObject* func) {
   entry.op = call(names().describe, func);
   entry.name = attribute(entry.op.ptr(), names().name);
   entry.is_recorded = is_true(entry.op.ptr(), names().is_recorded);
-  entry.callee = attribute(entry.op.ptr(), names().callee);
+  entry.callee = &callee_of(entry.op.ptr());
   entry.makes_one = is_true(entry.op.ptr(), names().makes_one);
   entry.is_routed = PyObject_IsTrue(attribute(entry.op.ptr(), names().routed_by).ptr()) == 1;
   if (entry.is_recorded) {
@@ -263,7 +264,7 @@ py::object record_plain(TapeObject* tape, const Known& entry, PyObject* args, Py
     py::object dict = kwargs_with_windows(tape, kwargs, inputs.ptr());
     step = new_step(entry.op.ptr(), entry.which, std::move(list), std::move(dict), inputs);
   }
-  py::object result = called(entry.callee.ptr(), args, kwargs);
+  py::object result = (*entry.callee)(args, kwargs);
   if (asks_calls) action = asked(choice.ptr(), entry.func.ptr(), args, kwargs, result.ptr());
   auto* raw = reinterpret_cast<StepObject*>(step.ptr());
   const py::object why = py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold
@@ -335,7 +336,7 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       return result.release().ptr();
     }
     if (entry.is_view) {
-      py::object result = called(entry.callee.ptr(), args, kwargs);
+      py::object result = (*entry.callee)(args, kwargs);
       if (facts_of_choice(tape).asks_calls != 0) asked(tape->choice, func, args, kwargs, result.ptr());
       return result.release().ptr();
     }

@@ -1,0 +1,48 @@
+"""Functions of torch that run one overload and nothing else: NOTE [ Direct calls ] (csrc/replay/callee.h).
+
+Each takes the arguments of the overload by position. Not here: what returns a list of tensors, which these functions
+make a tuple of, and what takes one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from actckpt._core import torch_private
+
+__all__ = ["FUNCTIONS", "tensor_positions"]
+
+#: Most arguments of an operator that is called so.
+_MAX_ARGUMENTS = 64
+
+_METHODS = ("expand.default", "view.default")
+_OTHERS = (
+    *("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "convolution.default"),
+    *("_scaled_dot_product_flash_attention_for_cpu.default", "native_layer_norm.default", "_softmax.default"),
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "pow.Tensor_Scalar", "clone.default"),
+    *("cos.default", "exp.default", "neg.default", "relu.default", "rsqrt.default", "sigmoid.default"),
+    *("sin.default", "tanh.default", "gelu.default", "silu.default"),
+    *("permute.default", "select.int", "squeeze.dim", "t.default", "transpose.int", "unsqueeze.default"),
+)
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    """Return them by the names of overloads; those that this torch has."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name in _OTHERS:
+        base = name.partition(".")[0]
+        owner = next((each for each in torch_private.builtin_functions if hasattr(each, base)), None)
+        if owner is not None:
+            found[f"aten.{name}"] = getattr(owner, base)
+    return found | {f"aten.{name}": getattr(torch.Tensor, name.partition(".")[0]) for name in _METHODS}
+
+
+#: By the names of overloads.
+FUNCTIONS = _functions()
+
+
+def tensor_positions(schema: Any) -> int:
+    """Return a bit for each argument of an operator that is a tensor."""
+    arguments = schema.arguments[:_MAX_ARGUMENTS]
+    return sum(1 << place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type))
