@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ __all__ = [
     *("applied_blocks", "blocks_of", "check_model", "count_calls", "find_blocks", "forwards_in", "patch", "unpatch"),
 ]
 
+#: Global variables where modules call their forwards.
+_CALLS = vars(torch.nn.modules.module)
 #: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
 #: `"drops_caches": True` takes key-value caches away from it, as for reruns. `"windows"` are those of a plan, also of a
 #: block that runs as it is (`"is_plain": True`); `"is_planned": True` says that its tables count calls of modules anew
@@ -167,9 +171,22 @@ class CheckpointedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.has_run = True
-        if not torch.compiler.is_compiling() and self.together.is_watching:
-            return self.together.watched(self, args, kwargs)
+        if not torch.compiler.is_compiling():
+            self._check_caller(sys._getframe(1))
+            if self.together.is_watching:
+                return self.together.watched(self, args, kwargs)
         return self.run(args, kwargs, None)
+
+    def _check_caller(self, frame: FrameType) -> None:
+        """Raise where a copy of the block calls, whose attributes are those of the block, this object among them."""
+        caller = frame.f_locals.get("self") if frame.f_globals is _CALLS else None
+        if caller is not None and caller is not self.block:
+            raise BlocksError(
+                f"apply: a shallow copy of a {type(self.block).__name__} runs (copy.copy, a replica of "
+                "DataParallel, higher): it has the forward of the block that it was copied from, which would use the "
+                "parameters of that one. Use copy.deepcopy, call actckpt.remove(model) before copying, or use "
+                "actckpt.checkpoint in the model's own forward."
+            )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
         """Run it checkpointed, and take down what it saves."""

@@ -158,6 +158,22 @@ def test_a_deep_copy_checkpoints_itself_independently_of_the_original() -> None:
     assert _reruns(model) == [1, 1, 1]
 
 
+@pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"policy": "offload"}, {"activation_budget": "50%"}])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_shallow_copy_raises_and_does_not_run_with_the_parameters_of_the_original(
+    options: dict[str, Any], hooked: bool
+) -> None:
+    model = Model()
+    actckpt.apply(model, blocks=Block, **options)
+    copied = copy.copy(model.layers[0])
+    copied._modules = {name: copy.deepcopy(module) for name, module in copied._modules.items()}
+    if hooked:
+        copied.register_forward_hook(lambda *_: None)
+    with pytest.raises(actckpt.BlocksError, match="a shallow copy of a Block runs"):
+        copied(leaf(4, 8))
+    model.layers[0](leaf(4, 8))
+
+
 @pytest.mark.parametrize("way", ["pickle", "torch"])
 def test_a_saved_model_comes_back_checkpointed(way: str) -> None:
     model = Model()
