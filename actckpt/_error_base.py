@@ -16,11 +16,12 @@ class PlanInfeasibleError(ActckptError, ValueError):
 
     Args:
         message: what holds the memory.
-        smallest_bytes: the smallest budget for which there is a plan; None: there is none, however large.
+        smallest_bytes: the smallest budget for which there is a plan; None: there is none, however large, or a program
+            (DataParallel, Pyro) made the error again of its words alone.
         holds: what holds memory where most of it is needed, as part of a sentence.
     """
 
-    def __init__(self, message: str, smallest_bytes: float | None, holds: str = "") -> None:
+    def __init__(self, message: str, smallest_bytes: float | None = None, holds: str = "") -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.holds = holds

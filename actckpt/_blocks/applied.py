@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from actckpt._blocks.arguments import keep_others_in_place
 from actckpt._blocks.finding import has_forward, repeated_blocks
@@ -57,6 +58,7 @@ def find_blocks(model: torch.nn.Module, blocks: Blocks | None, what: str) -> dic
     chosen = _find(model, blocks)
     if not chosen:
         raise BlocksError(_nothing_found(model, blocks))
+    _check_made(chosen, what)
     applied = [name for name, block in chosen.items() if _is_applied(block)]
     if applied:
         raise BlocksError(
@@ -64,6 +66,16 @@ def find_blocks(model: torch.nn.Module, blocks: Blocks | None, what: str) -> dic
             "Call actckpt.remove(model) first, or pass other blocks."
         )
     return chosen
+
+
+def _check_made(blocks: Mapping[str, torch.nn.Module], what: str) -> None:
+    for name, block in blocks.items():
+        for own, tensor in (*block.named_parameters(), *block.named_buffers()):
+            if is_lazy(tensor):
+                raise BlocksError(
+                    f"{what}: {own!r} of block {name!r} is not made before its first forward (LazyLinear, say). "
+                    f"Run the model once, then call {what}."
+                )
 
 
 def patch(blocks: Mapping[str, torch.nn.Module], settings: Mapping[str, Settings]) -> tuple[str, ...]:

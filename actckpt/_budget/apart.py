@@ -63,6 +63,8 @@ def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iter
     bits = [(storage, storage.clone()) for storage in written.values()]
     lent = _Lent(written)
     before = random_state()
+    drawn_from = [*structure.take_generators(), *(value for value in own if isinstance(value, torch.Generator))]
+    generators = [(generator, generator.get_state()) for generator in drawn_from]
     try:
         for module in modules:
             lent.replace_in(module)
@@ -75,6 +77,8 @@ def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iter
         for storage, found_bits in bits:
             storage.copy_(found_bits)
         set_random_state(before)
+        for generator, state in generators:
+            generator.set_state(state)
 
 
 def _without_outer_hooks() -> contextlib.AbstractContextManager[object]:

@@ -11,6 +11,7 @@ Rule 2. Copies need to be made before the forward. A module's first call, in tra
         copies a buffer before the first operator that writes to it. A module that has changed one is known from
         then on: its buffers are copied before each forward, and the copies held if versions tell that it did so again
         (always, where they did not tell the first time: a write through `.data`). All others cost a look at versions.
+        Calls that were not watched, such as those that budgets profile, do not count: versions may tell of them only.
 Rule 3. A buffer that changed and of which there is no copy (its module did so for the first time, not in its first
         call; or somebody else did, after the forward) must not be read by a rerun: it raises where one does.
 Rule 4. BatchNorm moves its statistics in training and does not read them, and no version tells. They are not copied
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt import _C
 from actckpt._C import memory_of, storage_of
 from actckpt._core import messages
 from actckpt._core.tensor_changes import version_of
@@ -71,7 +73,8 @@ class _Noted:
         known = _known.get(module, 0)
         if any(buffer is not None and buffer.is_inference() for buffer in self.found.values()):
             known = _known[module] = known | _CHANGES | _HIDES  # they have no version
-        self.is_known = self.is_statistics or bool(known & (_CALLED[bool(module.training)] | _CHANGES))
+        # Of one that changed them unwatched it is not known whether versions always tell.
+        self.is_known = self.is_statistics or bool(known & (_CALLED[bool(module.training)] | _HIDES))
         self.copies = _copies(self.found) if known & _CHANGES else None
         #: Names of the buffers that the mode saw written.
         self.written: set[str] = set()
@@ -90,8 +93,8 @@ class _Noted:
             known |= _HIDES
         if moved or self.written or not self._stands():
             known |= _CHANGES
-            if not moved and self.copies is None:
-                self.copies = self.found  # others took their place
+            if not moved and self.copies is None:  # others took their place: their graph may own the region before
+                self.copies = self.found = {name: _C.without_graph(buffer) for name, buffer in self.found.items()}
         elif not known & _HIDES:
             self.copies = None
         _known[self.module] = known
@@ -185,7 +188,11 @@ def _put(module: torch.nn.Module, buffers: dict[str, Tensor | None]) -> None:
 
 def _copies(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     with torch.no_grad():
-        return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
+        return {name: None if buffer is None else _copy(buffer) for name, buffer in buffers.items()}
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
 
 def _call_watched(new: list[_Noted], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -224,6 +224,14 @@ def test_a_forward_that_was_patched_before_is_kept_and_put_back() -> None:
     assert "forward" not in model.layers[0].__dict__
 
 
+def test_blocks_that_are_not_made_before_their_first_forward_are_named() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.GELU()) for _ in range(3)))
+    with pytest.raises(actckpt.errors.BlocksError, match=r"'0\.weight' of block '0' is not made before"):
+        actckpt.apply(model)
+    model(torch.randn(2, 8))
+    assert actckpt.apply(model) == ("0", "1", "2")
+
+
 def test_applying_twice_names_the_first_block_and_changes_nothing() -> None:
     model = Model()
     actckpt.apply(model, blocks="layers.1")

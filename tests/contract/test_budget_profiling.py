@@ -27,6 +27,34 @@ class Count(Block):
         return super().forward(x) * (1 + self.num / 10)
 
 
+class Draws(Block):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand(x.shape, generator=self.generator))
+
+
+class Observed(Block):
+    """Moves a buffer, from the second call on through `.data`, which no version tells."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(32))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        average = self.average if self.count == 0 else self.average.data
+        average.mul_(0.5).add_(x.detach().mean((0, 1)))
+        self.count.data.add_(1)
+        return super().forward(x * self.average)
+
+
 class TensorAttribute(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +203,20 @@ class ModelOfObjects(nn.Module):
         return state.x.square().mean() + sum(notes.losses)
 
 
-_KINDS = (Count, TensorAttribute, Buffer, Freed, LossAtModule, LossInList, InPlace, Captured, Recurrent, Collected)
+_KINDS = (
+    Count,
+    Draws,
+    Observed,
+    TensorAttribute,
+    Buffer,
+    Freed,
+    LossAtModule,
+    LossInList,
+    InPlace,
+    Captured,
+    Recurrent,
+    Collected,
+)
 
 
 @pytest.mark.parametrize("kind", [*_KINDS, ModelOfObjects], ids=lambda kind: kind.__name__)
