@@ -50,7 +50,7 @@ from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes
-from actckpt._budget.turns import Race, Turn
+from actckpt._budget.turns import Race, Turn, race_of
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
 from actckpt._core import torch_private
@@ -78,8 +78,6 @@ _CHECKPOINTED = (
     "cannot be told then. Leave out that checkpoint, since the budget says what is recomputed; or pass a plan that is "
     "made already, apply(model, policy=plan), which works inside of one."
 )
-#: A plan that is predicted to be faster than simple choices by this share of the step does not race.
-_SURE = 0.03
 #: What is fixed has changed where it has by more than this share; less than planned only counts in so many steps.
 _CHANGE, _WATCHED_STEPS = 0.01, 3
 
@@ -354,7 +352,9 @@ class _Size:
         self._most_alive_planned = self._most_alive
         plan, share = self._solved([self._linked(each, meter) for each in self._observing.corrected(measured.costs)])
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
-        self._given_bytes, self.plan, self._race = share.given_bytes, plan, self._race_of(plan, share)
+        self._given_bytes, self.plan, self._race = share.given_bytes, plan, None
+        if self._wanted.race and not self._wanted.pins and num_ranks() == 1:
+            self._race = race_of(plan, share.nbytes, self._device)
         if self._wanted.budget is not None:
             self._observing.watch(self._model.get_submodule(measured.names[-2] or ""))
         for forward in self._forwards.values():
@@ -394,23 +394,3 @@ class _Size:
             raise errors.pop(0) from None
         warnings.warn(_EXCEEDED.format(errors[0]), stacklevel=5)  # where the model is called
         return smallest_plan(costs, smallest_bytes, self._wanted.pins), share
-
-    def _race_of(self, plan: Plan, share: Share) -> Race | None:
-        """Return the race of a plan against simple choices that fit; None where its gain is sure, or none may run.
-
-        Those that offload do not take part on a device: where its link is slow, so is each of their steps.
-        """
-        from actckpt._budget.simple import NOTHING, simple_plans
-
-        wanted = self._wanted
-        if not wanted.race or wanted.pins or num_ranks() > 1:
-            return None
-        is_on_cpu = self._device.type == "cpu"
-        others = [
-            (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=share.nbytes))
-            for name, other in simple_plans(plan.costs)
-            if name != NOTHING and other.peak_bytes <= share.nbytes and (is_on_cpu or other.windows is None)
-        ]
-        best = min((other.overhead_seconds for _, other in others), default=float("inf"))
-        is_sure = best - plan.overhead_seconds >= _SURE * plan.plain_seconds
-        return None if is_sure or plan.overhead_seconds == 0.0 else Race([("plan", plan), *others], self._device)

@@ -12,9 +12,11 @@ from actckpt._core import devices
 from actckpt._core.devices import Moment
 from actckpt.planner.plans import Plan, Raced
 
-__all__ = ["Race", "Turn"]
+__all__ = ["Race", "Turn", "race_of"]
 
 _ROUNDS = 5
+#: A plan that is predicted to be faster than simple choices by this share of the step does not race.
+_SURE = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,3 +76,21 @@ class Race:
         best = min(range(len(medians)), key=medians.__getitem__)
         name, plan = self._entries[best]
         return dataclasses.replace(plan, race=rows, chosen=name)
+
+
+def race_of(plan: Plan, nbytes: float, device: torch.device) -> Race | None:
+    """Return the race of a plan against simple choices that fit into so many bytes; None where its gain is sure.
+
+    Those that offload do not take part on a device: where its link is slow, so is each of their steps.
+    """
+    from actckpt._budget.simple import NOTHING, simple_plans  # with the solver: half a second to import
+
+    is_on_cpu = device.type == "cpu"
+    others = [
+        (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=nbytes))
+        for name, other in simple_plans(plan.costs)
+        if name != NOTHING and other.peak_bytes <= nbytes and (is_on_cpu or other.windows is None)
+    ]
+    best = min((other.overhead_seconds for _, other in others), default=float("inf"))
+    is_sure = best - plan.overhead_seconds >= _SURE * plan.plain_seconds
+    return None if is_sure or plan.overhead_seconds == 0.0 else Race([("plan", plan), *others], device)
