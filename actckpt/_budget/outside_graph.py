@@ -9,13 +9,16 @@ Rule 1. A tensor that several parts of a step read (the skips of a UNet, what an
 Rule 2. Numbers of nodes tell what ran when: autograd counts them up in the order of the forward. Positions are those of
         calls of blocks and of what runs between them: 2 l + 1 is call l, 2 l what runs before it.
 Rule 3. The graph is walked from the outputs of the model and from what blocks are given, not through blocks: which
-        parameters those read, their modules tell.
+        parameters those read, their modules tell. Nor is it walked without end: torch frees nodes that Python has seen
+        one inside the other, and some ten thousand in a row need more stack than a thread has. What is not found is
+        taken to be read by the head (parameters), or not to wait.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +26,14 @@ from torch import Tensor
 
 from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
+from actckpt._core.subclasses import plain_parts
 
 __all__ = ["OutsideGraph", "Read"]
 
-#: What cat's node gives back are views of the gradient of its result.
-_CAT = "CatBackward"
+#: What these nodes give back are views of the gradient of their result.
+_GIVE_VIEWS = ("CatBackward", "StackBackward")
+#: So many nodes are looked at (Rule 3).
+_MOST_NODES = 5000
 #: Of the gradient of a tensor: the node that takes it, or the id of a leaf, and which of its results the tensor is.
 _Key = tuple[Any, int]
 _Edge = tuple[Any, int]
@@ -55,9 +61,10 @@ class _Waiting(NamedTuple):
     read: int
     nbytes: int
 
-    def waits_at(self, position: int) -> bool:
-        """Return whether its gradient waits there. What goes from a call to the next one passes by."""
-        return self.made < position < self.read and not (position % 2 == 0 and self.read - self.made == 2)
+    def positions(self) -> tuple[int, int]:
+        """Return from where on its gradient waits, and where no more. What goes from a call to the next passes by."""
+        passes_by = self.made % 2 == 1 and self.read - self.made == 2
+        return self.made + 1, self.made + 1 if passes_by else max(self.read, self.made + 1)
 
 
 class OutsideGraph:
@@ -70,15 +77,23 @@ class OutsideGraph:
         self._numbers: list[int] = []
         #: Nodes, which hold no tensor that the program gave up, or that was moved; and leaves.
         self._given: list[list[_Edge]] = []
+        #: Of a call whose forward has not ended: it may fail, and the model go on without it.
+        self._begun: tuple[int, list[_Edge]] | None = None
+        #: Nothing more is taken down: a later forward would hold what it is given.
+        self._is_read = False
 
     def call_begins(self, given: Any) -> None:
         """A block is called."""
-        self._given.append(_edges(given))
-        self._numbers.append(torch_private.next_sequence_number())
+        if not self._is_read:
+            edges = _edges(given)
+            self._begun = torch_private.next_sequence_number(), edges
 
     def call_ended(self) -> None:
         """The forward of a block has ended."""
-        self._numbers.append(torch_private.next_sequence_number())
+        if self._begun is not None:
+            (number, edges), self._begun = self._begun, None
+            self._given.append(edges)
+            self._numbers += [number, torch_private.next_sequence_number()]
 
     def read(self, outputs: list[Tensor]) -> Read:
         """Return what is read where, the model having returned `outputs`."""
@@ -88,12 +103,14 @@ class OutsideGraph:
         for call, given in enumerate(self._given):
             walk.begin(given, 2 * call + 1)
         walk.begin(_edges(outputs), last)
-        self._given = []
-        waiting = [
-            sum(each.nbytes for each in walk.waiting.values() if each.waits_at(position))
-            for position in range(last + 1)
-        ]
-        return Read(tuple(tuple(walk.parameters.get(position, ())) for position in range(last + 1)), tuple(waiting))
+        self._given, self._begun, self._is_read = [], None, True
+        changes = [0] * (last + 2)
+        for each in walk.waiting.values():
+            begin, end = each.positions()
+            changes[begin] += each.nbytes
+            changes[end] -= each.nbytes
+        waiting = tuple(itertools.accumulate(changes[: last + 1]))
+        return Read(tuple(tuple(walk.parameters.get(position, ())) for position in range(last + 1)), waiting)
 
 
 def _edges(value: Any) -> list[_Edge]:
@@ -124,17 +141,18 @@ class _Walk:
             made = bisect.bisect_right(self._numbers, torch_private.sequence_number(node))
             nbytes = max(torch_private.gradient_bytes(node, number), least_bytes)
             self._note_read((node, number), made, reader, nbytes)
-            if made % 2 == 0 and node not in self._seen:
+            if made % 2 == 0 and node not in self._seen and len(self._seen) < _MOST_NODES:
                 self._seen.add(node)
-                whole = torch_private.gradient_bytes(node, 0) if _CAT in node.name() else 0
+                whole = torch_private.gradient_bytes(node, 0) if node.name().startswith(_GIVE_VIEWS) else 0
                 left.extend((made, each, index, whole) for each, index in node.next_functions if each is not None)
 
     def _note_leaf(self, leaf: Tensor, reader: int) -> None:
         name = self._names.get(id(leaf))
-        if name is None:
-            self._note_read((id(leaf), 0), -1, reader, leaf.nbytes)
-        else:
+        if name is not None:
             self.parameters.setdefault(reader, {})[name] = None
+        else:
+            parts = [part for part in plain_parts(leaf.detach()) if part.layout is torch.strided]
+            self._note_read((id(leaf), 0), -1, reader, sum(part.nbytes for part in parts))
 
     def _note_read(self, key: _Key, made: int, reader: int, nbytes: int) -> None:
         known = self.waiting.get(key, _Waiting(made, reader, nbytes))

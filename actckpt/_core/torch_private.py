@@ -439,9 +439,15 @@ def sequence_number(node: Any) -> int:
 
 
 def gradient_bytes(node: Any, index: int) -> int:
-    """Return the bytes of the gradient that a node takes for one of its results."""
-    found = node._input_metadata[index]
-    return math.prod(map(int, found.shape)) * int(found.dtype.itemsize)
+    """Return the bytes of the gradient that a node takes for one of its results, 0 where torch does not tell.
+
+    It does not of nested tensors, nor of results that are no tensors.
+    """
+    try:
+        found = node._input_metadata[index]
+        return math.prod(map(int, found.shape)) * int(found.dtype.itemsize)
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return 0
 
 
 def is_tracing() -> bool:

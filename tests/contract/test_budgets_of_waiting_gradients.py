@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import weakref
+
 import pytest
 import torch
 from oracle import assert_equal
 from torch import Tensor, nn
 
 import actckpt
-from actckpt._budget.outside_graph import OutsideGraph
+from actckpt._budget.outside_graph import OutsideGraph, Read
 from actckpt.memory import LiveStorages
 
 DIM, VOCABULARY = 64, 2048
@@ -33,13 +38,14 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(6))
         if kind == "tied":
             self.head.weight = self.embedding.weight
-        self.mix = nn.Linear(2 * DIM, DIM) if kind == "cat" else None
+        self.mix = nn.Linear(2 * DIM, DIM) if kind in ("cat", "stack") else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         x, skips = self.embedding(tokens), []
         for number, block in enumerate(self.blocks):
             if number >= 3 and self.mix is not None:
-                x = self.mix(torch.cat([x, skips.pop()], dim=-1))
+                both = [x, skips.pop()]
+                x = self.mix(torch.cat(both, dim=-1) if self.kind == "cat" else torch.stack(both, dim=-1).flatten(-2))
             elif number >= 3 and self.kind == "add":
                 x = x + skips.pop()
             elif number < 3:
@@ -62,7 +68,7 @@ def _step(model: Model, tokens: Tensor, *, total: bool) -> tuple[list[Tensor | N
 
 
 @pytest.mark.parametrize("total", [False, True])
-@pytest.mark.parametrize("kind", ["tied", "add", "cat", "apart"])
+@pytest.mark.parametrize("kind", ["tied", "add", "cat", "stack", "apart"])
 def test_steps_fit_at_each_budget(kind: str, total: bool) -> None:
     model, tokens = _made(kind)
     expected, plain_bytes = _step(model, tokens, total=total)
@@ -88,8 +94,9 @@ def test_steps_fit_at_each_budget(kind: str, total: bool) -> None:
         assert peak_bytes <= 1.001 * plan.peak_bytes <= 1.001 * budget  # a loss of some bytes is not seen
 
 
-def test_what_is_read_where_is_told_by_position() -> None:
-    model, tokens = _made("cat")
+@pytest.mark.parametrize("kind", ["cat", "stack"])
+def test_what_is_read_where_is_told_by_position(kind: str) -> None:
+    model, tokens = _made(kind)
     graph = OutsideGraph(model)
 
     class Watched(nn.Module):
@@ -119,3 +126,58 @@ def test_what_is_read_where_is_told_by_position() -> None:
     # view of that of what it is part of, which has twice its bytes.
     one = 2 * 128 * DIM * 4
     assert [nbytes / one for nbytes in read.waiting_bytes[1::2]] == [2, 4, 6, 4, 2, 0]
+
+
+def _read(*given: Tensor, outputs: Tensor) -> Read:
+    graph = OutsideGraph(nn.Linear(1, 1))
+    for each in given:
+        graph.call_begins(each)
+        graph.call_ended()
+    return graph.read([outputs])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_whose_bytes_torch_does_not_tell_stop_nothing() -> None:
+    rows = [torch.ones(2, 4), torch.ones(3, 4)]
+    strided = torch.nested.nested_tensor(rows, requires_grad=True)
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    sparse, dense = torch.eye(4).to_sparse().requires_grad_(), torch.ones(4, 4, requires_grad=True)
+    outputs = [torch.nested.to_padded_tensor(2 * strided, 0.0), (2 * jagged).values(), torch.sparse.mm(sparse, dense)]
+    for output in outputs:
+        assert len(_read(output, outputs=output.sum()).waiting_bytes) == 3
+
+
+def test_a_graph_that_is_deep_can_be_freed() -> None:
+    """torch needs stack for each node in a row that Python has seen: without an end to the walk, the process dies."""
+    program = """
+import torch
+from actckpt._budget.outside_graph import OutsideGraph
+x = torch.ones(1, requires_grad=True)
+for _ in range(200_000):
+    x = x + 1
+OutsideGraph(torch.nn.Linear(1, 1)).read([x])
+del x
+print("freed")
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (found.stdout, found.returncode) == ("freed\n", 0), found.stderr
+
+
+def test_nothing_is_held_once_it_was_read_and_calls_that_failed_are_none() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    graph = OutsideGraph(nn.Linear(1, 1))
+    x = weight * 2
+    graph.call_begins(x)  # which fails
+    graph.call_begins(x)
+    y = x.exp()
+    graph.call_ended()
+    read = graph.read([y * x])
+    # Of the leaf it waits from where it is read, and x is read past the call.
+    assert read.waiting_bytes == (0, x.nbytes, 0)
+    later = (weight * 2).exp()
+    graph.call_begins(later)
+    graph.call_ended()
+    gone = weakref.ref(later.untyped_storage())
+    del later
+    gc.collect()
+    assert gone() is None
