@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class OutsideGraph:
     def read(self, outputs: list[Tensor]) -> Read:
         """Return what is read where, the model having returned `outputs`."""
         self._names |= {id(parameter): name for name, parameter in self._model.named_parameters()}
-        walk = _Walk(self._numbers, self._names)
+        walk = _Walk(self._numbers, self._names, gathers=_is_sharded(self._model))
         last = len(self._numbers)
         for call, given in enumerate(self._given):
             walk.begin(given, 2 * call + 1)
@@ -113,6 +114,13 @@ class OutsideGraph:
         return Read(tuple(tuple(walk.parameters.get(position, ())) for position in range(last + 1)), waiting)
 
 
+def _is_sharded(model: torch.nn.Module) -> bool:
+    """Return whether FSDP gathers parameters of a model: what is read are others than those of its modules."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who shards with it has imported it
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def _edges(value: Any) -> list[_Edge]:
     """Return what takes the gradients of the tensors in a value: nodes, or leaves."""
     tensors = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
@@ -122,8 +130,8 @@ def _edges(value: Any) -> list[_Edge]:
 class _Walk:
     """One walk through the graph."""
 
-    def __init__(self, numbers: list[int], names: dict[int, str]) -> None:
-        self._numbers, self._names = numbers, names
+    def __init__(self, numbers: list[int], names: dict[int, str], *, gathers: bool) -> None:
+        self._numbers, self._names, self._gathers = numbers, names, gathers
         self._seen: set[Any] = set()
         self.waiting: dict[_Key, _Waiting] = {}
         #: By position, names in the order in which they were found.
@@ -150,7 +158,7 @@ class _Walk:
         name = self._names.get(id(leaf))
         if name is not None:
             self.parameters.setdefault(reader, {})[name] = None
-        else:
+        elif not (self._gathers and isinstance(leaf, torch.nn.Parameter)):  # of those the gradient is sharded at once
             parts = [part for part in plain_parts(leaf.detach()) if part.layout is torch.strided]
             self._note_read((id(leaf), 0), -1, reader, sum(part.nbytes for part in parts))
 

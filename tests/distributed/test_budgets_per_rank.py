@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import PLAIN, Method, Training, applied, batch, check_equal, model_of, reference, train
 
 import actckpt
+from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._core.storages import storages_of
 from actckpt.memory import LiveStorages
 
@@ -116,6 +117,26 @@ def _check_collectives_of_torch_distributed() -> None:
 
 def test_profiling_exchanges_nothing(ranks: Ranks) -> None:
     ranks.run(_check_collectives_of_torch_distributed)
+
+
+def _check_gathered_outside_of_blocks() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    graph = OutsideGraph(model)
+    for block in model[1:3]:
+        block.register_forward_pre_hook(lambda _, args: graph.call_begins(args))
+        block.register_forward_hook(lambda *_: graph.call_ended())
+    read = graph.read([model(batch(0))])
+    assert read.waiting_bytes == (0,) * 5
+
+
+def test_gradients_of_parameters_that_are_gathered_outside_of_blocks_do_not_wait(ranks: Ranks) -> None:
+    """They are sharded where backward made them. Of the vocabulary of a model they would be most of a budget."""
+    ranks.run(_check_gathered_outside_of_blocks)
 
 
 def _sharded(method: Method, *, inside: bool) -> Training:
