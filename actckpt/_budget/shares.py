@@ -23,17 +23,20 @@ class Share:
         fixed_bytes: of it, what is there all the time.
         num_alive: how many forwards are alive at once; each gets as much of what is not fixed.
         has_reserve: something is left for what is not seen.
+        given: the budget as it was written, with its keyword.
     """
 
     given_bytes: float
     fixed_bytes: float
     num_alive: int
     has_reserve: bool
+    given: str = ""
 
     @property
     def nbytes(self) -> float:
         """The budget of the forward, with what is fixed."""
-        return self.fixed_bytes + (self.given_bytes - self.fixed_bytes) * self._factor
+        nbytes = self.fixed_bytes + (self.given_bytes - self.fixed_bytes) * self._factor
+        return nbytes if nbytes >= 1.0 else 0.0  # nothing has a part of a byte
 
     @property
     def _factor(self) -> float:
@@ -48,10 +51,11 @@ class Share:
         if self.num_alive > 1:
             needed += f", of which {self.num_alive} were alive at once"
         given, smallest = format_bytes(self.given_bytes), format_bytes(smallest_bytes)
+        written = f" ({self.given})" if self.given else ""
         return PlanInfeasibleError(
-            f"No plan fits into {given}: the smallest budget is {smallest} ({smallest_bytes} bytes): {needed}, and "
-            f"{_RESERVE:.0%} for what is not seen. {error.holds}. Pass that budget or a larger one, or make the batch "
-            "smaller.",
+            f"No plan fits into {given}{written}: the smallest budget is {smallest} ({smallest_bytes} bytes): "
+            f"{needed}, and {_RESERVE:.0%} for what is not seen. {error.holds}. Pass that budget or a larger one, or "
+            "make the batch smaller.",
             smallest_bytes,
             error.holds,
         )

@@ -374,7 +374,7 @@ class _Size:
         else:
             all_bytes = self._most_alive * plain_bytes
             nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=all_bytes)
-        share = Share(nbytes, self._fixed_bytes, self._most_alive, has_reserve=False)
+        share = Share(nbytes, self._fixed_bytes, self._most_alive, has_reserve=False, given=self._wanted.text)
         fits = plain_bytes <= share.nbytes  # then nothing is to be done
         return share if fits else dataclasses.replace(share, has_reserve=True)
 

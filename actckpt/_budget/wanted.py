@@ -25,6 +25,13 @@ class Wanted:
     pins: Mapping[Any, Action | str] | None
     race: bool
 
+    @property
+    def text(self) -> str:
+        """The budget as it was written, with its keyword."""
+        if self.activation_budget is not None:
+            return f"activation_budget={self.activation_budget!r}"
+        return f"budget={self.budget!r}"
+
     def check(self, model: torch.nn.Module) -> None:
         """Raise a ValueError where a budget is none."""
         if (self.budget is None) == (self.activation_budget is None):

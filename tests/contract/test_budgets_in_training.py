@@ -306,11 +306,13 @@ def test_forwards_that_are_alive_together_only_later_share_it_from_then_on(budge
     assert plan.budget_bytes == pytest.approx(0.98 * 0.7 * plain, rel=0.02)
 
 
-def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan() -> None:
+@pytest.mark.parametrize("budget", [1, 1000, "0.001%"])
+def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan(budget: int | str) -> None:
     training = Training()
-    actckpt.apply(training.model, activation_budget=1000)
+    actckpt.apply(training.model, activation_budget=budget)
     training.step()
-    with pytest.raises(actckpt.PlanInfeasibleError, match="the smallest budget is"):
+    message = rf"\(activation_budget={budget!r}\): the smallest budget is .*Pass that budget or a larger one"
+    with pytest.raises(actckpt.PlanInfeasibleError, match=message):
         training.step()
     assert actckpt.remove(training.model)
     training.step()

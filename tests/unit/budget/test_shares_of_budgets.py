@@ -1,6 +1,7 @@
 """What one forward may use of a budget in training."""
 
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,16 @@ def test_the_smallest_budget_that_an_error_names_is_enough_and_no_byte_too_much(
     assert replace(share, given_bytes=error.smallest_bytes - 3).nbytes < needed
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.smallest_bytes, again.holds) == (str(error), error.smallest_bytes, error.holds)
+
+
+def test_a_part_of_a_byte_is_nothing_and_errors_name_what_was_written() -> None:
+    share = Share(1.0, 0.0, 2, has_reserve=True, given="activation_budget=1")
+    assert share.nbytes == 0.0
+    error = share.infeasible(PlanInfeasibleError("No plan fits.", 1000.0, "What holds it: its working set"))
+    expected = (
+        rf"No plan fits into 1 B \(activation_budget=1\): the smallest budget is .* \({error.smallest_bytes} bytes\)"
+    )
+    assert re.match(expected, str(error))
 
 
 def test_an_error_for_any_budget_stays_as_it_is() -> None:
