@@ -32,9 +32,11 @@ def attributes_of(block: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: _Written) -> bool:
-    """Return whether a call left other attributes than there were, but for losses: one more call would do so again."""
+    """Return whether another call would change attributes again, as this one did (not losses): generators draw on."""
     for found, now in zip(before, attributes_of(block), strict=False):
         for key, value in now.items():
+            if isinstance(value, torch.Generator):
+                return True
             if isinstance(value, Tensor) and any(id(storage) in written for storage in storages_of(value)):
                 return True
             is_loss = isinstance(value, Tensor) and value.requires_grad

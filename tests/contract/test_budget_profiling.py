@@ -241,7 +241,7 @@ def test_profiling_leaves_nothing_behind(kind: type[nn.Module]) -> None:
     assert actckpt.report(models[1]).plan is not None
 
 
-@pytest.mark.parametrize("kind", [InPlace, Count, TensorAttribute])
+@pytest.mark.parametrize("kind", [InPlace, Count, Draws, TensorAttribute])
 def test_blocks_that_a_rerun_would_change_are_planned_without_one(kind: type[nn.Module]) -> None:
     model = Model(kind)
     actckpt.apply(model, blocks="blocks.*", activation_budget="80%")
