@@ -99,12 +99,16 @@ def _run_demo(args: argparse.Namespace) -> int:
     try:
         settings = DemoSettings(**{**given, "methods": tuple(given.get("methods", ()))})
         from actckpt.demo.run import prepare_demo, run_demo  # loads torch: only once the numbers make sense
+        from actckpt.planner import PlanInfeasibleError
 
         demo = prepare_demo(settings)
     except (ValueError, OSError) as error:
         fail(str(error))
     try:
         return run_demo(demo)
+    except PlanInfeasibleError as error:
+        print(f"actckpt demo: {error}", file=sys.stderr)
+        return 2
     except MemoryError as error:
         fail(str(error))
 

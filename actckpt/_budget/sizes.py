@@ -37,8 +37,8 @@ def budget_bytes(budget: object, device: torch.device, *, held_bytes: float) -> 
             return _AUTO * (_free_bytes(device, budget) + held_bytes)
         if text.endswith("%"):
             raise ValueError(
-                f"budget={budget!r} is a share. Of the device: pass a number in (0, 1]. Of the activations: pass "
-                f"activation_budget={budget!r}."
+                f"budget={budget!r} is a percentage. For a share of the device pass a number in (0, 1], for one of "
+                "the activations activation_budget='40%', say."
             )
         if text[-1:].isdigit():
             raise ValueError(
@@ -77,13 +77,18 @@ def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
         raise ValueError(
             f"activation_budget={budget!r} is no size. For a share pass a percentage: '{100 * budget:g}%'."
         )
+    if isinstance(budget, str) and budget.strip()[-1:].isdigit():
+        raise ValueError(
+            f"activation_budget={budget!r} has no unit. Pass a percentage like '50%', a text like '2GiB', or bytes as "
+            "a whole number."
+        )
     return float(parse_bytes(budget, what="activation_budget"))
 
 
 def _checked(nbytes: int) -> float:
     if nbytes < _LEAST_BYTES:
         raise ValueError(
-            f"budget={nbytes} bytes is less than {format_bytes(_LEAST_BYTES)}. Pass a text with a unit: '{nbytes}GiB'?"
+            f"budget={nbytes} bytes is less than {format_bytes(_LEAST_BYTES)}. Pass a text with a unit, like '24GiB'."
         )
     return float(nbytes)
 

@@ -272,6 +272,7 @@ def test_blocks_that_read_results_of_earlier_ones_and_blocks_with_data_dependent
         ({"budget": True}, "budget=True is no budget"),
         ({"activation_budget": "0%"}, "activation_budget='0%' is no share"),
         ({"activation_budget": "140%"}, "activation_budget='140%' is no share"),
+        ({"activation_budget": "50"}, "activation_budget='50' has no unit. Pass a percentage like '50%'"),
         ({"activation_budget": 0.4}, "activation_budget=0.4 is no size. For a share pass a percentage: '40%'"),
         ({"activation_budget": "40%", "pins": {"nothing like it": "keep"}}, "nothing like it"),
     ],

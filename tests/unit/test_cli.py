@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from actckpt import __main__, cli
+from actckpt.errors import PlanInfeasibleError
 
 _TOY_SIZES = {"steps": 2, "layers": 2, "dim": 16, "heads": 2, "seq": 16, "batch": 2}
 TOY = [*(f"--{name}={value}" for name, value in _TOY_SIZES.items()), "--device=cpu", "--no-plot"]
@@ -68,6 +69,17 @@ def test_running_out_of_memory_is_one_line_too(
         cli.main(["demo", *TOY, "--out", str(tmp_path)])
     assert exit_info.value.code == 2
     assert capsys.readouterr().err.splitlines() == ["actckpt demo: error: does not fit. See actckpt demo --help."]
+
+
+def test_a_budget_that_nothing_fits_into_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def too_small(demo: object) -> int:
+        raise PlanInfeasibleError("No plan fits into 1 B", 2.0)
+
+    monkeypatch.setattr("actckpt.demo.run.run_demo", too_small)
+    assert cli.main(["demo", *TOY, "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "actckpt demo: No plan fits into 1 B\n"
 
 
 def test_an_interrupt_ends_without_a_traceback(
