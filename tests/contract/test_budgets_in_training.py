@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import actckpt
 from actckpt._budget import training as in_training
+from actckpt._budget import turns
 from actckpt.memory import LiveStorages
 
 
@@ -56,7 +57,7 @@ def test_every_step_gives_plain_gradients_and_those_under_the_plan_fit(share: st
 
 
 def test_the_race_runs_in_real_steps_and_its_winner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_training, "_SURE", 1.0)  # nothing is sure: always race
+    monkeypatch.setattr(turns, "_SURE", 1.0)  # nothing is sure: always race
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()
@@ -342,7 +343,7 @@ def test_copies_that_are_made_within_a_step_have_steps_of_their_own(
     num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first step, in the one after it, and in a race."""
-    monkeypatch.setattr(in_training, "_SURE", 1.0)  # nothing is sure: always race
+    monkeypatch.setattr(turns, "_SURE", 1.0)  # nothing is sure: always race
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()
