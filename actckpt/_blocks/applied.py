@@ -190,9 +190,9 @@ class CheckpointedForward:
         return self.run(args, kwargs, None)
 
     def _check_caller(self, frame: FrameType) -> None:
-        """Raise where a copy of the block calls, whose attributes are those of the block, this object among them."""
+        """Raise where a copy of the block is called: its attributes are those of the block, this object among them."""
         caller = frame.f_locals.get("self") if frame.f_globals is _CALLS else None
-        if caller is not None and caller is not self.block:
+        if caller is not self.block and type(caller) is type(self.block):  # another type may lend the forward
             raise BlocksError(
                 f"apply: a shallow copy of a {type(self.block).__name__} runs (copy.copy, a replica of "
                 "DataParallel, higher): it has the forward of the block that it was copied from, which would use the "

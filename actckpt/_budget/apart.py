@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: 
     """Return whether another call would change attributes again, as this one did (not losses): generators draw on."""
     for found, now in zip(before, attributes_of(block), strict=False):
         for key, value in now.items():
-            if isinstance(value, torch.Generator):
+            if _generators_in([value]):
                 return True
             if isinstance(value, Tensor) and any(id(storage) in written for storage in storages_of(value)):
                 return True
@@ -65,8 +65,7 @@ def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iter
     bits = [(storage, storage.clone()) for storage in written.values()]
     lent = _Lent(written)
     before = random_state()
-    drawn_from = [*structure.take_generators(), *(value for value in own if isinstance(value, torch.Generator))]
-    generators = [(generator, generator.get_state()) for generator in drawn_from]
+    generators = [(generator, generator.get_state()) for generator in _generators_in(own)]
     try:
         for module in modules:
             lent.replace_in(module)
@@ -81,6 +80,21 @@ def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iter
         set_random_state(before)
         for generator, state in generators:
             generator.set_state(state)
+
+
+def _generators_in(values: Iterable[Any]) -> list[torch.Generator]:
+    """Return the generators among values, in containers and in what objects hold."""
+    left, seen = list(values), set()
+    found: dict[int, torch.Generator] = {}
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Generator):
+            found[id(value)] = value
+        elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    in_objects = _C.Structure(tuple(values), set(), []).take_generators()
+    return list(({id(generator): generator for generator in in_objects} | found).values())
 
 
 def _without_outer_hooks() -> contextlib.AbstractContextManager[object]:

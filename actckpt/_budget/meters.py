@@ -121,13 +121,13 @@ class Meter:
 class FixedBytes:
     """Tells what counts all the time, at each forward, without a walk through the model where nothing changed.
 
-    On a device its allocator tells. Elsewhere the bytes change with parameters, with which of them have gradients, and
-    with the state of the optimizer; what changes otherwise is seen at one of so many forwards.
+    On a device its allocator tells. Elsewhere the bytes change with parameters and buffers, with which parameters have
+    gradients, and with the state of the optimizer; what changes otherwise is seen at one of so many forwards.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, fixed_bytes: float) -> None:
         self._optimizer, self._bytes = optimizer, fixed_bytes
-        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        self._modules = [weakref.ref(module) for module in model.modules()]
         self._has_allocator = devices.counting(device_of(model)) is not None
         self._seen, self._num_left = self._signature(), _FORWARDS_BETWEEN
 
@@ -142,10 +142,15 @@ class FixedBytes:
     def _signature(self) -> object:
         if self._has_allocator:
             return None
-        found = [ref() for ref in self._parameters]
-        gradients = bytes(2 if parameter is None else parameter.grad is not None for parameter in found)
-        states = [] if self._optimizer is None else [len(state) for state in self._optimizer.state.values()]
-        return gradients, states
+        found = [module for ref in self._modules if (module := ref()) is not None]
+        parameters = [
+            None if parameter is None else (parameter.nbytes, parameter.grad is not None)
+            for module in found
+            for parameter in module._parameters.values()
+        ]
+        buffers = [None if buffer is None else buffer.nbytes for module in found for buffer in module._buffers.values()]
+        states = [] if self._optimizer is None else list(self._optimizer.state.values())
+        return parameters, buffers, [len(state) if isinstance(state, dict) else 0 for state in states]
 
 
 def _bytes_of_gradient(parameter: torch.nn.Parameter) -> int:
@@ -166,6 +171,6 @@ def _static_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
         return allocator.allocated_bytes(device) - inflight_bytes
     held: list[object] = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
     if optimizer is not None:
-        held += [list(state.values()) for state in optimizer.state.values()]
+        held += [list(state.values()) for state in optimizer.state.values() if isinstance(state, dict)]
     storages = {id(storage): storage for storage in storages_of(held)}
     return sum(storage.nbytes() for storage in storages.values() if storage.device.type == device.type)

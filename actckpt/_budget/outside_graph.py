@@ -76,7 +76,7 @@ class OutsideGraph:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         #: Numbers of nodes at which calls begin and end, one after the other.
         self._numbers: list[int] = []
-        #: Nodes, which hold no tensor that the program gave up, or that was moved; and leaves.
+        #: Nodes, and leaves. A node holds what its operator saved, until the model's first forward has ended.
         self._given: list[list[_Edge]] = []
         #: Of a call whose forward has not ended: it may fail, and the model go on without it.
         self._begun: tuple[int, list[_Edge]] | None = None
@@ -142,16 +142,15 @@ class _Walk:
         left = [(position, node, number, 0) for node, number in edges]
         while left:
             reader, node, number, least_bytes = left.pop()
-            leaf = node if isinstance(node, Tensor) else getattr(node, "variable", None)
-            if isinstance(leaf, Tensor):
-                self._note_leaf(leaf, reader)
+            if isinstance(node, Tensor) or type(node).__name__ == "AccumulateGrad":
+                self._note_leaf(node if isinstance(node, Tensor) else node.variable, reader)
                 continue
             made = bisect.bisect_right(self._numbers, torch_private.sequence_number(node))
             nbytes = max(torch_private.gradient_bytes(node, number), least_bytes)
             self._note_read((node, number), made, reader, nbytes)
             if made % 2 == 0 and node not in self._seen and len(self._seen) < _MOST_NODES:
                 self._seen.add(node)
-                whole = torch_private.gradient_bytes(node, 0) if node.name().startswith(_GIVE_VIEWS) else 0
+                whole = torch_private.gradient_bytes(node, 0) if type(node).name(node).startswith(_GIVE_VIEWS) else 0
                 left.extend((made, each, index, whole) for each, index in node.next_functions if each is not None)
 
     def _note_leaf(self, leaf: Tensor, reader: int) -> None:

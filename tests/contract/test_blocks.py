@@ -158,6 +158,15 @@ def test_a_deep_copy_checkpoints_itself_independently_of_the_original() -> None:
     assert _reruns(model) == [1, 1, 1]
 
 
+def test_a_module_of_another_type_may_run_the_forward_of_a_block() -> None:
+    model = Model()
+    actckpt.apply(model, blocks="layers.0")
+    around = torch.nn.Module()
+    around.forward = model.layers[0].forward
+    around(leaf(4, 8)).sum().backward()
+    assert model.layers[0].linear.weight.grad is not None
+
+
 @pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"policy": "offload"}, {"activation_budget": "50%"}])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_shallow_copy_raises_and_does_not_run_with_the_parameters_of_the_original(

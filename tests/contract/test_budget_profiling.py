@@ -38,6 +38,28 @@ class Draws(Block):
         return super().forward(x * torch.rand(x.shape, generator=self.generator))
 
 
+class DrawsFromList(Draws):
+    """The same, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [self.__dict__.pop("generator")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Block.forward(self, x * torch.rand(x.shape, generator=self.generators[0]))
+
+
+class DrawsFromObject(Draws):
+    """The same, in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = types.SimpleNamespace(generator=self.__dict__.pop("generator"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Block.forward(self, x * torch.rand(x.shape, generator=self.held.generator))
+
+
 class Observed(Block):
     """Moves a buffer, from the second call on through `.data`, which no version tells."""
 
@@ -206,6 +228,8 @@ class ModelOfObjects(nn.Module):
 _KINDS = (
     Count,
     Draws,
+    DrawsFromList,
+    DrawsFromObject,
     Observed,
     TensorAttribute,
     Buffer,
@@ -241,7 +265,7 @@ def test_profiling_leaves_nothing_behind(kind: type[nn.Module]) -> None:
     assert actckpt.report(models[1]).plan is not None
 
 
-@pytest.mark.parametrize("kind", [InPlace, Count, Draws, TensorAttribute])
+@pytest.mark.parametrize("kind", [InPlace, Count, Draws, DrawsFromList, DrawsFromObject, TensorAttribute])
 def test_blocks_that_a_rerun_would_change_are_planned_without_one(kind: type[nn.Module]) -> None:
     model = Model(kind)
     actckpt.apply(model, blocks="blocks.*", activation_budget="80%")

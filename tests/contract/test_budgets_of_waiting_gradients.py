@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,25 @@ def test_tensors_whose_bytes_torch_does_not_tell_stop_nothing() -> None:
     outputs = [torch.nested.to_padded_tensor(2 * strided, 0.0), (2 * jagged).values(), torch.sparse.mm(sparse, dense)]
     for output in outputs:
         assert len(_read(output, outputs=output.sum()).waiting_bytes) == 3
+
+
+class _Named(torch.autograd.Function):
+    """Keeps things in its context under names that nodes have, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.name, ctx.variable = "twice", x.detach()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_what_a_function_keeps_in_its_context_is_not_taken_for_the_nodes_own() -> None:
+    x = torch.ones(4, requires_grad=True)
+    read = _read(x, outputs=_Named.apply(x + 1).sum())
+    assert read.waiting_bytes == _read(x, outputs=((x + 1) * 2).sum()).waiting_bytes
 
 
 def test_a_graph_that_is_deep_can_be_freed() -> None:

@@ -209,9 +209,7 @@ Got DeviceEngine::get(const DeviceTicketPtr& ticket, Stream stream, Releases* re
     return {GotKind::kSource, flight->keep, false};
   }
   const std::optional<DeviceScope> scope = entered(stream.device);
-  if (ticket->landing != nullptr) {  // else the load that follows settles
-    settle(releases);
-  }
+  settle(releases);  // also before a load: what it allocates finds room where a source was
   check_working("get");
   return get_landing(ticket.get(), stream, releases);
 }

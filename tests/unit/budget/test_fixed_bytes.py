@@ -33,7 +33,10 @@ def test_changes_are_seen_and_nothing_is_counted_in_between() -> None:
     assert now(num_walks=1) == 4 * own_bytes + steps_bytes
     model[0].weight.grad = None
     assert now(num_walks=1) == 4 * own_bytes + steps_bytes - model[0].weight.nbytes
+    before = now(num_walks=0)
     model[0].register_buffer("more", torch.zeros(8))
+    assert now(num_walks=1) == before + 32
+    model.append(torch.nn.Linear(1, 1, bias=False))  # a module that was not there, seen at one of a hundred
     walks.clear()
     bytes_then = [fixed.now(walk) for _ in range(200)]
-    assert len(walks) == 2 and bytes_then[-1] == bytes_then[0] + 32
+    assert len(walks) == 2 and bytes_then[-1] == bytes_then[0] + 4
