@@ -192,7 +192,7 @@ class CheckpointedForward:
     def _check_caller(self, frame: FrameType) -> None:
         """Raise where a copy of the block is called: its attributes are those of the block, this object among them."""
         caller = frame.f_locals.get("self") if frame.f_globals is _CALLS else None
-        if caller is not self.block and type(caller) is type(self.block):  # another type may lend the forward
+        if caller is not None and caller is not self.block and _is_copy(caller, self.block):
             raise BlocksError(
                 f"apply: a shallow copy of a {type(self.block).__name__} runs (copy.copy, a replica of "
                 "DataParallel, higher): it has the forward of the block that it was copied from, which would use the "
@@ -243,6 +243,12 @@ class CheckpointedForward:
         if torch.compiler.is_compiling():  # before torch 2.13 it knows no way to make a bound method
             return functools.partial(type(self.block).forward, self.block)
         return types.MethodType(type(self.block).forward, self.block)
+
+
+def _is_copy(module: torch.nn.Module, block: torch.nn.Module) -> bool:
+    """Whether a module has the forward of a block as a copy of it: others may run it on purpose."""
+    parts = vars(block)["_modules"].keys()
+    return type(module) is type(block) or (len(parts) > 0 and vars(module)["_modules"].keys() == parts)
 
 
 def check_model(model: Any, what: str) -> None:

@@ -115,10 +115,9 @@ class FirstStep:
             held_bytes: of the model's outputs that the program holds.
         """
         self._parameters = []
-        pending = self._pending_bytes(measured)
         if not self._is_known or not len(self._reached) == len(self._calls) > 0 or not self._reached[0].gradients:
             return measured
-        costs = measured.costs
+        pending, costs = self._pending_bytes(measured), measured.costs
         classes, stack = dict(costs.classes), list(costs.stack)
         head = classes[HEAD]
         classes[HEAD] = dataclasses.replace(head, working_set_bytes=self._head_bytes(head.working_set_bytes))

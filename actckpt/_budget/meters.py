@@ -20,6 +20,7 @@ from actckpt.memory import LiveStorages
 
 __all__ = ["FixedBytes", "Meter"]
 
+#: On a CPU, forwards after which all is counted again.
 _FORWARDS_BETWEEN = 100
 
 

@@ -11,7 +11,7 @@ namespace actckpt::replay {
 //
 // To call an overload takes torch longer than what most operators of a small model compute: it matches the arguments
 // against the schema, boxes them, and looks for Python code that wants to see the call. `torch.mm` and the like go to
-// the same overload in half the time (actckpt/_replay/direct.py has which). They are called only where nothing can lead
+// the same overload in less time (actckpt/_replay/direct.py has which). They are called only where nothing can lead
 // them to another one, or to other code: arguments by position, plain tensors or None where the schema has tensors (a
 // number there means another overload to them), and no function mode, which would see `torch.mm` a second time.
 class Callee {

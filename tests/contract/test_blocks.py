@@ -169,12 +169,14 @@ def test_a_module_of_another_type_may_run_the_forward_of_a_block() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"policy": "offload"}, {"activation_budget": "50%"}])
 @pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("kind", [Block, type("Functional", (torch.nn.Module,), {})])  # as `higher` makes
 def test_a_shallow_copy_raises_and_does_not_run_with_the_parameters_of_the_original(
-    options: dict[str, Any], hooked: bool
+    options: dict[str, Any], hooked: bool, kind: type[torch.nn.Module]
 ) -> None:
     model = Model()
     actckpt.apply(model, blocks=Block, **options)
-    copied = copy.copy(model.layers[0])
+    copied: Any = kind()
+    copied.__dict__.update(vars(copy.copy(model.layers[0])))
     copied._modules = {name: copy.deepcopy(module) for name, module in copied._modules.items()}
     if hooked:
         copied.register_forward_hook(lambda *_: None)

@@ -106,6 +106,16 @@ def test_a_call_enters_its_context_once_and_the_mode_of_capture_where_it_queries
     ]
 
 
+def test_a_get_hands_back_sources_that_have_passed_before_memory_for_its_load_is_allocated(rig: Rig) -> None:
+    ticket, other = rig.put(Tensor()), Tensor()
+    rig.settle()
+    rig.released.clear()
+    behind = rig.put(other)
+    rig.cuda.drain()  # and nobody polls
+    assert rig.released == [] and ticket.get(0, DEFAULT) is None
+    assert rig.released == [(other, [(0, DEFAULT)])] and behind.nbytes == other.nbytes
+
+
 def test_a_reload_waits_once_per_stream_and_wants_record_stream_away_from_home(rig: Rig) -> None:
     ticket = rig.put(Tensor())
     rig.settle()
