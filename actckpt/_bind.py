@@ -40,6 +40,7 @@ NAMES: dict[str, Any] = {
     "tensor_type": torch.Tensor,
     "parameter_type": torch.nn.Parameter,
     "module_type": torch.nn.Module,
+    "module_call": torch.nn.Module.__call__,
     "fake_tensor_type": torch_private.fake_tensor_type,
     "storage_type": torch.UntypedStorage,
     # Containers and objects that a region leads to (csrc/rerun/structure.h).

@@ -32,10 +32,14 @@ def attributes_of(block: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: _Written) -> bool:
-    """Return whether another call would change attributes again, as this one did (not losses): generators draw on."""
+    """Return whether another call would change attributes again, as this one did.
+
+    Losses do not count, nor do generators that reruns restore; those in objects draw on.
+    """
+    restored = set(map(id, _C.Parameters(block).generators))
     for found, now in zip(before, attributes_of(block), strict=False):
         for key, value in now.items():
-            if _generators_in([value]):
+            if any(id(generator) not in restored for generator in _generators_in([value])):
                 return True
             if isinstance(value, Tensor) and any(id(storage) in written for storage in storages_of(value)):
                 return True

@@ -5,10 +5,10 @@ NOTE [ Random state ]
 Rule 1. States are captured by value and written back into the same generator objects. A handle that
         is merely set back restores nothing, and a cloned generator is unknown to CUDA graphs.
 Rule 2. Captured are the CPU's default generator, the default generators of all devices that are in use (on CUDA:
-        that have a context) or among the inputs, once each, every `torch.Generator` among the inputs, and the trackers
-        of extensions and callers. Inputs alone do not tell: a function may send what it was given to a second device
-        and draw there, with parameters there or without. A device that the process uses for the first time within the
-        function is not captured.
+        that have a context) or among the inputs, once each, every `torch.Generator` among the inputs and in attributes
+        of modules, and the trackers of extensions and callers. Inputs alone do not tell: a function may send what it
+        was given to a second device and draw there, with parameters there or without. A device that the process uses
+        for the first time within the function is not captured.
 Rule 3. A tracker is any object with `get_states() -> dict` and `set_states(dict)`, whose values are
         byte tensors, `torch.Generator`s, or immutable values; recognised by value, not by class.
         It always gets a new dict, because trackers keep and change the one they are given.

@@ -254,13 +254,14 @@ class Inputs:
         self._structure = structure
         #: Name of the function, for error messages.
         self.name = messages.name_of(function)
-        #: `torch.Generator`s found among the inputs.
+        #: `torch.Generator`s found among the inputs, and in attributes of modules.
         self.generators = survey.generators
         self.devices = survey.devices
         #: Tensors that only objects lead to.
         self._object_tensors: list[Watched] = []
         self._add_what_objects_hold(survey, structure)
         self.parameters = _C.Parameters(function, structure.modules)
+        self._add_generators(self.parameters.generators)
         buffered = self.parameters.buffered
         self._buffers = Buffers(buffered) if buffered else None
 
@@ -270,8 +271,11 @@ class Inputs:
             self._object_tensors = [Watched(tensor) for tensor in tensors if id(tensor) not in known]
             devices = (found.tensor.device for found in self._object_tensors if not found.tensor.is_cpu)
             self.devices = list(dict.fromkeys([*survey.devices, *devices]))
-        if generators := structure.take_generators():
-            self.generators = list(dict.fromkeys([*survey.generators, *generators]))
+        self._add_generators(structure.take_generators())
+
+    def _add_generators(self, found: list[torch.Generator]) -> None:
+        if found:
+            self.generators = list(dict.fromkeys([*self.generators, *found]))
 
     @property
     def is_swapped(self) -> bool:

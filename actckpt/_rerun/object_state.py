@@ -14,9 +14,10 @@ Rule 3. What the forward found is held, and never what it left: that may lead to
         the region, and Python's collector does not see through autograd's nodes. Nor is the graph held of a tensor
         that the forward displaced: it may have been left there by the call before, whose region that would own.
 Rule 4. Left alone are the attributes of modules (frameworks keep state there that a second call must find as the
-        first one left it), objects of torch's classes and of the standard library's (but for namespaces and
-        collections), objects with a lock of their own, which other threads use, what trackers of random state hold,
-        and what lies beyond 10,000 entries of objects. Globals count for functions of one file.
+        first one left it; states of generators come back by NOTE [ Random state ]), objects of torch's classes and of
+        the standard library's (but for namespaces and collections), objects with a lock of their own, which other
+        threads use, what trackers of random state hold, and what lies beyond 10,000 entries of objects. Globals count
+        for functions of one file.
 Rule 5. A parameter, buffer or module that another one has taken the place of is back for the rerun
         (`functional_call`). Buffers that a forward changes: NOTE [ Buffers ].
 Rule 6. Such reruns run one at a time, as those that restore random state do.

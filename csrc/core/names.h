@@ -95,6 +95,7 @@ namespace actckpt {
 #define ACTCKPT_CONNECTED(X) \
   X(tensor_type) \
   X(parameter_type) \
+  X(module_call) \
   X(module_type) \
   X(fake_tensor_type) \
   X(storage_type) \

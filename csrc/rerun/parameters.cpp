@@ -1,5 +1,6 @@
 #include "rerun/parameters.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -48,6 +49,15 @@ bool has_same_bytes(const py::object& copy, PyObject* parameter) {
   return owned(PyObject_Vectorcall(names().has_same_bytes, both, 2, nullptr)).ptr() == Py_True;
 }
 
+// Whether this function, of a module's method, calls the module as a whole.
+bool is_call_or_forward(PyObject* function) {
+  if (function == names().module_call) return true;
+  if (!PyFunction_Check(function)) return false;
+  const py::object name = attribute(function, names().dunder_name);
+  return PyUnicode_CompareWithASCIIString(name.ptr(), "forward") == 0 ||
+         PyUnicode_CompareWithASCIIString(name.ptr(), "__call__") == 0;
+}
+
 bool is_module(PyObject* object) { return is_instance(object, names().module_type); }
 
 // Whether `found` stands where the forward left `value`, and a rerun needs that one.
@@ -60,19 +70,20 @@ bool has_replaced(PyObject* found, PyObject* value) {
 // Most regions have no more modules, and no more parameters: room for so many is taken at once.
 constexpr std::size_t kFew = 8;
 
+// Of what stands in a list, tuple or dict that is an attribute, so many are looked at for generators.
+constexpr Py_ssize_t kMostLookedAt = 64;
+
 // Owned by a Python Region.
 using Handle = std::shared_ptr<Parameters>;
 
 }  // namespace
 
 Parameters::Parameters(PyObject* function, PyObject* others) {
-  PyObject* module = function;
-  if (PyMethod_Check(function)) {
-    const py::object name = attribute(PyMethod_GET_FUNCTION(function), names().dunder_name);
-    const bool is_forward = PyUnicode_CompareWithASCIIString(name.ptr(), "forward") == 0;
-    module = is_forward ? PyMethod_GET_SELF(function) : Py_None;
+  PyObject* module = PyMethod_Check(function) ? PyMethod_GET_SELF(function) : function;
+  if (is_module(module)) {
+    root_ = py::reinterpret_borrow<py::object>(module);
+    is_root_called_ = module == function || is_call_or_forward(PyMethod_GET_FUNCTION(function));
   }
-  if (is_module(module)) root_ = py::reinterpret_borrow<py::object>(module);
   if (others != nullptr && PyList_GET_SIZE(others) > 0) {
     others_ = py::reinterpret_borrow<py::object>(others);
   }
@@ -82,7 +93,7 @@ Parameters::Parameters(PyObject* function, PyObject* others) {
 
 void Parameters::walk_roots(bool notes) {
   sum_ = 0;
-  if (root_) walk(root_.ptr(), true, notes);
+  if (root_) walk(root_.ptr(), is_root_called_, notes);
   if (!others_) return;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(others_.ptr()); ++i) {
     PyObject* other = PyList_GET_ITEM(others_.ptr(), i);
@@ -100,6 +111,7 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
       if (counts(value)) sum_ += version_of(value);
     }
   }
+  if (!notes) add_generators_of(attributes.ptr());
   if (!notes && entries_of(attributes, names().buffers)) {
     if (!buffered_) buffered_ = py::list();
     if (PyList_Append(buffered_.ptr(), module) < 0) throw py::error_already_set();
@@ -113,6 +125,40 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
       walk(child.ptr(), is_strict, notes);
     }
   }
+}
+
+void Parameters::add_generators_of(PyObject* attributes) {
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(attributes, &position, &key, &value) != 0) add_generators_in(value);
+}
+
+void Parameters::add_generators_in(PyObject* attribute) {
+  if (PyList_CheckExact(attribute)) {
+    for (Py_ssize_t i = 0; i < std::min(PyList_GET_SIZE(attribute), kMostLookedAt); ++i) {
+      add_if_generator(PyList_GET_ITEM(attribute, i));
+    }
+  } else if (PyTuple_CheckExact(attribute)) {
+    for (Py_ssize_t i = 0; i < std::min(PyTuple_GET_SIZE(attribute), kMostLookedAt); ++i) {
+      add_if_generator(PyTuple_GET_ITEM(attribute, i));
+    }
+  } else if (PyDict_CheckExact(attribute)) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    for (Py_ssize_t i = 0; i < kMostLookedAt && PyDict_Next(attribute, &position, &key, &value) != 0; ++i) {
+      add_if_generator(value);
+    }
+  } else {
+    add_if_generator(attribute);
+  }
+}
+
+void Parameters::add_if_generator(PyObject* value) {
+  if (!is_of_type(value, names().generator_type)) return;
+  if (!generators_) generators_ = py::list();
+  const int is_known = PySequence_Contains(generators_.ptr(), value);
+  if (is_known < 0) throw py::error_already_set();
+  if (is_known == 0 && PyList_Append(generators_.ptr(), value) < 0) throw py::error_already_set();
 }
 
 void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict) {
@@ -202,7 +248,8 @@ void add_parameter_functions(py::module_& module) {
       .def("forward_done", &Parameters::forward_done)
       .def("check", &Parameters::check, py::arg("checks_versions") = true, py::arg("may_be_replaced") = false)
       .def("replaced", [=](const Parameters& self) { return list_of(self.replaced()); })
-      .def_property_readonly("buffered", [=](const Parameters& self) { return list_of(self.buffered()); });
+      .def_property_readonly("buffered", [=](const Parameters& self) { return list_of(self.buffered()); })
+      .def_property_readonly("generators", [=](const Parameters& self) { return list_of(self.generators()); });
 }
 
 }  // namespace actckpt

@@ -1,4 +1,5 @@
-// The parameters of modules as a region's forward left them: whether a rerun still finds them so.
+// The parameters of modules as a region's forward left them: whether a rerun still finds them so. And what else the
+// modules have that reruns must know of: buffers and generators.
 //
 // A parameter that no operator saves (a bias, a weight whose input needs no gradient) changes what a
 // rerun computes without any saved tensor showing it. A parameter or module that another one has
@@ -16,9 +17,9 @@ namespace py = pybind11;
 
 class Parameters {
  public:
-  // Before the forward of `function`: a module, or the forward method of one, has parameters that are
-  // known to be used and must not change. Of `others`, modules that may be called, only what stands
-  // where is noted. Null: none.
+  // Before the forward of `function`: a module, or its method that is `forward` or `__call__`, has parameters that are
+  // known to be used and must not change. Of the module of another method, and of `others`, modules that may be
+  // called, only what stands where is noted. Null: none.
   Parameters(PyObject* function, PyObject* others);
 
   // After it. A module that changes its parameters in its own forward is let alone.
@@ -33,6 +34,10 @@ class Parameters {
 
   // Modules that had buffers before the forward; null where there are none.
   const py::object& buffered() const noexcept { return buffered_; }
+
+  // torch.Generators that modules had before the forward, in attributes or in lists, tuples and dicts that are
+  // attributes, each once; null where there are none.
+  const py::object& generators() const noexcept { return generators_; }
 
  private:
   struct Entry {
@@ -50,14 +55,19 @@ class Parameters {
 
   void walk_roots(bool notes);
   void walk(PyObject* module, bool is_strict, bool notes);
+  void add_generators_of(PyObject* attributes);
+  void add_generators_in(PyObject* attribute);
+  void add_if_generator(PyObject* value);
   void note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict);
   template <typename Visit>
   void for_each_entry(const Visit& visit) const;
   [[noreturn]] void raise_changed(PyObject* parameter, long long before, long long now) const;
 
-  py::object root_;    // null: no module is called
+  py::object root_;    // null: the function is neither a module nor a method of one
   py::object others_;  // null: there are none
+  bool is_root_called_ = false;
   py::object buffered_;
+  py::object generators_;
   long long sum_before_ = 0;
   long long sum_ = 0;
   std::vector<Group> groups_;

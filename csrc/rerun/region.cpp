@@ -248,16 +248,20 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     bool on_device = false;
     if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
     if (!recipe.args) return Py_NewRef(Py_NotImplemented);
+    const auto parameters = std::make_shared<Parameters>(args[0], nullptr);
+    recipe.parameters = parameters;
     if (truth(args[3])) {
       if (is_capturing(recipe.state)) return Py_NewRef(Py_NotImplemented);  // which raises
-      const py::object generators = on_device || has_device(recipe.state)
-                                        ? call(names().generators_of, args[1])
-                                        : py::reinterpret_borrow<py::object>(names().cpu_generators);
+      py::object generators = on_device || has_device(recipe.state)
+                                  ? call(names().generators_of, args[1])
+                                  : py::reinterpret_borrow<py::object>(names().cpu_generators);
+      if (parameters->generators()) {
+        const py::object of_modules = owned(PyList_AsTuple(parameters->generators().ptr()));
+        generators = owned(PySequence_Concat(generators.ptr(), of_modules.ptr()));
+      }
       recipe.random = capture_generators_of_rerun(generators.ptr());
       recipe.outer_swap = 0;
     }
-    const auto parameters = std::make_shared<Parameters>(args[0], nullptr);
-    recipe.parameters = parameters;
     auto function = py::reinterpret_borrow<py::object>(args[0]);
     if (parameters->buffered()) {
       recipe.buffers = call(names().note_buffers, parameters->buffered().ptr());

@@ -145,12 +145,13 @@ def test_loop_variables_bound_anew_after_forward_keep_their_value_in_the_rerun()
     assert_equal(_one_layer_after_the_other(ours), expected)
 
 
-def test_a_parameter_that_an_optimizer_moved_before_backward_raises() -> None:
+@pytest.mark.parametrize("call", [None, "forward", "__call__"])
+def test_a_parameter_that_an_optimizer_moved_before_backward_raises(call: str | None) -> None:
     def run(method: Checkpoint) -> torch.Tensor | None:
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
         x = leaf(2, 3)
-        y = method(model, x)
+        y = method(model if call is None else getattr(model, call), x)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         if method is not plain:

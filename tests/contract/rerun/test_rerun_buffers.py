@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -97,6 +98,9 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "module": lambda ck, m, x: ck(m, x),
     "keyword": lambda ck, m, x: ck(lambda x, *, m: m(x), x, m=m),
     "forward": lambda ck, m, x: ck(m.forward, x),
+    "__call__": lambda ck, m, x: ck(m.__call__, x),
+    "method": lambda ck, m, x: ck(MethodType(lambda self, x: self(x), m), x),
+    "method without a name": lambda ck, m, x: ck(MethodType(partial(lambda self, x: self(x)), m), x),
     "closure": lambda ck, m, x: ck(lambda x: m(x), x),
     "partial": lambda ck, m, x: ck(partial(m), x),
     "argument": lambda ck, m, x: ck(lambda m, x: m(x), m, x),
@@ -317,7 +321,9 @@ FUNCTIONAL: dict[str, Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]] =
     "module": lambda inner, x: ours(inner, x),
     "closure": lambda inner, x: ours(lambda x: inner(x), x),
     "partial": lambda inner, x: ours(partial(inner), x),
-    "method": lambda inner, x: ours(inner.forward, x),
+    "forward": lambda inner, x: ours(inner.forward, x),
+    "__call__": lambda inner, x: ours(inner.__call__, x),
+    "method": lambda inner, x: ours(MethodType(lambda self, x: self(x), inner), x),
     "list": lambda inner, x: ours(lambda x, layers: layers[0](x), x, [inner]),
 }
 

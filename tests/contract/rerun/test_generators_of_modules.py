@@ -1,0 +1,164 @@
+"""Generators in attributes of modules: reruns draw from them what the forward drew, and leave them as they were.
+
+Torch's checkpoint leaves them alone, so that its gradients are others: here plain training alone is the oracle.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from oracle import Checkpoint, assert_equal, gradients, leaf, ours, plain, theirs
+
+import actckpt
+
+HOLDS: dict[str, Callable[[torch.Generator], Any]] = {
+    "attribute": lambda generator: generator,
+    "list": lambda generator: [None, generator],
+    "tuple": lambda generator: (generator, "noise"),
+    "dict": lambda generator: {"noise": generator},
+}
+
+
+class Noise(torch.nn.Module):
+    """Multiplies its input by numbers from a generator of its own."""
+
+    def __init__(self, hold: str, seed: int = 3) -> None:
+        super().__init__()
+        self.held = HOLDS[hold](torch.Generator().manual_seed(seed))
+
+    def generator(self) -> torch.Generator:
+        values = [self.held] if isinstance(self.held, torch.Generator) else list(self.held)
+        values = list(self.held.values()) if isinstance(self.held, dict) else values
+        (found,) = [value for value in values if isinstance(value, torch.Generator)]
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(x.shape, generator=self.generator())
+
+
+class Block(torch.nn.Module):
+    def __init__(self, hold: str, seed: int = 3) -> None:
+        super().__init__()
+        self.linear, self.noise = torch.nn.Linear(4, 4), Noise(hold, seed)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return (self.noise(self.linear(x)) * scale).tanh().exp()
+
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+CALLS: dict[str, Callable[[Checkpoint, Block, torch.Tensor], torch.Tensor]] = {
+    "module": lambda checkpoint, block, x: checkpoint(block, x),
+    "forward": lambda checkpoint, block, x: checkpoint(block.forward, x),
+    "method": lambda checkpoint, block, x: checkpoint(block.other, x),
+    "closure": lambda checkpoint, block, x: checkpoint(lambda h: block(h), x),
+    "partial": lambda checkpoint, block, x: checkpoint(partial(block, scale=0.5), x),
+    "keyword": lambda checkpoint, block, x: checkpoint(block, x, scale=0.5),
+    "argument": lambda checkpoint, block, x: checkpoint(lambda h, function: function(h), x, block),
+    "list": lambda checkpoint, block, x: checkpoint(lambda h, functions: functions[0](h), x, [block]),
+    "debug": lambda checkpoint, block, x: checkpoint(block, x, **({"debug": True} if checkpoint is ours else {})),
+    "twice": lambda checkpoint, block, x: checkpoint(block, checkpoint(block, x)),
+    "nested": lambda checkpoint, block, x: checkpoint(lambda h: checkpoint(block, h).sin(), x),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("call", CALLS)
+def test_reruns_draw_what_the_forward_drew(call: str, hold: str) -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        torch.manual_seed(0)
+        block, x, found = Block(hold), leaf(3, 4), []
+        for _ in range(3):
+            y = CALLS[call](checkpoint, block, x)
+            block.noise.generator().manual_seed(5) if len(found) == 1 else None  # between forward and backward
+            y.sum().backward()
+            found += [y, x.grad.clone(), gradients(block), block.noise.generator().get_state()]
+        return found
+
+    assert_equal(program(ours), program(plain))
+
+
+def test_blocks_that_share_a_generator_draw_each_its_own() -> None:
+    def program(checkpoint: Checkpoint) -> Any:
+        torch.manual_seed(0)
+        blocks, x = [Block("attribute") for _ in range(3)], leaf(3, 4)
+        for block in blocks[1:]:
+            block.noise.held = blocks[0].noise.held
+        y = x
+        for block in blocks:
+            y = checkpoint(block, y)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        return y, x.grad, [gradients(block) for block in blocks], blocks[0].noise.held.get_state()
+
+    assert_equal(program(ours), program(plain))
+
+
+@pytest.mark.parametrize("keywords", [{}, {"policy": "recompute"}, {"policy": "matmuls"}])
+def test_apply_trains_as_plain_training_does(keywords: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[Block(hold, seed) for seed, hold in enumerate(HOLDS)])
+    unapplied, applied = copy.deepcopy(model), copy.deepcopy(model)
+    for twin in (unapplied, applied):  # copies share generators
+        for seed, block in enumerate(twin):
+            block.noise.held = HOLDS[list(HOLDS)[seed]](torch.Generator().manual_seed(seed))
+    assert actckpt.apply(applied, **keywords)
+    for step in range(3):
+        x = torch.full((3, 4), 0.1 * step)
+        losses = [twin(x).sum() for twin in (unapplied, applied)]
+        for loss in losses:
+            loss.backward()
+        assert_equal(losses[0], losses[1])
+        assert_equal(gradients(unapplied), gradients(applied))
+
+
+def test_a_generator_is_as_it_was_after_a_rerun_that_raises() -> None:
+    class Fails(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise, self.runs = Noise("dict"), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.noise(x)
+            self.runs += 1
+            if self.runs > 1:
+                raise KeyError("rerun")
+            return x.exp()
+
+    module = Fails()
+    y = ours(module, leaf(3))
+    state = module.noise.generator().get_state()
+    with pytest.raises(KeyError, match="rerun"):
+        y.sum().backward()
+    assert_equal(module.noise.generator().get_state(), state)
+
+
+@pytest.mark.parametrize("method", [theirs, ours])
+def test_without_preserve_rng_state_the_rerun_draws_on(method: Checkpoint) -> None:
+    block = Block("attribute")
+    y = method(block, leaf(3, 4), preserve_rng_state=False)
+    state = block.noise.generator().get_state()
+    y.sum().backward()
+    assert not torch.equal(block.noise.generator().get_state(), state)
+
+
+def test_of_a_long_list_the_first_64_are_looked_at() -> None:
+    """As docs/differences.md says; a bound, so that regions of modules that keep long lists are not slow."""
+
+    def rerun_differs(place: int) -> bool:
+        noise = Noise("attribute")
+        noise.held = [None] * place + [torch.Generator().manual_seed(1)]
+        x = leaf(3)
+        y = ours(lambda x: noise(x).exp(), x)
+        y.sum().backward()
+        drawn = torch.rand(3, generator=torch.Generator().manual_seed(1))
+        return not torch.equal(x.grad, drawn * (x * drawn).exp())
+
+    assert not rerun_differs(63)
+    assert rerun_differs(64)
