@@ -67,6 +67,9 @@ bool has_replaced(PyObject* found, PyObject* value) {
   return value == Py_None ? is_plain_tensor(found) : is_module(value) && is_module(found);
 }
 
+// Whether a type was made by a class statement: others are no subclasses of torch's, which takes time to ask.
+bool is_of_python(PyTypeObject* type) noexcept { return PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) != 0; }
+
 // Most regions have no more modules, and no more parameters: room for so many is taken at once.
 constexpr std::size_t kFew = 8;
 
@@ -130,7 +133,10 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
 void Parameters::add_generators_of(PyObject* attributes) {
   PyObject *key, *value;
   Py_ssize_t position = 0;
-  while (PyDict_Next(attributes, &position, &key, &value) != 0) add_generators_in(value);
+  while (PyDict_Next(attributes, &position, &key, &value) != 0) {
+    const bool is_walked = key == names().parameters || key == names().modules || key == names().buffers;
+    if (!is_walked) add_generators_in(value);
+  }
 }
 
 void Parameters::add_generators_in(PyObject* attribute) {
@@ -154,7 +160,9 @@ void Parameters::add_generators_in(PyObject* attribute) {
 }
 
 void Parameters::add_if_generator(PyObject* value) {
-  if (!is_of_type(value, names().generator_type)) return;
+  PyTypeObject* type = Py_TYPE(value);
+  const bool may_be = reinterpret_cast<PyObject*>(type) == names().generator_type || is_of_python(type);
+  if (!may_be || !is_of_type(value, names().generator_type)) return;
   if (!generators_) generators_ = py::list();
   const int is_known = PySequence_Contains(generators_.ptr(), value);
   if (is_known < 0) throw py::error_already_set();
