@@ -22,6 +22,7 @@ from actckpt._blocks.applied import (
     unpatch,
 )
 from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, sums_of
+from actckpt._blocks.planned_size import PlannedSize
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
 from actckpt._budget.wanted import Wanted
@@ -184,10 +185,12 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
     settings = settings_of(plan, model)
     chosen = find_blocks(model, list(settings), "apply")
     names = patch(chosen, settings)
-    forwards = forwards_in(chosen).values()
-    count_calls(model, forwards)
-    for forward in forwards:
+    forwards = forwards_in(chosen)
+    count_calls(model, forwards.values())
+    for forward in forwards.values():
         forward.together.plan = plan
+    size = PlannedSize(plan)
+    forwards[size.block].planned_size = size
     return names
 
 

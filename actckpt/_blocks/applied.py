@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from actckpt._blocks.arguments import keep_others_in_place
 from actckpt._blocks.finding import has_forward, repeated_blocks
 from actckpt._blocks.key_value_caches import without_cache
+from actckpt._blocks.planned_size import PlannedSize
 from actckpt._blocks.recording import RecordedCall
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._blocks.together import AppliedBlocks
@@ -145,6 +146,8 @@ class CheckpointedForward:
         self.has_run = False
         #: Takes calls in place of this: `instead(self, args, kwargs)`.
         self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        #: What a plan was made for, where this is its first block.
+        self.planned_size: PlannedSize | None = None
         self.use(settings)
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
@@ -204,6 +207,8 @@ class CheckpointedForward:
         """Run it checkpointed, and take down what it saves."""
         if self.instead is not None and not torch.compiler.is_compiling():
             return self.instead(self, args, kwargs)
+        if self.planned_size is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.planned_size.check(args, kwargs)
         how = self._how()
         if how.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return how.windows.run(self.together, lambda: self._run(how, args, kwargs, record))

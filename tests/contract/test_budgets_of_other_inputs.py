@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,25 @@ def test_they_stay_where_the_inputs_of_blocks_are_offloaded(kind: str, others: s
     stack = zip(plan.costs.blocks, plan.actions, strict=True)
     planned = sum(v.nbytes for block, actions in stack for v in block.values if actions[v.name] is Action.OFFLOAD)
     assert actckpt.stats().offloaded_bytes == planned >= (_NUM_BLOCKS - 1) * 64 * _WIDTH * 4
+
+
+@pytest.mark.parametrize("kind", ["mask", "handed on"])
+def test_a_plan_says_where_it_is_given_more_than_it_was_made_for(kind: str) -> None:
+    model, x = _made(kind)
+    plan = actckpt.plan(lambda: _step(model, x), model=model, blocks=Block, activation_budget="60%", race=False)
+    actckpt.apply(model, policy=plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (64, 32):
+            assert _step(model, x[:rows].clone())[1] <= plan.budget_bytes
+        with torch.no_grad():  # which the budget does not hold for
+            model(torch.cat([x, x]))
+    larger = torch.cat([x, x])
+    with pytest.warns(UserWarning, match=r"'blocks.0' is given 16.00 KiB .* made for 8.00 KiB: .* largest batch"):
+        gradients, peak = _step(model, larger)
+    assert peak > plan.budget_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # told once
+        assert_equal(_step(model, larger)[0], gradients)
+    actckpt.remove(model)
+    assert_equal(_step(model, larger)[0], gradients)
