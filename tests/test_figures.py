@@ -154,7 +154,7 @@ def test_budgets_in_the_documentation_are_those_of_the_results(model: str, label
     _says("docs/budgets.md", label, [plain / 2**20, found["smallest_bytes"] / plain, fits, min(used)])
 
 
-@pytest.mark.parametrize("model", ["llama", "vit"])
+@pytest.mark.parametrize("model", ["llama", "vit", "unet", "moe"])
 def test_times_under_budgets_are_those_of_the_results(model: str) -> None:
     label = {"llama": "a Llama", "vit": "a ViT", "unet": "a UNet", "moe": "a mixture of experts"}[model]
     rows = _figures("budgets_xeon")[model]["rows"]
