@@ -117,6 +117,9 @@ class Walk {
       }
     } else if (PyFrozenSet_Check(object)) {
       add_list(py::reinterpret_steal<py::object>(PySequence_List(object)), in);
+    } else if (PyWeakref_CheckRefExact(object)) {
+      const py::object referent = call(object);
+      if (is_of_type(referent.ptr(), names().module_type)) add_kept(referent, in);
     } else {
       visit_container(object, in);
       visit_object(object);
