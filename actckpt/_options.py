@@ -1,6 +1,5 @@
 """The options of `checkpoint`: defined here once, passed whole, and checked."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from actckpt._core import messages, random_state
+from actckpt._text.misspelt import did_you_mean
 from actckpt._text.operator_names import portable
 from actckpt.policies import Policy
 
@@ -157,8 +157,7 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _meant_for_us(name: str) -> str:
     if name == "min_bytes":
         return "To offload from a size on: with actckpt.offload(min_bytes=...): y = layer(x)."
-    near = difflib.get_close_matches(name, CheckpointOptions._fields, n=1, cutoff=0.8)
-    return f"Did you mean {near[0]}?" if near else ""
+    return did_you_mean([name], CheckpointOptions._fields, cutoff=0.8).lstrip()
 
 
 def _takes_keyword(function: Callable[..., Any], name: str) -> bool:
@@ -176,8 +175,7 @@ def check_no_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not args and not kwargs:
         return
     unexpected = [f"{len(args)} arguments"] * bool(args) + [f"keyword {name!r}" for name in kwargs]
-    near = [match for name in kwargs for match in difflib.get_close_matches(name, CheckpointOptions._fields, n=1)]
-    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    hint = did_you_mean(kwargs, CheckpointOptions._fields)
     raise ValueError(
         f"checkpoint: no function was given, but {', '.join(unexpected)}. Arguments go to the decorated function: "
         f"checkpoint(use_reentrant=False)(fn)(*args).{hint}"

@@ -25,9 +25,10 @@ from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, sums_of
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
-from actckpt._budget.wanted import Wanted
+from actckpt._budget.wanted import Wanted, check_budgets
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
+from actckpt._text.misspelt import did_you_mean
 from actckpt.action import Action
 from actckpt.api import offload
 from actckpt.planner.plans import Plan
@@ -60,6 +61,14 @@ class BudgetKeywords(TypedDict, total=False):
     optimizer: torch.optim.Optimizer
     pins: Mapping[Any, Action | str]
     race: bool
+
+
+_OFFLOAD_OPTIONS = frozenset(OffloadKeywords.__annotations__)
+_BUDGET_OPTIONS = frozenset(BudgetKeywords.__annotations__)
+_CHECKPOINT_OPTIONS = frozenset(CheckpointOptions._fields) - {"policy"}
+_BUDGET = "a budget in place of a policy"
+#: All of them, by when they are known.
+_OPTIONS = {"policy='offload'": _OFFLOAD_OPTIONS, _BUDGET: _BUDGET_OPTIONS, "other policies": _CHECKPOINT_OPTIONS}
 
 
 class _Default:
@@ -164,11 +173,12 @@ def _apply_budget(
 ) -> tuple[str, ...]:
     if not isinstance(policy, _Default):
         raise ValueError(f"apply: a budget beside policy={policy!r}. Pass one of them: the budget decides the policy.")
-    if unknown := sorted(set(options) - set(BudgetKeywords.__annotations__)):
-        known = ", ".join(sorted(BudgetKeywords.__annotations__))
-        raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget. Known: {known}.")
+    if unknown := sorted(set(options) - _BUDGET_OPTIONS):
+        known = ", ".join(sorted(_BUDGET_OPTIONS))
+        near = did_you_mean(unknown, sorted(_BUDGET_OPTIONS))
+        raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
     wanted = Wanted(**{**dict.fromkeys(("budget", "activation_budget", "optimizer", "pins")), "race": True, **options})
-    wanted.check(model)
+    check_budgets(wanted.budget, wanted.activation_budget, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE))
     forwards = forwards_in(chosen)
@@ -195,13 +205,16 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
 
 
 def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
-    known = set(OffloadKeywords.__annotations__ if policy == "offload" else CheckpointOptions._fields) - {"policy"}
-    unknown = sorted(set(options) - known)
+    known = _OFFLOAD_OPTIONS if policy == "offload" else _CHECKPOINT_OPTIONS
+    unknown = set(options) - known
     if unknown:
-        hint = " With policy='offload' it is one." if set(unknown) <= set(OffloadKeywords.__annotations__) else ""
+        elsewhere = [f" With {where} it is one." for where, options in _OPTIONS.items() if unknown <= options]
+        every = {"policy", "blocks"}.union(*_OPTIONS.values())
+        hint = elsewhere[0] if elsewhere else did_you_mean(sorted(unknown - every), sorted(every))
+        more = "" if elsewhere else f" With {_BUDGET}: {', '.join(sorted(_BUDGET_OPTIONS))}."
         raise ValueError(
-            f"apply: unknown option {', '.join(unknown)} for policy={policy!r}.{hint} "
-            f"Known: {', '.join(sorted(known))}."
+            f"apply: unknown option {', '.join(sorted(unknown))} for policy={policy!r}.{hint} "
+            f"Known: {', '.join(sorted(known))}.{more}"
         )
     if policy == "offload":
         offload(**options)  # raises if it cannot be called so

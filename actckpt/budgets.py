@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import Blocks, find_blocks
+from actckpt._budget.wanted import check_budgets
 from actckpt.action import Action
 from actckpt.planner.plans import Plan
 
@@ -71,9 +72,7 @@ def plan(
         >>> actckpt.apply(model, policy=found)
         ('0', '1', '2', '3', '4', '5')
     """
-    if (budget is None) == (activation_budget is None):
-        given = "neither" if budget is None else "both"
-        raise ValueError(f"plan: {given} of budget and activation_budget given. Pass one of them.")
+    check_budgets(budget, activation_budget, model, "plan")
     chosen = find_blocks(model, blocks, "plan")
     from actckpt._budget.planning import planned  # with the solver, which takes a while to import
 

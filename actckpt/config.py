@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, get_args
 from typing_extensions import Unpack
 
 from actckpt._text import operator_names
+from actckpt._text.misspelt import did_you_mean
 from actckpt._text.operator_names import Operators
 from actckpt._text.places import Selector
 from actckpt._text.sizes import parse_bytes
@@ -139,7 +140,8 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
     known = {field.name for field in dataclasses.fields(Settings)}
     unknown = sorted(set(changes) - known)
     if unknown:
-        raise ValueError(f"configure: unknown setting {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
+        near = did_you_mean(unknown, sorted(known))
+        raise ValueError(f"configure: unknown setting {', '.join(unknown)}.{near} Known: {', '.join(sorted(known))}.")
     for name in ("host_limit", "pageable_limit", "disk_limit", "max_inflight", "replay_window"):
         if name in changes:
             changes[name] = _checked_size(name, changes[name])

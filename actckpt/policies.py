@@ -4,9 +4,9 @@ Every form that `region`, `checkpoint` and `apply` take becomes a `Choice`, whic
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
@@ -18,10 +18,12 @@ from actckpt._core import torch_private
 from actckpt._replay.choice import Choice, Table, is_place
 from actckpt._replay.operators import operator_of
 from actckpt._text import operator_names
+from actckpt._text.misspelt import did_you_mean
 from actckpt._text.operator_names import Operators
 from actckpt._text.places import Place, Selector, check_name
 from actckpt._text.presets import PRESETS
 from actckpt.action import Action, SavedTensorInfo
+from actckpt.planner.plans import Plan
 
 __all__ = [
     "ByName",
@@ -41,6 +43,9 @@ __all__ = [
 _TORCH_NAMESPACES = ("aten.", "prims.")
 _NAMES = tuple(action.value for action in Action)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+
+#: What to do with a plan that was kept.
+_OF_A_PLAN = "A plan runs on a whole model: actckpt.apply(model, policy=actckpt.Plan.{})."
 
 _ACTION_OF_TORCH = {
     CheckpointPolicy.MUST_SAVE: Action.KEEP,
@@ -199,6 +204,8 @@ def choice_of(policy: Any) -> Choice:
         try:
             return _tabulated(entries)
         except TypeError:  # cannot be hashed: raises what is wrong with it
+            if "plan_version" in policy:
+                raise ValueError(f"policy is a plan as plain data. {_OF_A_PLAN.format('from_dict(...)')}") from None
             return _tabulated.__wrapped__(entries)
     mistaken = _mistaken_for_a_policy(policy)
     if mistaken:
@@ -218,6 +225,10 @@ def choice_of(policy: Any) -> Choice:
 
 def _mistaken_for_a_policy(policy: Any) -> str:
     """Say what something is that is called or iterated like a policy and is none; an empty text if it may be one."""
+    if isinstance(policy, Plan):
+        return "a Plan, which is for the blocks of a whole model: actckpt.apply(model, policy=plan)."
+    if isinstance(policy, os.PathLike):
+        return f"a path. {_of_a_plan_in(os.fspath(policy))}"
     if isinstance(policy, _OPERATORS):
         return f"one operator, {policy}. Pass a list of the operators to keep: policy=[torch.ops.{policy}]."
     if isinstance(policy, torch.nn.Module):
@@ -341,6 +352,10 @@ def _ask_value(policy: Callable[..., Any], info: SavedTensorInfo) -> Action:
     )
 
 
+def _of_a_plan_in(path: str | bytes) -> str:
+    return _OF_A_PLAN.format(f"load({path!r})")
+
+
 def _action(action: Any, what: str) -> Action:
     if isinstance(action, Action):
         return action
@@ -351,13 +366,14 @@ def _action(action: Any, what: str) -> Action:
             f"{what}=CheckpointPolicy.{action.name} is what torch's policy functions return. Pass "
             f"actckpt.{_ACTION_OF_TORCH[action]}, or a function (ctx, op, *args, **kwargs) that returns it."
         )
+    if isinstance(action, str) and (action.endswith(".json") or "/" in action):
+        raise ValueError(f"{what}={action!r} is a path. {_of_a_plan_in(action)}")
     if isinstance(action, str) and ("." in action or "::" in action) and not action.startswith("Action."):
         raise ValueError(f"{what}={action!r} names an operator. Pass a list of the operators to keep: [{action!r}].")
     known = (*_NAMES, *PRESETS) if what == "policy" else _NAMES
-    near = difflib.get_close_matches(str(action).lower().removeprefix("action."), known, n=1)
+    near = did_you_mean([str(action).lower().removeprefix("action.")], known, show=repr)
     raise ValueError(
-        f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, known))}, or an actckpt.Action."
-        + (f" Did you mean {near[0]!r}?" if near else "")
+        f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, known))}, or an actckpt.Action.{near}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 
 import torch
 
@@ -11,6 +12,7 @@ from actckpt._core import devices
 from actckpt._core.devices import Accelerator
 from actckpt._offload.limits import available_host_bytes, total_host_bytes
 from actckpt._text.sizes import format_bytes, parse_bytes
+from actckpt.planner.plans import Plan
 
 __all__ = ["activation_budget_bytes", "budget_bytes"]
 
@@ -31,6 +33,7 @@ def budget_bytes(budget: object, device: torch.device, *, held_bytes: float) -> 
     Raises:
         ValueError: it is none of these, or a share of memory whose size torch does not tell.
     """
+    _check_no_plan(budget, "budget")
     if isinstance(budget, str):
         text = budget.strip()
         if text == "auto":
@@ -65,6 +68,7 @@ def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
     Raises:
         ValueError: it is none of these.
     """
+    _check_no_plan(budget, "activation_budget")
     if isinstance(budget, str) and budget.strip().endswith("%"):
         try:
             share = float(budget.strip()[:-1]) / 100
@@ -83,6 +87,18 @@ def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
             "a whole number."
         )
     return float(parse_bytes(budget, what="activation_budget"))
+
+
+def _check_no_plan(budget: object, what: str) -> None:
+    if isinstance(budget, Plan):
+        raise ValueError(
+            f"{what} is a Plan, which has a budget of its own. It is a policy: actckpt.apply(model, policy=plan)."
+        )
+    if isinstance(budget, os.PathLike) or (isinstance(budget, str) and budget.endswith(".json")):
+        raise ValueError(
+            f"{what}={os.fspath(budget)!r} is a path. A plan that was saved there is a policy: "
+            f"actckpt.apply(model, policy=actckpt.Plan.load({os.fspath(budget)!r}))."
+        )
 
 
 def _checked(nbytes: int) -> float:

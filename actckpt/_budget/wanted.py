@@ -12,7 +12,7 @@ from actckpt._budget.running import device_of
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
 from actckpt.action import Action
 
-__all__ = ["Wanted"]
+__all__ = ["Wanted", "check_budgets"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,13 @@ class Wanted:
             return f"activation_budget={self.activation_budget!r}"
         return f"budget={self.budget!r}"
 
-    def check(self, model: torch.nn.Module) -> None:
-        """Raise a ValueError where a budget is none."""
-        if (self.budget is None) == (self.activation_budget is None):
-            given = "neither" if self.budget is None else "both"
-            raise ValueError(f"apply: {given} of budget and activation_budget given. Pass one of them.")
-        if self.activation_budget is not None:
-            activation_budget_bytes(self.activation_budget, plain_bytes=1.0)
-        else:
-            budget_bytes(self.budget, device_of(model), held_bytes=0.0)
+
+def check_budgets(budget: object, activation_budget: object, model: torch.nn.Module, what: str) -> None:
+    """Raise a ValueError where a budget is none, or not one of the two is given."""
+    if (budget is None) == (activation_budget is None):
+        given = "neither" if budget is None else "both"
+        raise ValueError(f"{what}: {given} of budget and activation_budget given. Pass one of them.")
+    if activation_budget is not None:
+        activation_budget_bytes(activation_budget, plain_bytes=1.0)
+    else:
+        budget_bytes(budget, device_of(model), held_bytes=0.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
+
+from actckpt._text.misspelt import did_you_mean
 
 __all__ = ["Target", "named_target"]
 
@@ -90,9 +91,9 @@ def named_target(name: str) -> Target:
     """
     target = _TARGETS.get(name.strip().lower()) if isinstance(name, str) else None
     if target is None:
-        near = difflib.get_close_matches(str(name).lower(), _TARGETS, n=1)
+        near = did_you_mean([str(name).lower()], list(_TARGETS), show=repr)
         raise ValueError(
             f"target={name!r} is not known. Pass one of {', '.join(_TARGETS)}, or an actckpt.Target with rates of your "
-            "own." + (f" Did you mean {near[0]!r}?" if near else "")
+            f"own.{near}"
         )
     return target

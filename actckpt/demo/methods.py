@@ -5,11 +5,12 @@ What a method needs is imported in its function, so that `--help` can list the m
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from actckpt._text.misspelt import did_you_mean
 
 if TYPE_CHECKING:
     from actckpt.demo.model import LanguageModel
@@ -162,7 +163,6 @@ def choose_methods(names: Iterable[str]) -> tuple[Method, ...]:
     known = {method.name: method for method in METHODS}
     wanted = set(names)
     for name in sorted(wanted - known.keys()):
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        hint = did_you_mean([name], list(known), cutoff=0.3)
         raise ValueError(f"--methods has unknown {name!r}.{hint} Known are {', '.join(known)}.")
     return tuple(m for m in METHODS if not wanted or m.name in wanted or m is REFERENCE)

@@ -1,5 +1,6 @@
 """Arguments that are nearly right: taken where their meaning is plain, else refused where they were written."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,5 +269,80 @@ def test_errors_of_sizes_name_the_call() -> None:
 def test_options_of_offload_are_named_as_such_where_another_policy_gets_them() -> None:
     with pytest.raises(ValueError, match=r"unknown option min_bytes for policy='recompute'\. With policy='offload' it"):
         actckpt.apply(_model(), min_bytes=1)
-    with pytest.raises(ValueError, match=r"unknown option min_byte for policy='recompute'\. Known: "):
-        actckpt.apply(_model(), min_byte=1)
+    other: dict[str, Any] = {"early_stop": True, "policy": "offload"}
+    with pytest.raises(
+        ValueError, match=r"unknown option early_stop for .*'offload'\. With other policies it is one\."
+    ):
+        actckpt.apply(_model(), **other)
+    other = {"race": True}
+    with pytest.raises(
+        ValueError, match=r"option race for .*\. With a budget in place of a policy it is one\. Known: "
+    ):
+        actckpt.apply(_model(), **other)
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"activaton_budget": "50%"}, "activation_budget"),
+        ({"budgt": "1GiB"}, "budget"),
+        ({"polcy": "keep"}, "policy"),
+        ({"blcks": "0"}, "blocks"),
+        ({"min_byte": 1}, "min_bytes"),
+        ({"min_byte": 1, "policy": "offload"}, "min_bytes"),
+        ({"budget": "1GiB", "optimzer": None}, "optimizer"),
+        ({"min_bytes": 1, "activaton_budget": "50%"}, "activation_budget"),
+    ],
+)
+def test_a_misspelt_option_of_apply_is_answered_with_the_right_one(options: dict[str, Any], meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"unknown option .*\. Did you mean {meant}\? Known: .*activation_budget, bu"):
+        actckpt.apply(_model(), **options)
+
+
+def test_a_misspelt_setting_is_answered_with_the_right_one() -> None:
+    setting: dict[str, Any] = {"spil_dir": "x"}
+    with pytest.raises(ValueError, match=r"unknown setting spil_dir\. Did you mean spill_dir\? Known: "):
+        actckpt.configure(**setting)
+
+
+def _plan() -> actckpt.Plan:
+    block = {"forward_s": 1.0, "backward_s": 2.0, "working_set_bytes": 8, "values": []}
+    return actckpt.planner.solve({"version": 1, "classes": {"b": block}, "stack": ["b"]}, budget=2**20)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("/tmp/plan.json", r"^policy='/tmp/plan\.json' is a path\. .*actckpt\.Plan\.load\('/tmp/plan\.json'\)"),
+        ("plan.json", r"^policy='plan\.json' is a path\. .*actckpt\.Plan\.load\('plan\.json'\)"),
+        (Path("plan.json"), r"^policy is a path\. .*actckpt\.Plan\.load\('plan\.json'\)"),
+        (_plan().to_dict(), r"^policy is a plan as plain data\. .*actckpt\.Plan\.from_dict"),
+    ],
+    ids=["path", "name", "Path", "dict"],
+)
+def test_a_plan_that_was_kept_is_answered_with_how_to_run_it(policy: Any, message: str) -> None:
+    for call in (actckpt.region, lambda policy: actckpt.apply(_model(), policy=policy)):
+        with pytest.raises(ValueError, match=message):
+            call(policy)
+
+
+def test_a_plan_is_no_policy_of_a_region() -> None:
+    plan: Any = _plan()
+    with pytest.raises(ValueError, match=r"^policy is a Plan, which .*: actckpt\.apply\(model, policy=plan\)\.$"):
+        actckpt.region(plan)
+
+
+@pytest.mark.parametrize("name", ["budget", "activation_budget"])
+def test_a_plan_is_no_budget(name: str) -> None:
+    model = _model()
+    steps: list[None] = []
+
+    def plan(model: torch.nn.Module, **options: Any) -> actckpt.Plan:
+        return actckpt.plan(lambda: steps.append(None), model=model, **options)
+
+    for call in (actckpt.apply, plan):
+        with pytest.raises(ValueError, match=rf"^{name} is a Plan, .*: actckpt\.apply\(model, policy=plan\)\.$"):
+            call(model, **{name: _plan()})
+        with pytest.raises(ValueError, match=rf"^{name}='plan\.json' is a path.*actckpt\.Plan\.load\('plan\.json'\)"):
+            call(model, **{name: "plan.json"})
+    assert not steps, "nothing is measured before"

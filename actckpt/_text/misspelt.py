@@ -1,0 +1,25 @@
+"""What was meant by a name that is not known."""
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["did_you_mean"]
+
+
+def did_you_mean(
+    names: Iterable[str], known: Sequence[str], *, cutoff: float = 0.6, show: Callable[[str], str] = str
+) -> str:
+    """Return a sentence with the known name nearest to each of `names`, after a space; empty where none is near.
+
+    Args:
+        cutoff: how alike they are at least, in (0, 1].
+        show: how a known name stands in the sentence.
+
+    Example::
+
+        >>> from actckpt._text.misspelt import did_you_mean
+        >>> did_you_mean(["polcy"], ["policy", "blocks"])
+        ' Did you mean policy?'
+    """
+    near = [match for name in names for match in difflib.get_close_matches(name, known, n=1, cutoff=cutoff)]
+    return f" Did you mean {', '.join(map(show, dict.fromkeys(near)))}?" if near else ""
