@@ -29,7 +29,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         one_line = " ".join(message.split())
-        self.exit(EXIT_USAGE, f"{self.prog}: error: {one_line.rstrip('.')}. See {self.prog} --help.\n")
+        end = "" if one_line.endswith("?") else "."
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {one_line.rstrip('.')}{end} See {self.prog} --help.\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -372,6 +372,10 @@ def _action(action: Any, what: str) -> Action:
         raise ValueError(f"{what}={action!r} names an operator. Pass a list of the operators to keep: [{action!r}].")
     known = (*_NAMES, *PRESETS) if what == "policy" else _NAMES
     near = did_you_mean([str(action).lower().removeprefix("action.")], known, show=repr)
+    if what == "policy" and not near and operator_names.exists(f"aten.{action}"):
+        raise ValueError(
+            f"{what}={action!r} names an operator. Pass a list of the operators to keep: ['aten.{action}']."
+        )
     raise ValueError(
         f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, known))}, or an actckpt.Action.{near}"
     )

@@ -48,8 +48,8 @@ def add_estimate(commands: Any, whole_number: Callable[[str], int], number: Call
         "--policy",
         action="append",
         metavar="NAME",
-        help="recompute, keep matmuls, offload, or aten.mm,aten.bmm,...: "
-        "operators whose results are kept; may be repeated (default: the first three)",
+        help="as in actckpt.apply: recompute, matmuls, attention, offload, ...; or aten.mm,aten.bmm,...: "
+        "operators whose results are kept; may be repeated (default: recompute, keep matmuls, offload)",
     )
     option("--blocks", nargs="+", metavar="NAME", help="qualified names of blocks, also with wildcards")
     option("--find", choices=("batch", "seq"), help="find the largest one that fits the budget")
@@ -196,8 +196,18 @@ def _policies(args: argparse.Namespace, target: Any) -> dict[str, Any] | None:
 
     if args.policy is None:
         return None
-    known = {**default_policies(offloads=not target.is_cpu), "keep": "keep"}
-    return {name: known[name] if name in known else [op.strip() for op in name.split(",")] for name in args.policy}
+    known = default_policies(offloads=True)
+    return {name: known[name] if name in known else _policy(name) for name in args.policy}
+
+
+def _policy(name: str) -> Any:
+    """Return a policy by its name, or a list of operators to keep."""
+    from actckpt.policies import choice_of
+
+    if "." in name or "," in name:  # known once the script has run: it may define them
+        return [op.strip() for op in name.split(",")]
+    choice_of(name)  # raises if it is none
+    return name
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -95,6 +95,7 @@ _ADDMM = torch.ops.aten.addmm
         (torch.mm, "^policy is a function of torch, mm. Pass a list"),
         (torch.nn.functional.linear, "^policy is a function of torch, linear. Pass a list"),
         ("aten.mm", r"^policy='aten\.mm' names an operator\. Pass a list of the operators to keep: \['aten\.mm'\]"),
+        ("mm", r"^policy='mm' names an operator\. Pass a list of the operators to keep: \['aten\.mm'\]"),
         ("KEEP", "is not an action.* Did you mean 'keep'"),
         ("Action.OFFLOAD", "is not an action.* Did you mean 'offload'"),
     ],

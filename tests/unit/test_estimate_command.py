@@ -53,6 +53,17 @@ def test_json_has_everything(script: str, capsys: pytest.CaptureFixture[str]) ->
     assert 2 * _PARAMETERS <= found["optimizer_bytes"] <= 2.01 * _PARAMETERS
 
 
+def test_policies_have_the_names_that_apply_takes(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["keep", "recompute", "matmuls", "keep matmuls", "dots_with_no_batch_dims", "aten.mm,aten.addmm", "offload"]
+    words = [word for name in names for word in ("--policy", name)]
+    assert cli.main(["estimate", script, "--json", *words]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert list(rows) == ["none", *names]
+    assert rows["keep"]["held_bytes"] == rows["none"]["held_bytes"]
+    matmuls, *others = (rows[name]["held_bytes"] for name in names[2:6])
+    assert others == [matmuls] * 3 and rows["recompute"]["held_bytes"] < matmuls < rows["none"]["held_bytes"]
+
+
 @pytest.mark.parametrize("what", ["batch", "seq"])
 def test_it_finds_the_largest_that_fits(what: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["estimate", script, "--find", what, "--budget", "1GiB", "--json", "--policy", "recompute"]
@@ -85,6 +96,9 @@ def test_nothing_fits_and_says_so(script: str, capsys: pytest.CaptureFixture[str
         (_SCRIPT, "--find width", "invalid choice: 'width'"),
         (_SCRIPT, "--find batch --budget 3parsecs", "--budget='3parsecs' is not a size"),
         (_SCRIPT, "--policy aten.nothing", "aten.nothing"),
+        (None, "--policy matmul", "policy='matmul' is not an action"),
+        (None, "--policy matmul", "Did you mean 'matmuls'? See"),
+        (None, "--policy mm", "Pass a list of the operators to keep: ['aten.mm']"),
         (_SCRIPT, "--blocks nowhere", "no module of Sequential is named 'nowhere'"),
         (_SCRIPT.replace(", seq=256", ""), "--seq 8", "cannot be called with --seq 8"),
         (_SCRIPT.replace("batch=4", "batch"), "", "cannot be called with no --batch, no --seq: missing"),
