@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from actckpt._blocks.arguments import bytes_of, first_tensor
-from actckpt._budget.measuring import HEAD, MeasuredStep
+from actckpt._budget.class_names import AFTER, with_block_names
+from actckpt._budget.measuring import MeasuredStep
 from actckpt._core import devices
 from actckpt._core.subclasses import plain_parts
 from actckpt._offload import stores
@@ -119,8 +120,8 @@ class FirstStep:
             return measured
         pending, costs = self._pending_bytes(measured), measured.costs
         classes, stack = dict(costs.classes), list(costs.stack)
-        head = classes[HEAD]
-        classes[HEAD] = dataclasses.replace(head, working_set_bytes=self._head_bytes(head.working_set_bytes))
+        head = classes[AFTER]
+        classes[AFTER] = dataclasses.replace(head, working_set_bytes=self._head_bytes(head.working_set_bytes))
         places = [place for place, name in enumerate(measured.names) if name is not None]
         for number, (place, known) in enumerate(zip(places, measured.waiting_bytes, strict=True)):
             block = costs.blocks[place]
@@ -131,7 +132,7 @@ class FirstStep:
                 classes[stack[place]] = dataclasses.replace(block, working_set_bytes=needed)
         classes = {name: classes[name] for name in dict.fromkeys(stack)}
         costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack))
-        return dataclasses.replace(measured, costs=costs)
+        return dataclasses.replace(measured, costs=with_block_names(costs, measured.names))
 
     def _pending_bytes(self, measured: MeasuredStep) -> list[int]:
         """Return per entry of the stack gradients of parameters that one after it reads, and it or one before it."""

@@ -27,6 +27,7 @@ import torch
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
 from actckpt._blocks.arguments import bytes_of, first_tensor, others
 from actckpt._budget.alone import Exchanges, num_ranks
+from actckpt._budget.class_names import AFTER, BEFORE, with_block_names
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Mark, Marks, Outside, between, outside_bytes, outside_seconds
 from actckpt._budget.outside_graph import OutsideGraph, Read
@@ -34,17 +35,16 @@ from actckpt._budget.profiling import ProfiledBlock, Profiler
 from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.storages import tensors_in
 from actckpt._core.training_state import TrainingState
+from actckpt._text.listed import calls_named
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BlockClass, CostTable, Value
 
-__all__ = ["HEAD", "MeasuredStep", "cost_table", "holding_outputs", "measure"]
+__all__ = ["MeasuredStep", "cost_table", "holding_outputs", "measure"]
 
 _Parameters = list[list[torch.nn.Parameter]]
 
 _NUM_TIMED = 2
-#: Names of what runs outside of blocks, as classes of blocks.
-_STEM, HEAD = "(stem)", "(head)"
 #: Name of the value that stands for the outputs of the model.
 _OUTPUTS = "(outputs)"
 
@@ -257,29 +257,31 @@ def cost_table(
     between = [outside.with_gradients(nbytes) for outside, nbytes in zip(between, waiting[2:-1:2], strict=True)]
     gathered = [*(each.gathered_bytes for each in between), 0.0]  # the working set of a block that reruns has them
     blocks = [block.with_other(nbytes) for block, nbytes in zip(blocks, gathered, strict=True)]
-    classes: dict[str, BlockClass] = {_STEM: stem.block_class()}
+    classes: dict[str, BlockClass] = {BEFORE: stem.block_class()}
     names: dict[BlockClass, str] = {}
-    stack, calls = [_STEM], list[ProfiledBlock | None]([None])
+    stack, calls = [BEFORE], list[ProfiledBlock | None]([None])
     parameters = [read.parameters[0]]
     names_before = ((), *read.parameters[2:-1:2])
-    rows = zip(blocks, [None, *between], names_before, read.parameters[1::2], strict=True)
-    for block, outside, before, given in rows:
+    called = calls_named([block.name for block in blocks])
+    rows = zip(blocks, called, [None, *between], names_before, read.parameters[1::2], strict=True)
+    for block, name, outside, before, given in rows:
         if outside is not None and outside.counts_before(block.costs):
-            stack.append(f"(between {len(stack) - 1})")
+            stack.append(f"(before {name})")
             classes[stack[-1]] = outside.block_class()
             calls.append(None)
             parameters.append(before)
             before = ()
-        stack.append(names.setdefault(block.costs, f"block {len(names)}"))
+        stack.append(names.setdefault(block.costs, str(name)))
         calls.append(block)
         parameters.append((*before, *given))
-    classes |= {name: costs for costs, name in names.items()} | {HEAD: head.block_class()}
-    costs = CostTable.from_dict(CostTable(classes=classes, stack=(*stack, HEAD)).to_dict())
+    classes |= {name: costs for costs, name in names.items()} | {AFTER: head.block_class()}
+    costs = CostTable.from_dict(CostTable(classes=classes, stack=(*stack, AFTER)).to_dict())
     calls.append(None)
     parameters.append(read.parameters[-1])
+    block_names = tuple(None if call is None else call.name for call in calls)
     return MeasuredStep(
-        costs,
-        tuple(None if call is None else call.name for call in calls),
+        with_block_names(costs, block_names),
+        block_names,
         tuple({} if call is None else call.places for call in calls),
         waiting[1::2],
         tuple(parameters),
@@ -291,8 +293,8 @@ def holding_outputs(measured: MeasuredStep, nbytes: float) -> MeasuredStep:
     if not nbytes:
         return measured
     classes = dict(measured.costs.classes)
-    stem, head = classes[_STEM], classes[HEAD]
+    stem, head = classes[BEFORE], classes[AFTER]
     outputs = Value(_OUTPUTS, nbytes, offloadable=False, replayable=False)
-    classes[_STEM] = dataclasses.replace(stem, values=(*stem.values, outputs))
-    classes[HEAD] = dataclasses.replace(head, working_set_bytes=max(head.working_set_bytes - nbytes, 0.0))
+    classes[BEFORE] = dataclasses.replace(stem, values=(*stem.values, outputs))
+    classes[AFTER] = dataclasses.replace(head, working_set_bytes=max(head.working_set_bytes - nbytes, 0.0))
     return dataclasses.replace(measured, costs=dataclasses.replace(measured.costs, classes=classes))

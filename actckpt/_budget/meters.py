@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from actckpt._budget.class_names import with_block_names
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.running import device_of
 from actckpt._budget.sizes import budget_bytes
@@ -77,7 +78,7 @@ class Meter:
             )
             stack.append(new)
         costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack), fixed_bytes=float(self.fixed_bytes))
-        return dataclasses.replace(measured, costs=costs)
+        return dataclasses.replace(measured, costs=with_block_names(costs, measured.names))
 
     def _gradient_bytes(self, parameters: list[torch.nn.Parameter], num_uses: Counter[int]) -> int:
         """Return the bytes of the gradients that backward begins with some parameters; takes down what it began."""

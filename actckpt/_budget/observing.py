@@ -24,7 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from actckpt._blocks.arguments import first_tensor
-from actckpt._budget.measuring import HEAD
+from actckpt._budget.class_names import AFTER
 from actckpt._core import devices
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
@@ -128,7 +128,7 @@ class Observing:
             off = {is_head: peak - _needed(plan, is_head=is_head) for is_head, peak in seen.items()}
             self._more[False] += max(off.get(False, 0.0), 0.0)
             if True in off and (off[True] > 0.0 or self.doubt_bytes):
-                taken = plan.costs.classes[HEAD].working_set_bytes - costs.classes[HEAD].working_set_bytes
+                taken = plan.costs.classes[AFTER].working_set_bytes - costs.classes[AFTER].working_set_bytes
                 self._more[True], self.doubt_bytes = taken + off[True], 0.0
         found = _with_more(costs, self._more) if any(self._more.values()) else costs
         doubted = _with_more(found, {True: self.doubt_bytes, False: 0.0})
@@ -144,7 +144,7 @@ def _needed(plan: Plan, *, is_head: bool) -> float:
 
 def _with_more(costs: CostTable, more: dict[bool, float]) -> CostTable:
     classes = {
-        name: dataclasses.replace(block, working_set_bytes=max(block.working_set_bytes + more[name == HEAD], 0.0))
+        name: dataclasses.replace(block, working_set_bytes=max(block.working_set_bytes + more[name == AFTER], 0.0))
         for name, block in costs.classes.items()
     }
     return dataclasses.replace(costs, classes=classes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy
 
 from actckpt._error_base import PlanInfeasibleError
+from actckpt._text.listed import listed
 from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt.action import Action
 from actckpt.planner.costs import Value
@@ -78,53 +79,68 @@ def _peak(plan: Plan) -> str:
         (float(moving), "read back ahead" if backward else "still to be written out"),
     ]
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
-    where = f"{'backward' if backward else 'forward'} of block {index} of {len(problem.blocks)}"
-    return f"Peak {format_bytes(plan.peak_bytes)}, in {where} ({plan.costs.stack[index]!r}): {held}."
+    where = f"{'backward' if backward else 'forward'} {_entry(plan, index)}"
+    return f"Peak {format_bytes(plan.peak_bytes)}, in {where}: {held}."
 
 
-def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Value, int, int]]:
-    """Yield class, value, and in how many blocks of how many it has an action."""
+def _entry(plan: Plan, index: int) -> str:
+    """Say which entry of the stack it is: of the model, where the plan knows it."""
+    names, blocks = plan.block_names, plan.blocks
+    if names is None or blocks is None:
+        return f"of block {index} of {len(plan.costs.stack)} ({plan.costs.stack[index]!r})"
+    return names[index].strip("()") if blocks[index] is None else f"of {names[index]}"
+
+
+def _blocks(plan: Plan, name: str, chosen: Sequence[int]) -> str:
+    """Say which blocks of a class these are: by name, where the plan knows a model, else how many."""
+    if plan.block_names is not None:
+        return listed(plan.block_names[index] for index in chosen)
+    return f"{len(chosen)} blocks {name!r}"
+
+
+def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Value, int]]:
+    """Yield which value of which blocks has an action, the value, and in how many blocks."""
     for name, block in plan.costs.classes.items():
         blocks = [index for index, each in enumerate(plan.costs.stack) if each == name]
         for value in block.values:
-            num = sum(plan.actions[index][value.name] is action and not plan.rerun[index] for index in blocks)
-            if num:
-                yield name, value, num, len(blocks)
+            chosen = [i for i in blocks if plan.actions[i][value.name] is action and not plan.rerun[i]]
+            where = f"of {name!r} in {len(chosen)} of {len(blocks)} blocks"
+            if chosen:
+                yield where if plan.blocks is None else f"in {_blocks(plan, name, chosen)}", value, len(chosen)
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:
-    for name, value, num, of in _groups(plan, Action.OFFLOAD):
+    for where, value, num in _groups(plan, Action.OFFLOAD):
         other = f"computing it again would take {format_seconds(num * value.recompute_s)}, and what its inputs take"
         why = other if value.replayable else "it cannot be computed again"
         total = format_bytes(num * value.nbytes)
-        yield f"Offloaded: {value.name} of {name!r} in {num} of {of} blocks ({total} out and back): {why}."
+        yield f"Offloaded: {value.name} {where} ({total} out and back): {why}."
 
 
 def _recomputed(plan: Plan) -> Iterator[str]:
-    for name, value, num, of in _groups(plan, Action.RECOMPUTE):
+    for where, value, num in _groups(plan, Action.RECOMPUTE):
         if value.needed:
             total, seconds = format_bytes(num * value.nbytes), format_seconds(num * value.recompute_s)
-            yield f"Recomputed: {value.name} of {name!r} in {num} of {of} blocks ({total}): {seconds}."
+            yield f"Recomputed: {value.name} {where} ({total}): {seconds}."
 
 
 def _recorded(plan: Plan) -> Iterator[str]:
     rows = zip(plan.costs.stack, plan.costs.blocks, plan.actions, plan.rerun, strict=True)
-    names = [
-        name
-        for name, block, actions, rerun in rows
-        if not rerun and block.is_recorded(actions[value.name] for value in block.values)
-    ]
-    for name, block in plan.costs.classes.items():
-        if block.recording_s and (num := names.count(name)):
-            seconds = format_seconds(num * block.recording_s)
-            yield f"Recorded, so that not all of it is kept: {num} blocks {name!r}: {seconds}."
+    recorded: dict[str, list[int]] = {}
+    for index, (name, block, actions, rerun) in enumerate(rows):
+        if block.recording_s and not rerun and block.is_recorded(actions[value.name] for value in block.values):
+            recorded.setdefault(name, []).append(index)
+    for name, chosen in recorded.items():
+        seconds = format_seconds(len(chosen) * plan.costs.classes[name].recording_s)
+        yield f"Recorded, so that not all of it is kept: {_blocks(plan, name, chosen)}: {seconds}."
 
 
 def _reruns(plan: Plan) -> Iterator[str]:
     for name, block in plan.costs.classes.items():
-        num = sum(rerun for rerun, each in zip(plan.rerun, plan.costs.stack, strict=True) if each == name)
-        if num:
-            yield f"Run again as a whole: {num} blocks {name!r}: {format_seconds(num * block.forward_s)}."
+        chosen = [i for i, each in enumerate(plan.costs.stack) if each == name and plan.rerun[i]]
+        if chosen:
+            seconds = format_seconds(len(chosen) * block.forward_s)
+            yield f"Run again as a whole: {_blocks(plan, name, chosen)}: {seconds}."
 
 
 def _other_budgets(plan: Plan) -> Iterator[str]:

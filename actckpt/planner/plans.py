@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from actckpt._text.listed import calls_named
 from actckpt._version import __version__
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
@@ -89,6 +90,15 @@ class Plan:
     def step_seconds(self) -> float:
         """Seconds of a step."""
         return self.plain_seconds + self.overhead_seconds
+
+    @property
+    def block_names(self) -> tuple[str, ...] | None:
+        """Names of the entries of the stack: of blocks, with `@1` for the second call of one, or of what runs outside
+        of them; None: the plan knows no model.
+        """
+        if self.blocks is None:
+            return None
+        return tuple(name or kind for name, kind in zip(calls_named(self.blocks), self.costs.stack, strict=True))
 
     def explain(self) -> str:
         """Say in words what sets the peak, what is done with which values and why, and what more memory would buy.

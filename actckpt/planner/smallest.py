@@ -78,7 +78,8 @@ def _holds(problem: Problem, best: Candidate) -> str:
     ]
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
     when = "backward" if gradients else "forward and backward"
-    return f"What holds it, in {when} of block {worst} of {len(stack)} ({stack[worst]!r}): {held}"
+    number = f", number {stack[: worst + 1].count(stack[worst])} of {stack.count(stack[worst])}"
+    return f"What holds it, in {when} of {stack[worst]!r}{number if stack.count(stack[worst]) > 1 else ''}: {held}"
 
 
 def _kept_names(problem: Problem, best: Candidate, worst: int) -> str:

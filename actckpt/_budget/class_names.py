@@ -1,0 +1,31 @@
+"""Names of what a measured step is made of: they say which blocks of the model are meant."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from actckpt._text.listed import calls_named, listed
+from actckpt.planner.costs import CostTable
+
+__all__ = ["AFTER", "BEFORE", "with_block_names"]
+
+#: What runs outside of blocks, as classes of blocks: the stem and the head (NOTE [ Measuring a step ]).
+BEFORE, AFTER = "(before the blocks)", "(after the blocks)"
+
+
+def with_block_names(costs: CostTable, names: Sequence[str | None]) -> CostTable:
+    """Return a cost table in which classes of blocks have the names of these: `layers.0-5`.
+
+    Args:
+        names: of the block, for each entry of the stack; None for what runs outside of blocks, which has a name.
+    """
+    alike: dict[str, list[str]] = {}
+    for kind, name in zip(costs.stack, calls_named(names), strict=True):
+        if name is not None:
+            alike.setdefault(kind, []).append(name)
+    new = {kind: listed(found) for kind, found in alike.items()}
+    classes = {new.get(kind, kind): block for kind, block in costs.classes.items()}
+    if len(classes) < len(costs.classes):
+        return costs  # a block has a name that looks like several: nothing would tell two classes apart
+    return dataclasses.replace(costs, classes=classes, stack=tuple(new.get(kind, kind) for kind in costs.stack))

@@ -1,0 +1,54 @@
+"""Several names in few words, rows of numbers together."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+__all__ = ["calls_named", "listed"]
+
+_NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>\d+)(?P<tail>\D*)", re.DOTALL)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as text; those that follow each other in a number are one, and what they begin with stands once.
+
+    Example::
+
+        >>> from actckpt._text.listed import listed
+        >>> listed(["layers.0", "layers.1", "layers.2", "layers.4", "norm"])
+        'layers.0-2, 4, norm'
+    """
+    rows: list[tuple[str, str, list[int]]] = []
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        head, tail, numbers = (
+            (name, "", []) if match is None else (match["head"], match["tail"], [int(match["number"])])
+        )
+        if rows and numbers and rows[-1][:2] == (head, tail) and rows[-1][2][-1] == numbers[0] - 1:
+            rows[-1][2].extend(numbers)
+        else:
+            rows.append((head, tail, numbers))
+    found: list[str] = []
+    for place, (head, tail, numbers) in enumerate(rows):
+        goes_on = place > 0 and bool(numbers) and not tail and rows[place - 1][:2] == (head, tail)
+        range_ = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
+        found.append(f"{'' if goes_on else head}{range_}{tail}")
+    return ", ".join(found)
+
+
+def calls_named(blocks: Sequence[str | None]) -> list[str | None]:
+    """Return the names of blocks in the order of their calls, those of further calls of one with their number.
+
+    Example::
+
+        >>> from actckpt._text.listed import calls_named
+        >>> calls_named([None, "block", "block"])
+        [None, 'block', 'block@1']
+    """
+    calls: Counter[str] = Counter()
+    found: list[str | None] = []
+    for name in blocks:
+        found.append(f"{name}@{calls[name]}" if name is not None and calls[name] else name)
+        if name is not None:
+            calls[name] += 1
+    return found

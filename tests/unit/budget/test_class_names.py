@@ -1,0 +1,101 @@
+"""Plans of a model name its blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import actckpt
+from actckpt import planner
+from actckpt._budget.class_names import AFTER, BEFORE, with_block_names
+from actckpt.planner.costs import BlockClass
+
+
+class _Model(torch.nn.Module):
+    """Six blocks, in turns of two widths, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 16)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.Linear(width, 16))
+            for width in (32, 64) * 3
+        )
+        self.last = torch.nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(name="plan", scope="module")
+def _plan() -> Iterator[actckpt.Plan]:
+    model, x = _Model(), torch.randn(256, 8)
+    yield actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="60%", race=False)
+
+
+def test_classes_and_columns_have_the_names_of_blocks(plan: actckpt.Plan) -> None:
+    assert plan.costs.stack == (BEFORE, *("layers.0, 2, 4", "layers.1, 3, 5") * 3, AFTER)
+    _, *lines = plan.table().splitlines()
+    rows = [line for line in lines if line.partition("layers.")[1]]
+    assert "block 0" not in plan.table() and "count from 0" not in plan.table() and "(other)" not in plan.table()
+    for name, blocks in (("layers.0, 2, 4", {0, 2, 4}), ("layers.1, 3, 5", {1, 3, 5})):
+        mine = [line.partition(name)[2] for line in rows if name in line]
+        assert len(mine) == 3, "the input and two values"
+        for line in mine:
+            assert {int(c) for part in line.split("layers.")[1:] for c in _numbers(part)} == blocks
+    assert "x0: the input of a block." in plan.table()
+
+
+def _numbers(text: str) -> Iterator[int]:
+    for part in text.replace(",", " ").split():
+        first, _, last = part.partition("-")
+        if not first.isdigit():
+            return
+        yield from range(int(first), int(last or first) + 1)
+
+
+def test_the_explanation_has_the_names_of_blocks(plan: actckpt.Plan) -> None:
+    rows = zip(plan.block_names or (), plan.rerun, plan.actions, strict=True)
+    dropped = [name for name, rerun, each in rows if rerun or actckpt.Action.RECOMPUTE in each.values()]
+    text = plan.explain()
+    assert dropped and all(f"layers.{name[-1]}" in text or f", {name[-1]}" in text for name in dropped)
+    assert " of block " not in text and "blocks '" not in text
+    no_model = dataclasses.replace(plan, blocks=None, places=None)
+    assert " of block " in no_model.explain() and "count from 0" in no_model.table()
+
+
+def test_a_block_that_runs_twice_has_a_name_for_each_call() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.block(x))  # type: ignore[no-any-return]
+
+    model, x = Twice(), torch.randn(64, 16)
+    step = lambda: model(x).sum().backward()  # noqa: E731 - a step
+    plan = actckpt.plan(step, model=model, blocks="block", activation_budget="100%", race=False)
+    assert plan.block_names == (BEFORE, "block", "block@1", AFTER)
+
+
+def test_an_error_names_the_blocks() -> None:
+    model, x = _Model(), torch.randn(256, 8)
+    with pytest.raises(planner.PlanInfeasibleError, match=r"backward of '(layers\.|\(after)"):
+        actckpt.apply(model, activation_budget="1%")
+        for _ in range(2):
+            model(x).sum().backward()
+
+
+def test_names_that_would_fall_together_are_left_as_they_are() -> None:
+    block = BlockClass(1.0, 1.0, 1.0)
+    other = dataclasses.replace(block, forward_s=2.0)
+    costs = planner.CostTable({"a": block, "b": other}, ("a", "a", "b"))
+    assert with_block_names(costs, ["x.0", "x.1", "y"]).stack == ("x.0-1", "x.0-1", "y")
+    assert with_block_names(costs, ["x.0", "x.1", "x.0-1"]) == costs
