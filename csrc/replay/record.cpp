@@ -300,6 +300,36 @@ bool has_other_types(PyObject* types) {
   return false;
 }
 
+// Tells of subclasses among the arguments: they call operators on their inner tensors, and these are recorded (Rule 4
+// of NOTE [ Replay ]).
+void note_wrappers(PyObject* tape, PyObject* args, PyObject* kwargs) {
+  for (PyObject* given : {args, kwargs}) {
+    if (given == nullptr) continue;
+    PyObject* noted[] = {tape, given};
+    owned(PyObject_Vectorcall(names().note_wrappers, noted, 2, nullptr));
+  }
+}
+
+// Runs an operator and records what it makes.
+py::object recorded(TapeObject* tape, const Known& entry, PyObject* args, PyObject* kwargs) {
+  PyObject* func = entry.func.ptr();
+  if (!entry.is_recorded) {
+    py::object result = called(func, args, kwargs);
+    add_unrecorded(tape, entry, args, kwargs, result.ptr());
+    return result;
+  }
+  if (entry.is_view) {
+    py::object result = (*entry.callee)(args, kwargs);
+    if (facts_of_choice(tape).asks_calls != 0) asked(tape->choice, func, args, kwargs, result.ptr());
+    return result;
+  }
+  if (entry.is_plain || (entry.is_plain_if_kept && stays_always(tape, entry))) {
+    return record_plain(tape, entry, args, kwargs);
+  }
+  PyObject* special[] = {reinterpret_cast<PyObject*>(tape), entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
+  return owned(PyObject_Vectorcall(names().record_special, special, 4, nullptr));
+}
+
 // dispatch(recorder, func, types, args, kwargs=None): a recorder's __torch_dispatch__.
 PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
@@ -312,14 +342,7 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (is_paused() || is_in_compiled_code()) return called(func, args, kwargs).release().ptr();
     if (PyObject_Size(arguments[2]) > 0 && has_other_types(arguments[2])) {
       if (has_fakes(arguments[2])) return called(func, args, kwargs).release().ptr();
-      // The subclass calls operators on its inner tensors, and these are recorded (Rule 4 of NOTE [ Replay ]).
-      for (PyObject* given : {args, kwargs}) {
-        if (given == nullptr) continue;
-        PyObject* noted[] = {current.ptr(), given};
-        if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().note_wrappers, noted, 2, nullptr))) {
-          throw py::error_already_set();
-        }
-      }
+      note_wrappers(current.ptr(), args, kwargs);
       Py_RETURN_NOTIMPLEMENTED;
     }
     const Known& entry = known(func);
@@ -330,21 +353,7 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       PyObject* call[] = {current.ptr(), entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
       owned(PyObject_Vectorcall(names().hold_indices, call, 4, nullptr));
     }
-    if (!entry.is_recorded) {
-      py::object result = called(func, args, kwargs);
-      add_unrecorded(tape, entry, args, kwargs, result.ptr());
-      return result.release().ptr();
-    }
-    if (entry.is_view) {
-      py::object result = (*entry.callee)(args, kwargs);
-      if (facts_of_choice(tape).asks_calls != 0) asked(tape->choice, func, args, kwargs, result.ptr());
-      return result.release().ptr();
-    }
-    if (entry.is_plain || (entry.is_plain_if_kept && stays_always(tape, entry))) {
-      return record_plain(tape, entry, args, kwargs).release().ptr();
-    }
-    PyObject* special[] = {current.ptr(), entry.op.ptr(), args, kwargs == nullptr ? Py_None : kwargs};
-    return PyObject_Vectorcall(names().record_special, special, 4, nullptr);
+    return recorded(tape, entry, args, kwargs).release().ptr();
   });
 }
 
