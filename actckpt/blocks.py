@@ -21,7 +21,7 @@ from actckpt._blocks.applied import (
     patch,
     unpatch,
 )
-from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, sums_of
+from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, stayed, sums_of
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
@@ -276,6 +276,8 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     for blocks in together.values():
         blocks.is_watching = True
     note = f"Recorded: {'the first step' if is_first else 'the step after the report before'}; the next one is, too."
+    if small := stayed(found):
+        note = f"{small}\n{note}"
     if plan is not None:
         note = "Recorded: a step of the plan; blocks in which everything is kept run as they are and are not in it."
     trainings = [blocks.training for blocks in together.values() if blocks.training is not None]

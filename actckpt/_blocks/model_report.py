@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from actckpt._core.region_report import READ
+from actckpt._core.region_report import READ, SMALL
 from actckpt._core.sites import qualified_name
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.action import Action
 from actckpt.planner.plans import Plan
 
-__all__ = ["GroupBy", "ModelReport", "ModelRow", "folded", "rows_of", "sums_of"]
+__all__ = ["GroupBy", "ModelReport", "ModelRow", "folded", "rows_of", "stayed", "sums_of"]
 
 GroupBy = Literal["operator", "module", "type"]
 #: Of several entries for one storage, the one with the highest number says what became of it.
@@ -151,6 +151,22 @@ def sums_of(found: Sequence[Found]) -> dict[str, int]:
     }
 
 
+def stayed(found: Sequence[Found]) -> str:
+    """Say of blocks under `offload` what stayed since it is small, and what to do where nothing else was moved."""
+    small = [entry for _, entry in found if entry.why.startswith(SMALL)]
+    num = sum(entry.num_values for entry in small)
+    if not num:
+        return ""
+    nbytes = sum(entry.nbytes for entry in small)
+    what = f"{num} tensors of {format_bytes(nbytes)} in all are {small[0].why}"
+    if any(entry.action is Action.OFFLOAD and entry.nbytes for _, entry in found):
+        return f"{what}, and stay."
+    return (
+        f"Nothing was offloaded: all {what}. They have {format_bytes(nbytes / num)} on average; "
+        "pass less than that: actckpt.apply(model, policy='offload', min_bytes=...)."
+    )
+
+
 def rows_of(
     model: torch.nn.Module, blocks: Mapping[str, Any], found: Sequence[Found], group_by: GroupBy, top: int | None
 ) -> tuple[ModelRow, ...]:
@@ -189,7 +205,7 @@ def _row(name: str, members: Sequence[Found], plain_bytes: int) -> ModelRow:
     return ModelRow(
         name=name,
         num_blocks=len({block for block, _ in members}),
-        num_values=len(members),
+        num_values=sum(getattr(entry, "num_values", 1) for _, entry in members),
         kept_bytes=sums[Action.KEEP],
         offloaded_bytes=sums[Action.OFFLOAD],
         recomputed_bytes=sums[Action.RECOMPUTE],

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._core.region_report import READ, Figures, TakenDown
+from actckpt._core.region_report import READ, SMALL, Figures, TakenDown
 from actckpt._core.sites import module_name
 from actckpt._core.storages import storages_of
 from actckpt._offload.session import Offloading
+from actckpt._text.sizes import format_bytes
 from actckpt.action import Action
 
 __all__ = ["RecordedCall", "Recording"]
@@ -60,9 +61,7 @@ class RecordedCall:
     def __exit__(self, *_: object) -> None:
         _C.tell_of_saved(self._before)
         if self.offloading is not None:
-            found = self.offloading.report()
-            sums = {Action.OFFLOAD: found.offloaded_bytes, Action.KEEP: found.kept_bytes}
-            self._entries = [TakenDown("(offload)", None, action, "", None, sums[action]) for action in sums]
+            self._entries = _moved_and_small(self.offloading)
         del self.figures, self.offloading  # they hold what only a region that is open needs
 
     def holds(self, arguments: Any, action: Action) -> None:
@@ -99,6 +98,18 @@ class RecordedCall:
     def is_alive(self) -> bool:
         """Whether its graph lives."""
         return self._graph is not None and self._graph() is not None
+
+
+def _moved_and_small(block: Offloading) -> list[TakenDown]:
+    """Return what a block of offloading moved, and what stayed since it is small."""
+    found = block.report()
+    num_small = sum(row.not_replayed.get(SMALL, 0) for row in found.rows)
+    num_moved = sum(row.num_values for row in found.rows) - num_small
+    why = f"{SMALL}={format_bytes(block.min_bytes)}" if num_small else ""
+    return [
+        TakenDown("(offload)", None, Action.OFFLOAD, "", None, found.offloaded_bytes, num_values=num_moved),
+        TakenDown("(offload)", None, Action.KEEP, why, None, found.kept_bytes, num_values=num_small),
+    ]
 
 
 class Recording:

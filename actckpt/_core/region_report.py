@@ -15,10 +15,12 @@ from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.action import Action
 
-__all__ = ["READ", "Entry", "Figures", "Report", "Row", "SavedValue", "TakenDown", "explained"]
+__all__ = ["READ", "SMALL", "Entry", "Figures", "Report", "Row", "SavedValue", "TakenDown", "explained"]
 
 #: Why something is held that autograd did not save: the extension says so of what replays begin from.
 READ = "others are replayed from it"
+#: Why something stays that was to be moved.
+SMALL = "smaller than min_bytes"
 _NOTHING = "Nothing was saved here that could be moved."
 
 
@@ -33,6 +35,8 @@ class TakenDown:
     storage: weakref.ref[torch.UntypedStorage] | None
     nbytes: int
     num_replays: int = 0
+    #: How many values these are.
+    num_values: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +191,7 @@ class Figures:
         if self.session is None:
             return Report.of(self.entries, note, operators_not_run, peak_bytes=self.meter.peak_bytes)
         num_moved, moved_bytes, num_small, small_bytes = self.session.moved_and_small()
-        why = {"smaller than min_bytes": num_small} if num_small else {}
+        why = {SMALL: num_small} if num_small else {}
         count = num_moved + num_small
         row = Row("(all)", None, count, small_bytes, moved_bytes, recomputed_bytes=0, num_replays=0, not_replayed=why)
         return Report((row,) if count else (), "" if count else note or _NOTHING, peak_bytes=self.meter.peak_bytes)

@@ -58,7 +58,8 @@ class Offloading(ContextDecorator):
 
     def __init__(self, to: Destination, min_bytes: int) -> None:
         self._to = to
-        self._min_bytes = min_bytes
+        #: Smaller tensors stay.
+        self.min_bytes = min_bytes
         self._entered = threading.local()
         self._figures = Figures()
 
@@ -68,7 +69,7 @@ class Offloading(ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> "Offloading":
-        session = Session(self._to, self._min_bytes)
+        session = Session(self._to, self.min_bytes)
         self._figures = Figures()
         self._figures.watch(session)
         hooks = saved_tensors_hooks(*session.hooks)
@@ -94,7 +95,7 @@ class Offloading(ContextDecorator):
             )
         opened.pop()
         hooks.__exit__(*exception)
-        if not session.has_moved and self._min_bytes < EVERYTHING_STAYS and not _C.is_rerunning():
+        if not session.has_moved and self.min_bytes < EVERYTHING_STAYS and not _C.is_rerunning():
             counters.add("idle_offloads", 1)
 
     def report(self) -> Report:

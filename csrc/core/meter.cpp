@@ -95,10 +95,10 @@ PyType_Spec death_spec = {"actckpt._C.StorageDeath", sizeof(DeathObject), 0,
 
 }  // namespace
 
-void note_alive(PyObject* object, PyObject* storage) {
-  if (object == nullptr || object == Py_None) return;
+bool note_alive(PyObject* object, PyObject* storage) {
+  if (object == nullptr || object == Py_None) return false;
   auto* meter = reinterpret_cast<MeterObject*>(object);
-  if (meter->alive.count(storage) != 0) return;
+  if (meter->alive.count(storage) != 0) return false;
   PyObject* made = death_type->tp_alloc(death_type, 0);
   if (made == nullptr) throw py::error_already_set();
   auto owner = py::reinterpret_steal<py::object>(made);
@@ -111,6 +111,7 @@ void note_alive(PyObject* object, PyObject* storage) {
   meter->alive.emplace(storage, Watch{std::move(reference), std::move(owner)});
   meter->live_bytes += death->nbytes;
   meter->peak_bytes = std::max(meter->peak_bytes, meter->live_bytes);
+  return true;
 }
 
 void add_meter_type(py::module_& module) {

@@ -8,8 +8,8 @@
 
 namespace actckpt {
 
-// Counts `storage` on `meter`; null or None counts nothing.
-void note_alive(PyObject* meter, PyObject* storage);
+// Counts `storage` on `meter`, and returns whether it was not counted yet; null or None counts nothing.
+bool note_alive(PyObject* meter, PyObject* storage);
 
 void add_meter_type(py::module_& module);
 

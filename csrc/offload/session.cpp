@@ -80,15 +80,16 @@ bool is_traced() {
   return call(names().num_dispatch_modes).cast<int>() > 0 && call(names().is_tracing).ptr() == Py_True;
 }
 
-// Counts a saved tensor that stays since it is small, unless somebody else holds it anyway.
+// Counts the storage of a saved tensor that stays since it is small, once, unless somebody else holds it anyway.
 void note_small(const SessionObject* session, PyObject* tensor, long long nbytes) {
   Record* record = session->record.get();
   if (!record->meter || reads().is_leaf.is_true(tensor)) return;
+  const py::object root = root_of(tensor);
+  if (root.ptr() != tensor && is_parameter(root.ptr())) return;
   const py::object storage = reachable_storage(tensor);
-  if (!storage || is_known_owned(storage.ptr())) return;
+  if (!storage || is_known_owned(storage.ptr()) || !note_alive(record->meter.ptr(), storage.ptr())) return;
   record->num_small += 1;
   record->small_bytes += nbytes;
-  note_alive(record->meter.ptr(), storage.ptr());
 }
 
 // Whether a plain tensor stays because of what or where it is; otherwise sets storage and root.
@@ -172,7 +173,7 @@ PyObject* session_watch(PyObject* self, PyObject* meter) {
   Py_RETURN_NONE;
 }
 
-// moved_and_small() -> tuple of two numbers of tensors, each with their bytes
+// moved_and_small() -> tuple of two numbers of storages, each with the bytes that are saved of them
 PyObject* session_moved_and_small(PyObject* self, PyObject*) {
   const Record* record = session_of(self)->record.get();
   return Py_BuildValue("LLLL", record->num_moved, record->moved_bytes, record->num_small, record->small_bytes);
@@ -227,7 +228,7 @@ PyMethodDef session_methods[] = {
      "read_ahead(): a backward has come here; begin to bring back what it needs next."},
     {"watch", session_watch, METH_O, "watch(meter): count on it what of the values is alive."},
     {"moved_and_small", session_moved_and_small, METH_NOARGS,
-     "moved_and_small() -> number and bytes of storages moved, and of tensors that stay since they are small."},
+     "moved_and_small() -> number and bytes of storages moved, and of those that stay since they are small."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyObject* session_has_moved(PyObject* self, void*) { return PyBool_FromLong(session_of(self)->has_moved ? 1 : 0); }

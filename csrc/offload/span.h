@@ -36,7 +36,7 @@ struct Record {
   std::size_t num_alive = 0;
   long long num_moved = 0;  // since it was made
   long long moved_bytes = 0;
-  long long num_small = 0;  // saved tensors that stay since they are small, and their bytes
+  long long num_small = 0;  // storages that stay since what is saved of them is small, and those bytes
   long long small_bytes = 0;
   py::object meter;                // counts what of its values is alive; may be null
   std::weak_ptr<Record> previous;  // moved before it by this thread; backward reaches it after this one

@@ -86,6 +86,45 @@ def test_it_has_the_bytes_that_are_held_and_those_of_plain_training(policy: Any,
         assert actckpt.report(model).rows == found.rows
 
 
+def test_offload_that_moves_nothing_says_why_and_what_to_do() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
+    x = torch.randn(4, 8)
+
+    def said(**options: Any) -> str:
+        actckpt.apply(model, policy="offload", **options)
+        model(x).sum().backward()
+        found = actckpt.report(model)
+        actckpt.remove(model)
+        assert found.note in str(found)
+        return found.note
+
+    nothing = (  # the inputs of each GELU and of two Linears: the program has the first one
+        "Nothing was offloaded: all 5 tensors of 640 B in all are smaller than min_bytes=1.00 MiB. They have 128 B on "
+        "average; pass less than that: actckpt.apply(model, policy='offload', min_bytes=...)."
+    )
+    assert said().splitlines()[0] == nothing
+    assert "min_bytes" not in said(min_bytes=128)
+    assert "smaller than min_bytes=129 B." in said(min_bytes=129)
+
+
+def test_small_tensors_of_blocks_that_offload_are_told_and_count_once() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = torch.nn.Linear(8, 64), torch.nn.Linear(8, 64), torch.nn.GELU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            return self.c(self.a(x) + self.b(x)).sum(-1, keepdim=True).expand(-1, 8)  # type: ignore[no-any-return]
+
+    model = torch.nn.Sequential(Block(), Block())
+    actckpt.apply(model, policy="offload", min_bytes=512)
+    model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    found = actckpt.report(model)
+    assert (found.offloaded_bytes, found.kept_bytes) == (2 * 4 * 64 * 4, 2 * 4 * 8 * 4), "both Linears save one input"
+    assert found.note.startswith("2 tensors of 256 B in all are smaller than min_bytes=512 B, and stay.\nRecorded")
+
+
 def test_what_is_offloaded_is_told() -> None:
     model = Model()
     plain = _held(model)
