@@ -9,7 +9,6 @@ the same layers, where a cache is given. A cache that holds something stays: rer
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -17,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from actckpt import _C
+from actckpt._core.sites import warn_user
 from actckpt.errors import BlocksError
 
 __all__ = ["is_checkpointing_layer", "without_cache"]
@@ -91,7 +91,7 @@ def _warn_once(block: torch.nn.Module, what: str) -> None:
     kind = type(block).__name__
     if (kind, what) not in _warned:
         _warned.add((kind, what))
-        warnings.warn(f"apply: {kind} is given a key-value cache. {what} {_WAYS_OUT}", stacklevel=2)
+        warn_user(f"apply: {kind} is given a key-value cache. {what} {_WAYS_OUT}")
 
 
 _IN_TRAINING = (

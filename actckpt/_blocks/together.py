@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from actckpt._blocks.recording import RecordedCall, Recording
+from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
 from actckpt._offload import stores
 from actckpt._replay.named_operators import Matches
@@ -119,13 +119,12 @@ class AppliedBlocks:
         self.is_checked = True
         self.matches.end("apply: the blocks")
         if self.training is not None and not self.training.is_called:
-            warnings.warn(_NEVER_CALLED.format(self.training.model_name), stacklevel=2)
+            warn_user(_NEVER_CALLED.format(self.training.model_name))
         idle = [name for name, forward in self.forwards.items() if not forward.has_run]
         if idle:
             more = f" and {len(idle) - _MAX_NAMES} more" if len(idle) > _MAX_NAMES else ""
-            warnings.warn(
+            warn_user(
                 f"apply: {len(idle)} of {len(self.forwards)} blocks did not run in a step that called backward: "
                 f"{', '.join(idle[:_MAX_NAMES])}{more}. Nothing is saved there: the model does not call these modules. "
                 "Pass blocks= to actckpt.apply, those that it calls. Told once.",
-                stacklevel=2,
             )

@@ -29,7 +29,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -54,6 +53,7 @@ from actckpt._budget.turns import Race, Turn, race_of
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
 from actckpt._core import torch_private
+from actckpt._core.sites import warn_user
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.planner.costs import CostTable
@@ -178,7 +178,7 @@ class BudgetedTraining:
 
 @torch_private.called_while_traced
 def _tell_compiled() -> bool:
-    warnings.warn(_COMPILED, stacklevel=2)
+    warn_user(_COMPILED)
     return True
 
 
@@ -392,5 +392,5 @@ class _Size:
         is_late = self._observing.has_corrected or self._num_planned > _WATCHED_STEPS
         if not is_late or smallest_bytes is None:
             raise errors.pop(0) from None
-        warnings.warn(_EXCEEDED.format(errors[0]), stacklevel=5)  # where the model is called
+        warn_user(_EXCEEDED.format(errors[0]))  # where the model is called
         return smallest_plan(costs, smallest_bytes, self._wanted.pins), share

@@ -4,6 +4,7 @@ import inspect
 import linecache
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from types import FrameType
@@ -11,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["is_code_running", "module_name", "modules_on_stack", "qualified_name", "user_line"]
+__all__ = ["is_code_running", "module_name", "modules_on_stack", "qualified_name", "user_line", "warn_user"]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -21,10 +22,27 @@ def user_line() -> str:
     """Return `file:line in function: source` of the innermost frame outside torch and actckpt."""
     for frame in _frames_outward():
         path = frame.f_code.co_filename
-        if not path.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and not path.startswith("<"):
+        if _is_users(frame):
             source = linecache.getline(path, frame.f_lineno).strip()
             return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}: {source}"
     return "an unknown line"
+
+
+def warn_user(message: str) -> None:
+    """Warn at the innermost line outside torch and actckpt: of the user, who called what led here."""
+    level = 2
+    for number, frame in enumerate(_frames_outward(), start=1):  # the first is that of this function
+        if _is_users(frame):
+            level = number
+            break
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_users(frame: FrameType) -> bool:
+    if frame.f_globals.get("__name__") == "__main__":
+        return True  # also where there is no file
+    path = frame.f_code.co_filename
+    return not path.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<"))
 
 
 def modules_on_stack() -> Iterator[torch.nn.Module]:

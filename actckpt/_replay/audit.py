@@ -20,7 +20,6 @@ import hashlib
 import os
 import threading
 import types
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from actckpt._core import devices, torch_private
 from actckpt._core.functions import contents_of
-from actckpt._core.sites import module_name
+from actckpt._core.sites import module_name, warn_user
 from actckpt._offload.demotion import Steps
 from actckpt._replay.checksums import checksum
 from actckpt._replay.named_operators import Matches
@@ -307,11 +306,10 @@ def can_compare(tensor: Tensor) -> bool:
 
 def warn_of_original(what: str) -> None:
     """Say once that a tensor came back wrong and its original was used."""
-    warnings.warn(
+    warn_user(
         f"{what} came back from replay with other bytes than it had: something wrote to memory that no operator said "
         "it writes. The original was used, and it is kept from now on. Silence this with "
         "warnings.filterwarnings or say so with actckpt.configure(opaque=[...]).",
-        stacklevel=2,
     )
 
 

@@ -1,11 +1,11 @@
 """A region around one call of a function, with a policy: recorded, and what happens where compiled code is inside."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from actckpt._core.messages import name_of
 from actckpt._core.region_report import Figures
+from actckpt._core.sites import warn_user
 from actckpt._replay.audit import Site
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
@@ -53,10 +53,9 @@ def run_in_region(
 
 def _warn_of_compiled(function: Callable[..., Any], compiled_bytes: int, total_bytes: int) -> None:
     """Say once per function that its policy cannot be followed."""
-    warnings.warn(
+    warn_user(
         f"{compiled_bytes / 2**20:.1f} of {total_bytes / 2**20:.1f} MiB that the policy for {name_of(function)} wants "
         "to recompute were made by compiled code, which is not recorded; they are kept this time. From its next call "
         "on the whole function runs again in backward instead, as with policy=None. To have the policy followed, "
         "compile around the checkpoint: actckpt.apply or checkpoint first, then torch.compile.",
-        stacklevel=5,
     )

@@ -2,7 +2,7 @@
 
 import copy
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.utils.checkpoint
@@ -95,8 +95,13 @@ class Table:
         return first is not None and self.actions[first[0]] is action and first[1].is_of_operator(place.operator)
 
     def nearest(self, text: str) -> str:
-        """Return the places and names nearest to an entry, of those that ran or were given."""
-        return ", ".join(difflib.get_close_matches(text, self._seen, n=2, cutoff=0.4)) or "none"
+        """Return what is nearest to an entry, of what ran or was given: places, or modules and names, as it is one."""
+        known: Iterable[str] = self._seen
+        if "::" not in text:
+            known = dict.fromkeys(each.partition("::")[0].partition("@")[0] for each in self._seen)
+            if any(each.startswith(f"{text}.") for each in known):
+                return f"{text}.**"
+        return ", ".join(difflib.get_close_matches(text, list(known), n=2, cutoff=0.4)) or "none"
 
 
 def is_place(text: str) -> bool:

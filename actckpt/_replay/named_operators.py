@@ -7,11 +7,11 @@ So the first step of a place in the program (a call site, or all blocks of one `
 opening after the graph of its first region is gone. Then the recorders of that place are the plain ones again.
 """
 
-import warnings
 import weakref
 from typing import Any
 
 from actckpt import _C
+from actckpt._core.sites import warn_user
 from actckpt._replay.choice import Choice, Table
 from actckpt._replay.operators import operator_of
 from actckpt._text import operator_names
@@ -74,11 +74,10 @@ class Matches:
         if self._table is not None:
             self.ran |= self._table.matched  # in other places of the program, since
         if self.operators and not self.ran:
-            warnings.warn(
+            warn_user(
                 f"{who} ran none of the {'places' if self._table else 'operators'} that its policy names in its first "
                 "step, so they decide nothing: "
                 f"{'; '.join(self.idle())}. r.report() of actckpt.region names the operators that run. Told once.",
-                stacklevel=5,
             )
 
     def idle(self) -> tuple[str, ...]:

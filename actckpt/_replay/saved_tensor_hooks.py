@@ -1,7 +1,6 @@
 """The saved-tensor hooks of a region: a handle for every tensor that autograd saves, and the way back."""
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._C import EngineError, unmoved
 from actckpt._core import torch_private
+from actckpt._core.sites import warn_user
 from actckpt._core.subclasses import TakenApart
 from actckpt._replay import aliases, audit, casts, naming, wrappers
 from actckpt._replay.lineage import Handle, Value, mark_needed, new_leaf_bytes, window_of
@@ -219,11 +219,10 @@ def _warn_of_opaque(tape: Tape) -> None:
         return
     tape.site.has_warned = True
     total = tape.recompute_bytes + tape.opaque_bytes
-    warnings.warn(
+    warn_user(
         f"{tape.opaque_bytes / 2**20:.1f} of {total / 2**20:.1f} MiB that the policy of this region wants to recompute "
         "cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) without "
         "a policy runs the function again instead, and gets through any kernel. r.report() names them.",
-        stacklevel=4,
     )
 
 
@@ -234,10 +233,9 @@ def _note_backward_inside(tape: Tape) -> None:
         return
     tape.tasks_inside.add(task)
     if len(tape.tasks_inside) == _BACKWARDS_INSIDE:
-        warnings.warn(
+        warn_user(
             f"{_BACKWARDS_INSIDE} backwards ran inside of one region, which is still open: what it may need holds its "
             "memory until it closes. End the `with actckpt.region(...)` block before calling backward.",
-            stacklevel=3,
         )
 
 

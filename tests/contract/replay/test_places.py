@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import linecache
 import os
 import pickle
 import subprocess
@@ -438,6 +439,30 @@ def test_entries_that_match_nothing_are_reported_with_the_nearest_place_and_told
         for _ in range(4):
             _in_one_region(model, _input(), {"layer.0": "keep"})
     assert [str(one.message).count("none of the places that its policy names") for one in told] == [1]
+    assert "layer.0 (nearest of those that ran: layers.0" in str(told[0].message)
+
+
+@pytest.mark.parametrize(
+    ("entry", "near"),
+    [
+        ("layrs.0.mlp.1", "layers.0.mlp.1, "),
+        ("layrs.*.mlp.1", "layers."),
+        ("layers.0.mlp", "layers.0.mlp.**)"),
+        ("lyers.0.mlp.1::aten.gelu", "layers.0.mlp.1::aten.gelu.default#0.0, "),
+    ],
+)
+def test_blocks_whose_policy_matches_nothing_warn_where_backward_is_called_with_what_is_near(
+    entry: str, near: str
+) -> None:
+    model = Model()
+    actckpt.apply(model, policy={entry: "keep"})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(_input()).sum().backward()
+    (one,) = told
+    assert one.filename == __file__ and "backward()" in linecache.getline(one.filename, one.lineno)
+    assert f"that ran: {near}" in str(one.message)
 
 
 def test_a_table_of_a_whole_model_does_not_warn_in_regions_where_none_of_it_runs() -> None:
