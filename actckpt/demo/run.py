@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._core import devices
@@ -19,6 +18,7 @@ from actckpt.demo.comparison import find_differences
 from actckpt.demo.data import batches, read_text
 from actckpt.demo.methods import Method, budgeted, choose_methods
 from actckpt.demo.output import describe_plan, describe_run, draw_picture, make_table, write_json
+from actckpt.demo.progress import Bars, Lines
 from actckpt.demo.settings import DemoSettings
 from actckpt.demo.train import MethodResult, train
 
@@ -126,30 +126,20 @@ def run_demo(demo: Demo) -> int:
 
 
 def _train_all(demo: Demo, console: Console) -> list[MethodResult]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
     results = []
-    with Progress(*columns, console=console) as progress:
-        tasks = [
-            progress.add_task(method.name, total=demo.settings.steps, start=False, loss="waiting")
-            for method in demo.methods
-        ]
-        for method, task in zip(demo.methods, tasks, strict=True):
-            progress.start_task(task)
-
-            def show(loss: float, task: object = task) -> None:
-                progress.update(task, advance=1, loss=f"loss {loss:.3f}")  # type: ignore[arg-type]
-
-            def wait(task: object = task) -> None:
-                progress.update(task, loss="plans take turns")  # type: ignore[arg-type]
-
+    steps = demo.settings.steps
+    with (Bars if console.is_terminal else Lines)(demo.methods, steps, console) as progress:
+        for method in demo.methods:
+            progress.begin(method)
             with _explained_out_of_memory(method, demo):
-                result = train(method, demo.settings, text=demo.text, device=demo.device, on_step=show, on_race=wait)
+                result = train(
+                    method,
+                    demo.settings,
+                    text=demo.text,
+                    device=demo.device,
+                    on_step=progress.step,
+                    on_race=progress.race,
+                )
             results.append(result)
     return results
 
