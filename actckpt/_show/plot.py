@@ -80,9 +80,13 @@ def plot_points(points: Mapping[str, tuple[float, float, float, float]], *, path
 
 
 def new_figure(width: float) -> Figure:
-    """Return an empty figure, `width` inches wide."""
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
-
+    """Return an empty figure, `width` inches wide; raises ImportError where matplotlib cannot be imported."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no global state, no display
+    except ImportError as error:
+        raise ImportError(
+            f"A picture needs matplotlib, which cannot be imported ({error}). pip install 'actckpt[plot]' brings it."
+        ) from error
     return Figure(figsize=(width, 4.8), dpi=150, layout="constrained")
 
 

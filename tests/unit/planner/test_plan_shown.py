@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,16 @@ def test_a_mistake_is_one_line_with_exit_code_2(
     assert exit_info.value.code == 2
     assert captured.err.startswith("actckpt plan: error") and captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_without_matplotlib_one_line_says_what_to_install(
+    table: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ImportError, match=r"^A picture needs matplotlib, .* pip install 'actckpt\[plot\]' brings it\.$"
+    ):
+        planner.solve(_costs(), budget="2GiB").plot(table.with_name("plan.svg"))
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(table), "--budget=2GiB", "--plot", str(table.with_name("plan.svg"))])
+    assert "pip install 'actckpt[plot]' brings it. See" in capsys.readouterr().err
