@@ -162,7 +162,17 @@ class _Search:
         """Return the best plan."""
         if self._best is None:
             raise self._infeasible()
-        return self._best
+        return self._with_bound(self._best)
+
+    def _with_bound(self, plan: Plan) -> Plan:
+        """Return a plan whose bound is one for its own costs, and not for those that it was solved with."""
+        if plan.overhead_seconds == 0.0:
+            return plan
+        try:
+            bound = solved(plan.costs, self._budget, self._pins).bound_seconds
+        except PlanInfeasibleError:  # by rounding, where the plan needs all of the budget
+            bound = plan.overhead_seconds
+        return dataclasses.replace(plan, bound_seconds=min(bound, plan.overhead_seconds))
 
     def _infeasible(self) -> PlanInfeasibleError:
         smallest_bytes, less = self._smallest

@@ -41,7 +41,9 @@ def race_plans(plan: Plan, others: Iterable[tuple[str, Plan]], trials: Trials) -
         peak = trials.peak_of(other) if other.peak_bytes <= _TRIED * plan.budget_bytes else other.peak_bytes
         rows[name] = Raced(name, peak, fits=peak <= plan.budget_bytes)
         if rows[name].fits:
-            entries.append((name, dataclasses.replace(other, peak_bytes=peak, budget_bytes=plan.budget_bytes), peak))
+            bound = min(plan.bound_seconds, other.overhead_seconds)
+            alike = dataclasses.replace(other, peak_bytes=peak, budget_bytes=plan.budget_bytes, bound_seconds=bound)
+            entries.append((name, alike, peak))
     if len(entries) == 1:
         return dataclasses.replace(plan, race=tuple(rows.values()))
     left = [(trials.candidate(name, each), each) for name, each, _ in entries]

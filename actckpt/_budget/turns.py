@@ -78,6 +78,12 @@ class Race:
         return dataclasses.replace(plan, race=rows, chosen=name)
 
 
+def _alike(plan: Plan, other: Plan, nbytes: float) -> Plan:
+    """Return a simple choice as a plan for the model and the budget of another one, whose bound is that of both."""
+    bound = min(plan.bound_seconds, other.overhead_seconds)
+    return dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=nbytes, bound_seconds=bound)
+
+
 def race_of(plan: Plan, nbytes: float, device: torch.device) -> Race | None:
     """Return the race of a plan against simple choices that fit into so many bytes; None where its gain is sure.
 
@@ -87,7 +93,7 @@ def race_of(plan: Plan, nbytes: float, device: torch.device) -> Race | None:
 
     is_on_cpu = device.type == "cpu"
     others = [
-        (name, dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=nbytes))
+        (name, _alike(plan, other, nbytes))
         for name, other in simple_plans(plan.costs)
         if name != NOTHING and other.peak_bytes <= nbytes and (is_on_cpu or other.windows is None)
     ]

@@ -21,6 +21,8 @@ __all__ = ["explained"]
 
 #: What the next GiB would buy; a tenth of the budget where that is less.
 _MORE_BYTES = 2**30
+#: Less than this share of the step is rounding; so much of the budget is worth a word if it is left.
+_ROUNDING, _LEFT = 1e-6, 0.01
 
 
 def explained(plan: Plan) -> str:
@@ -49,10 +51,26 @@ def _times(plan: Plan) -> str:
         (plan.read_wait_seconds, "waiting for copies back"),
     ]
     listed = ", ".join(f"{format_seconds(seconds)} {what}" for seconds, what in parts if seconds)
-    return (
-        f"{text}, {_share(plan, plan.overhead_seconds)} more than with everything kept: {listed}. "
-        f"No plan for this budget adds less than {_share(plan, plan.bound_seconds)}."
-    )
+    return f"{text}, {_share(plan, plan.overhead_seconds)} more than with everything kept: {listed}. {_best(plan)}"
+
+
+def _best(plan: Plan) -> str:
+    """Say how much less another plan for this budget could add, by the same costs, and what this one leaves of it."""
+    left = plan.budget_bytes - plan.peak_bytes
+    is_left = left > _LEFT * plan.budget_bytes
+    if plan.overhead_seconds - plan.bound_seconds <= _ROUNDING * plan.plain_seconds:
+        text = "No plan for this budget is predicted to be faster"
+        return (
+            f"{text}, also none that uses the {format_bytes(left)} that this one leaves of it."
+            if is_left
+            else f"{text}."
+        )
+    text = f"No plan for this budget is predicted to add less than {_share(plan, plan.bound_seconds)}."
+    return f"{text} This one leaves {format_bytes(left)} of it." if is_left else text
+
+
+def _time(plan: Plan, seconds: float) -> str:
+    return _share(plan, seconds) if seconds > _ROUNDING * plan.plain_seconds else "no time"
 
 
 def _share(plan: Plan, seconds: float) -> str:
@@ -145,11 +163,13 @@ def _reruns(plan: Plan) -> Iterator[str]:
 
 def _other_budgets(plan: Plan) -> Iterator[str]:
     """Say what a larger budget would save and a smaller one would cost."""
-    change = min(_MORE_BYTES, plan.budget_bytes / 10)
+    change, rounding = min(_MORE_BYTES, plan.budget_bytes / 10), _ROUNDING * plan.plain_seconds
     if plan.overhead_seconds:
         more = solve(plan.costs, budget=plan.budget_bytes + change, pins=dict(plan.pins))
-        saved = max(plan.overhead_seconds - more.overhead_seconds, 0.0)
-        yield f"{format_bytes(change)} more would save {_share(plan, saved)}."
+        now = plan.overhead_seconds if plan.chosen == "plan" else plan.bound_seconds  # another won by its measured time
+        saved = max(now - more.overhead_seconds, 0.0)
+        peak = f": that plan has a peak of {format_bytes(more.peak_bytes)}" if saved > rounding else ""
+        yield f"{format_bytes(change)} more would save {_time(plan, saved)}{peak}."
     try:
         less = solve(plan.costs, budget=plan.budget_bytes - change, pins=dict(plan.pins))
     except PlanInfeasibleError as error:
@@ -157,4 +177,4 @@ def _other_budgets(plan: Plan) -> Iterator[str]:
         yield f"{format_bytes(change)} less would not do: the smallest budget is {least}."
     else:
         lost = max(less.overhead_seconds - plan.overhead_seconds, 0.0)
-        yield f"{format_bytes(change)} less would cost {_share(plan, lost)}."
+        yield f"{format_bytes(change)} less would cost {_time(plan, lost)}."

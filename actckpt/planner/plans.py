@@ -58,7 +58,7 @@ class Plan:
     recompute_seconds: float
     write_wait_seconds: float
     read_wait_seconds: float
-    #: No plan adds less.
+    #: No plan for this budget adds less, by the same costs.
     bound_seconds: float
     #: Bytes in memory at the worst moment, with copies ahead of backward limited to `max_inflight`.
     peak_bytes: float

@@ -61,7 +61,8 @@ def test_explain_says_what_sets_the_peak_and_what_more_would_buy(llama: SimpleNa
     plan = solve(table, budget=12 * 2**30)
     lines = plan.explain().splitlines()
     assert lines[0].startswith("Budget 12.00 GiB: a step takes ") and "computing again" in lines[0]
-    assert "No plan for this budget adds less than" in lines[0]
+    assert f"No plan for this budget is predicted to add less than {1000 * plan.bound_seconds:.2f} ms (" in lines[0]
+    assert "leaves" not in lines[0]
     assert lines[1].startswith(
         "Peak 12.00 GiB, in backward of block 31 of 32 ('block'): 1.28 GiB the block's working set"
     )
@@ -72,13 +73,31 @@ def test_explain_says_what_sets_the_peak_and_what_more_would_buy(llama: SimpleNa
     more, less = (solve(table, budget=(12 + change) * 2**30) for change in (1, -1))
     saved, lost = plan.overhead_seconds - more.overhead_seconds, less.overhead_seconds - plan.overhead_seconds
     assert lines[-2].startswith(f"1.00 GiB more would save {1000 * saved:.2f} ms (")
+    assert lines[-2].endswith("): that plan has a peak of 13.00 GiB.")
     assert lines[-1].startswith(f"1.00 GiB less would cost {1000 * lost:.2f} ms (")
 
 
 def test_explain_of_a_plan_that_fits_without_doing_anything(llama: SimpleNamespace) -> None:
     lines = solve(llama.shape_8b(), budget=10**12).explain().splitlines()
     assert lines[0].endswith("no longer than with everything kept.")
-    assert len(lines) == 3 and lines[2] == "1.00 GiB less would cost 0 s (0.00 %)."
+    assert len(lines) == 3 and lines[2] == "1.00 GiB less would cost no time."
+
+
+def test_explain_says_what_is_left_of_a_budget_and_that_none_that_uses_it_is_faster() -> None:
+    values = [{"name": "x0", "bytes": 10}, {"name": "a", "bytes": 30, "recompute_s": 0.5, "inputs": ["x0"]}]
+    block = {"forward_s": 1.0, "backward_s": 2.0, "working_set_bytes": 50, "values": values}
+    plan = solve({"version": 1, "classes": {"block": block}, "stack": ["block"] * 4}, budget=100)
+    assert plan.overhead_seconds == plan.bound_seconds > 0.0 and plan.peak_bytes == 80
+    lines = plan.explain().splitlines()
+    assert lines[0].endswith(
+        "No plan for this budget is predicted to be faster, also none that uses the 20 B that this one leaves of it."
+    )
+    assert lines[-2:] == [
+        "10 B more would save 500.00 ms (4.17 %): that plan has a peak of 110 B.",
+        "10 B less would cost no time.",
+    ]
+    lines = dataclasses.replace(plan, budget_bytes=90.0).explain().splitlines()
+    assert lines[-2] == "9 B more would save no time."
 
 
 def test_explain_at_the_smallest_budget(llama: SimpleNamespace) -> None:
