@@ -15,6 +15,7 @@ from actckpt._blocks.applied import (
     Blocks,
     blocks_of,
     check_model,
+    check_no_copy,
     count_calls,
     find_blocks,
     forwards_in,
@@ -165,7 +166,7 @@ def apply(
         choice_of(policy)  # raises if it is none
     _check_options(policy, options)
     chosen = find_blocks(model, blocks, "apply")
-    return patch(chosen, {name: {"policy": policy, **options} for name in chosen})
+    return patch(chosen, {name: {"policy": policy, **options} for name in chosen}, model)
 
 
 def _apply_budget(
@@ -180,7 +181,7 @@ def _apply_budget(
     wanted = Wanted(**{**dict.fromkeys(("budget", "activation_budget", "optimizer", "pins")), "race": True, **options})
     check_budgets(wanted.budget, wanted.activation_budget, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
-    names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE))
+    names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
     forwards = forwards_in(chosen)
     training = BudgetedTraining(model, forwards, wanted)
     for forward in forwards.values():
@@ -194,7 +195,7 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
         raise ValueError(f"apply: {given} beside a plan, which has blocks and options of its own. Leave them out.")
     settings = settings_of(plan, model)
     chosen = find_blocks(model, list(settings), "apply")
-    names = patch(chosen, settings)
+    names = patch(chosen, settings, model)
     forwards = forwards_in(chosen)
     count_calls(model, forwards.values())
     for forward in forwards.values():
@@ -226,9 +227,10 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
     Returns:
         The qualified names of the blocks that were checkpointed.
     Raises:
-        BlocksError: there are none.
+        BlocksError: there are none, or `model` is a shallow copy of the one that was given to `apply`.
     """
     applied = blocks_of(model, "remove")
+    check_no_copy(model, applied, "remove")
     unpatch(applied)
     return tuple(applied)
 

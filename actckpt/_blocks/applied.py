@@ -10,6 +10,7 @@ import difflib
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -34,7 +35,17 @@ from actckpt.errors import BlocksError
 
 __all__ = [
     *("Blocks", "CheckpointedForward", "Settings"),
-    *("applied_blocks", "blocks_of", "check_model", "count_calls", "find_blocks", "forwards_in", "patch", "unpatch"),
+    *(
+        "applied_blocks",
+        "blocks_of",
+        "check_model",
+        "check_no_copy",
+        "count_calls",
+        "find_blocks",
+        "forwards_in",
+        "patch",
+        "unpatch",
+    ),
 ]
 
 #: Global variables where modules call their forwards.
@@ -79,18 +90,22 @@ def _check_made(blocks: Mapping[str, torch.nn.Module], what: str) -> None:
                 )
 
 
-def patch(blocks: Mapping[str, torch.nn.Module], settings: Mapping[str, Settings]) -> tuple[str, ...]:
+def patch(
+    blocks: Mapping[str, torch.nn.Module], settings: Mapping[str, Settings], model: torch.nn.Module | None = None
+) -> tuple[str, ...]:
     """Let blocks run checkpointed.
 
     Args:
         blocks: by qualified name.
         settings: of each block, by the same names.
+        model: whose blocks they are, where it was given to `apply`.
     Returns:
         Their names.
     """
     together = AppliedBlocks()
+    together.model = None if model is None else weakref.ref(model)
     for name, block in blocks.items():
-        block.forward = together.forwards[name] = CheckpointedForward(block, settings[name], together)
+        block.forward = CheckpointedForward(name, block, settings[name], together)
     return tuple(blocks)
 
 
@@ -140,9 +155,11 @@ class _How:
 class CheckpointedForward:
     """The forward of one block, checkpointed. An object, so that deepcopy and pickle follow the block."""
 
-    def __init__(self, block: torch.nn.Module, settings: Settings, together: AppliedBlocks) -> None:
+    def __init__(self, name: str, block: torch.nn.Module, settings: Settings, together: AppliedBlocks) -> None:
+        self.name = name
         self.block = block
         self.together = together
+        together.add(self)
         self.has_run = False
         #: Takes calls in place of this: `instead(self, args, kwargs)`.
         self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -152,6 +169,10 @@ class CheckpointedForward:
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
         self.__wrapped__ = block.forward  # the signature, for `inspect`
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.together.add(self)  # of a copy: blocks that are not in it do not count
 
     def use(self, settings: Settings) -> None:
         """Run with these settings from the next call on, which is the first one in a forward of the model."""
@@ -277,6 +298,21 @@ def blocks_of(model: torch.nn.Module, what: str) -> dict[str, Any]:
             f"checkpointed. Call {what} on the model that was given to apply."
         )
     return applied
+
+
+def check_no_copy(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) -> None:
+    """Raise where a model is a shallow copy of the one that was given to `apply`: its blocks are those of that one."""
+    for name, block in blocks.items():
+        together = block.forward.together
+        given = together.model() if together.model is not None else None
+        if given is None or given is model or type(given) is not type(model):
+            continue
+        if vars(given)["_modules"] == vars(model)["_modules"]:
+            raise BlocksError(
+                f"{what}: this {type(model).__name__} is a shallow copy (copy.copy) of the one given to apply. "
+                f"Block {name!r} and the others are the same modules in both: call {what} on that one, which does it "
+                "for both, or copy with copy.deepcopy."
+            )
 
 
 def applied_blocks(model: torch.nn.Module) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ _NEVER_CALLED = (
 class Block(Protocol):
     """The forward of one block."""
 
+    name: str
     block: torch.nn.Module
     has_run: bool
 
@@ -57,8 +59,10 @@ class AppliedBlocks:
     """The blocks of one `apply`, watched until a backward tells that a first step is complete."""
 
     def __init__(self) -> None:
-        #: By name.
+        #: By name; of those in the same copy.
         self.forwards: dict[str, Block] = {}
+        #: The one that was given to `apply`; None: it is not known.
+        self.model: weakref.ref[torch.nn.Module] | None = None
         self.is_checked = False
         #: Whether calls go through `watched`: up to a backward in the first step, and in the one after each report.
         self.is_watching = True
@@ -89,7 +93,13 @@ class AppliedBlocks:
             stores.limit_windows(self, nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_window_bytes": None}  # of a copy the stores know nothing yet
+        state = {**vars(self), "_window_bytes": None, "model": None}  # of a copy the stores know nothing yet
+        del state["forwards"]  # they add themselves
+        return state
+
+    def add(self, forward: Block) -> None:
+        """Take a block in; where both are copied, perhaps before the rest of this is there."""
+        vars(self).setdefault("forwards", {})[forward.name] = forward
 
     @property
     def plan(self) -> Plan | None:

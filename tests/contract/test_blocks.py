@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -491,3 +492,44 @@ def test_a_module_as_block_is_answered_with_its_name() -> None:
             actckpt.apply(model, blocks=blocks)
     with pytest.raises(actckpt.BlocksError, match="It is not in the model"):
         actckpt.apply(model, blocks=torch.nn.Linear(4, 4))
+
+
+def _rows() -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(4)))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_of_one_block_knows_of_no_others(way: str) -> None:
+    model = _rows()
+    actckpt.apply(model)
+    copied = copy.deepcopy(model[1]) if way == "deepcopy" else pickle.loads(pickle.dumps(model[1]))
+    assert list(copied.forward.together.forwards) == ["1"] and copied.forward.together.forwards["1"] is copied.forward
+    x = torch.randn(2, 4, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # three of four blocks did not run, it said
+        copied(x).sum().backward()
+    assert actckpt.report(copied).blocks_ran == ("",)
+    assert not any(actckpt.report(model).blocks_ran)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_of_a_model_has_all_its_blocks(way: str) -> None:
+    model = _rows()
+    actckpt.apply(model, blocks=["0", "1", "2"])
+    copied = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert sorted(copied[0].forward.together.forwards) == ["0", "1", "2"]
+    with pytest.warns(UserWarning, match=r"1 of 3 blocks did not run.*: 2\."):
+        copied[:2](torch.randn(2, 4)).sum().backward()
+
+
+def test_a_shallow_copy_of_a_model_is_not_removed_from() -> None:
+    model = _rows()
+    actckpt.apply(model)
+    with pytest.raises(
+        actckpt.BlocksError, match=r"^remove: this Sequential is a shallow copy \(copy\.copy\) .*copy\.deepcopy"
+    ):
+        actckpt.remove(copy.copy(model))
+    assert actckpt.report(model).blocks_patched == ("0", "1", "2", "3")
+    assert actckpt.remove(model[:2]) == ("0", "1"), "a part of the model, which it was given for, is none"
+    deep = copy.deepcopy(model)
+    assert actckpt.remove(deep) == ("2", "3") == actckpt.remove(model)
