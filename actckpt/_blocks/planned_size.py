@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from actckpt._blocks.arguments import bytes_of, first_tensor
+from actckpt._core.sites import warn_user
 from actckpt._text.sizes import format_bytes
 from actckpt.planner.costs import BLOCK_INPUT
 from actckpt.planner.plans import Plan
@@ -33,11 +33,9 @@ class PlannedSize:
         if nbytes <= self.nbytes:
             return
         self._is_told = True
-        warnings.warn(
+        warn_user(
             f"apply: block {self.block!r} is given {format_bytes(nbytes)} of hidden states, and the plan was made for "
             f"{format_bytes(self.nbytes)}: memory may be above its budget of {format_bytes(self._budget_bytes)}. Make "
             "the plan with the largest batch, or use actckpt.apply(model, budget=...), which makes a plan for each "
-            "size. Told once.",
-            UserWarning,
-            stacklevel=2,
+            "size. Told once."
         )
