@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "closure": lambda ck, m, x: ck(lambda x: m(x), x),
     "partial": lambda ck, m, x: ck(partial(m), x),
     "argument": lambda ck, m, x: ck(lambda m, x: m(x), m, x),
-    "weak reference": lambda ck, m, x: ck(lambda x, m=weakref.ref(m): m()(x), x),
+    "weak reference": lambda ck, m, x: ck(lambda x, r: r()(x), x, weakref.ref(m)),
     "nested": lambda ck, m, x: ck(lambda x: ck(m, x.sin()), x),
     "debug": lambda ck, m, x: ck(m, x, debug=True) if ck is ours else ck(m, x),
     "to the end": lambda ck, m, x: ck(m, x, early_stop=False) if ck is ours else ck(m, x),
