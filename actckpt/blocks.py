@@ -21,6 +21,7 @@ from actckpt._blocks.applied import (
     forwards_in,
     patch,
     unpatch,
+    watch,
 )
 from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, stayed, sums_of
 from actckpt._blocks.planned_size import PlannedSize
@@ -166,7 +167,9 @@ def apply(
         choice_of(policy)  # raises if it is none
     _check_options(policy, options)
     chosen = find_blocks(model, blocks, "apply")
-    return patch(chosen, {name: {"policy": policy, **options} for name in chosen}, model)
+    names = patch(chosen, {name: {"policy": policy, **options} for name in chosen}, model)
+    watch(chosen)
+    return names
 
 
 def _apply_budget(
@@ -186,6 +189,7 @@ def _apply_budget(
     training = BudgetedTraining(model, forwards, wanted)
     for forward in forwards.values():
         forward.together.training = training
+    watch(chosen)
     return names
 
 
@@ -202,6 +206,7 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
         forward.together.plan = plan
     size = PlannedSize(plan)
     forwards[size.block].planned_size = size
+    watch(chosen)
     return names
 
 

@@ -109,6 +109,13 @@ def patch(
     return tuple(blocks)
 
 
+def watch(blocks: Mapping[str, Any]) -> None:
+    """Have patched blocks told where none of them runs."""
+    together = {id(forward.together): forward.together for forward in forwards_in(blocks).values()}
+    for each in together.values():
+        each.watch_gradient(parameter for block in blocks.values() for parameter in block.parameters())
+
+
 def count_calls(model: torch.nn.Module, forwards: Iterable[CheckpointedForward]) -> None:
     """Have patched blocks count their calls anew in each forward of a model, where that matters."""
     together = {id(forward.together): forward.together for forward in forwards if forward.differs}
@@ -127,6 +134,7 @@ def unpatch(blocks: Mapping[str, Any]) -> None:
         forward = module.__dict__.pop("forward")
         forward.together.limit_windows(None)
         forward.together.count_calls_in(None)
+        forward.together.watch_gradient(())
         if forward.together.training is not None:
             forward.together.training.close()
         if forward.replaced is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from actckpt._blocks.recording import RecordedCall, Recording
 from actckpt._core.sites import warn_user
@@ -74,6 +75,27 @@ class AppliedBlocks:
         self._plan: Plan | None = None
         self._window_bytes: int | None = None
         self._hook: RemovableHandle | None = None
+        self._gradient_hook: RemovableHandle | None = None
+
+    def watch_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Check the blocks as well where the first that is trained of some parameters of theirs gets a gradient.
+
+        No block may be called then: a model may call methods of theirs, or their parts.
+        """
+        this = weakref.ref(self)
+
+        # Else each process that is given the parameter warns.
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def came(_: torch.Tensor) -> None:
+            if (blocks := this()) is not None:
+                blocks.watch_gradient(())
+                if not any(forward.has_run for forward in blocks.forwards.values()):
+                    blocks.tell_idle()
+
+        if self._gradient_hook is not None:
+            self._gradient_hook.remove()
+        trained = next((parameter for parameter in parameters if parameter.requires_grad), None)
+        self._gradient_hook = None if trained is None else trained.register_hook(came)
 
     def count_calls_in(self, model: torch.nn.Module | None) -> None:
         """Count the calls of each block anew in each forward of a model, from now on; None: no more."""
@@ -93,7 +115,8 @@ class AppliedBlocks:
             stores.limit_windows(self, nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_window_bytes": None, "model": None}  # of a copy the stores know nothing yet
+        # Of a copy the stores know nothing yet, and its parameters are others.
+        state = {**vars(self), "_window_bytes": None, "model": None, "_gradient_hook": None}
         del state["forwards"]  # they add themselves
         return state
 
@@ -130,11 +153,15 @@ class AppliedBlocks:
         self.matches.end("apply: the blocks")
         if self.training is not None and not self.training.is_called:
             warn_user(_NEVER_CALLED.format(self.training.model_name))
+        self.tell_idle()
+
+    def tell_idle(self) -> None:
+        """Warn where blocks did not run."""
         idle = [name for name, forward in self.forwards.items() if not forward.has_run]
         if idle:
             more = f" and {len(idle) - _MAX_NAMES} more" if len(idle) > _MAX_NAMES else ""
             warn_user(
                 f"apply: {len(idle)} of {len(self.forwards)} blocks did not run in a step that called backward: "
-                f"{', '.join(idle[:_MAX_NAMES])}{more}. Nothing is saved there: the model does not call these modules. "
-                "Pass blocks= to actckpt.apply, those that it calls. Told once.",
+                f"{', '.join(idle[:_MAX_NAMES])}{more}. Nothing is saved there: the model does not call these modules "
+                "(at most methods or parts of them). Pass blocks= to actckpt.apply, those that it calls. Told once.",
             )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,41 @@ def test_a_block_that_does_not_run_in_a_step_with_a_backward_is_told_once() -> N
     assert report.blocks_patched == NAMES and report.blocks_ran == ("layers.0", "layers.2")
     assert str(report).startswith("2 of 3 blocks ran\nnot run: layers.1\n")
     assert report.as_dict()["blocks_ran"] == ("layers.0", "layers.2")
+
+
+class _Flow(torch.nn.Module):
+    """Is trained by methods, as normalizing flows are: no module of its blocks is called either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flows = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        for flow in self.flows:
+            x = torch.nn.functional.linear(x, flow.weight, flow.bias)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": ["aten.mm"]}, {"activation_budget": "50%"}], ids=str)
+def test_blocks_of_which_none_is_called_are_told_once(options: dict[str, Any]) -> None:
+    model = _Flow()
+    actckpt.apply(model, blocks="flows.*", **options)
+    with pytest.warns(UserWarning, match=r"3 of 3 blocks did not run in a step that called backward: flows\.0") as told:
+        for _ in range(2):
+            model.loss(torch.ones(2, 8)).backward()
+    assert len(told) == 1
+    assert all(not parameter._backward_hooks for parameter in model.parameters())
+    actckpt.remove(model)
+    actckpt.apply(model, blocks="flows.*", **options)
+    copied = copy.deepcopy(model)
+    actckpt.remove(model)
+    model.loss(torch.ones(2, 8)).backward()  # without a warning
+    pickle.loads(pickle.dumps(copied.flows))
+    actckpt.apply(model, blocks="flows.*", **options)
+    pickle.loads(pickle.dumps(model))
+    ForkingPickler.dumps(next(model.parameters()))
+    actckpt.remove(model)
+    assert all(not parameter._backward_hooks for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "offload", "min_bytes": 0}, {"policy": ["aten.addmm"]}], ids=str)
