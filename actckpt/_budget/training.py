@@ -4,7 +4,8 @@ NOTE [ A budget in training ]
 
 Rule 1. A step is a forward of the model with gradients, up to the end of the backward that reads it. Forwards without
         gradients (evaluation, generation) count for nothing. Where the program calls a part of the model in place of
-        the model, no step is seen, which is told once.
+        the model, or that returns nothing with a graph, no step or no end of it is seen, which is told once. So is a
+        backward with `create_graph=True`, which is planned as any other one.
 Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, autocast, training or
         evaluation mode, and which parameters and inputs are trained) everything is checkpointed, and blocks are
         profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are checkpointed as well.
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -52,6 +54,7 @@ from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._budget.turns import Race, Turn, race_of
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
+from actckpt._budget.words import CHECKPOINTED, COMPILED, EXCEEDED, NO_OUTPUTS, TWICE
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import storages_of, tensors_in
@@ -63,21 +66,6 @@ __all__ = ["BudgetedTraining"]
 
 #: Of so many sizes plans are remembered; what comes after stays checkpointed.
 _MAX_SIZES = 16
-_EXCEEDED = (
-    "apply: steps need more memory than was known when their plan was made, and with that no plan fits. From now on "
-    "the plan runs that needs least. {}"
-)
-_COMPILED = (
-    "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
-    "a reentrant checkpoint they do in backward alone): they cannot be measured there, and stay checkpointed. Pass a "
-    "policy in place of the budget, leave some blocks to eager execution, or leave apply out and give the compiler a "
-    "share: torch._functorch.config.activation_memory_budget = 0.5."
-)
-_CHECKPOINTED = (
-    "apply: a model with a budget was called inside of a checkpoint, which runs it again in backward: what a step is "
-    "cannot be told then. Leave out that checkpoint, since the budget says what is recomputed; or pass a plan that is "
-    "made already, apply(model, policy=plan), which works inside of one."
-)
 #: What is fixed has changed where it has by more than this share; less than planned only counts in so many steps.
 _CHANGE, _WATCHED_STEPS = 0.01, 3
 
@@ -88,6 +76,7 @@ class BudgetedTraining:
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._sizes: dict[Any, _Size] = {}
+        self._told: set[str] = set()
         self._current: _Size | None = None
         #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
         self.is_called = self._keeps_gradients = False
@@ -128,12 +117,12 @@ class BudgetedTraining:
             _tell_compiled()
             return
         if checkpoint_around() is not None:
-            raise BlocksError(_CHECKPOINTED)
+            raise BlocksError(CHECKPOINTED)
         key = self._key(args, kwargs)
         self._keeps_gradients = self._keeps_gradients or (self.is_called and self._has_gradients())
         self.is_called = True
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
-            self._sizes[key] = _Size(self._model, self._forwards, self._wanted)
+            self._sizes[key] = _Size(self._model, self._forwards, self._wanted, self._told)
         if self._is_watched_elsewhere():
             raise BlocksError(
                 "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step "
@@ -178,7 +167,7 @@ class BudgetedTraining:
 
 @torch_private.called_while_traced
 def _tell_compiled() -> bool:
-    warn_user(_COMPILED)
+    warn_user(COMPILED)
     return True
 
 
@@ -190,8 +179,10 @@ def _use(forwards: dict[str, CheckpointedForward], settings: Mapping[str, Settin
 class _Size:
     """Steps in which the model is called with tensors of the same shapes."""
 
-    def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:
-        self._model, self._forwards, self._wanted = model, forwards, wanted
+    def __init__(
+        self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted, told: set[str]
+    ) -> None:
+        self._model, self._forwards, self._wanted, self._told = model, forwards, wanted, told
         self._watching: Watching | None = None
         self._measured: MeasuredStep | None = None
         self._first_step: FirstStep | None = None
@@ -284,6 +275,9 @@ class _Size:
             watching.close()
         if not outputs:  # it failed, or nothing is to be trained
             self._num_alive -= 1
+            if watching is not None and watching.is_trained and sys.exc_info()[0] is None:
+                self._is_unseen = True
+                self._tell(NO_OUTPUTS)
             return
         if watching is not None:
             self._measured = watching.measured(outputs)
@@ -296,6 +290,8 @@ class _Size:
 
         def reached(_: torch.Tensor) -> None:
             if next(is_first, False):
+                if torch.is_grad_enabled():
+                    self._tell(TWICE)
                 self._observing.note(is_head=True)
                 _C.when_backward_ends(ended)
 
@@ -308,6 +304,11 @@ class _Size:
         dropped.atexit = False
         for output in outputs:  # backward may not come to all of them
             output.register_hook(reached)
+
+    def _tell(self, words: str) -> None:
+        if words not in self._told:
+            self._told.add(words)
+            warnings.warn(words.format(type(self._model).__name__), stacklevel=7)  # where the program calls
 
     def _dropped(self) -> None:
         self._num_alive -= 1
@@ -392,5 +393,5 @@ class _Size:
         is_late = self._observing.has_corrected or self._num_planned > _WATCHED_STEPS
         if not is_late or smallest_bytes is None:
             raise errors.pop(0) from None
-        warn_user(_EXCEEDED.format(errors[0]))  # where the model is called
+        warn_user(EXCEEDED.format(errors[0]))  # where the model is called
         return smallest_plan(costs, smallest_bytes, self._wanted.pins), share

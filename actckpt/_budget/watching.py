@@ -18,6 +18,7 @@ from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._budget.profiling import ProfiledBlock, Profiler
 from actckpt._budget.workspaces import WorkingStorages
 from actckpt._core import devices
+from actckpt._core.storages import tensors_in
 
 __all__ = ["Watching"]
 
@@ -44,6 +45,8 @@ class Watching:
         self._live = WorkingStorages(device)
         self._marks = Marks(self._live, device)
         self._is_closed = False
+        #: Whether a block returned what backward may begin with.
+        self.is_trained = False
         self.thread = threading.get_ident()
         for name, forward in forwards.items():
             forward.instead = _Instead(self, name)
@@ -64,6 +67,7 @@ class Watching:
             self.close()
             raise
         self._graph.call_ended()
+        self.is_trained = self.is_trained or any(tensor.requires_grad for tensor in tensors_in(result))
         self._profiled.append(profiled)
         output_bytes = bytes_of(result, without=others((args, kwargs)))
         self._marks.note("end", number, output_bytes)

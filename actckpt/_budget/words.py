@@ -1,0 +1,32 @@
+"""What training with a budget says."""
+
+from __future__ import annotations
+
+__all__ = ["CHECKPOINTED", "COMPILED", "EXCEEDED", "NO_OUTPUTS", "TWICE"]
+
+EXCEEDED = (
+    "apply: steps need more memory than was known when their plan was made, and with that no plan fits. From now on "
+    "the plan runs that needs least. {}"
+)
+COMPILED = (
+    "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
+    "a reentrant checkpoint they do in backward alone): they cannot be measured there, and stay checkpointed. Pass a "
+    "policy in place of the budget, leave some blocks to eager execution, or leave apply out and give the compiler a "
+    "share: torch._functorch.config.activation_memory_budget = 0.5."
+)
+CHECKPOINTED = (
+    "apply: a model with a budget was called inside of a checkpoint, which runs it again in backward: what a step is "
+    "cannot be told then. Leave out that checkpoint, since the budget says what is recomputed; or pass a plan that is "
+    "made already, apply(model, policy=plan), which works inside of one."
+)
+NO_OUTPUTS = (
+    "apply: no plan for the budget is made for a {0} whose blocks ran with gradients, and that returned no tensor with "
+    "a graph: where its step ends cannot be told. Its blocks stay checkpointed. Does it call backward itself, or "
+    "return an object that is no tuple, list, mapping or dataclass? Give apply the part of {0} that returns what "
+    "backward begins with, or pass a policy in place of the budget. Told once."
+)
+TWICE = (
+    "apply: a backward with create_graph=True ran through a {} with a budget. What it saves for the next backward is "
+    "in no plan, so that steps may need more than the budget: see what they need (actckpt.memory.measure_step), and "
+    "pass a smaller budget or a smaller batch. Told once."
+)

@@ -1,0 +1,91 @@
+"""Steps that a budget does not plan as a whole say so: outputs without a graph, and backward through backward."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+
+import actckpt
+
+
+class Model(nn.Module):
+    """Trains as it is told, and returns what it is told."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        loss = x.square().mean()
+        if self.kind == "own backward":
+            loss.backward()
+            return loss.detach()
+        if self.kind == "fails":
+            raise ValueError(self.kind)
+        return types.SimpleNamespace(loss=loss) if self.kind == "object" else loss
+
+    def step(self) -> list[Tensor]:
+        self.zero_grad()
+        torch.manual_seed(1)
+        found = self(torch.ones(8, 16))
+        if self.kind != "own backward":
+            (found.loss if self.kind == "object" else found).backward()
+        return [parameter.grad.clone() for parameter in self.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["own backward", "object"])
+def test_a_model_whose_step_has_no_end_that_can_be_seen_is_told_once_and_blocks_are_profiled_once(kind: str) -> None:
+    expected = Model(kind).step()
+    model = Model(kind)
+    actckpt.apply(model, activation_budget="50%")
+    with pytest.warns(UserWarning, match="no plan for the budget is made for a Model whose blocks ran") as told:
+        for _ in range(3):
+            assert_equal(model.step(), expected)
+    assert len(told) == 1
+    assert actckpt.report(model).plan is None
+    calls: list[object] = []
+    model.blocks[1][1].register_forward_hook(lambda *_: calls.append(1))
+    model.step()
+    assert len(calls) <= 2  # the forward, and its rerun: no profile
+
+
+def test_a_forward_that_fails_is_told_nothing_and_has_a_plan_where_it_works() -> None:
+    model = Model("fails")
+    actckpt.apply(model, activation_budget="90%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="fails"):
+            model.step()
+        model.kind = "loss"
+        for _ in range(2):
+            model.step()
+    assert actckpt.report(model).plan is not None
+
+
+def test_a_backward_through_a_backward_is_told_once_and_has_plain_gradients() -> None:
+    def step(model: Model) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        x = torch.ones(8, 16, requires_grad=True)
+        loss = model(x)
+        (force,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + force.square().sum()).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = step(Model("loss"))
+    model = Model("loss")
+    actckpt.apply(model, activation_budget="90%")
+    with pytest.warns(UserWarning, match=r"create_graph=True ran through a Model with a budget") as told:
+        for _ in range(3):
+            assert_equal(step(model), expected)
+    assert len(told) == 1
