@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -92,8 +93,12 @@ def outside_seconds(marks: list[Mark], num_calls: int) -> list[tuple[float, floa
     return [(stem[0], stem[1]), (head[0], head[1])]
 
 
-def outside_bytes(marks: list[Mark], num_calls: int) -> tuple[Outside, Outside]:
-    """Return what stem and head need, without their seconds."""
+def outside_bytes(marks: list[Mark], num_calls: int, backward_bytes: Sequence[int]) -> tuple[Outside, Outside]:
+    """Return what stem and head need, without their seconds.
+
+    Args:
+        backward_bytes: by position, the most that was found to live while backward runs there (`Read`).
+    """
     first = next(mark for mark in marks if mark.what == "forward")
     end, done = next(pair for pair in itertools.pairwise(marks) if pair[0] == last_end(marks, num_calls))
     held = first.live_bytes - first.nbytes
@@ -103,6 +108,7 @@ def outside_bytes(marks: list[Mark], num_calls: int) -> tuple[Outside, Outside]:
             stem_peak = max(stem_peak, after.peak_bytes)
         elif mark is end:
             head_peak = after.peak_bytes
+    stem_peak, head_peak = max(stem_peak, backward_bytes[0]), max(head_peak, backward_bytes[-1])
     head_bytes = head_peak - _below(end, done)  # the last output is the head's own
     return Outside(0.0, 0.0, float(stem_peak), float(max(held, 0))), Outside(0.0, 0.0, float(max(head_bytes, 0)))
 
@@ -129,12 +135,12 @@ def _pairs(marks: list[Mark], num_calls: int) -> list[tuple[Mark, Mark]]:
     return [(ends[call], begins[call + 1]) for call in range(num_calls - 1)]
 
 
-def between(marks: list[Mark], num_calls: int) -> list[Outside]:
+def between(marks: list[Mark], num_calls: int, backward_bytes: Sequence[int]) -> list[Outside]:
     """Return for each two calls of blocks in a row what runs between them, without its seconds."""
     found = []
-    for end, begin in _pairs(marks, num_calls):
+    for (end, begin), backward in zip(_pairs(marks, num_calls), backward_bytes[2:-1:2], strict=True):
         held = max(begin.live_bytes - begin.nbytes - _below(end, begin), 0)
-        needed = float(max(begin.peak_bytes - _below(end, begin), 0))  # with the output of the former
+        needed = float(max(max(begin.peak_bytes, backward) - _below(end, begin), 0))  # with the output of the former
         gathered = min(begin.gathered_bytes, held)
         found.append(Outside(0.0, 0.0, needed, float(held - gathered), gathered_bytes=float(gathered)))
     return found

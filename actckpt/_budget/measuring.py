@@ -104,12 +104,12 @@ def measure(
     live = LiveStorages(parameters=model.parameters())
     marks = watched.marked(live)
     seconds = [outside_seconds(watched.marked(None), num_calls) for _ in range(_NUM_TIMED)]
-    stem, head = outside_bytes(marks, num_calls)
+    stem, head = outside_bytes(marks, num_calls, read.backward_bytes)
     stem, head = (
         dataclasses.replace(each, forward_s=min(f for f, _ in runs), backward_s=min(b for _, b in runs))
         for each, runs in zip((stem, head), zip(*seconds, strict=True), strict=True)
     )
-    found = cost_table(profiled, stem, between(marks, num_calls), head, read)
+    found = cost_table(profiled, stem, between(marks, num_calls, read.backward_bytes), head, read)
     return dataclasses.replace(found, sees_backward=True)
 
 

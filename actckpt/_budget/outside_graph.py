@@ -12,6 +12,9 @@ Rule 3. The graph is walked from the outputs of the model and from what blocks a
         parameters those read, their modules tell. Nor is it walked without end: torch frees nodes that Python has seen
         one inside the other, and some ten thousand in a row need more stack than a thread has. What is not found is
         taken to be read by the head (parameters), or not to wait.
+Rule 4. Where no allocator tells what backward needs there, the graph does: when a node runs, that lives which was made
+        before its operator ran and is alive when the forward ends, its result if it saved that, and the gradients that
+        it takes and gives.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import bisect
 import dataclasses
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +37,19 @@ __all__ = ["OutsideGraph", "Read"]
 
 #: What these nodes give back are views of the gradient of their result.
 _GIVE_VIEWS = ("CatBackward", "StackBackward")
+#: And these give back what they take, or views of that.
+_GIVE_WHAT_THEY_TAKE = (
+    *("AddBackward", "AliasBackward", "CatBackward", "ExpandBackward", "PermuteBackward", "ReshapeAliasBackward"),
+    *("SqueezeBackward", "StackBackward", "TBackward", "TransposeBackward"),
+    *("UnsafeViewBackward", "UnsqueezeBackward", "ViewBackward"),
+)
+#: These are several operators, and make another tensor of that size on the way; most others are one kernel.
+_MAKE_ANOTHER = (
+    *("AbsBackward", "AcosBackward", "AsinBackward", "AtanBackward", "ClampBackward", "CosBackward", "CoshBackward"),
+    *("DivBackward", "ErfBackward", "LinalgVectorNormBackward", "Log1PBackward", "MaximumBackward", "MinimumBackward"),
+    *("NormBackward", "PowBackward", "ReciprocalBackward", "RsqrtBackward", "SinBackward", "SinhBackward"),
+    *("SqrtBackward", "StdBackward", "TanBackward", "VarBackward"),
+)
 #: So many nodes are looked at (Rule 3).
 _MOST_NODES = 5000
 #: Of the gradient of a tensor: the node that takes it, or the id of a leaf, and which of its results the tensor is.
@@ -48,11 +65,14 @@ class Read:
     parameters: tuple[tuple[str, ...], ...]
     #: Bytes of gradients that wait while backward runs there, but for those of parameters.
     waiting_bytes: tuple[int, ...]
+    #: Most bytes alive while backward runs outside of blocks there (Rule 4), 0 where that is not known.
+    backward_bytes: tuple[int, ...]
 
     @classmethod
     def nothing(cls, num_calls: int) -> Read:
         """Return what is known without a graph."""
-        return cls(((),) * (2 * num_calls + 1), (0,) * (2 * num_calls + 1))
+        size = 2 * num_calls + 1
+        return cls(((),) * size, (0,) * size, (0,) * size)
 
 
 class _Waiting(NamedTuple):
@@ -96,10 +116,15 @@ class OutsideGraph:
             self._given.append(edges)
             self._numbers += [number, torch_private.next_sequence_number()]
 
-    def read(self, outputs: list[Tensor]) -> Read:
-        """Return what is read where, the model having returned `outputs`."""
+    def read(self, outputs: list[Tensor], made_before: Callable[[int], int] | None = None) -> Read:
+        """Return what is read where, the model having returned `outputs`.
+
+        Args:
+            made_before: tells the bytes of what is alive and was there before the operator of a node ran, by its
+                number; None: what backward needs is not asked for.
+        """
         self._names |= {id(parameter): name for name, parameter in self._model.named_parameters()}
-        walk = _Walk(self._numbers, self._names, gathers=_is_sharded(self._model))
+        walk = _Walk(self._numbers, self._names, made_before, gathers=_is_sharded(self._model))
         last = len(self._numbers)
         for call, given in enumerate(self._given):
             walk.begin(given, 2 * call + 1)
@@ -111,7 +136,9 @@ class OutsideGraph:
             changes[begin] += each.nbytes
             changes[end] -= each.nbytes
         waiting = tuple(itertools.accumulate(changes[: last + 1]))
-        return Read(tuple(tuple(walk.parameters.get(position, ())) for position in range(last + 1)), waiting)
+        positions = range(last + 1)
+        parameters = tuple(tuple(walk.parameters.get(position, ())) for position in positions)
+        return Read(parameters, waiting, tuple(walk.backward_bytes.get(position, 0) for position in positions))
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
@@ -127,15 +154,44 @@ def _edges(value: Any) -> list[_Edge]:
     return [(tensor if tensor.grad_fn is None else tensor.grad_fn, tensor.output_nr) for tensor in tensors]
 
 
+def _passing_bytes(node: Any) -> int:
+    """Return the bytes of the gradients that a node takes and gives, and of its result if it saved that."""
+    name = type(node).name(node)
+    taken = sum(torch_private.gradient_bytes(node, index) for index in range(torch_private.num_gradients(node)))
+    if name.startswith(_GIVE_WHAT_THEY_TAKE):
+        return taken
+    given = sum(torch_private.gradient_bytes(*edge) for edge in node.next_functions if not _is_of_leaf(edge[0]))
+    # Of the type: the node's own would unpack what was saved.
+    saves_result = hasattr(type(node), "_saved_result") or isinstance(node, torch.autograd.function.BackwardCFunction)
+    another = max(taken, given) if name.startswith(_MAKE_ANOTHER) else 0
+    return taken + given + another + (taken if saves_result else 0)
+
+
+def _is_of_leaf(node: Any) -> bool:
+    """Return whether a node adds up the gradient of a leaf, also of a transposed one: they count with parameters."""
+    if type(node).__name__.startswith("TBackward"):
+        node = node.next_functions[0][0]
+    return node is None or type(node).__name__ == "AccumulateGrad"
+
+
 class _Walk:
     """One walk through the graph."""
 
-    def __init__(self, numbers: list[int], names: dict[int, str], *, gathers: bool) -> None:
-        self._numbers, self._names, self._gathers = numbers, names, gathers
+    def __init__(
+        self,
+        numbers: list[int],
+        names: dict[int, str],
+        made_before: Callable[[int], int] | None,
+        *,
+        gathers: bool,
+    ) -> None:
+        self._numbers, self._names, self._made_before, self._gathers = numbers, names, made_before, gathers
         self._seen: set[Any] = set()
         self.waiting: dict[_Key, _Waiting] = {}
         #: By position, names in the order in which they were found.
         self.parameters: dict[int, dict[str, None]] = {}
+        #: By position (`Read.backward_bytes`).
+        self.backward_bytes: dict[int, int] = {}
 
     def begin(self, edges: list[_Edge], position: int) -> None:
         """Walk from tensors that are read at a position."""
@@ -150,6 +206,9 @@ class _Walk:
             self._note_read((node, number), made, reader, nbytes)
             if made % 2 == 0 and node not in self._seen and len(self._seen) < _MOST_NODES:
                 self._seen.add(node)
+                if self._made_before is not None:
+                    needed = self._made_before(torch_private.sequence_number(node)) + _passing_bytes(node)
+                    self.backward_bytes[made] = max(needed, self.backward_bytes.get(made, 0))
                 whole = torch_private.gradient_bytes(node, 0) if type(node).name(node).startswith(_GIVE_VIEWS) else 0
                 left.extend((made, each, index, whole) for each, index in node.next_functions if each is not None)
 

@@ -16,7 +16,7 @@ from actckpt._budget.marks import Marks, Outside, between, held_after, last_end,
 from actckpt._budget.measuring import MeasuredStep, cost_table
 from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._budget.profiling import ProfiledBlock, Profiler
-from actckpt._budget.workspaces import WorkingStorages
+from actckpt._budget.workspaces import NumberedStorages
 from actckpt._core import devices
 from actckpt._core.storages import tensors_in
 
@@ -42,7 +42,7 @@ class Watching:
         self._forwards, self._device, self._first_step = forwards, device, first_step
         self._profiler = Profiler(offloads=offloads)
         self._profiled: list[ProfiledBlock] = []
-        self._live = WorkingStorages(device)
+        self._live = NumberedStorages(device)
         self._marks = Marks(self._live, device)
         self._is_closed = False
         #: Whether a block returned what backward may begin with.
@@ -95,7 +95,10 @@ class Watching:
         if not num_calls:
             return None
         marks = self._marks.found
-        stem, head = outside_bytes(marks, num_calls)
+        # Where an allocator tells what backward needs, it does so when that has run (NOTE [ The first backward ]).
+        is_told = devices.counting(self._device) is not None
+        read = self._graph.read(outputs, None if is_told else self._live.made_before())
+        stem, head = outside_bytes(marks, num_calls, read.backward_bytes)
         last, held = last_end(marks, num_calls), held_after(marks, num_calls)
         loss = _LOSS * sum(tensor.nbytes for tensor in outputs if tensor.is_floating_point())
         needed = max(head.working_set_bytes, float(held + loss))
@@ -103,7 +106,7 @@ class Watching:
         head = Outside(forward_s, 2 * forward_s, needed)
         flush(self._device)
         profiled = [each.with_input_kept() for each in self._profiled]
-        return cost_table(profiled, stem, between(marks, num_calls), head, self._graph.read(outputs))
+        return cost_table(profiled, stem, between(marks, num_calls, read.backward_bytes), head, read)
 
 
 def _gathered_bytes(block: torch.nn.Module) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from actckpt._core import devices
+from actckpt._core import devices, torch_private
 from actckpt.memory import LiveStorages
 
-__all__ = ["WorkingStorages"]
+__all__ = ["NumberedStorages", "WorkingStorages"]
 
 
 class WorkingStorages(LiveStorages):
@@ -77,3 +79,27 @@ class WorkingStorages(LiveStorages):
         if peak_bytes == before_bytes:  # it was no more than that
             seen_bytes = min(seen_bytes, self._most_bytes)
         self._most_bytes = max(most_bytes, seen_bytes)
+
+
+class NumberedStorages(WorkingStorages):
+    """Takes down of each storage the number of the node that autograd makes next when an operator made it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._numbers: dict[int, int] = {}
+
+    def _note_output(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
+        known = self._entry(storage)
+        super()._note_output(storage, is_new=is_new)
+        if known is None:
+            self._numbers[id(storage)] = torch_private.next_sequence_number()
+
+    def made_before(self) -> Callable[[int], int]:
+        """Return what tells how many bytes of what is alive were there before the operator of a node ran, by number."""
+        with self._lock:
+            self._count_deaths()
+            # A node is made before its operator runs.
+            alive = sorted((self._numbers[key], entry.nbytes) for key, entry in self._entries.items())
+        numbers = [number for number, _ in alive]
+        sums = list(itertools.accumulate((nbytes for _, nbytes in alive), initial=0))
+        return lambda number: sums[bisect.bisect_right(numbers, number)]

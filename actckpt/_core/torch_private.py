@@ -450,6 +450,14 @@ def gradient_bytes(node: Any, index: int) -> int:
         return 0
 
 
+def num_gradients(node: Any) -> int:
+    """Return how many gradients a node takes, 0 where torch does not tell."""
+    try:
+        return len(node._input_metadata)
+    except (AttributeError, RuntimeError, TypeError):
+        return 0
+
+
 def is_tracing() -> bool:
     """Whether operators are being written into a graph (`make_fx`), to run with other bytes later."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
