@@ -308,7 +308,7 @@ class _Size:
     def _tell(self, words: str) -> None:
         if words not in self._told:
             self._told.add(words)
-            warnings.warn(words.format(type(self._model).__name__), stacklevel=7)  # where the program calls
+            warn_user(words.format(type(self._model).__name__))
 
     def _dropped(self) -> None:
         self._num_alive -= 1
