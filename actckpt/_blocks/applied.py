@@ -53,7 +53,8 @@ _CALLS = vars(torch.nn.modules.module)
 #: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
 #: `"drops_caches": True` takes key-value caches away from it, as for reruns. `"windows"` are those of a plan, also of a
 #: block that runs as it is (`"is_plain": True`); `"is_planned": True` says that its tables count calls of modules anew
-#: (NOTE [ Places ], Rule 4), and that its first tensor alone is moved as its input.
+#: (NOTE [ Places ], Rule 4), and that its first tensor alone is moved as its input. `"is_unplanned": True` is of a call
+#: that the plan has nothing for.
 OneCall = Mapping[str, Any] | None
 #: A tuple: of each call of the block in a forward of the model, in their order; the last one is of all further calls.
 Settings = OneCall | tuple[OneCall, ...]
@@ -152,6 +153,7 @@ class _How:
         self.is_plain: bool = options.pop("is_plain", settings is None)
         self.windows: Windows | None = options.pop("windows", None)
         self.is_planned: bool = options.pop("is_planned", False)
+        self.is_unplanned: bool = options.pop("is_unplanned", False)
         is_rerun = not self.is_plain and options.get("policy") in (None, "recompute", Action.RECOMPUTE)
         #: Whether key-value caches are taken away, which would hold what is dropped.
         self.drops_caches: bool = options.pop("drops_caches", is_rerun)
@@ -239,6 +241,8 @@ class CheckpointedForward:
         if self.planned_size is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.planned_size.check(args, kwargs)
         how = self._how()
+        if how.is_unplanned and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.together.tell_unplanned(self.name)
         if how.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return how.windows.run(self.together, lambda: self._run(how, args, kwargs, record))
         return self._run(how, args, kwargs, record)

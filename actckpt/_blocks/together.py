@@ -24,6 +24,12 @@ _NEVER_CALLED = (
     "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls. Told once."
 )
 
+_UNPLANNED = (
+    "apply: block {!r} runs, and did not when the plan was made, or less often: with layer dropout, say, or in a loop "
+    "whose length depends on the data. It is recomputed, and steps in which it runs may need more than the budget. "
+    "Pass a smaller budget, or let all blocks run in the first step. Told once."
+)
+
 
 class Block(Protocol):
     """The forward of one block."""
@@ -73,6 +79,7 @@ class AppliedBlocks:
         #: What finds a plan for them while the model trains.
         self.training: Training | None = None
         self._plan: Plan | None = None
+        self._has_told_unplanned = False
         self._window_bytes: int | None = None
         self._hook: RemovableHandle | None = None
         self._gradient_hook: RemovableHandle | None = None
@@ -162,6 +169,13 @@ class AppliedBlocks:
             more = f" and {len(idle) - _MAX_NAMES} more" if len(idle) > _MAX_NAMES else ""
             warn_user(
                 f"apply: {len(idle)} of {len(self.forwards)} blocks did not run in a step that called backward: "
-                f"{', '.join(idle[:_MAX_NAMES])}{more}. Nothing is saved there: the model does not call these modules "
-                "(at most methods or parts of them). Pass blocks= to actckpt.apply, those that it calls. Told once.",
+                f"{', '.join(idle[:_MAX_NAMES])}{more}. Nothing is saved there. If the model never calls these modules "
+                "(at most methods or parts of them), pass blocks= to actckpt.apply, those that it calls; if it skips "
+                "blocks at random (layer dropout), all is well. Told once.",
             )
+
+    def tell_unplanned(self, name: str) -> None:
+        """Warn, once, that a block runs which the plan has nothing for, or more often than in the plan."""
+        if not self._has_told_unplanned:
+            self._has_told_unplanned = True
+            warn_user(_UNPLANNED.format(name))

@@ -21,12 +21,14 @@ from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 from actckpt.planner.plans import Plan
 
-__all__ = ["RECOMPUTE", "Candidate", "device_of", "forwards_of", "settings_of"]
+__all__ = ["RECOMPUTE", "UNPLANNED", "Candidate", "device_of", "forwards_of", "settings_of"]
 
 #: Events tell no shorter times apart.
 _RESOLUTION_S = 5e-7
 #: Everything is recomputed, operator by operator: no Python of a block runs twice.
-RECOMPUTE: OneCall = {"policy": [], "drops_caches": True}
+RECOMPUTE: dict[str, Any] = {"policy": [], "drops_caches": True}
+#: The same, of what did not run when the plan was made.
+UNPLANNED: dict[str, Any] = {**RECOMPUTE, "is_unplanned": True}
 
 
 def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
@@ -58,7 +60,7 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
     for name, one in zip(plan.blocks, calls, strict=True):
         if name is not None:
             found[name] += (one,)
-    return {name: each[0] if len(each) == 1 else (*each, RECOMPUTE) for name, each in found.items()}
+    return {name: each[0] if len(each) == 1 else (*each, UNPLANNED) for name, each in found.items()}
 
 
 def _as_measured(found: OneCall, block: torch.nn.Module | None) -> OneCall:

@@ -48,7 +48,7 @@ from actckpt._budget.meters import FixedBytes, Meter
 from actckpt._budget.observing import Observing
 from actckpt._budget.offloading import solved
 from actckpt._budget.outside_graph import OutsideGraph
-from actckpt._budget.running import RECOMPUTE, device_of, settings_of
+from actckpt._budget.running import RECOMPUTE, UNPLANNED, device_of, settings_of
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._budget.turns import Race, Turn, race_of
@@ -173,7 +173,7 @@ def _tell_compiled() -> bool:
 
 def _use(forwards: dict[str, CheckpointedForward], settings: Mapping[str, Settings]) -> None:
     for name, forward in forwards.items():
-        forward.use(settings.get(name, RECOMPUTE))
+        forward.use(settings.get(name, UNPLANNED if settings else RECOMPUTE))
 
 
 class _Size:

@@ -1,4 +1,4 @@
-"""Steps that a budget does not plan as a whole say so: outputs without a graph, and backward through backward."""
+"""Steps that a budget does not plan as a whole say so: no output with a graph, skipped blocks, double backward."""
 
 from __future__ import annotations
 
@@ -89,3 +89,46 @@ def test_a_backward_through_a_backward_is_told_once_and_has_plain_gradients() ->
         for _ in range(3):
             assert_equal(step(model), expected)
     assert len(told) == 1
+
+
+class Dropping(nn.Module):
+    """Skips blocks as layer dropout does, or runs one more often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+        self.runs = [0, 1, 2, 3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.runs:
+            x = self.blocks[number](x)
+        return x.square().mean()
+
+    def step(self) -> list[Tensor | None]:
+        self.zero_grad()
+        self(torch.ones(8, 16)).backward()
+        return [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:apply. . of 4 blocks did not run:UserWarning")
+@pytest.mark.parametrize(
+    ("first", "then", "told"), [([0, 2, 3], [0, 1, 2, 3], "blocks.1"), ([0, 1, 1], [1, 1, 1], None)]
+)
+def test_a_block_that_runs_and_is_not_in_the_plan_is_told_once(
+    first: list[int], then: list[int], told: str | None
+) -> None:
+    plain, model = Dropping(), Dropping()
+    actckpt.apply(model, blocks="blocks.*", activation_budget="80%", race=False)
+    for runs in (first, first, [*first[:-1]]):
+        plain.runs = model.runs = runs
+        assert_equal(model.step(), plain.step())
+    plain.runs = model.runs = then
+    with pytest.warns(UserWarning, match=rf"block '{told or 'blocks.1'}' runs, and did not when the plan was made"):
+        gradients = model.step()
+    assert_equal(gradients, plain.step())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal(model.step(), plain.step())
+        with torch.no_grad():
+            model(torch.ones(8, 16))
