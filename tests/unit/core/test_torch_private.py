@@ -137,6 +137,7 @@ def test_nodes_tell_their_order_and_the_bytes_of_gradients() -> None:
     assert torch_private.sequence_number(y.grad_fn) < torch_private.sequence_number(halves[0].grad_fn) < number
     assert torch_private.gradient_bytes(y.grad_fn, 0) == 48
     assert torch_private.gradient_bytes(halves[1].grad_fn, halves[1].output_nr) == 12
+    assert [torch_private.num_gradients(node) for node in (y.grad_fn, halves[0].grad_fn)] == [1, 2]
 
 
 def test_installed_torch_has_the_flags_of_python_code() -> None:
@@ -272,7 +273,8 @@ def test_every_private_name_of_torch_is_checked_here() -> None:
         "keep_object",
         "math",
         "outer_hooks",
-        "gradient_bytes",  # here, and "sequence_number"
+        "gradient_bytes",  # here, and "num_gradients" and "sequence_number"
+        "num_gradients",
         "remove_dispatch_mode",
         "replaced_function_modes",
         "selective_policy",
