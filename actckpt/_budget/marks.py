@@ -86,8 +86,8 @@ def outside_seconds(marks: list[Mark], num_calls: int) -> list[tuple[float, floa
     stem, head = [0.0, 0.0], [0.0, 0.0]
     for mark, after in itertools.pairwise(marks):
         seconds = devices.seconds_between(mark.moment, after.moment)
-        if mark.what in ("start", "stem"):
-            stem[mark.what == "stem"] += seconds
+        if mark.what in ("start", "stem", "done"):  # done: of the optimizer, which ends the step
+            stem[mark.what != "start"] += seconds
         elif mark.what == "end" and mark.call == num_calls - 1:
             head[1] += seconds
     return [(stem[0], stem[1]), (head[0], head[1])]

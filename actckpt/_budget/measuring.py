@@ -194,7 +194,8 @@ class _Watched:
             return result
 
         self._state.put_back()
-        with self._calls(call), live or contextlib.nullcontext():
+        # What the optimizer makes is no activation: what counts ends before it.
+        with self._calls(call), live or contextlib.nullcontext(), self._state.before_update(lambda: marks.note("done")):
             marks.note("start")
             self._step()
             marks.note("done")

@@ -16,6 +16,7 @@ from actckpt._budget.sizes import budget_bytes
 from actckpt._core import devices
 from actckpt._core.storages import storages_of
 from actckpt._core.subclasses import plain_parts
+from actckpt._core.training_state import TrainingState
 from actckpt._offload import stores
 from actckpt.memory import LiveStorages
 
@@ -108,16 +109,26 @@ class Meter:
             most = max(most, times * _bytes_of_gradient(parameter))
         return most
 
-    def peak_of(self, run: Callable[[], object]) -> float:
-        """Run a step and return its peak, in bytes."""
+    def peak_of(self, run: Callable[[], object], state: TrainingState) -> float:
+        """Run a step and return its peak, in bytes; of activations, that before its optimizer begins."""
         allocator = devices.counting(self._device) if self._total else None
         if allocator is not None:
             allocator.reset_peak(self._device)
             run()
             return float(allocator.peak_bytes(self._device))
         with LiveStorages(parameters=() if self._total else self._model.parameters(), device=self._device) as live:
-            run()
-        return float(self.fixed_bytes + live.peak_bytes)
+            if self._total:
+                run()
+                return float(self.fixed_bytes + live.peak_bytes)
+            return float(peak_before_update(live, run, state))
+
+
+def peak_before_update(live: LiveStorages, run: Callable[[], object], state: TrainingState) -> int:
+    """Run a step and return its peak up to its optimizer, whose state and intermediate results are no activations."""
+    peaks: list[int] = []
+    with state.before_update(lambda: peaks.append(live.peak_bytes)):
+        run()
+    return peaks[0] if peaks else live.peak_bytes
 
 
 class FixedBytes:

@@ -91,4 +91,4 @@ class _Trials:
         candidate = self.candidate("", plan)
         candidate.run()  # the first run of a structure is audited, which needs more, and moves originals
         flush(device_of(self._model))
-        return self._meter.peak_of(candidate.run)
+        return self._meter.peak_of(candidate.run, self._state)

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from actckpt import _C
 from actckpt._core import devices
 from actckpt._core.subclasses import plain_parts
 
@@ -54,6 +55,8 @@ class _Held:
 class TrainingState:
     """Parameters, buffers, gradients, state of an optimizer and random state, as they are now.
 
+    Random state is that of all default generators and of those in attributes of modules.
+
     Args:
         model: parameters, buffers and gradients of all of its modules.
         optimizer: its state and the settings of its groups; None: there is none, or the step does not run it.
@@ -80,6 +83,23 @@ class TrainingState:
             ]
             self._states = _states_of(optimizer)
         self._random = random_state()
+        self._generators = [(found, found.get_state()) for found in _C.Parameters(model).generators]
+
+    @contextmanager
+    def before_update(self, note: Callable[[], object]) -> Iterator[None]:
+        """Call `note` each time in the body when the optimizer is about to change parameters."""
+        if self._optimizer is None:
+            yield
+            return
+
+        def begins(*_: object) -> None:
+            note()
+
+        handle = self._optimizer.register_step_pre_hook(begins)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def check(self, who: str, *, may_change: bool) -> None:
         """Raise where a step changed parameters, unless it may: a second one would not be the same."""
@@ -115,6 +135,8 @@ class TrainingState:
                     for name, value in state.items()
                 }
         set_random_state(self._random)
+        for generator, found in self._generators:
+            generator.set_state(found)
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> dict[Any, dict[Any, Any]]:

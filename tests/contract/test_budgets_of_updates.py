@@ -1,0 +1,80 @@
+"""Steps that run their optimizer, and draw from generators of modules, measured by `plan` and `compare`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+
+import actckpt
+from actckpt.memory import LiveStorages
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.generators = [torch.Generator().manual_seed(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generators[0])
+        return x + self.down(nn.functional.gelu(self.up(x))) * noise
+
+
+class Training:
+    """Its parameters, gradients and the state of its optimizer are more than its activations."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[Block() for _ in range(5)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.x = torch.randn(64, 64)
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.x).square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+    def state(self) -> list[Tensor]:
+        drawn = [block.generators[0].get_state() for block in self.model]
+        return [*(parameter.detach().clone() for parameter in self.model.parameters()), *drawn]
+
+
+@pytest.mark.parametrize("share", ["50%", "75%", "100%"])
+def test_what_the_optimizer_makes_is_in_no_budget_of_activations(share: str) -> None:
+    training = Training()
+    with LiveStorages(parameters=training.model.parameters()) as live:
+        training.backward()
+    before = training.state()
+    plan = actckpt.plan(
+        training.step,
+        model=training.model,
+        blocks=Block,
+        activation_budget=share,
+        optimizer=training.optimizer,
+        race=False,
+    )
+    assert_equal(training.state(), before)
+    assert plan.budget_bytes == pytest.approx(float(share[:-1]) / 100 * live.peak_bytes, rel=0.05)
+    assert (plan.overhead_seconds == 0.0) == (share == "100%")
+    actckpt.apply(training.model, policy=plan)
+    for _ in range(2):
+        with LiveStorages(parameters=training.model.parameters()) as live:
+            training.backward()
+        assert live.peak_bytes <= plan.budget_bytes * 1.001
+        training.optimizer.step()
+
+
+def test_compare_puts_generators_of_modules_back_and_finds_equal_gradients() -> None:
+    training = Training()
+    before = training.state()
+    policies = {"recompute": "recompute", "matmuls": "matmuls"}
+    found = actckpt.compare(
+        training.step, model=training.model, blocks=Block, policies=policies, optimizer=training.optimizer, rounds=2
+    )
+    assert_equal(training.state(), before)
+    assert "DIFFER" not in str(found)
