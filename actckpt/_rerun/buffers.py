@@ -12,11 +12,13 @@ Rule 2. Copies need to be made before the forward. A module's first call, in tra
         then on: its buffers are copied before each forward, and the copies held if versions tell that it did so again
         (always, where they did not tell the first time: a write through `.data`). All others cost a look at versions.
         Calls that were not watched, such as those that budgets profile, do not count: versions may tell of them only.
+        A region may lead to modules that it does not call, another one's or the whole model: they are watched until an
+        operator has used a buffer of theirs, or something was run again since (a step is over, and they are idle).
 Rule 3. A buffer that changed and of which there is no copy (its module did so for the first time, not in its first
         call; or somebody else did, after the forward) must not be read by a rerun: it raises where one does.
 Rule 4. BatchNorm moves its statistics in training and does not read them, and no version tells. They are not copied
-        before the forward; a rerun gets copies of what is there then. Only classes whose code is known do this: a
-        subclass of them may well read its statistics.
+        before the forward; a rerun gets copies of what is there then, where its count of batches tells that it ran.
+        Only classes whose code is known do this: a subclass of them may well read its statistics.
 """
 
 import dataclasses
@@ -47,6 +49,11 @@ _CALLED = {True: 1, False: 2}
 _CHANGES = 4
 _HIDES = 8
 _known: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+#: In training and not: how many reruns there were when a module was watched first.
+_first_watched: dict[bool, WeakKeyDictionary[torch.nn.Module, int]] = {
+    True: WeakKeyDictionary(),
+    False: WeakKeyDictionary(),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ class Stale:
 class _Noted:
     """The buffers of one module."""
 
-    __slots__ = ("copies", "found", "is_known", "is_statistics", "marks", "module", "written")
+    __slots__ = ("_batches", "copies", "found", "has_run", "is_known", "is_statistics", "marks", "module", "written")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -78,6 +85,9 @@ class _Noted:
         self.copies = _copies(self.found) if known & _CHANGES else None
         #: Names of the buffers that the mode saw written.
         self.written: set[str] = set()
+        #: Whether an operator used one of them, as far as that was watched; of statistics, whether they may be others.
+        self.has_run = False
+        self._batches = _batches(module) if self.is_statistics else None
 
     def note_write(self, name: str) -> None:
         if self.copies is None:
@@ -86,8 +96,9 @@ class _Noted:
 
     def forward_done(self, *, was_watched: bool) -> None:
         if self.is_statistics:
+            self.has_run = self._batches is None or _batches(self.module) != self._batches
             return
-        known = _known.get(self.module, 0) | (_CALLED[bool(self.module.training)] if was_watched else 0)
+        known = _known.get(self.module, 0) | (_CALLED[bool(self.module.training)] if self._is_seen(was_watched) else 0)
         moved = set(self._moved())
         if not self.written <= moved:
             known |= _HIDES
@@ -98,6 +109,13 @@ class _Noted:
         elif not known & _HIDES:
             self.copies = None
         _known[self.module] = known
+
+    def _is_seen(self, was_watched: bool) -> bool:
+        if self.is_known or not was_watched:
+            return was_watched
+        now = _C.num_reruns()
+        first = _first_watched[bool(self.module.training)].setdefault(self.module, now)
+        return self.has_run or first != now
 
     def _moved(self) -> list[str]:
         return [
@@ -111,7 +129,9 @@ class _Noted:
         return len(now) == len(self.found) and all(now.get(name) is buffer for name, buffer in self.found.items())
 
     def is_as_found(self) -> bool:
-        return not self.is_statistics and self.copies is None and self._stands() and not self.stale()
+        if self.is_statistics:
+            return not self.has_run
+        return self.copies is None and self._stands() and not self.stale()
 
     def for_rerun(self) -> dict[str, Tensor | None]:
         if self.is_statistics:
@@ -181,6 +201,12 @@ def _is_batch_norm(kind: type) -> bool:
     return kind in _BATCH_NORMS or (kind.__name__ in _TIMM_BATCH_NORMS and kind.__module__ == "timm.layers.norm_act")
 
 
+def _batches(module: torch.nn.Module) -> tuple[int, int] | None:
+    """Return which count of batches a BatchNorm has and its version; None where it does not count."""
+    count = module._buffers.get("num_batches_tracked")
+    return None if count is None else (id(count), version_of(count))
+
+
 def _put(module: torch.nn.Module, buffers: dict[str, Tensor | None]) -> None:
     module._buffers.clear()
     module._buffers.update(buffers)
@@ -220,6 +246,10 @@ class _FirstWrites(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for tensor in tensors_in((args, kwargs)):
+            _, noted, _ = self._places.get(id(storage_of(tensor)), _NOWHERE)
+            if noted is not None:
+                noted.has_run = True
         for tensor in written_tensors(func, args, kwargs):
             _, noted, name = self._places.get(id(storage_of(tensor)), _NOWHERE)
             if noted is not None:
