@@ -192,8 +192,9 @@ class _Size:
         self._keeps_gradients = False
         self._held_output_bytes: float | None = None
         self._race: Race | None = None
-        #: No block was seen to run.
-        self._is_unseen = False
+        #: No block was seen to run; the last forward did not tell where its step ends, and none is
+        #: watched before one that does.
+        self._is_unseen = self._is_silent = False
         self._device = device_of(model)
         self._offloads = is_linked(self._device, wanted.pins)
         self._observing = Observing(self._device)
@@ -217,7 +218,7 @@ class _Size:
         self._keeps_gradients = keeps_gradients
         self._num_alive += 1
         self._most_alive = max(self._most_alive, self._num_alive)
-        if self._is_unseen:
+        if self._is_unseen or self._is_silent:
             _use(self._forwards, {})
             return
         if self._measured is None:
@@ -276,9 +277,10 @@ class _Size:
         if not outputs:  # it failed, or nothing is to be trained
             self._num_alive -= 1
             if watching is not None and watching.is_trained and sys.exc_info()[0] is None:
-                self._is_unseen = True
+                self._is_silent = True
                 self._tell(NO_OUTPUTS)
             return
+        was_silent, self._is_silent = self._is_silent, False
         if watching is not None:
             self._measured = watching.measured(outputs)
             if self._measured is None:
@@ -297,7 +299,9 @@ class _Size:
 
         def ended() -> None:
             if dropped.detach() is not None:
-                self._backward_ended(turn, [storage for ref in storages.values() if (storage := ref()) is not None])
+                self._num_alive -= 1
+                if not was_silent:
+                    self._backward_ended(turn, [held for ref in storages.values() if (held := ref()) is not None])
 
         # It lives as long as the graph: where that goes without a backward, so does the forward.
         dropped = weakref.finalize(reached, self._dropped)
@@ -314,7 +318,6 @@ class _Size:
         self._num_alive -= 1
 
     def _backward_ended(self, turn: Turn | None, held: list[torch.UntypedStorage]) -> None:
-        self._num_alive -= 1
         self._observing.ended(self._given_bytes)
         if self._held_output_bytes is None:
             self._held_output_bytes = float(sum(storage.nbytes() for storage in held))

@@ -21,9 +21,9 @@ CHECKPOINTED = (
 )
 NO_OUTPUTS = (
     "apply: no plan for the budget is made for a {0} whose blocks ran with gradients, and that returned no tensor with "
-    "a graph: where its step ends cannot be told. Its blocks stay checkpointed. Does it call backward itself, or "
-    "return an object that is no tuple, list, mapping or dataclass? Give apply the part of {0} that returns what "
-    "backward begins with, or pass a policy in place of the budget. Told once."
+    "a graph: where its step ends cannot be told. Its blocks stay checkpointed until it returns one. Does it call "
+    "backward itself, or return an object that is no tuple, list, mapping or dataclass? Give apply the part of {0} "
+    "that returns what backward begins with, or pass a policy in place of the budget. Told once."
 )
 TWICE = (
     "apply: a backward with create_graph=True ran through a {} with a budget. What it saves for the next backward is "

@@ -59,6 +59,18 @@ def test_a_model_whose_step_has_no_end_that_can_be_seen_is_told_once_and_blocks_
     assert len(calls) <= 2  # the forward, and its rerun: no profile
 
 
+def test_a_step_whose_end_is_seen_has_a_plan_also_after_one_whose_end_is_not() -> None:
+    model = Model("object")
+    actckpt.apply(model, activation_budget="90%")
+    with pytest.warns(UserWarning, match="until it returns one"):
+        model(torch.ones(8, 16))  # a prediction, with gradients on
+    model.kind = "loss"
+    expected = Model("loss").step()
+    for _ in range(4):
+        assert_equal(model.step(), expected)
+    assert actckpt.report(model).plan is not None
+
+
 def test_a_forward_that_fails_is_told_nothing_and_has_a_plan_where_it_works() -> None:
     model = Model("fails")
     actckpt.apply(model, activation_budget="90%")
