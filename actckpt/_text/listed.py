@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["calls_named", "listed"]
 
-_NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>\d+)(?P<tail>\D*)", re.DOTALL)
+_NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>0|[1-9]\d*)(?P<tail>\D*)", re.DOTALL)
 
 
 def listed(names: Iterable[str]) -> str:
