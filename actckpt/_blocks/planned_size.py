@@ -18,10 +18,11 @@ class PlannedSize:
 
     def __init__(self, plan: Plan) -> None:
         assert plan.blocks is not None
-        number, self.block = next((i, name) for i, name in enumerate(plan.blocks) if name is not None)
-        values = plan.costs.blocks[number].values
-        #: Bytes of its hidden states; 0 where it held none, which says nothing.
-        self.nbytes = next((value.nbytes for value in values if value.name == BLOCK_INPUT), 0.0)
+        self.block = next(name for name in plan.blocks if name is not None)
+        calls = [block.values for block, name in zip(plan.costs.blocks, plan.blocks, strict=True) if name == self.block]
+        held = [next((value.nbytes for value in call if value.name == BLOCK_INPUT), 0.0) for call in calls]
+        #: Bytes of its hidden states, in the call that is given most; 0 where one held none, which says nothing.
+        self.nbytes = max(held) if all(held) else 0.0
         self._budget_bytes = plan.budget_bytes
         self._is_told = self.nbytes == 0
 

@@ -135,3 +135,25 @@ def test_a_plan_says_where_it_is_given_more_than_it_was_made_for(kind: str) -> N
         assert_equal(_step(model, larger)[0], gradients)
     actckpt.remove(model)
     assert_equal(_step(model, larger)[0], gradients)
+
+
+class Pyramid(Model):
+    """Calls its blocks with few rows, then with all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = torch.zeros(())
+        for rows in (len(x) // 4, len(x)):
+            part = x[:rows].clone()
+            loss = loss + super().forward(part)
+        return loss
+
+
+def test_a_plan_is_made_for_the_call_of_a_block_that_is_given_most() -> None:
+    model, x = Pyramid("mask"), torch.randn(64, _WIDTH)
+    plan = actckpt.plan(lambda: _step(model, x), model=model, blocks=Block, activation_budget="80%", race=False)
+    actckpt.apply(model, policy=plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _step(model, x)
+    with pytest.warns(UserWarning, match=r"'blocks.0' is given 16.00 KiB .* made for 8.00 KiB"):
+        _step(model, torch.cat([x, x]))
