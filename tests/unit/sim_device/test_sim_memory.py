@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -131,3 +132,29 @@ def test_pinned_memory_is_reused_when_its_copies_have_passed() -> None:
     del host
     torch.ones(1000, pin_memory=True)
     assert found.sum().item() == 1000
+
+
+def test_a_running_kernel_gets_no_block_that_another_thread_freed_with_work_pending() -> None:
+    """Allocation writes a block in the order of the stream, which is after a kernel that runs: that may not use it now."""
+    is_running, is_freed = threading.Event(), threading.Event()
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        is_running.set()
+        assert is_freed.wait(60)
+        return torch.full_like(x, 2.0)
+
+    def other_thread() -> None:
+        assert is_running.wait(60)
+        fresh = torch.empty(100, device="sim")  # poisoned once the kernel has ended
+        del fresh
+        is_freed.set()
+
+    library = torch.library.Library("sim_memory", "FRAGMENT")
+    library.define("late(Tensor x) -> Tensor")
+    library.impl("late", kernel, "CPU")
+    x = torch.ones(100, device="sim")
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    found = torch.ops.sim_memory.late(x)
+    thread.join()
+    assert (found == 2).all()

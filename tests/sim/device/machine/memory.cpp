@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "sim/device/machine/checker.h"
 
@@ -66,15 +67,22 @@ void DeviceMemory::hand_out(const Lock& lock, BlockPtr block) {
   live_.emplace(block->range().begin, std::move(block));
 }
 
-// The one that was freed last.
+// The one that was freed last; a kernel that is running uses it at once, so none that tasks behind it will write.
 DeviceMemory::BlockPtr DeviceMemory::take_cached(Device* device, Stream* home, std::size_t bytes) {
   const auto found = device->cached.find({home, bytes});
   if (found == device->cached.end()) {
     return nullptr;
   }
-  BlockPtr block = std::move(found->second.back());
-  found->second.pop_back();
-  if (found->second.empty()) {
+  std::vector<BlockPtr>& blocks = found->second;
+  const auto chosen = std::find_if(blocks.rbegin(), blocks.rend(), [&](const BlockPtr& block) {
+    return !home->is_run_here() || block->pending <= home->done;
+  });
+  if (chosen == blocks.rend()) {
+    return nullptr;
+  }
+  BlockPtr block = std::move(*chosen);
+  blocks.erase(std::next(chosen).base());
+  if (blocks.empty()) {
     device->cached.erase(found);
   }
   return block;
@@ -108,6 +116,7 @@ void DeviceMemory::free(Lock& lock, void* data) {
   device.figures.blocks.subtract(1);
   device.figures.allocated_bytes.subtract(block->bytes);
   device.figures.requested_bytes.subtract(block->requested_bytes);
+  block->pending = block->home->is_run_here() ? block->pending : block->home->issued;
   for (Stream* const user : block->users) {
     block->fences.push_back(streams().record(lock, user));
   }

@@ -56,6 +56,8 @@ struct Block {
   Stream* home;
   std::vector<Stream*> users;  // other streams, by record_stream
   std::vector<Point> fences;   // once freed: up to where they used it
+  // Once freed while a kernel of another thread ran: the tasks of its home that may still write it.
+  std::uint64_t pending = 0;
 
   Range range() const { return range_of(data, bytes); }
 };
