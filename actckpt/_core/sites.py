@@ -29,7 +29,10 @@ def user_line() -> str:
 
 
 def warn_user(message: str) -> None:
-    """Warn at the innermost line outside torch and actckpt: of the user, who called what led here."""
+    """Warn at the innermost line outside torch and actckpt: of the user, who called what led here.
+
+    In a thread of autograd's there is none: then at the line that calls this.
+    """
     level = 2
     for number, frame in enumerate(_frames_outward(), start=1):  # the first is that of this function
         if _is_users(frame):

