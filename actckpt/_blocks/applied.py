@@ -45,6 +45,7 @@ __all__ = [
         "forwards_in",
         "patch",
         "unpatch",
+        "watch",
     ),
 ]
 

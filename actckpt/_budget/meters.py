@@ -120,10 +120,10 @@ class Meter:
             if self._total:
                 run()
                 return float(self.fixed_bytes + live.peak_bytes)
-            return float(peak_before_update(live, run, state))
+            return float(_peak_before_update(live, run, state))
 
 
-def peak_before_update(live: LiveStorages, run: Callable[[], object], state: TrainingState) -> int:
+def _peak_before_update(live: LiveStorages, run: Callable[[], object], state: TrainingState) -> int:
     """Run a step and return its peak up to its optimizer, whose state and intermediate results are no activations."""
     peaks: list[int] = []
     with state.before_update(lambda: peaks.append(live.peak_bytes)):

@@ -50,8 +50,8 @@ def _times(plan: Plan) -> str:
         (plan.write_wait_seconds, "waiting for copies out"),
         (plan.read_wait_seconds, "waiting for copies back"),
     ]
-    listed = ", ".join(f"{format_seconds(seconds)} {what}" for seconds, what in parts if seconds)
-    return f"{text}, {_share(plan, plan.overhead_seconds)} more than with everything kept: {listed}. {_best(plan)}"
+    terms = ", ".join(f"{format_seconds(seconds)} {what}" for seconds, what in parts if seconds)
+    return f"{text}, {_share(plan, plan.overhead_seconds)} more than with everything kept: {terms}. {_best(plan)}"
 
 
 def _best(plan: Plan) -> str:
