@@ -1,5 +1,5 @@
-"""The C++ extension: regions (csrc/core, csrc/rerun), replay (csrc/replay), the hooks of offloading (csrc/offload) and
-the engine (csrc/engine): csrc/bind/engine.h says how it is used."""
+"""The C++ extension: regions (csrc/core, csrc/rerun), recording and replay (csrc/graph, csrc/record, csrc/replay), the
+hooks of offloading (csrc/offload) and the engine (csrc/engine): csrc/bind/engine.h says how it is used."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -203,7 +203,7 @@ def run(
 def rerun(refill: Refill, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> None: ...
 def tell_of_saved(function: Callable[[Tensor], object] | None, /) -> Callable[[Tensor], object] | None: ...
 
-# Recording and replay (csrc/replay).
+# Recording and replay (csrc/graph, csrc/record, csrc/replay).
 
 @final
 class Value:

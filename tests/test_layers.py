@@ -41,7 +41,7 @@ _ROOMS = [
 _RANKS = {room: rank for rank, rooms in enumerate(_ROOMS) for room in rooms}
 
 #: The same of the C++ sources. The engine knows no other room, and only what binds it knows the engine.
-_CPP_ROOMS = [["core", "engine"], ["rerun", "offload"], ["replay"], ["bind"]]
+_CPP_ROOMS = [["core", "engine"], ["graph", "rerun", "offload"], ["record"], ["replay"], ["bind"]]
 _CPP_RANKS = {room: rank for rank, rooms in enumerate(_CPP_ROOMS) for room in rooms}
 
 

@@ -22,7 +22,7 @@ __all__ = ["ORDER", "register", "release"]
 ORDER = (
     "read-ahead",  # moved bytes that backward has not asked for yet (csrc/offload/reading.h)
     "reloads",  # moved bytes that one saved tensor asked for, and that wait for others on them
-    "replay caches",  # replayed values that the same backward asks for again (csrc/replay/needs.h)
+    "replay caches",  # replayed values that the same backward asks for again (csrc/graph/needs.h)
     "rerun values",  # what reruns brought back, and backward has not asked for yet (csrc/rerun/frame.h)
     "host pool",  # free slabs of pinned and pageable memory
 )

@@ -44,7 +44,7 @@ class Table:
         self.names_drop = len(stays) > 1 and any(
             selector.is_name and actions[text] is Action.RECOMPUTE for text, selector in self._selectors.items()
         )
-        #: By what stands for a place in csrc/replay/calls.h.
+        #: By what stands for a place in csrc/record/module_calls.h.
         self.found: dict[int, Action] = {}
         #: Entries that decided something.
         self.matched: set[str] = set()

@@ -12,9 +12,9 @@ Rule 1. What functional collectives return (`_c10d_functional`: all_gather_into_
         or a function; a name that `actckpt.name` gives comes after the collective ran, and raises (NOTE [ Names ]). The
         forms that write to what they are given, and all other collectives, stay.
 Rule 2. Before a saved tensor is brought back, the collectives that lead to it, and that this backward has not repeated,
-        run in the order of the forward, each with its wait (csrc/replay/repeated.cpp). What they return stays until the
-        backward ends, or nothing leads to it any more: no window, no call for room releases it. So each runs once in a
-        backward at most, and which of them run depends on the graph and the order of unpacking alone.
+        run in the order of the forward, each with its wait (csrc/replay/repeated_collectives.cpp). What they return
+        stays until the backward ends, or nothing leads to it any more: no window, no call for room releases it. So each
+        runs once in a backward at most, and which of them run depends on the graph and the order of unpacking alone.
 Rule 3. What may be made from such a value is recomputed where the policy says so, also where that holds more bytes than
         to keep it: how many bytes is something that each rank knows for itself.
 Rule 4. Outside of a backward none is repeated: reading a saved tensor there raises.

@@ -24,12 +24,12 @@ counts are kept right: a value that becomes available, or that nobody asks for a
 released too soon, for want of room, reads again. A saved tensor that dies was asked for no longer.
 
 When the backward ends, or fails, all that it had replayed is released at once. A value whose step is gone by then
-(csrc/replay/parked.h) is held instead.
+(csrc/graph/parked_steps.h) is held instead.
 
 The counts decide how long bytes stay and never what they are: another backward of the same region at the same time
 counts anew, and whoever misses something replays it.
 
-The classes are in C++ (csrc/replay/objects.h), since some are made at every operator; the counts in needs.h there.
+The classes are in C++ (csrc/graph/objects.h), since some are made at every operator; the counts in needs.h there.
 """
 
 from typing import Any

@@ -11,13 +11,13 @@
 #include "core/modes.h"
 #include "core/python.h"
 #include "core/reads.h"
-#include "replay/callee.h"
-#include "replay/lineage.h"
-#include "replay/needs.h"
+#include "graph/lineage.h"
+#include "graph/needs.h"
+#include "graph/window.h"
+#include "record/callee.h"
+#include "record/paused.h"
 #include "replay/order.h"
-#include "replay/paused.h"
-#include "replay/repeated.h"
-#include "replay/window.h"
+#include "replay/repeated_collectives.h"
 
 namespace actckpt::replay {
 namespace {

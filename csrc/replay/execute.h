@@ -4,7 +4,7 @@
 // calls, since two threads that replay the same values would do so twice.
 #pragma once
 
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "core/python.h"
+#include "graph/lineage.h"
+#include "graph/needs.h"
 #include "replay/depth_first.h"
 #include "replay/execute.h"
-#include "replay/lineage.h"
-#include "replay/needs.h"
 
 namespace actckpt::replay {
 namespace {

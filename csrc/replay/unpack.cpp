@@ -8,13 +8,13 @@
 #include "core/python.h"
 #include "core/reads.h"
 #include "core/swap_lock.h"
-#include "replay/calls.h"
+#include "graph/needs.h"
+#include "graph/window.h"
+#include "record/known_storages.h"
+#include "record/module_calls.h"
+#include "record/paused.h"
 #include "replay/execute.h"
-#include "replay/needs.h"
-#include "replay/paused.h"
-#include "replay/repeated.h"
-#include "replay/values.h"
-#include "replay/window.h"
+#include "replay/repeated_collectives.h"
 
 namespace actckpt::replay {
 namespace {

@@ -1,7 +1,7 @@
 // The unpack hook: the way back of saved tensors.
 #pragma once
 
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

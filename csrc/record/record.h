@@ -1,8 +1,8 @@
 // Recording: what happens at every operator of a region's forward.
 #pragma once
 
-#include "replay/geometry.h"
-#include "replay/objects.h"
+#include "graph/geometry.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

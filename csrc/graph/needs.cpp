@@ -1,4 +1,4 @@
-#include "replay/needs.h"
+#include "graph/needs.h"
 
 #include <algorithm>
 #include <limits>
@@ -9,9 +9,8 @@
 #include "core/python.h"
 #include "core/released.h"
 #include "core/task_end.h"
-#include "replay/geometry.h"
-#include "replay/lineage.h"
-#include "replay/parked.h"
+#include "graph/lineage.h"
+#include "graph/parked_steps.h"
 
 namespace actckpt::replay {
 namespace {

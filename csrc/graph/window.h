@@ -1,8 +1,8 @@
 // Windows: tensors as geometry on the bytes of a value, and the way back to tensors.
 #pragma once
 
-#include "replay/geometry.h"
-#include "replay/objects.h"
+#include "graph/geometry.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

@@ -1,7 +1,7 @@
 // Collectives that a policy names to be recomputed: NOTE [ Repeated collectives ] in actckpt/_replay/collectives.py.
 #pragma once
 
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

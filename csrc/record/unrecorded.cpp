@@ -1,4 +1,4 @@
-#include "replay/unrecorded.h"
+#include "record/unrecorded.h"
 
 #include "core/grad_mode.h"
 #include "core/python.h"

@@ -1,11 +1,11 @@
-#include "replay/parked.h"
+#include "graph/parked_steps.h"
 
 #include <functional>
 #include <utility>
 #include <vector>
 
 #include "core/python.h"
-#include "replay/window.h"
+#include "graph/window.h"
 
 namespace actckpt::replay {
 namespace {

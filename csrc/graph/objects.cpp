@@ -1,4 +1,4 @@
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 #include <algorithm>
 #include <new>
@@ -8,7 +8,7 @@
 #include "core/meter.h"
 #include "core/python.h"
 #include "core/reads.h"
-#include "replay/geometry.h"
+#include "graph/geometry.h"
 
 namespace actckpt::replay {
 

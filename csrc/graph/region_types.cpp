@@ -1,11 +1,11 @@
 // The Python types of what a region is made of: tape, handles of saved tensors, lines of its report.
-#include "replay/types.h"
+#include "graph/types.h"
 
 #include <utility>
 #include <vector>
 
 #include "core/python.h"
-#include "replay/needs.h"
+#include "graph/needs.h"
 
 namespace actckpt::replay {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

@@ -1,4 +1,4 @@
-#include "replay/repeated.h"
+#include "replay/repeated_collectives.h"
 
 #include <algorithm>
 #include <unordered_set>
@@ -7,8 +7,8 @@
 
 #include "core/locked.h"
 #include "core/python.h"
+#include "graph/lineage.h"
 #include "replay/execute.h"
-#include "replay/lineage.h"
 
 namespace actckpt::replay {
 namespace {

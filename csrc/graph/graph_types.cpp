@@ -1,11 +1,11 @@
 // The Python types of a region's graph: values, steps, storages, windows.
-#include "replay/types.h"
+#include "graph/types.h"
 
 #include "core/python.h"
-#include "replay/geometry.h"
-#include "replay/lineage.h"
-#include "replay/needs.h"
-#include "replay/window.h"
+#include "graph/geometry.h"
+#include "graph/lineage.h"
+#include "graph/needs.h"
+#include "graph/window.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -44,7 +44,7 @@ struct ValueObject {
   PyObject_HEAD PyObject* weak_references;
   PyObject* device;
   PyObject* step;
-  PyObject* parked;  // see parked.h; null in Python's eyes, too
+  PyObject* parked;  // see parked_steps.h; null in Python's eyes, too
   PyObject* operator_;
   PyObject* action;
   PyObject* choice;  // of the region in which it was born; null: bytes that stand for nothing
@@ -55,8 +55,9 @@ struct ValueObject {
   PyObject* spare;
   PyObject* why_opaque;
   PyObject* entry;
-  PyObject* names;   // a tuple, that `actckpt.name` gave; null: none
-  PyObject* module;  // with the next three its place (calls.h); null: nobody asks, or no recorded operator made it
+  PyObject* names;  // a tuple, that `actckpt.name` gave; null: none
+  // With the next three its place (record/module_calls.h); null: nobody asks, or no recorded operator made it.
+  PyObject* module;
   long long call;
   long long occurrence;
   long long result;
@@ -77,7 +78,8 @@ struct ValueObject {
   long long num_readers;
   long long first_use;
   long long last_use;
-  long long repeated_task;  // the last backward that repeated the collectives that lead to it (repeated.h)
+  // The last backward that repeated the collectives that lead to it (replay/repeated_collectives.h).
+  long long repeated_task;
   char is_reading;
   char is_repeated;       // made by a collective that runs again
   char needs_collective;  // it is such a value, or may be made from one
@@ -177,7 +179,7 @@ struct TapeObject {
   PyObject* outer;  // the hooks outside, or None
   PyObject* meter;  // counts what of its values is alive, or None
   PyObject* candidates;
-  PyObject* calls;             // see calls.h; None: nobody asks for places
+  PyObject* calls;             // see record/module_calls.h; None: nobody asks for places
   HandleObject* first_handle;  // of those that are alive; borrowed, they hold the tape
   HandleObject* last_handle;
   CachedBytes* cached;     // null: nothing was ever cached
@@ -198,7 +200,7 @@ struct TapeObject {
   char is_audited;
   char audits_always;
   char window_follows;  // the sizes seen: each backward begins without a limit
-  char repeats;         // some of its values are made by collectives that run again (repeated.h)
+  char repeats;         // some of its values are made by collectives that run again (replay/repeated_collectives.h)
   char is_repeating;    // and one of them may run now
   char must_agree;      // all ranks must say first that they repeat the same
 };

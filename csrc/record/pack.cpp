@@ -1,4 +1,4 @@
-#include "replay/pack.h"
+#include "record/pack.h"
 
 #include <cstdint>
 #include <optional>
@@ -6,14 +6,14 @@
 
 #include "core/python.h"
 #include "core/reads.h"
+#include "graph/lineage.h"
+#include "graph/window.h"
 #include "offload/handles.h"
-#include "replay/calls.h"
-#include "replay/lineage.h"
-#include "replay/paused.h"
-#include "replay/record.h"
-#include "replay/unrecorded.h"
-#include "replay/values.h"
-#include "replay/window.h"
+#include "record/known_storages.h"
+#include "record/module_calls.h"
+#include "record/paused.h"
+#include "record/record.h"
+#include "record/unrecorded.h"
 
 namespace actckpt::replay {
 namespace {

@@ -1,4 +1,4 @@
-#include "replay/window.h"
+#include "graph/window.h"
 
 #include <pybind11/stl.h>
 

@@ -1,8 +1,8 @@
 // Which value a storage holds now: storages go by identity (Rule 2 of NOTE [ Replay ]).
 #pragma once
 
-#include "replay/geometry.h"
-#include "replay/objects.h"
+#include "graph/geometry.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

@@ -1,4 +1,4 @@
-#include "replay/geometry.h"
+#include "graph/geometry.h"
 
 #include <cstddef>
 #include <string>
@@ -6,7 +6,7 @@
 
 #include "core/python.h"
 #include "core/reads.h"
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 namespace {

@@ -2,7 +2,7 @@
 // means than recorded operators.
 #pragma once
 
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

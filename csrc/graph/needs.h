@@ -2,7 +2,7 @@
 // actckpt/_replay/lineage.py. All of it is guarded by the GIL, and calls no code that could release it half-way.
 #pragma once
 
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

@@ -1,4 +1,4 @@
-#include "replay/calls.h"
+#include "record/module_calls.h"
 
 #include <structmember.h>
 
@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 namespace {

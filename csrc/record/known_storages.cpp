@@ -1,12 +1,12 @@
-#include "replay/values.h"
+#include "record/known_storages.h"
 
 #include <utility>
 
 #include "core/python.h"
 #include "core/reads.h"
 #include "offload/owned_memory.h"
-#include "replay/record.h"
-#include "replay/unrecorded.h"
+#include "record/record.h"
+#include "record/unrecorded.h"
 #include "rerun/held.h"
 
 namespace actckpt::replay {

@@ -5,7 +5,7 @@
 // reads: it comes back if all of that is still there, and the cached bytes can go.
 #pragma once
 
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

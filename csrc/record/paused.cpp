@@ -1,4 +1,4 @@
-#include "replay/paused.h"
+#include "record/paused.h"
 
 #include <memory>
 

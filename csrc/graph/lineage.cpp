@@ -1,4 +1,4 @@
-#include "replay/lineage.h"
+#include "graph/lineage.h"
 
 #include <unordered_set>
 #include <vector>

@@ -1,4 +1,4 @@
-#include "replay/callee.h"
+#include "record/callee.h"
 
 #include <unordered_map>
 

@@ -1,7 +1,7 @@
 // What happens at every saved tensor of a region's forward, and to what it holds when it closes.
 #pragma once
 
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "core/python.h"
-#include "replay/objects.h"
+#include "graph/objects.h"
 
 namespace actckpt::replay {
 

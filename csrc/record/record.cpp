@@ -1,6 +1,6 @@
 // The dispatch handler of a recorder. Operators that only read their arguments and
 // return new tensors are recorded here; all others by `record_special` in actckpt/_replay/recorder.py.
-#include "replay/record.h"
+#include "record/record.h"
 
 #include <cstdint>
 #include <cstring>
@@ -11,13 +11,13 @@
 #include "core/meter.h"
 #include "core/python.h"
 #include "core/reads.h"
-#include "replay/callee.h"
-#include "replay/calls.h"
-#include "replay/geometry.h"
-#include "replay/paused.h"
-#include "replay/unrecorded.h"
-#include "replay/values.h"
-#include "replay/window.h"
+#include "graph/geometry.h"
+#include "graph/window.h"
+#include "record/callee.h"
+#include "record/known_storages.h"
+#include "record/module_calls.h"
+#include "record/paused.h"
+#include "record/unrecorded.h"
 
 namespace actckpt::replay {
 namespace {
