@@ -118,7 +118,7 @@ void bind_timing(py::module_& module) {
       .def_property_readonly("is_settled", &Timing::is_settled);
 }
 
-void bind_device_stats(py::module_& module) {
+void bind_kept(py::module_& module) {
   py::enum_<PutOutcome>(module, "Kept")
       .value("CAPTURING", PutOutcome::kKeptCapturing)
       .value("FULL", PutOutcome::kKeptFull)
@@ -126,7 +126,9 @@ void bind_device_stats(py::module_& module) {
       .value("BEHIND", PutOutcome::kKeptBehind)
       .value("FAILED", PutOutcome::kKeptFailed)
       .value("STRANDED", PutOutcome::kKeptStranded);
+}
 
+void bind_device_stats(py::module_& module) {
   py::class_<DeviceStats>(module, "DeviceStats")
       .def_readonly("num_puts", &DeviceStats::num_puts)
       .def_readonly("offloaded_bytes", &DeviceStats::offloaded_bytes)
@@ -166,6 +168,7 @@ void bind_device_stats(py::module_& module) {
 }  // namespace
 
 void bind_device(py::module_& module) {
+  bind_kept(module);
   bind_timing(module);
   bind_device_stats(module);
   py::class_<DeviceTicketHandle>(module, "DeviceTicket")

@@ -111,10 +111,7 @@ void bind_host_stats(py::module_& module) {
       .def_readonly("last_error", &HostStats::last_error);
 }
 
-}  // namespace
-
-void bind_host(py::module_& module) {
-  bind_host_stats(module);
+void bind_byte_stores(py::module_& module) {
   py::class_<ByteStore, std::shared_ptr<ByteStore>>(module, "ByteStore")
       .def_static("in_pool",
                   [](std::shared_ptr<Pool> pool) -> std::shared_ptr<ByteStore> {
@@ -123,7 +120,9 @@ void bind_host(py::module_& module) {
       .def_static("on_disk", [](std::shared_ptr<SpillFile> file) -> std::shared_ptr<ByteStore> {
         return std::make_shared<DiskStore>(std::move(file));
       });
+}
 
+void bind_ticket(py::module_& module) {
   py::class_<TicketHandle>(module, "Ticket")
       .def("get", &TicketHandle::get)
       .def("prefetch", &TicketHandle::prefetch, py::arg("ptr"), py::arg("keep"))
@@ -132,7 +131,9 @@ void bind_host(py::module_& module) {
       .def("drop", &TicketHandle::drop)
       .def_property_readonly("timing", &TicketHandle::timing)
       .def_property_readonly("nbytes", &TicketHandle::nbytes);
+}
 
+void bind_host_engine(py::module_& module) {
   py::class_<HostEngine, EnginePtr>(module, "HostEngine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("num_workers") = HostConfig().num_workers,
            py::arg("window_bytes") = HostConfig().window_bytes)
@@ -156,6 +157,15 @@ void bind_host(py::module_& module) {
       .def("flush", &HostEngine::flush, NoGil())
       .def("shutdown", &HostEngine::shutdown, NoGil())
       .def("stats", &HostEngine::stats, NoGil());
+}
+
+}  // namespace
+
+void bind_host(py::module_& module) {
+  bind_host_stats(module);
+  bind_byte_stores(module);
+  bind_ticket(module);
+  bind_host_engine(module);
 
   py::class_<CpuStore, Store, std::shared_ptr<CpuStore>>(module, "CpuStore")
       .def(py::init<EnginePtr, std::shared_ptr<ByteStore>>(), py::arg("engine"), py::arg("tier"))

@@ -71,7 +71,7 @@ void bind_pool(py::module_& module) {
       .def("stats", &Pool::stats, NoGil());
 }
 
-void bind_spill(py::module_& module) {
+void bind_spill_stats(py::module_& module) {
   py::class_<SpillStats>(module, "SpillStats")
       .def_readonly("limit_bytes", &SpillStats::limit_bytes)
       .def_readonly("disk_bytes", &SpillStats::disk_bytes)
@@ -82,7 +82,10 @@ void bind_spill(py::module_& module) {
       .def_readonly("num_blocks", &SpillStats::num_blocks)
       .def_readonly("num_failed_writes", &SpillStats::num_failed_writes)
       .def_readonly("num_failed_reads", &SpillStats::num_failed_reads);
+}
 
+void bind_spill(py::module_& module) {
+  bind_spill_stats(module);
   py::class_<DiskBlock>(module, "SpillBlock")
       .def_property_readonly("nbytes", [](const DiskBlock& self) { return self.block.bytes(); })
       .def_property_readonly("checksum", [](const DiskBlock& self) { return self.block.checksum(); })
