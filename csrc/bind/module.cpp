@@ -25,10 +25,14 @@
 #include "offload/session.h"
 #include "offload/span.h"
 #include "offload/store.h"
+#include "record/arguments.h"
+#include "record/closing.h"
+#include "record/dispatch.h"
+#include "record/known_storages.h"
 #include "record/module_calls.h"
 #include "record/pack.h"
 #include "record/paused.h"
-#include "record/record.h"
+#include "record/results.h"
 #include "replay/depth_first.h"
 #include "replay/execute.h"
 #include "replay/unpack.h"
@@ -83,10 +87,14 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::replay::add_region_types(module);
   actckpt::replay::add_calls_type(module);
   actckpt::replay::add_paused(module);
-  actckpt::replay::add_record_functions(module);
+  actckpt::replay::add_known_storage_functions(module);
+  actckpt::replay::add_argument_functions(module);
+  actckpt::replay::add_result_functions(module);
+  actckpt::replay::add_dispatch_functions(module);
   actckpt::replay::add_window_functions(module);
   actckpt::replay::add_execute_functions(module);
   actckpt::replay::add_pack_functions(module);
+  actckpt::replay::add_closing_functions(module);
   actckpt::replay::add_unpack_functions(module);
   actckpt::replay::add_needs_functions(module);
   actckpt::replay::add_order_functions(module);

@@ -97,8 +97,6 @@ bool keeps_inputs(const ValueObject* value) {
   return false;
 }
 
-ValueObject* value_of(const py::handle& value) { return reinterpret_cast<ValueObject*>(value.ptr()); }
-
 // Lists that backwards under way fill; each is held by what waits for their ends.
 std::unordered_set<CachedBytes*>& lists_in_use() {
   static auto* lists = new std::unordered_set<CachedBytes*>();
@@ -109,7 +107,7 @@ std::unordered_set<CachedBytes*>& lists_in_use() {
 std::vector<py::object> values_in(const CachedBytes* cached) {
   std::vector<py::object> values;
   for (ValueObject* value : cached->values) {
-    values.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(value)));
+    values.push_back(py::reinterpret_borrow<py::object>(as_object(value)));
   }
   return values;
 }
@@ -121,7 +119,7 @@ void end_task(CachedBytes* cached, long long task) {
   if (cached->tasks.empty()) lists_in_use().erase(cached);
   std::vector<py::object> gone;
   for (const py::object& listed : values_in(cached)) {
-    ValueObject* value = value_of(listed);
+    ValueObject* value = as_value(listed);
     if (value->cached_task != task) continue;
     const bool is_replayable = comes_back(value) || restore_step(value);
     if (is_none(value->cached)) continue;  // what the garbage collector ran took it
@@ -162,7 +160,7 @@ long long release_replay_caches(const py::object& nbytes) {
   }
   for (const py::object& listed : values) {
     if (released.is_enough()) break;
-    ValueObject* value = value_of(listed);
+    ValueObject* value = as_value(listed);
     if (value->is_repeated != 0 || (!comes_back(value) && !restore_step(value))) continue;
     if (is_none(value->cached)) continue;
     std::vector<py::object> tensors = {py::reinterpret_borrow<py::object>(value->cached)};
@@ -235,7 +233,7 @@ void evict(ValueObject* value, long long task) {
 void evict_leftovers(TapeObject* tape, long long task, long long clock) {
   if (tape->cached == nullptr) return;
   for (const py::object& listed : values_in(tape->cached)) {
-    ValueObject* value = value_of(listed);
+    ValueObject* value = as_value(listed);
     if (value->cached_task == task && may_go(value) && value->first_use > clock) evict(value, task);
   }
 }
@@ -248,13 +246,13 @@ void release_needs(ValueObject* value, long long task) noexcept {
 }
 
 void add_needs_functions(py::module_& module) {
-  module.def("is_pending", [](const py::handle& value, long long task) { return is_pending(value_of(value), task); });
-  module.def("is_asked", [](const py::handle& value, long long task) { return is_asked(value_of(value), task); });
+  module.def("is_pending", [](const py::handle& value, long long task) { return is_pending(as_value(value), task); });
+  module.def("is_asked", [](const py::handle& value, long long task) { return is_asked(as_value(value), task); });
   module.def("cache", [](const py::handle& tape, const py::handle& value, const py::handle& tensor, long long task) {
-    cache(tape.ptr(), value_of(value), tensor.ptr(), task);
+    cache(tape.ptr(), as_value(value), tensor.ptr(), task);
   });
   module.def("evict_leftovers", [](const py::handle& tape, long long task, long long clock) {
-    evict_leftovers(reinterpret_cast<TapeObject*>(tape.ptr()), task, clock);
+    evict_leftovers(as_tape(tape), task, clock);
   });
   module.def("release_replay_caches", release_replay_caches);
 }

@@ -18,13 +18,17 @@ void assign(PyObject*& field, PyObject* object) noexcept {
   Py_XDECREF(old);
 }
 
+void append(PyObject* list, PyObject* item) {
+  if (PyList_Append(list, item) != 0) throw py::error_already_set();
+}
+
 py::object new_value(long long nbytes, PyObject* device, long long ordinal) {
   auto* value = allocated<ValueObject>(value_type);
   value->nbytes = nbytes;
   value->ordinal = ordinal;
   value->version = value->cached_task = value->counted_task = value->repeated_task = -1;
   assign(value->device, device);
-  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(value));
+  return py::reinterpret_steal<py::object>(as_object(value));
 }
 
 py::object new_step(PyObject* op, Numerics which, py::object args, py::object kwargs, py::object inputs) {
@@ -128,8 +132,7 @@ void add_output(StepObject* step, ValueObject* value, long kind, long index) {
     const auto* input = reinterpret_cast<ValueObject*>(PyList_GET_ITEM(step->inputs, i));
     if (input->needs_collective != 0 && !is_none(input->step)) value->needs_collective = 1;
   }
-  const auto reference =
-      py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr)));
+  const auto reference = py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(as_object(value), nullptr)));
   if (!reference || PyList_Append(step->outputs, reference.ptr()) != 0) throw py::error_already_set();
   step->results->emplace_back(kind, index);
 }

@@ -233,6 +233,13 @@ Object* allocated(PyTypeObject* type) {
 // Replaces the object in a field.
 void assign(PyObject*& field, PyObject* object) noexcept;
 
+void append(PyObject* list, PyObject* item);
+
+inline PyObject* as_object(ValueObject* value) noexcept { return reinterpret_cast<PyObject*>(value); }
+inline ValueObject* as_value(py::handle object) noexcept { return reinterpret_cast<ValueObject*>(object.ptr()); }
+inline StepObject* as_step(py::handle object) noexcept { return reinterpret_cast<StepObject*>(object.ptr()); }
+inline TapeObject* as_tape(py::handle object) noexcept { return reinterpret_cast<TapeObject*>(object.ptr()); }
+
 py::object new_value(long long nbytes, PyObject* device, long long ordinal);
 // A call under the settings of now.
 py::object new_step(PyObject* op, Numerics which, py::object args, py::object kwargs, py::object inputs);

@@ -97,7 +97,7 @@ void park_step(ValueObject* value) {
 bool restore_step(ValueObject* value) {
   if (value->parked == nullptr) return false;
   const auto owner = py::reinterpret_steal<py::object>(std::exchange(value->parked, nullptr));
-  const auto* parked = reinterpret_cast<StepObject*>(owner.ptr());
+  const auto* parked = as_step(owner);
   if (PyObject* step = step_of_others(parked)) {
     assign(value->step, step);
     return true;

@@ -5,7 +5,6 @@
 #include "core/python.h"
 #include "core/reads.h"
 #include "offload/owned_memory.h"
-#include "record/record.h"
 #include "record/unrecorded.h"
 #include "rerun/held.h"
 
@@ -27,7 +26,7 @@ bool is_parameter(const TapeObject* tape, PyObject* root) {
 py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
   tape->num_values += 1;
   py::object made = new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
-  auto* value = reinterpret_cast<ValueObject*>(made.ptr());
+  auto* value = as_value(made);
   value->is_input = 1;
   assign(value->why_opaque, names().why_input);
   py::object root = root_of(tensor);
@@ -96,7 +95,7 @@ py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry
     return take_input(tape, tensor, storage);
   }
   py::object found = py::reinterpret_borrow<py::object>(holder->value);
-  auto* value = reinterpret_cast<ValueObject*>(found.ptr());
+  auto* value = as_value(found);
   PyObject* seen = value->root == nullptr ? nullptr : referent(value->root);
   // What was its own root is no view of anything, and does not become one.
   const py::object root = seen == tensor ? py::reinterpret_borrow<py::object>(tensor) : root_of(tensor);
@@ -108,6 +107,16 @@ py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry
     return owned(PyObject_CallMethodObjArgs(self, name, tensor, reinterpret_cast<PyObject*>(holder), nullptr));
   }
   return found;
+}
+
+void add_known_storage_functions(py::module_& module) {
+  module.def("value_of", [](const py::handle& tape, const py::handle& tensor) -> py::object {
+    py::object found = value_of(as_tape(tape), tensor.ptr(), Geometry(tensor.ptr()));
+    return found ? found : py::none();
+  });
+  module.def("look_at", [](const py::handle& value, const py::handle& tensor) {
+    look_at(as_value(value), tensor.ptr(), root_of(tensor.ptr()));
+  });
 }
 
 }  // namespace actckpt::replay

@@ -28,4 +28,6 @@ void add_known_storage(TapeObject* tape, PyObject* storage, PyObject* value);
 // Notes through which tensor a value is seen, what that is a view of, and its version.
 void look_at(ValueObject* value, PyObject* tensor, const py::object& root);
 
+void add_known_storage_functions(py::module_& module);
+
 }  // namespace actckpt::replay

@@ -6,7 +6,7 @@
 //
 // To look at the frames of each operator costs several percent of a region. So it is done while a region is new: its
 // first operator is always looked up, and the rest is remembered by that, by the outermost module and by the structure
-// (`advance` in record.cpp). Where a region leaves the structures that are known it is looked up from there on, with
+// (`advance` in results.cpp). Where a region leaves the structures that are known it is looked up from there on, with
 // calls counted anew, and from its start in all later calls. Two branches of one region with the same operators and
 // shapes are not told apart: their places have the name of the one that ran first. Where the first operator runs in no
 // module, nothing is remembered.

@@ -1,7 +1,7 @@
-// What happens at every saved tensor of a region's forward, and to what it holds when it closes.
+// The pack hook: what happens at every saved tensor of a region's forward.
 #pragma once
 
-#include "graph/objects.h"
+#include "core/python.h"
 
 namespace actckpt::replay {
 

@@ -64,7 +64,7 @@ void look_at_maker(TapeObject* tape, ValueObject* value, PyObject* root) {
   if (value->is_parameter != 0 || !reads().requires_grad.is_true(root)) return;
   const py::object node = reads().grad_fn(root);
   if (node.is_none() || !is_instance(node.ptr(), names().function_type)) return;
-  PyObject* made[] = {reinterpret_cast<PyObject*>(tape), reinterpret_cast<PyObject*>(value), node.ptr()};
+  PyObject* made[] = {reinterpret_cast<PyObject*>(tape), as_object(value), node.ptr()};
   if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().made_by_function, made, 3, nullptr))) {
     throw py::error_already_set();
   }
@@ -74,7 +74,7 @@ void look_at_saver(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   if (value->is_input == 0 || value->is_parameter != 0 || reads().requires_grad.is_true(tensor) || !is_in_apply()) {
     return;
   }
-  PyObject* saved[] = {reinterpret_cast<PyObject*>(tape), reinterpret_cast<PyObject*>(value), tensor};
+  PyObject* saved[] = {reinterpret_cast<PyObject*>(tape), as_object(value), tensor};
   if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().saved_by_function, saved, 3, nullptr))) {
     throw py::error_already_set();
   }

@@ -25,8 +25,6 @@ namespace {
 // Operators executed again since the process began.
 long long num_replayed = 0;
 
-PyObject* as_object(ValueObject* value) { return reinterpret_cast<PyObject*>(value); }
-
 long long nbytes_behind(PyObject* tensor) { return reads().nbytes.number(reads().untyped_storage(tensor).ptr()); }
 
 // Skips autograd for its lifetime, whatever the grad mode, with recorders and tangents out of the way. In C++, since
@@ -160,8 +158,6 @@ class Run {
     int num_uses = 0;   // by steps that were not executed yet
     bool is_retained = false;
   };
-
-  static StepObject* as_step(const py::object& step) { return reinterpret_cast<StepObject*>(step.ptr()); }
 
   // Each once.
   static std::vector<PyObject*> inputs_of(const StepObject* step) {
@@ -338,10 +334,9 @@ py::object bytes_of(TapeObject* tape, ValueObject* value, PyObject* window, long
 
 void add_execute_functions(py::module_& module) {
   module.def("bytes_of", [](const py::handle& tape, const py::handle& value) {
-    return bytes_of(reinterpret_cast<TapeObject*>(tape.ptr()), reinterpret_cast<ValueObject*>(value.ptr()), nullptr, 0,
-                    nullptr);
+    return bytes_of(as_tape(tape), as_value(value), nullptr, 0, nullptr);
   });
-  module.def("has_room", [](const py::handle& tape) { return has_room(reinterpret_cast<TapeObject*>(tape.ptr())); });
+  module.def("has_room", [](const py::handle& tape) { return has_room(as_tape(tape)); });
   module.def("num_replayed", [] { return num_replayed; });
   module.attr("SMALL_WINDOW_BYTES") = kSmallWindowBytes;
 }

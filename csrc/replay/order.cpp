@@ -16,9 +16,6 @@ namespace {
 
 using Values = std::vector<py::object>;
 
-ValueObject* as_value(const py::object& value) { return reinterpret_cast<ValueObject*>(value.ptr()); }
-StepObject* as_step(const py::object& step) { return reinterpret_cast<StepObject*>(step.ptr()); }
-
 // The steps between the values that are available and `target`, in the order of the forward.
 std::vector<py::object> steps_of(ValueObject* target) {
   std::vector<std::pair<long long, py::object>> found;

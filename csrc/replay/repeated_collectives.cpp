@@ -68,7 +68,7 @@ void repeat_collectives(TapeObject* tape, ValueObject* value) {
   const Turn turn(tape);
   try {
     for (const py::object& each : missing) {
-      auto* made = reinterpret_cast<ValueObject*>(each.ptr());
+      auto* made = as_value(each);
       bytes_of(tape, made, nullptr, made->ordinal, nullptr);
     }
   } catch (py::error_already_set& error) {

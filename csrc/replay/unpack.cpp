@@ -92,7 +92,7 @@ py::object as_saved(const HandleObject* handle, py::object alias) {
 py::object unpacked(HandleObject* handle) {
   auto* tape = reinterpret_cast<TapeObject*>(handle->tape);
   const auto value_held = py::reinterpret_borrow<py::object>(reinterpret_cast<WindowObject*>(handle->window)->value);
-  auto* value = reinterpret_cast<ValueObject*>(value_held.ptr());
+  auto* value = as_value(value_held);
   if (tape->is_open != 0) call_with(names().unpacked_inside, handle->tape, value_held.ptr());
   Unpacking unpacking(handle);
   agree_on_collectives(tape);
