@@ -178,6 +178,54 @@ def test_every_way_to_name_cuda_is_found(source: str, count: int) -> None:
     assert len(_names_of_cuda(source)) == count
 
 
+#: Private parts of torch that other modules may name: what libraries use without a public name, and what a room below
+#: `_core` asks for.
+_NAMED_ELSEWHERE = {
+    "torch._ops",
+    "torch.utils._python_dispatch",
+    "torch.utils._pytree",
+    "torch._C._dispatch_get_all_op_names",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+}
+
+
+def _private_parts(source: str) -> set[str]:
+    """Return the private parts of torch that code names, as dotted paths."""
+    paths: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            paths.add(ast.unparse(node))
+        elif isinstance(node, ast.Import):
+            paths |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            paths |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {path for path in paths if re.fullmatch(r"torch(\.[a-z]\w*)*\._[a-zA-Z]\w*(\.\w+)*", path)}
+
+
+@pytest.mark.parametrize("path", sorted(_PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(_PACKAGE)))
+def test_only_the_package_for_it_names_a_private_part_of_torch(path: Path) -> None:
+    if path.parent.name == "torch_private":
+        return
+    # A namespace of operators may begin with an underscore, as operators may: their names are public.
+    found = {part for part in _private_parts(path.read_text()) if not part.startswith("torch.ops.")}
+    allowed = tuple(f"{part}." for part in _NAMED_ELSEWHERE)
+    assert not {part for part in found if not f"{part}.".startswith(allowed) and part != "torch._C"}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("torch._C._set_grad_enabled(True)", 2),
+        ("from torch._C import _nn", 1),
+        ("import torch._dynamo", 1),
+        ("from torch.utils._device import x", 1),
+        ("torch.Tensor.__dlpack__, torch.nn.functional.relu, x._version", 0),
+    ],
+)
+def test_every_way_to_name_a_private_part_is_found(source: str, count: int) -> None:
+    assert len(_private_parts(source)) == count
+
+
 #: What C++ may not tell devices apart by: only CPU or not matters, and which backend a device has is Python's to say.
 _KIND_OF_DEVICE = re.compile(r"is_cuda|kCUDA|DeviceType|\"cuda:")
 

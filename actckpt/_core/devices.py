@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt._core import nvml, torch_private, torch_settings
+from actckpt._core import nvml, torch_private
 from actckpt._core.nvml import GpuFacts
+from actckpt._core.torch_private import settings as torch_settings
 
 __all__ = [
     *("CUDA_LIBRARY", "Accelerator", "Cuda", "DeviceGenerator", "Moment"),

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from actckpt import _C
-from actckpt._core import torch_settings
-from actckpt._core.torch_settings import Flag
+from actckpt._core.torch_private import settings as torch_settings
+from actckpt._core.torch_private.settings import Flag
 
 __all__ = ["Setting", "connect", "in_force", "restored"]
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from actckpt._core import torch_private, torch_settings
+from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
+from actckpt._core.torch_private import settings as torch_settings
 from actckpt._estimate.targets import Target
 
 __all__ = ["Clock"]

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from actckpt._core import torch_private
+
 __all__ = ["checksum", "compact"]
 
 #: Elements at once: at least, at most, and one part in so many of the tensor. Each takes 16 bytes meanwhile.
@@ -72,7 +74,7 @@ def _words(tensor: Tensor) -> Tensor:
     offset = tensor.storage_offset()
     # The bytes as they are. Views all along: of torch.func's wrappers no storage can be reached.
     plain = tensor.conj() if tensor.is_conj() else tensor.detach()
-    plain = torch._neg_view(plain) if plain.is_neg() else plain
+    plain = torch_private.neg_view(plain) if plain.is_neg() else plain
     if size > 8:
         plain = torch.view_as_real(plain)
         dims = [(2, 1), *((n, 2 * stride) for n, stride in dims)]

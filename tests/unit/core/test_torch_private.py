@@ -1,15 +1,17 @@
 """Private names of torch: each is there, and what older versions lack has a way around it that works.
 
-A failure of the first test means that torch changed: see the entry in actckpt/_core/torch_private.py or
-torch_settings.py. Where torch made the name public, use that one and delete the entry.
+A failure of the first test means that torch changed: see the entry in actckpt/_core/torch_private/.
+Where torch made the name public, use that one and delete the entry.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,8 @@ from torch.autograd import Variable, forward_ad
 
 import actckpt
 from actckpt import _C, _bind
-from actckpt._core import torch_private, torch_settings
+from actckpt._core import torch_private
+from actckpt._core.torch_private import settings as torch_settings
 
 NAMES = [
     (torch._C, "_current_graph_task_id"),
@@ -34,6 +37,9 @@ NAMES = [
     (torch._C, "_accelerator_getAccelerator"),
     (torch._C, "_len_torch_function_stack"),
     (torch._C, "_is_torch_function_mode_enabled"),
+    (torch._C, "_dispatch_get_all_op_names"),
+    (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+    (torch, "_neg_view"),
     (torch._C, "_VariableFunctions"),
     (torch._C, "_nn"),
     (torch._C, "_get_function_stack_at"),
@@ -110,7 +116,7 @@ def test_installed_torch_has_the_private_name(owner: Any, name: str) -> None:
         pytest.skip(f"torch {torch.__version__} is older than {name}")
     assert hasattr(owner, name), (
         f"torch {torch.__version__} has no {name} any more. Look for its public successor, use it in "
-        "actckpt/_core/torch_private.py, and delete this entry."
+        "actckpt/_core/torch_private, and delete this entry."
     )
 
 
@@ -223,121 +229,120 @@ def test_a_torch_without_a_public_store_of_groups_has_one(group: Any) -> None:
     del world.pg_map[other]  # type: ignore[arg-type]
 
 
+_PACKAGE = Path(torch_private.__file__).parent
+
+#: Functions and tables of the package, each of which is checked here or where the comment says.
+CHECKED = {
+    "Flag",
+    "Hooks",
+    "COMPILED_PREFIX",
+    "FREEING_METHODS",
+    "NUMERIC_OF_CPUS",
+    "NUMERIC_OF_CUDA",
+    "NUMERIC_OF_ELEMENTS",
+    "NUMERIC_OF_HIP",
+    "OBSERVING_MODES",
+    "SCRIPT_FAILURE",  # checked in tests/contract/rerun/test_keywords.py
+    "any_autocast_enabled",
+    "apply_code",
+    "below_autograd",
+    "builtin_functions",  # checked in tests/unit/replay/test_direct.py
+    "cuda_has_context",
+    "current_accelerator",
+    "current_graph_exec_group",
+    "current_graph_task_id",
+    "dispatch_mode_at",
+    "exchange_api",
+    "fake_tensor_type",
+    "flags_of_cpus",
+    "flags_of_cuda",
+    "flags_of_elements",
+    "flags_of_hip",
+    "get_precision",
+    "innermost_transform",
+    "is_function_mode_enabled",
+    "is_zero_tangent",
+    "needs_numbers",
+    "neg_view",
+    "function_node_type",
+    "keeps_graph",
+    "must_be_deterministic",
+    "next_sequence_number",
+    "nondeterminism_warns",
+    "num_dispatch_modes",
+    "num_function_modes",
+    "older_precisions",
+    "pop_dispatch_mode",
+    "pop_hooks",
+    "push_dispatch_mode",
+    "push_hooks",
+    "python_flags",
+    "queue_callback",
+    "runs_compiled_below_modes",
+    "set_deterministic",
+    "set_grad_enabled",
+    "set_precision",
+    "set_tangents_enabled",
+    "top_hooks",
+    "below_transforms",
+    "called_while_traced",
+    "is_tracing",
+    "tangents_enabled",
+    "are_on_top",
+    "callee_of",
+    "disable_dynamo",
+    "factories",
+    "finished_work",
+    "fake_mode",
+    "new_fake",
+    "optional",
+    "is_compiled_function",
+    "forced_by_context",
+    "function_modes",
+    "group_store",
+    "group_timeout",
+    "num_operations",
+    "resolved_group",
+    "graph_break",
+    "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
+    "implementation_of",
+    "keep_object",
+    "outer_hooks",
+    "gradient_bytes",  # here, and "num_gradients" and "sequence_number"
+    "num_gradients",
+    "remove_dispatch_mode",
+    "replaced_function_modes",
+    "selective_policy",
+    "sequence_number",
+    "set_selective_policy",
+    "settle_sdp_order",  # in test_torch_settings.py
+    "unsharded_parameter",
+    "untraced",  # checked in tests/contract/compile/test_compile.py
+    "wait_for_collective",
+    "without_tensor_hooks",
+}
+
+
+def _defined(module: Path) -> set[str]:
+    """Return what a module defines at its top level for others."""
+    found: set[str] = set()
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return {name for name in found if not name.startswith("_")}
+
+
 def test_every_private_name_of_torch_is_checked_here() -> None:
-    public = {
-        "Any",
-        "Callable",
-        "CodeType",
-        "DataDependentOutputException",
-        "DynamicOutputShapeException",
-        "FakeTensor",
-        "FakeTensorMode",
-        "Flag",
-        "FunctionType",
-        "Hooks",
-        "Iterator",
-        "Sequence",
-        "TypeVar",
-        "Variable",
-        "contextmanager",
-        "forward_ad",
-        "importlib",
-        "partial",
-        "suppress",
-        "timedelta",
-        "torch",
-    }
-    functions = {
-        "below_transforms",
-        "called_while_traced",
-        "is_tracing",
-        "tangents_enabled",
-        "are_on_top",
-        "callee_of",
-        "disable_dynamo",
-        "factories",
-        "finished_work",
-        "fake_mode",
-        "new_fake",
-        "optional",
-        "is_compiled_function",
-        "forced_by_context",
-        "function_modes",
-        "group_store",
-        "group_timeout",
-        "num_operations",
-        "resolved_group",
-        "graph_break",
-        "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
-        "implementation_of",
-        "keep_object",
-        "math",
-        "outer_hooks",
-        "gradient_bytes",  # here, and "num_gradients" and "sequence_number"
-        "num_gradients",
-        "remove_dispatch_mode",
-        "replaced_function_modes",
-        "selective_policy",
-        "sequence_number",
-        "set_selective_policy",
-        "settle_sdp_order",  # in test_torch_settings.py
-        "unsharded_parameter",
-        "untraced",  # checked in tests/contract/compile/test_compile.py
-        "wait_for_collective",
-        "without_tensor_hooks",
-    }
-    found = {*vars(torch_private), *vars(torch_settings)}
-    names = {name for name in found if not name.startswith("_")} - public - functions
-    assert names == {
-        "COMPILED_PREFIX",
-        "FREEING_METHODS",
-        "NUMERIC_OF_CPUS",
-        "NUMERIC_OF_CUDA",
-        "NUMERIC_OF_ELEMENTS",
-        "NUMERIC_OF_HIP",
-        "OBSERVING_MODES",
-        "SCRIPT_FAILURE",  # checked in tests/contract/rerun/test_keywords.py
-        "any_autocast_enabled",
-        "apply_code",
-        "below_autograd",
-        "builtin_functions",  # checked in tests/unit/replay/test_direct.py
-        "cuda_has_context",
-        "current_accelerator",
-        "current_graph_exec_group",
-        "current_graph_task_id",
-        "dispatch_mode_at",
-        "exchange_api",
-        "fake_tensor_type",
-        "flags_of_cpus",
-        "flags_of_cuda",
-        "flags_of_elements",
-        "flags_of_hip",
-        "get_precision",
-        "innermost_transform",
-        "is_function_mode_enabled",
-        "is_zero_tangent",
-        "needs_numbers",
-        "function_node_type",
-        "keeps_graph",
-        "must_be_deterministic",
-        "next_sequence_number",
-        "nondeterminism_warns",
-        "num_dispatch_modes",
-        "num_function_modes",
-        "older_precisions",
-        "pop_dispatch_mode",
-        "pop_hooks",
-        "push_dispatch_mode",
-        "push_hooks",
-        "python_flags",
-        "queue_callback",
-        "runs_compiled_below_modes",
-        "set_deterministic",
-        "set_grad_enabled",
-        "set_precision",
-        "set_tangents_enabled",
-        "top_hooks",
-    }, "add the new name to NAMES above"
+    modules = [path for path in _PACKAGE.glob("*.py") if path.stem != "__init__"]
+    assert set().union(*map(_defined, modules)) == CHECKED, "add the new name to NAMES and CHECKED above"
+
+
+def test_the_package_exports_all_of_its_modules_but_the_settings() -> None:
+    modules = [path for path in _PACKAGE.glob("*.py") if path.stem not in ("__init__", "optional", "settings")]
+    assert sorted(set().union(*map(_defined, modules))) == sorted(torch_private.__all__)
 
 
 def _program(checkpoint: Callable[..., Any]) -> list[torch.Tensor]:

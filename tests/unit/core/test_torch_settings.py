@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from actckpt._core import torch_settings
+from actckpt._core.torch_private import settings as torch_settings
 
 
 @pytest.fixture

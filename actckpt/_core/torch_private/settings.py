@@ -1,6 +1,6 @@
-"""Private names of torch by which settings are told and set that change which numbers operators compute.
+"""Settings that change which numbers operators compute: by which names they are told and set.
 
-As in `torch_private`; `numerics` says what is done with them.
+`numerics` says what is done with them. Used by its own name, not by those that the package exports.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from actckpt._core.torch_private import optional
+from actckpt._core.torch_private.optional import optional
 
 #: A setting: its name, what tells it, and what sets it to what was told.
 Flag = tuple[str, Callable[[], Any], Callable[[Any], None]]

@@ -1,0 +1,15 @@
+"""The accelerator in use."""
+
+from collections.abc import Callable
+
+import torch
+
+from actckpt._core.torch_private.optional import optional
+
+#: `torch.accelerator.current_accelerator` without its Python frame, which every region would pay for.
+current_accelerator: Callable[[], torch.device | None] = (
+    optional(torch._C, "_accelerator_getAccelerator") or torch.accelerator.current_accelerator
+)
+
+#: Whether a CUDA device has a context, without making one. Only where torch was built for CUDA.
+cuda_has_context: Callable[[int], bool] | None = optional(torch._C, "_cuda_hasPrimaryContext")

@@ -1,0 +1,103 @@
+"""Autograd: the backward under way, hooks of saved tensors, and nodes of the graph."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from actckpt._core.torch_private.optional import optional
+
+#: What packs a saved tensor, and what unpacks it.
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+#: Id of the backward under way in this thread, -1 outside of one. torch's own checkpoint tells backwards apart with it.
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+#: The active `torch.utils.checkpoint.GraphExecGroup`. Missing before torch 2.10: there are no such groups.
+current_graph_exec_group: Callable[[], Any] | None = optional(torch._C, "_get_graph_exec_group")
+
+#: Hands the engine a callable for the end of the backward under way. What backward caches is released then
+#: (csrc/core/task_end.h).
+queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+#: The hooks that a saved tensor would go through now.
+top_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
+
+#: What `torch.autograd.graph.saved_tensors_hooks` calls on entry and exit, without its Python frames;
+#: and the setter behind `torch.set_grad_enabled`.
+push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+#: Skips autograd in this thread, whatever the grad mode.
+below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
+
+#: Whether the backward under way was asked to retain the graph.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+#: The number that autograd gives to the next node of this thread.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+#: What every node of a Python autograd.Function is an instance of.
+function_node_type: type = torch._C._FunctionBase
+
+#: The code of `torch.autograd.Function.apply`, which is the innermost Python frame while autograd saves for a Function.
+apply_code: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def outer_hooks() -> Hooks | None:
+    """Return the (pack, unpack) that a tensor saved now would go through, or None."""
+    return top_hooks(False)
+
+
+def are_on_top(hooks: Hooks | None) -> bool:
+    """Whether these hooks were pushed last, of those not popped."""
+    found = outer_hooks()
+    return hooks is not None and found is not None and found[0] is hooks[0]
+
+
+@contextmanager
+def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Run the body as if none of these tensors had hooks (`Tensor.register_hook`).
+
+    A gradient that is computed on behalf of another backward must not meet them twice. torch keeps them in a dict
+    of the tensor, which its hook in C++ reads at each call.
+    """
+    dicts = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
+    held = [dict(hooks) for hooks in dicts]
+    for hooks in dicts:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(dicts, held, strict=True):
+            hooks.update(before)
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number that autograd gave to a node."""
+    return int(node._sequence_nr())
+
+
+def gradient_bytes(node: Any, index: int) -> int:
+    """Return the bytes of the gradient that a node takes for one of its results, 0 where torch does not tell.
+
+    It does not of nested tensors, nor of results that are no tensors.
+    """
+    try:
+        found = node._input_metadata[index]
+        return math.prod(map(int, found.shape)) * int(found.dtype.itemsize)
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return 0
+
+
+def num_gradients(node: Any) -> int:
+    """Return how many gradients a node takes, 0 where torch does not tell."""
+    try:
+        return len(node._input_metadata)
+    except (AttributeError, RuntimeError, TypeError):
+        return 0

@@ -1,0 +1,61 @@
+"""`torch.compile` and TorchScript: what is kept out of a trace, and what tells compiled code."""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+from actckpt._core.torch_private.optional import optional
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: How the error begins that TorchScript raises in the place of what a hook raised inside of a scripted function, for
+#: example a rerun's early stop. Worded otherwise: such a rerun raises, as torch's own checkpoint does.
+SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter."
+
+#: What the names of the modules of compiled code begin with. Where torch calls it otherwise, operators of compiled code
+#: are recorded like any others, and the audit finds what its kernels do in between.
+COMPILED_PREFIX = "torch._inductor"
+
+
+def disable_dynamo(function: _Function) -> _Function:
+    """Keep torch.compile out of a function, without importing the compiler."""
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
+
+
+_eval_frame = optional(optional(torch._C, "_dynamo"), "eval_frame")
+_set_code_strategy = optional(_eval_frame, "set_code_exec_strategy")
+_skip = getattr(optional(_eval_frame, "_FrameAction"), "SKIP", None)
+_never_traced = None if _skip is None else _eval_frame._FrameExecStrategy(_skip, _skip)
+
+
+def untraced(function: _Function) -> _Function:
+    """Keep torch.compile out of a Python function that C++ calls, and of all that this calls.
+
+    Between two graphs of a compiled function the compiler looks at each frame, and would trace what hooks of ours run:
+    it makes another object of a stream, which has no handle. Unlike `disable_dynamo` this costs no call, and nothing
+    where a function is traced that calls this one. Where torch has no such thing, nothing is kept out.
+    """
+    if _set_code_strategy is not None and _never_traced is not None and isinstance(function, FunctionType):
+        _set_code_strategy(function.__code__, _never_traced)
+    return function
+
+
+def graph_break(why: str) -> None:
+    """Break the graph that is being traced; with `fullgraph=True` that is an error with this text."""
+    torch._dynamo.graph_break(why.strip())  # the error shows results of calls, and global variables it does not
+
+
+def called_while_traced(function: _Function) -> _Function:
+    """Let the compiler call a function while it traces, and take what it returns as a constant.
+
+    What `torch.compiler.assume_constant_result` does, without importing the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether an autograd.Function runs code that torch.compile made."""
+    return hasattr(function, "_aot_id")

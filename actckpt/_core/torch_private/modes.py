@@ -1,0 +1,112 @@
+"""The modes of a thread: its stacks of function modes and of dispatch modes, and autocast."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._device
+import torch.utils._python_dispatch
+
+#: The stack of function modes of this thread.
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+is_function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+_function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+_push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+_pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+
+#: The stack of dispatch modes of this thread.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_dispatch_mode: Callable[[], Any] = partial(torch._C._pop_torch_dispatch_stack, None)
+
+#: Whether autocast is on for any device.
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+#: Whether compiled functions can run below a dispatch mode. Before torch 2.10 their guards fail below each, whatever it
+#: says of itself: they would be compiled again at each call.
+runs_compiled_below_modes: bool = hasattr(
+    torch.utils._python_dispatch, "set_is_in_mode_without_ignore_compile_internals"
+)
+
+#: Dispatch modes of torch that change no results. One that is missing is not known: what runs below it is kept.
+OBSERVING_MODES = frozenset(
+    {
+        "torch.utils.flop_counter._FlopCounterMode",
+        "torch.utils._debug_mode.DebugMode",
+        "torch.utils._debug_mode._mode.DebugMode",
+        "torch.utils._cuda_debug._TensorTrackingMode",
+        "torch.utils.checkpoint._CachedTorchDispatchMode",
+        "torch.utils.checkpoint._CachingTorchDispatchMode",
+        "torch.autograd.graph._CloneArgBeforeMutateMode",
+        "torch.cuda._sanitizer.CUDASanitizerDispatchMode",
+        "torch.distributed._tools.mem_tracker.MemTracker",
+        "torch.distributed._tools.memory_tracker.MemoryProfileDispatchMode",
+        "torch.distributed._tools.runtime_estimator.RuntimeEstimator",
+        "torch.distributed._tools.sac_estimator.SACEstimator",
+        "torch.distributed.tensor.debug.CommDebugMode",
+        "torch.testing._internal.logging_tensor.LoggingTensorMode",
+    }
+)
+
+
+def remove_dispatch_mode(mode: Any) -> None:
+    """Take a dispatch mode off the stack of this thread, if it is there, after its enter or exit was cut short.
+
+    Also puts right the flags that torch keeps beside the stack.
+    """
+    names: Any = torch.utils._python_dispatch
+    stack = [dispatch_mode_at(i) for i in range(num_dispatch_modes())]
+    if any(other is mode for other in stack):
+        above = []
+        while (top := names._pop_mode()) is not mode:
+            above.append(top)
+        for other in reversed(above):
+            names._push_mode(other)
+        stack = [other for other in stack if other is not mode]
+    names._is_in_torch_dispatch_mode = bool(stack)
+    names._is_in_non_infra_torch_dispatch_mode = any(not other.is_infra_mode() for other in stack)
+    traced = any(not other.ignore_compile_internals() for other in stack)
+    names._is_in_any_mode_without_ignore_compile_internals = traced
+    if runs_compiled_below_modes:
+        names.set_is_in_mode_without_ignore_compile_internals(traced)
+
+
+def function_modes() -> tuple[Any, ...]:
+    """Return this thread's function modes, outermost first."""
+    return tuple(_function_mode_at(i) for i in range(num_function_modes()))
+
+
+@contextmanager
+def replaced_function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
+    """Run the body under exactly these function modes; `DeviceContext` included.
+
+    The modes are not entered again: they are put on the stack as they were.
+    """
+    outside = _swap_function_modes(modes)
+    device_module: Any = torch.utils._device
+    device = device_module.CURRENT_DEVICE
+    device_module.CURRENT_DEVICE = next((m.device for m in modes if _is_device_context(m)), None)
+    try:
+        yield
+    finally:
+        device_module.CURRENT_DEVICE = device
+        _swap_function_modes(outside)
+
+
+def _is_device_context(mode: Any) -> bool:
+    return isinstance(mode, torch.utils._device.DeviceContext)
+
+
+def _swap_function_modes(modes: tuple[Any, ...]) -> tuple[Any, ...]:
+    removed = [_pop_function_mode() for _ in range(num_function_modes())]
+    for mode in modes:
+        _push_function_mode(mode)
+    return tuple(reversed(removed))
+
+
+def is_tracing() -> bool:
+    """Whether operators are being written into a graph (`make_fx`), to run with other bytes later."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

@@ -1,0 +1,37 @@
+"""Transforms of `torch.func`, and the tangents of forward-mode differentiation."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+#: Whether operators compute tangents in this thread.
+set_tangents_enabled: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
+
+#: The transforms of `torch.func` that are active.
+innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_pop_transform: Callable[[], Any] = torch._C._functorch.pop_dynamic_layer_stack
+_push_transform: Callable[[Any], object] = torch._C._functorch.push_dynamic_layer_stack
+
+#: Whether a tensor is the tangent zero, of which no bytes exist.
+is_zero_tangent: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+
+
+def tangents_enabled() -> bool:
+    """Whether tensors may have tangents now (`torch.autograd.forward_ad`, `torch.func.jvp`)."""
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+@contextmanager
+def below_transforms() -> Iterator[None]:
+    """Run the body outside of every transform of `torch.func`: it works on the tensors that autograd saved."""
+    taken = []
+    try:
+        while innermost_transform() is not None:
+            taken.append(_pop_transform())
+        yield
+    finally:
+        while taken:
+            _push_transform(taken.pop())
