@@ -128,7 +128,7 @@ def test_every_module_has_a_room() -> None:
 
 
 #: The only Python that knows `torch.cuda`: what is asked of accelerators, and TransformerEngine, which has no other.
-_KNOWS_CUDA = ("_core/devices.py", "te/")
+_KNOWS_CUDA = ("_core/cuda.py", "te/")
 
 
 def _names_of_cuda(source: str) -> list[int]:
@@ -155,7 +155,7 @@ def _names_of_cuda(source: str) -> list[int]:
 
 
 @pytest.mark.parametrize("path", sorted(_PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(_PACKAGE)))
-def test_only_the_file_of_devices_knows_cuda(path: Path) -> None:
+def test_only_the_file_for_it_knows_cuda(path: Path) -> None:
     if not str(path.relative_to(_PACKAGE)).startswith(_KNOWS_CUDA):
         assert not (lines := _names_of_cuda(path.read_text())), f"{path.name} names torch.cuda on lines {lines}"
 

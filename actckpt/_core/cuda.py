@@ -1,0 +1,55 @@
+"""CUDA devices: the only file that knows `torch.cuda`."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from actckpt._core import nvml, torch_private
+from actckpt._core.accelerator import Accelerator
+from actckpt._core.nvml import GpuFacts
+from actckpt._core.torch_private import settings as torch_settings
+
+__all__ = ["CUDA_LIBRARY", "Cuda"]
+
+#: NVIDIA's driver, by its soname.
+CUDA_LIBRARY = "libcuda.so.1"
+
+
+class Cuda(Accelerator):
+    """NVIDIA's devices; AMD's have the same type, and no backend of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+        self.driver_library = CUDA_LIBRARY if torch.version.hip is None else None
+        self._has_order = False
+
+    def current_index(self) -> int | None:
+        index = super().current_index()
+        if index is not None and not self._has_order and not torch.cuda.is_current_stream_capturing():
+            self._has_order = True
+            torch_settings.settle_sdp_order(self.device_at(index))
+        return index
+
+    def stream_handle(self, device: torch.device) -> int:
+        return torch.cuda.current_stream(device).cuda_stream
+
+    def stream_at(self, handle: int, device: torch.device) -> torch.Stream:
+        return torch.cuda.ExternalStream(handle, device=device)
+
+    def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]  # one of CUDA's, made above
+
+    def memory_info(self, device: torch.device) -> tuple[int, int] | None:
+        free, total = torch.cuda.mem_get_info(device)
+        if not self.counts_memory:
+            return free, total
+        limit = int(total * torch.cuda.get_per_process_memory_fraction(device))  # this process may not have more
+        return min(free, max(0, limit - torch.cuda.memory_reserved(device))), min(total, limit)
+
+    def is_used(self, index: int) -> bool:
+        has_context = torch_private.cuda_has_context
+        return has_context is None or has_context(index)
+
+    def facts_of(self, device: torch.device) -> GpuFacts | None:
+        return nvml.facts_of(str(torch.cuda.get_device_properties(device).uuid)) if torch.version.hip is None else None
