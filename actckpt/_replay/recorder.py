@@ -97,8 +97,7 @@ setattr(Recorder, "__torch_dispatch__", _C.torch_dispatch)  # noqa: B010 - mypy 
 
 def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Record an operator that writes, draws, allocates or communicates."""
-    func, kwargs = operator.func, kwargs or {}
-    choice = tape.choice
+    choice, kwargs = tape.choice, kwargs or {}
     inputs: list[Value] = []
     num_untold = tape.num_untold
     arguments = [with_windows(tape, arg, inputs) for arg in args]
@@ -118,18 +117,13 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     for tensor in hidden:
         _begin_write(tape, None, tensor)
 
-    try:
-        result = func(*args, **kwargs)
-    except BaseException:  # some may be written
-        for tensor in (*written, *hidden):
-            _end_write(tape, None, tensor, None, None, "an operator that writes to it failed")
-        raise
+    result = _called(tape, operator, args, kwargs, [*written, *hidden])
 
     if operator.forgets_versions:
         increment_version([tensor for tensor in written if not tensor.is_inference()])
     if generators is not None and not _has_moved(generators):
         step.random = None
-    action = choice.after_call(func, args, kwargs, result) if choice.asks_calls else choice.of(operator.name)
+    action = choice.after_call(operator.func, args, kwargs, result) if choice.asks_calls else choice.of(operator.name)
     _end_writes(tape, step, filled, list(zip(written, old, strict=True)), action, why_opaque)
     for tensor in hidden:
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
@@ -138,6 +132,18 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     add_results(tape, step, result, action, why_opaque)
     _note_result(tape, operator, args, kwargs, result, has_written=bool(written))
     return result
+
+
+def _called(
+    tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], overwritten: list[Tensor]
+) -> Any:
+    """Run an operator; where it fails, some of what it was to overwrite may be."""
+    try:
+        return operator.func(*args, **kwargs)
+    except BaseException:
+        for tensor in overwritten:
+            _end_write(tape, None, tensor, None, None, "an operator that writes to it failed")
+        raise
 
 
 def _note_result(
