@@ -26,6 +26,7 @@ _ROOMS = [
     ["_bind", "_interface", "policies"],
     ["_options", "rng"],
     ["_compile"],
+    ["_checkpointed_call"],
     ["regions", "api"],
     ["_blocks"],
     ["statistics", "memory"],

@@ -26,11 +26,12 @@ from actckpt._blocks.recording import RecordedCall
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._blocks.together import AppliedBlocks
 from actckpt._blocks.windows import Windows
+from actckpt._checkpointed_call import checkpoint_call
 from actckpt._options import CheckpointOptions
 from actckpt._replay.calls import Inside
 from actckpt._text.selectors import is_pattern, matches
 from actckpt.action import Action
-from actckpt.api import checkpoint_call, offload
+from actckpt.api import offload
 from actckpt.errors import BlocksError
 
 __all__ = [

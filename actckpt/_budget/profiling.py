@@ -40,13 +40,13 @@ from actckpt._budget.apart import attributes_of, counts_calls, set_apart
 from actckpt._budget.links import flush
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._budget.workspaces import WorkingStorages
+from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import devices
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
 from actckpt._rerun.packed import held_inputs
 from actckpt._text.places import Place
 from actckpt.action import Action
-from actckpt.api import checkpoint_call
 from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value

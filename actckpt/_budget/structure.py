@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt._blocks.arguments import first_tensor, keep_others_in_place
 from actckpt._budget.alone import Exchanges
 from actckpt._C import Calls, is_paused, look_up_call
+from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import devices
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._offload import session
@@ -45,7 +46,6 @@ from actckpt._replay.operators import operator_of
 from actckpt._rerun.buffers import written_tensors
 from actckpt._text.places import Place
 from actckpt.action import Action, SavedTensorInfo
-from actckpt.api import checkpoint_call
 from actckpt.planner.costs import BLOCK_INPUT, Value
 
 __all__ = ["BlockStructure", "held_elsewhere", "operator_seconds", "run_recorded"]

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
+from actckpt._checkpointed_call import checkpoint_call
 from actckpt._interface import GetTracker, disable_dynamo, is_capturing
 from actckpt._options import CheckpointOptions, ContextFn
-from actckpt.api import checkpoint_call
 from actckpt.te import registration
 from actckpt.te.split import SplitInput
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from actckpt._checkpointed_call import checkpoint_call
 from actckpt._interface import (
     DEFAULT_MIN_BYTES,
     GetTracker,
@@ -31,7 +32,7 @@ from actckpt._interface import (
 from actckpt._options import CheckpointOptions
 from actckpt._text.selectors import matches
 from actckpt._text.sizes import parse_bytes
-from actckpt.api import checkpoint_call, offload
+from actckpt.api import offload
 from actckpt.errors import BlocksError
 from actckpt.te import registration
 from actckpt.te.fresh import call_with_fresh_graphs

@@ -17,6 +17,8 @@ from oracle import CountOperators
 from settings_seen import settings_as_before
 
 import actckpt
+from actckpt import _checkpointed_call
+from actckpt._offload import session
 
 __all__ = ["settings_as_before"]
 
@@ -100,6 +102,16 @@ def _counters_only_observe() -> Iterator[None]:
 def no_audit() -> None:
     """Let nothing that is wrong be put right by an audit, and no checksums count as operators or bytes."""
     actckpt.configure(audit="off")  # until the fixture of all tests puts it back
+
+
+@pytest.fixture
+def small_tensors_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let tensors of 4 KiB be offloaded too, to a folder of the test."""
+    for module in (session, _checkpointed_call):
+        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 4 << 10)
+    actckpt.configure(spill_dir=tmp_path)
+    yield
+    actckpt.configure(spill_dir=None)
 
 
 @pytest.fixture

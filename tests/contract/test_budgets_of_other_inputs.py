@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,7 @@ from oracle import assert_equal
 from torch import Tensor, nn
 
 import actckpt
-from actckpt import Action, api
-from actckpt._offload import session
+from actckpt import Action
 from actckpt.memory import LiveStorages
 
 _WIDTH, _NUM_BLOCKS = 32, 5
@@ -85,16 +82,7 @@ def test_they_are_counted_once(kind: str, share: float) -> None:
     assert peak <= plan.budget_bytes / 0.98 + 0.5 * _OTHER_BYTES
 
 
-@pytest.fixture
-def _disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (session, api):
-        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 4 << 10)
-    actckpt.configure(spill_dir=tmp_path)
-    yield
-    actckpt.configure(spill_dir=None)
-
-
-@pytest.mark.usefixtures("_disk")
+@pytest.mark.usefixtures("small_tensors_on_disk")
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("others", ["keep", "recompute"])
 def test_they_stay_where_the_inputs_of_blocks_are_offloaded(kind: str, others: str) -> None:

@@ -12,7 +12,7 @@ from oracle import assert_equal
 from torch import nn
 
 import actckpt
-from actckpt import Action, api
+from actckpt import Action, _checkpointed_call
 from actckpt._offload import session, stores
 
 _WIDTH, _BATCH = 64, 256
@@ -22,7 +22,7 @@ _HIDDEN = "1::aten.addmm.default#0.0"
 
 @pytest.fixture(autouse=True)
 def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (session, api):
+    for module in (session, _checkpointed_call):
         monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 16 << 10)
     yield
     actckpt.configure(spill_dir=None, disk_limit=None)

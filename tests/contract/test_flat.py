@@ -13,6 +13,7 @@ from offload_oracle import flush, store_of_kind
 from oracle import leaf, mlp, ours
 
 import actckpt
+from actckpt import _checkpointed_call
 from actckpt.action import Action
 
 Step = Callable[[], None]
@@ -122,7 +123,7 @@ KINDS: dict[str, tuple[Callable[[], Step], int]] = {
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", KINDS)
 def test_offloading_stays_flat_over_many_steps(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actckpt.api, "DEFAULT_MIN_BYTES", 0)
+    monkeypatch.setattr(_checkpointed_call, "DEFAULT_MIN_BYTES", 0)
     make_step, num_workers = KINDS[name]
     with store_of_kind("disk", num_workers=num_workers):
         assert_flat(make_step(), steps)

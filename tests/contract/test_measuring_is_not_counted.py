@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +12,7 @@ from test_budgets import Training
 from torch import nn
 
 import actckpt
-from actckpt import api
-from actckpt._offload import session
 from actckpt.statistics import uncounted
-
-
-@pytest.fixture
-def _disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (session, api):
-        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 4 << 10)
-    actckpt.configure(spill_dir=tmp_path)
-    yield
-    actckpt.configure(spill_dir=None)
-
 
 #: What is held now and was held at most: no sums.
 _HELD = ("peak_", "host_", "disk_", "store_", "pageable_", "inflight_")
@@ -47,7 +34,7 @@ def test_the_first_step_under_a_budget_counts_as_one_in_which_everything_is_reco
     assert _counted_sums(ours.step) == expected
 
 
-@pytest.mark.usefixtures("_disk")
+@pytest.mark.usefixtures("small_tensors_on_disk")
 def test_the_first_step_under_a_budget_with_a_store_counts_its_own_inputs_alone() -> None:
     plain, ours = Training(), Training()
     actckpt.apply(plain.model, policy=[], offload_inputs=True)
@@ -58,7 +45,7 @@ def test_the_first_step_under_a_budget_with_a_store_counts_its_own_inputs_alone(
     assert found["reloaded_bytes"] == expected["reloaded_bytes"]
 
 
-@pytest.mark.usefixtures("_disk")
+@pytest.mark.usefixtures("small_tensors_on_disk")
 @pytest.mark.parametrize("how", ["plan", "compare", "estimate"])
 def test_what_runs_steps_to_measure_them_counts_nothing(how: str) -> None:
     training = Training()

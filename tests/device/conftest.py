@@ -12,13 +12,14 @@ from sim import device
 from sim.device.accelerator import offloading
 
 import actckpt
-from actckpt import api
+from actckpt import _checkpointed_call
 
 
 @pytest.fixture(autouse=True)
 def _device_at_rest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let no test leave a fault behind; tensors of the device are offloaded to pinned memory."""
-    monkeypatch.setattr(api, "DEFAULT_MIN_BYTES", 0)  # `offload_inputs` leaves smaller tensors than this where they are
+    # `offload_inputs` leaves smaller tensors than this where they are.
+    monkeypatch.setattr(_checkpointed_call, "DEFAULT_MIN_BYTES", 0)
     gc.collect()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()

@@ -11,7 +11,7 @@ from demo_training import Training
 from oracle import assert_equal
 
 import actckpt
-from actckpt import Action, api, config
+from actckpt import Action, _checkpointed_call, config
 from actckpt._budget import links, turns
 from actckpt._budget import training as budgeted
 from actckpt._core import devices
@@ -25,7 +25,7 @@ _SHARES = (0.3, 0.5, 0.7)
 @pytest.fixture(autouse=True)
 def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let plans offload tensors of the toy model, and set windows by themselves."""
-    for module in (session, api):
+    for module in (session, _checkpointed_call):
         monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 16 << 10)
     before = {name: getattr(config.settings(), name) for name in ("max_inflight", "host_limit", "pageable_limit")}
     actckpt.configure(max_inflight="auto")

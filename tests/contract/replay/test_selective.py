@@ -13,7 +13,7 @@ from oracle import BOTH, Checkpoint, CountOperators, assert_equal, leaf, mlp, ou
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actckpt
-from actckpt import Action, SavedTensorInfo, api
+from actckpt import Action, SavedTensorInfo, _checkpointed_call
 from actckpt.memory import LiveStorages
 
 _MM = torch.ops.aten.mm.default
@@ -220,7 +220,7 @@ def test_hooks_outside_get_what_is_kept_unless_told_otherwise(selective: str, re
 
 
 def test_inputs_of_a_region_that_replays_may_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "DEFAULT_MIN_BYTES", 0)
+    monkeypatch.setattr(_checkpointed_call, "DEFAULT_MIN_BYTES", 0)
     x, w = leaf(4, 4), leaf(4, 4)
     expected = torch.autograd.grad(_program(x * 1.5, w).sum(), (x, w))
     for options in ({"context_fn": _contexts([_MM])}, {"policy": [_MM]}):

@@ -1,0 +1,162 @@
+"""What a call of `checkpoint` does: it runs the function in a region of the kind that its options ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import noop_context_fn
+
+from actckpt import _C
+from actckpt._compile.checkpoint import compiled_checkpoint, why_eager
+from actckpt._core import devices, extensions, messages, random_state, torch_private
+from actckpt._core.functions import is_of_module
+from actckpt._core.region_report import Figures
+from actckpt._offload.owned_memory import keep_in_place
+from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
+from actckpt._options import NEWER_KEYWORDS, CheckpointOptions, ContextFn
+from actckpt._replay.audit import Site, site_of_call
+from actckpt._replay.calls import Inside, run_in_region
+from actckpt._replay.choice import Choice
+from actckpt._rerun.other_ranks import note_forward
+from actckpt._rerun.packed import held_inputs
+from actckpt._rerun.region import Region
+from actckpt.policies import choice_of, selective_choice
+
+__all__ = ["checkpoint_call"]
+
+_PLAIN = Inside()
+
+
+def checkpoint_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    *,
+    input_hooks: torch_private.Hooks | None = None,
+    inside: Inside = _PLAIN,
+) -> Any:
+    """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
+
+    Args:
+        input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
+        inside: what is taken down of what runs in the region, and how its operators are named.
+    """
+    if torch.compiler.is_compiling():
+        return _checkpoint_in_compiled_code(function, args, kwargs, options, input_hooks)
+    policy = options.policy
+    if options.use_reentrant or policy is not None or options.determinism_check != "default" or NEWER_KEYWORDS:
+        options.check(kwargs)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if extensions.awaited:
+        extensions.register_awaited()
+    if policy is not None and policy != "recompute":
+        site = site_of_call(function, args, kwargs)
+        if not site.is_rerun:
+            return _replayed(choice_of(policy), site, function, args, kwargs, options, inside)
+        options = options._replace(preserve_rng_state=True)  # as replay does
+
+    note_forward(function)
+    forced_early_stop, forced_debug = torch_private.forced_by_context()
+    if forced_early_stop is not None or forced_debug is not None:
+        options = _forced(options, forced_early_stop, forced_debug)
+    # The common kind runs without Python code around the function; the extension says if it is one.
+    has_contexts = options.context_fn is not noop_context_fn
+    is_uncommon = kwargs or input_hooks or options.debug or options.offload_inputs or options.rng_trackers
+    if not (is_uncommon or has_contexts or extensions.around_regions) and is_of_module(function):
+        check_metadata = options.determinism_check == "default"
+        result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
+        if result is not NotImplemented:
+            return result
+    return _run(function, args, kwargs, options, input_hooks, inside.figures)
+
+
+#: The same where the compiler would trace it and must not: it runs in between two compiled graphs.
+_checkpoint_eagerly = torch_private.disable_dynamo(checkpoint_call)
+
+
+def _checkpoint_in_compiled_code(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    input_hooks: torch_private.Hooks | None,
+) -> Any:
+    """Let the compiler follow what goes by operator; call all else in between two compiled graphs."""
+    if why := why_eager(options):
+        torch_private.graph_break(why)
+    else:
+        return compiled_checkpoint(function, args, kwargs, options)
+    return _checkpoint_eagerly(function, args, kwargs, options, input_hooks=input_hooks)
+
+
+def _replayed(
+    choice: Choice,
+    site: Site,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    inside: Inside,
+) -> Any:
+    """Run the function in a region that replays operators; it moves its inputs where the options say so."""
+    if options.offload_inputs:
+        keep_in_place(function)
+        choice = choice.offloading_inputs(DEFAULT_MIN_BYTES)
+    respects_hooks = options.respect_saved_tensors_hooks is not False
+    return run_in_region(choice, site, function, args, kwargs, respects_hooks, inside)
+
+
+def _forced(options: CheckpointOptions, early_stop: bool | None, debug: bool | None) -> CheckpointOptions:
+    """Return the options with what contexts of torch say instead."""
+    return options._replace(
+        early_stop=options.early_stop if early_stop is None else early_stop,
+        debug=options.debug if debug is None else debug,
+    )
+
+
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    input_hooks: torch_private.Hooks | None,
+    figures: Figures | None,
+) -> Any:
+    """Run the function in a region of any kind, but for those of a policy."""
+    preserve_rng_state, contexts = options.preserve_rng_state, None
+    if options.context_fn is not noop_context_fn and not options.debug:
+        contexts = options.make_contexts()
+        selective = selective_choice(contexts[0])
+        if selective is not None:
+            site = site_of_call(function, args, kwargs)
+            if not site.is_rerun:
+                return _replayed(selective, site, function, args, kwargs, options, Inside(figures=figures))
+            contexts, preserve_rng_state = None, True
+    if options.offload_inputs:
+        keep_in_place(function)
+        input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
+    inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(options.rng_trackers))
+    region = Region(inputs)
+    if preserve_rng_state:
+        if devices.is_capturing():
+            raise random_state.capturing_error(inputs.name)
+        region.random = random_state.RandomState(inputs.devices, inputs.generators, options.rng_trackers)
+    if options.debug:
+        _trace(region, options.context_fn)
+    elif contexts is not None:
+        region.forward_context, region.rerun_context = contexts
+    check_metadata = options.determinism_check == "default"
+    return region.run(function, args, kwargs, early_stop=options.early_stop, check_metadata=check_metadata)
+
+
+def _trace(region: Region, context_fn: ContextFn) -> None:
+    if context_fn is not noop_context_fn:
+        raise ValueError(
+            "checkpoint: debug=True is incompatible with non-default context_fn. Drop one of the two keywords."
+        )
+    region.trace = messages.Trace()
+    region.forward_context, region.rerun_context = region.trace.forward_mode, region.trace.rerun_mode
