@@ -241,6 +241,66 @@ def test_every_way_to_ask_for_cuda_in_cpp_is_found() -> None:
         assert _KIND_OF_DEVICE.search(text), text
 
 
+_PYTHON_FILES = sorted(_PACKAGE.rglob("*.py"))
+_CPP_FILES = sorted(path for path in _SOURCES.rglob("*.*") if path.suffix in (".cpp", ".h"))
+_MOST_LINES, _MOST_LINES_OF_FUNCTION = 400, 40
+
+
+def _num_lines(text: str) -> int:
+    return len(text.splitlines())
+
+
+def _lines_by_room(files: list[Path], top: Path) -> dict[str, int]:
+    """Return the lines of each folder, with those inside of it; what is in none is a room of its own."""
+    found: dict[str, int] = {}
+    for path in files:
+        room = path.relative_to(top).parts[0]
+        found[room] = found.get(room, 0) + _num_lines(path.read_text())
+    return found
+
+
+def _long_functions(source: str) -> list[str]:
+    """Return the functions that have too many lines, without decorators and docstring."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            first = node.body[0]
+            if ast.get_docstring(node) is not None:
+                lines -= (first.end_lineno or 0) - first.lineno + 1
+            if lines > _MOST_LINES_OF_FUNCTION:
+                found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("path", [*_PYTHON_FILES, *_CPP_FILES], ids=lambda path: str(path.relative_to(_ROOT)))
+def test_files_are_short(path: Path) -> None:
+    lines = _num_lines(path.read_text())
+    assert lines <= _MOST_LINES, f"{path.name} has {lines} lines: cut it by what it is about"
+
+
+@pytest.mark.parametrize("path", _PYTHON_FILES, ids=lambda path: str(path.relative_to(_PACKAGE)))
+def test_functions_are_short(path: Path) -> None:
+    assert not _long_functions(path.read_text())
+
+
+def test_a_function_that_is_too_long_is_found() -> None:
+    body = "    x = 1\n" * (_MOST_LINES_OF_FUNCTION - 1)
+    assert not _long_functions(f"def f():\n{body}")
+    assert _long_functions(f"class A:\n  async def f():\n{body}    x = 1\n") == ["f"]
+    doc = '    """One.\n\n    More.\n    """\n'
+    assert not _long_functions(f"@cache\ndef f():\n{doc}{body}")
+
+
+@pytest.mark.parametrize(("files", "top"), [(_PYTHON_FILES, _PACKAGE), (_CPP_FILES, _SOURCES)], ids=["python", "c++"])
+def test_no_room_holds_more_than_a_quarter_of_its_language(files: list[Path], top: Path) -> None:
+    rooms = _lines_by_room(files, top)
+    rooms.pop("engine", None)  # a library of its own, with rooms inside
+    largest = max(rooms, key=lambda room: rooms[room])
+    share = rooms[largest] / sum(rooms.values())
+    assert share <= 0.25, f"{largest} holds {share:.0%} of all lines but the engine's: give each thing it does a room"
+
+
 def test_import_adds_less_than_300_ms_to_torch(tmp_path: Path) -> None:
     # With bytecode at hand, as an installed package has it: the first import writes it.
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}

@@ -36,18 +36,8 @@ from actckpt.errors import BlocksError
 
 __all__ = [
     *("Blocks", "CheckpointedForward", "Settings"),
-    *(
-        "applied_blocks",
-        "blocks_of",
-        "check_model",
-        "check_no_copy",
-        "count_calls",
-        "find_blocks",
-        "forwards_in",
-        "patch",
-        "unpatch",
-        "watch",
-    ),
+    *("applied_blocks", "blocks_of", "check_model", "check_no_copy", "count_calls", "find_blocks", "forwards_in"),
+    *("patch", "unpatch", "watch"),
 ]
 
 #: Global variables where modules call their forwards.
