@@ -58,6 +58,11 @@ py::object strided_storage_of(PyObject* tensor) {
   return reads().is_nested.is_true(tensor) ? py::object() : storage_of(tensor);
 }
 
+py::object root_of(PyObject* tensor) {
+  py::object base = reads().base(tensor);
+  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
+}
+
 void add_read_functions(py::module_& module) {
   module.def(
       "storage_of",

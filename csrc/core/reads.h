@@ -79,6 +79,9 @@ py::object memory_of(PyObject* tensor);
 // The same as `storage_of`; null too where strides do not say what lies where: nested tensors.
 py::object strided_storage_of(PyObject* tensor);
 
+// The tensor whose version counter `tensor` counts with: what it is a view of, or itself.
+py::object root_of(PyObject* tensor);
+
 void add_read_functions(py::module_& module);
 
 // Looks all of them up; the types are those of `connect`.

@@ -41,12 +41,6 @@ bool is_of_a_kind_that_moves(PyObject* tensor) {
   return !reads().is_quantized.is_true(tensor) && !reads().is_inference.is_true(tensor);
 }
 
-// What it is a view of, or itself.
-py::object root_of(PyObject* tensor) {
-  py::object base = reads().base(tensor);
-  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
-}
-
 // Whether a subclass is moved part by part.
 bool comes_apart(PyObject* tensor) {
   return PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(tensor)), names().flatten) != 0 &&

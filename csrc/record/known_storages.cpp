@@ -76,11 +76,6 @@ py::object storage_of(PyObject* tensor, const Geometry& geometry) {
   return geometry.is_known() ? actckpt::storage_of(tensor) : strided_storage_of(tensor);
 }
 
-py::object root_of(PyObject* tensor) {
-  py::object base = reads().base(tensor);
-  return base.is_none() ? py::reinterpret_borrow<py::object>(tensor) : base;
-}
-
 void note_unpacked(TapeObject* tape, PyObject* tensor, PyObject* value) {
   const py::object storage = reads().untyped_storage(tensor);
   if (known_storage_of(tape, storage.ptr()) == nullptr) add_known_storage(tape, storage.ptr(), value);

@@ -16,9 +16,6 @@ py::object storage_of(PyObject* tensor, const Geometry& geometry);
 // A tensor that unpack returned while the region is open: it is known as what it is (Rule 9 of NOTE [ Replay ]).
 void note_unpacked(TapeObject* tape, PyObject* tensor, PyObject* value);
 
-// The tensor whose version counter `tensor` counts with: what it is a view of, or itself.
-py::object root_of(PyObject* tensor);
-
 // What is known of a storage, or null; borrowed from the tape.
 KnownStorageObject* known_storage_of(TapeObject* tape, PyObject* storage);
 

@@ -8,6 +8,7 @@ import on_device
 import pytest
 import torch
 from oracle import assert_equal
+from residual_mlp import Mlp
 from torch import Tensor, nn
 
 import actckpt
@@ -15,15 +16,6 @@ from actckpt._budget.workspaces import NumberedStorages
 from actckpt.memory import LiveStorages
 
 DIM, WIDE = 32, 512
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 class Wide(nn.Module):
@@ -48,7 +40,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.where, self.wide = where, Wide(kind)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Mlp(DIM) for _ in range(4))
         self.x = torch.randn(64, DIM)
 
     def forward(self) -> Tensor:

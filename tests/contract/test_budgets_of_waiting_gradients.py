@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal
+from residual_mlp import Mlp
 from torch import Tensor, nn
 
 import actckpt
@@ -20,15 +21,6 @@ from actckpt.memory import LiveStorages
 DIM, VOCABULARY = 64, 2048
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
 class Model(nn.Module):
     """Six blocks between an embedding and a head: one that is tied to it or not, with skips or without."""
 
@@ -36,7 +28,7 @@ class Model(nn.Module):
         super().__init__()
         self.kind = kind
         self.embedding, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.blocks = nn.ModuleList(Mlp(DIM) for _ in range(6))
         if kind == "tied":
             self.head.weight = self.embedding.weight
         self.mix = nn.Linear(2 * DIM, DIM) if kind in ("cat", "stack") else None
@@ -77,7 +69,7 @@ def test_steps_fit_at_each_budget(kind: str, total: bool) -> None:
     def trained(nbytes: int) -> tuple[actckpt.Plan, int]:
         model, tokens = _made(kind)
         keyword = "budget" if total else "activation_budget"
-        actckpt.apply(model, blocks=Block, race=False, **{keyword: nbytes})
+        actckpt.apply(model, blocks=Mlp, race=False, **{keyword: nbytes})
         for _ in range(3):
             found, peak_bytes = _step(model, tokens, total=total)
             assert_equal(found, expected)

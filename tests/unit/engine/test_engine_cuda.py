@@ -15,22 +15,12 @@ from typing import Any
 
 import pytest
 import sim
+from mock_tensor import PAGE, Tensor
 
 from actckpt import _C
 
-PAGE = 4096
 DEFAULT = 0  # the handle of queue 0, the mock's default stream
 OTHER = 2  # the handle of queue 1
-
-
-class Tensor:
-    """An address on the mock's device."""
-
-    count = 0
-
-    def __init__(self, pages: int = 1) -> None:
-        Tensor.count += 100
-        self.ptr, self.nbytes = (1 << 60) + Tensor.count * PAGE, pages * PAGE
 
 
 class Rig:

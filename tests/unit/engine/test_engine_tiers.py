@@ -15,24 +15,14 @@ from typing import Any
 
 import pytest
 import sim
+from mock_tensor import PAGE, Tensor
 
 import actckpt
 from actckpt import _C, config
 from actckpt._offload import stores
 from actckpt._offload.device import DeviceStore
 
-PAGE = 4096
 DEFAULT, OTHER = 0, 2
-
-
-class Tensor:
-    """An address on the mock's device."""
-
-    count = 0
-
-    def __init__(self, pages: int = 1) -> None:
-        Tensor.count += 100
-        self.ptr, self.nbytes = (1 << 60) + Tensor.count * PAGE, pages * PAGE
 
 
 class Rig:
