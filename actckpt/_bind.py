@@ -43,7 +43,7 @@ NAMES: dict[str, Any] = {
     "module_call": torch.nn.Module.__call__,
     "fake_tensor_type": torch_private.fake_tensor_type,
     "storage_type": torch.UntypedStorage,
-    # Containers and objects that a region leads to (csrc/rerun/structure.h).
+    # Containers and objects that a region leads to (csrc/rerun/object_state.h).
     "generator_type": torch.Generator,
     "partial_type": functools.partial,
     "deque_type": deque,

@@ -1,4 +1,6 @@
-"""Functions of torch that run one overload and nothing else: NOTE [ Direct calls ] (csrc/record/callee.h).
+"""Functions of torch that are called directly, in the place of the overload that they run and nothing else.
+
+See NOTE [ Direct calls ] (csrc/record/callee.h).
 
 Each takes the arguments of the overload by position. Not here: what returns a list of tensors, which these functions
 make a tuple of, and what takes one.

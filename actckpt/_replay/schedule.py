@@ -17,8 +17,8 @@ from typing import Any
 from actckpt import _C
 from actckpt._C import SMALL_WINDOW_BYTES, evict_leftovers, has_room, is_asked, is_pending
 from actckpt._replay import windows
-from actckpt._replay.graph import ReplayGraph
 from actckpt._replay.lineage import Step, Value
+from actckpt._replay.replay_graph import ReplayGraph
 
 __all__ = ["ReplayGraph", "default_order", "order", "peak_bytes"]
 

@@ -19,7 +19,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
-from actckpt._replay.graph import ReplayGraph
+from actckpt._replay.replay_graph import ReplayGraph
 
 __all__ = ["LEAST_GAIN", "retained", "smallest_window"]
 

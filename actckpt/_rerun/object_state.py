@@ -3,7 +3,7 @@
 NOTE [ Found by the forward ]
 
 Rule 1. A rerun finds in the lists, dicts, sets, deques and attributes of objects that its function and arguments
-        lead to (csrc/rerun/structure.h), and at the global variables that the function names, what the forward
+        lead to (csrc/rerun/object_state.h), and at the global variables that the function names, what the forward
         found there, whoever changed it since: somebody after the forward, or the forward itself, which appended to
         a key-value cache. When the rerun ends, by an error too, what was there before it is put back. So nothing is
         appended twice, and nobody outside sees a rerun.

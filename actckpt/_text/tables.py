@@ -1,4 +1,4 @@
-"""Tables of text."""
+"""Tables of text: rows of cells, aligned in columns."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
-// What the parts of the extension share.
+// The engine as Python sees it, and what the files that bind it share.
 //
-// The engine as Python sees it. For CPU tensors: a HostEngine puts bytes into one of its tiers, which are ByteStores in
+// For CPU tensors: a HostEngine puts bytes into one of its tiers, which are ByteStores in
 // a Pool or a SpillFile. For device tensors: a DeviceEngine, with host memory and a
 // spill file below pinned memory. Streams are (device, handle), the handle being
 // the one that the driver's library knows:

@@ -1,5 +1,4 @@
-// Device engine and its tickets.
-// Each function says what it does with the GIL.
+// Binds the engine of device tensors, its tickets and its figures. Each function says what it does with the GIL.
 
 #include <pybind11/stl.h>
 

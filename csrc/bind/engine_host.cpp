@@ -1,4 +1,4 @@
-// Host engine and its tickets. Each function says what it does with the GIL.
+// Binds the host engine of CPU tensors, its tickets and its stores. Each function says what it does with the GIL.
 
 #include <pybind11/stl.h>
 

@@ -1,4 +1,5 @@
-// Pool and spill file. Each function says what it does with the GIL.
+// Binds where the engine keeps bytes, in memory and on disk: pool and spill file. Each function says what it does with
+// the GIL.
 
 #include <pybind11/stl.h>
 

@@ -16,7 +16,7 @@
 #include "graph/geometry.h"
 #include "graph/needs.h"
 #include "graph/objects.h"
-#include "graph/types.h"
+#include "graph/python_types.h"
 #include "graph/window.h"
 #include "offload/bytes.h"
 #include "offload/handles.h"
@@ -39,10 +39,10 @@
 #include "rerun/exclusive.h"
 #include "rerun/frame.h"
 #include "rerun/held.h"
+#include "rerun/object_state.h"
 #include "rerun/parameters.h"
 #include "rerun/refill.h"
 #include "rerun/region.h"
-#include "rerun/structure.h"
 
 namespace {
 

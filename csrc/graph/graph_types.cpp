@@ -1,5 +1,5 @@
 // The Python types of a region's graph: values, steps, storages, windows.
-#include "graph/types.h"
+#include "graph/python_types.h"
 
 #include "core/python.h"
 #include "graph/geometry.h"

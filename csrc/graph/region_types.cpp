@@ -1,5 +1,5 @@
 // The Python types of what a region is made of: tape, handles of saved tensors, lines of its report.
-#include "graph/types.h"
+#include "graph/python_types.h"
 
 #include <utility>
 #include <vector>

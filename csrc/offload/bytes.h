@@ -1,4 +1,4 @@
-// Stretches of storages that the engine reads from or writes to.
+// The bytes that one copy reads or writes, a stretch of a storage, as the engine holds them until it has ended.
 //
 // While the engine may read a storage, its Bytes object is marked as a source, whose memory is
 // watched: see sources.h.

@@ -1,4 +1,4 @@
-// The order in which steps are executed again where several are possible: NOTE [ Order ] in
+// The order of the steps of a replay that lead to its target depth first: NOTE [ Order ] in
 // actckpt/_replay/schedule.py. A pure function of a small graph.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace actckpt::replay {
 
-// What a replay must compute, as the `ReplayGraph` of actckpt/_replay/graph.py has it. Steps and values are numbers;
-// steps are in the order of the forward.
+// What a replay must compute, as the `ReplayGraph` of actckpt/_replay/replay_graph.py has it. Steps and values are
+// numbers; steps are in the order of the forward.
 struct OrderGraph {
   std::vector<std::vector<int>> reads;  // of each step, each value once
   std::vector<std::vector<int>> makes;

@@ -1,7 +1,7 @@
 // Reading and writing what one container holds: without calling what a subclass overrides.
 #pragma once
 
-#include "rerun/structure.h"
+#include "rerun/object_state.h"
 
 namespace actckpt {
 

@@ -1,4 +1,4 @@
-"""The accelerator in use."""
+"""Private names of torch for accelerators: the one in use, and whether CUDA has a context."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Autograd: the backward under way, hooks of saved tensors, and nodes of the graph."""
+"""Private names of torch for autograd: the backward under way, hooks of saved tensors, and nodes of the graph."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

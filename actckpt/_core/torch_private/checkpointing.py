@@ -1,4 +1,4 @@
-"""torch's own checkpoint: its selective policies, and the contexts that set its early stop and debug mode."""
+"""Private names of torch's own checkpointing: its selective policies, contexts that set early stop and debug mode."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""`torch.compile` and TorchScript: what is kept out of a trace, and what tells compiled code."""
+"""Private names of torch's compilers, Dynamo and TorchScript: what is kept out of a trace, what tells compiled code."""
 
 from collections.abc import Callable
 from types import FunctionType

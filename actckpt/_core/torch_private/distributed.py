@@ -1,4 +1,4 @@
-"""Process groups, collectives, and parameters that FSDP2 shards."""
+"""Private names of torch for distributed training: process groups, collectives, parameters that FSDP2 shards."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,4 +1,4 @@
-"""Fake tensors, which have shapes and no bytes."""
+"""Private names of torch for fake tensors, which have shapes and no bytes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The modes of a thread: its stacks of function modes and of dispatch modes, and autocast."""
+"""Private names of torch for the modes of a thread: its stacks of function and dispatch modes, and autocast."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

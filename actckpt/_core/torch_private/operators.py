@@ -1,4 +1,4 @@
-"""Operators: what an overload calls, builtin functions, registered effects."""
+"""Private names of torch for operators: what an overload calls, builtin functions, registered effects."""
 
 import importlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Names that not every torch has."""
+"""Looks up private names that not every torch has."""
 
 from typing import Any
 

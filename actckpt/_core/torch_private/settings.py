@@ -1,4 +1,4 @@
-"""Settings that change which numbers operators compute: by which names they are told and set.
+"""Private names of torch for settings that change which numbers operators compute: how they are told and set.
 
 `numerics` says what is done with them. Used by its own name, not by those that the package exports.
 """

@@ -1,4 +1,4 @@
-"""What tensors and storages tell of themselves, and by which methods their memory goes."""
+"""Private names of tensors and storages: what tells of them, and the methods by which their memory goes."""
 
 from collections.abc import Callable
 from typing import Any

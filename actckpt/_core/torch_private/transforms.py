@@ -1,4 +1,4 @@
-"""Transforms of `torch.func`, and the tangents of forward-mode differentiation."""
+"""Private names of torch for the transforms of `torch.func`, and for tangents of forward-mode differentiation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-// Small things that both halves of DeviceEngine say.
+// Which streams use the bytes of a ticket: what both halves of DeviceEngine ask of them.
 
 #pragma once
 

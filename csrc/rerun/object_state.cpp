@@ -1,4 +1,4 @@
-#include "rerun/structure.h"
+#include "rerun/object_state.h"
 
 #include <deque>
 #include <unordered_map>

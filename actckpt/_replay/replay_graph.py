@@ -1,4 +1,4 @@
-"""The small graph of a replay, as orders and windows see it."""
+"""The graph of one replay, in plain numbers: what orders and windows are chosen by."""
 
 import dataclasses
 from collections.abc import Mapping

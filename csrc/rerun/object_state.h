@@ -1,5 +1,5 @@
-// What the containers and objects hold that a region's function and arguments lead to: as the forward
-// found it, for its reruns.
+// What the containers and objects hold that a region's function and arguments lead to: their state as the
+// forward found it, for its reruns.
 //
 // See NOTE [ Found by the forward ] in actckpt/_rerun/object_state.py for the rules. Identities are compared
 // and put back, never the contents of tensors.

@@ -1,4 +1,5 @@
-// What the Python types of replay's objects are made of: how their objects are freed, and tables of members.
+// How the C objects of the graph become Python types: how they are freed, tables of their members, and the types'
+// names.
 #pragma once
 
 #include <structmember.h>
