@@ -1,4 +1,4 @@
-"""TransformerEngine's modules in one rerun.
+"""What TransformerEngine's modules note of their last forward, put right for one rerun.
 
 NOTE [ Modules in reruns ]
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from actckpt.errors import TransformerEngineError
-from actckpt.te.state import Internals
+from actckpt.te.internals import Internals
 
 __all__ = ["ModulesInRerun"]
 

@@ -28,8 +28,8 @@ import torch
 
 from actckpt._core.extensions import Extension, Tracker
 from actckpt.errors import TransformerEngineError
+from actckpt.te.internals import Internals
 from actckpt.te.modules import ModulesInRerun
-from actckpt.te.state import Internals
 from actckpt.te.staying import Staying
 
 __all__ = ["Provider", "RegionState"]

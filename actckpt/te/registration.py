@@ -4,8 +4,8 @@ import importlib
 
 from actckpt._core import extensions
 from actckpt.errors import TransformerEngineError
+from actckpt.te.internals import PACKAGE, READ_VERSIONS, Internals, installed_version, read_already
 from actckpt.te.regions import Provider
-from actckpt.te.state import PACKAGE, READ_VERSIONS, Internals, installed_version, read_already
 from actckpt.te.staying import SavedByModules
 
 __all__ = ["await_te", "describe", "ignore", "leave_fsdp_group", "provider"]

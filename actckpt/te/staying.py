@@ -21,7 +21,7 @@ from torch import Tensor
 
 from actckpt._core.extensions import Extension
 from actckpt._interface import is_code_running, modules_on_stack
-from actckpt.te.state import PACKAGE, Internals, is_te_module
+from actckpt.te.internals import PACKAGE, Internals, is_te_module
 
 __all__ = ["SavedByModules", "Staying"]
 

@@ -1,4 +1,4 @@
-"""Replaces functions of TransformerEngine by some that tell a watcher first. `state.py` knows which."""
+"""Replaces functions of TransformerEngine by some that tell a watcher first. `internals.py` knows which."""
 
 import functools
 from collections.abc import Callable

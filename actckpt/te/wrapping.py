@@ -36,7 +36,7 @@ from actckpt.api import offload
 from actckpt.errors import BlocksError
 from actckpt.te import registration
 from actckpt.te.fresh_graphs import call_with_fresh_graphs
-from actckpt.te.state import is_te_module
+from actckpt.te.internals import is_te_module
 
 __all__ = ["unwrap", "wrap"]
 

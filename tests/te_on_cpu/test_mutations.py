@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import actckpt
+from actckpt.te.internals import Internals
 from actckpt.te.modules import ModulesInRerun
 from actckpt.te.regions import Provider
-from actckpt.te.state import Internals
 from te_on_cpu import training
 from te_on_cpu.methods import METHODS
 from te_on_cpu.programs import OF_MODULES, OF_OPS, OTHERS

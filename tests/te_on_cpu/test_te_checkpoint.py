@@ -181,7 +181,7 @@ def _method(te: Any, variant: str) -> training.Method:
 
 @pytest.mark.parametrize("variant", _OURS)
 def test_an_outer_region_is_marked_after_an_inner_one(te: Any, variant: str) -> None:
-    from actckpt.te.state import Internals
+    from actckpt.te.internals import Internals
 
     after = Log()
     layer, call, insides = training.make_layer(te, "Linear"), _method(te, variant), Internals()
@@ -237,7 +237,7 @@ def test_which_scales_are_taken_when_backwards_come_in_reverse(
 
 @pytest.mark.parametrize("variant", _OURS)
 def test_which_fields_of_the_autocast_a_recompute_finds(te: Any, variant: str) -> None:
-    from actckpt.te.state import Internals
+    from actckpt.te.internals import Internals
 
     insides, layer, call = Internals(), training.make_layer(te, "Linear"), _method(te, variant)
     found = Log()
