@@ -23,10 +23,13 @@ library's layers only. Where parts of one kind repeat inside, it is a stage (Swi
 A candidate of a kind of its own is chosen where it stands in one container with chosen ones and has at least half as
 many layers as they: the first block of a stack is often another one. In a model without repeated candidates (a stack of
 one layer, or one layer that is called many times) those that stand in a ModuleList are chosen from.
+
+A model in which none are found may have blocks that keep their parameters themselves, or have one layer and compute the
+rest in their forward: modules with parameters whose classes derive from Module alone are candidates of two layers then.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +55,12 @@ class _Part:
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a model by their qualified names, see NOTE [ Blocks of a model ]; none if it has none."""
-    seen: set[int] = set()
-    roots = _candidates(model, "", None, seen)
+    return _repeated(model, _is_block) or _repeated(model, _is_own_block)
+
+
+def _repeated(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Return the blocks among the modules that may be one."""
+    roots = _candidates(model, "", None, set(), is_block)
     everything = list(_all(roots))
     kinds = Counter(_kind(part.module) for part in everything)
     allowed = {id(part) for part in everything if kinds[_kind(part.module)] > 1}
@@ -87,11 +94,18 @@ def _beside(parts: list[_Part], chosen: list[_Part]) -> Iterator[_Part]:
             yield part
 
 
-def _candidates(module: nn.Module, name: str, container: nn.Module | None, seen: set[int]) -> list[_Part]:
+def _candidates(
+    module: nn.Module,
+    name: str,
+    container: nn.Module | None,
+    seen: set[int],
+    is_block: Callable[[nn.Module], bool],
+) -> list[_Part]:
     """Return the outermost candidates in a module, itself included, each module once.
 
     Args:
         container: what the module stands in, if it stands in a row there.
+        is_block: whether a module with a forward may be one.
     """
     if id(module) in seen:
         return []
@@ -101,17 +115,18 @@ def _candidates(module: nn.Module, name: str, container: nn.Module | None, seen:
         part
         for child_name, child in module.named_children()
         for part in _candidates(
-            child, f"{name}.{child_name}" if name else child_name, module if child_name in in_a_row else None, seen
+            child,
+            f"{name}.{child_name}" if name else child_name,
+            module if child_name in in_a_row else None,
+            seen,
+            is_block,
         )
     ]
-    if container is None or not has_forward(module) or not any(module.children()):
-        return inside
-    num_layers = _num_layers(module)
-    if num_layers < 2:
+    if container is None or not has_forward(module) or not is_block(module):
         return inside
     if is_checkpointing_layer(module) and len({_kind(part.module) for part in inside}) == len(inside):
         inside = []
-    return [_Part(name, module, num_layers, container, inside)]
+    return [_Part(name, module, max(_num_layers(module), 2), container, inside)]
 
 
 def _names_in_a_row(module: nn.Module) -> set[str]:
@@ -130,6 +145,18 @@ def _stem(name: str) -> str:
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called; a ModuleList cannot. Compiled modules have a forward of their own."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(module.children()) and _num_layers(module) >= 2
+
+
+def _is_own_block(module: nn.Module) -> bool:
+    """Whether a module may be a block, also with one layer in it, or none. Kinds of torch's layers may not."""
+    if _is_block(module):
+        return True
+    of_torch = next(base for base in type(module).__mro__ if base.__module__.startswith("torch."))
+    return of_torch is nn.Module and next(module.parameters(), None) is not None
 
 
 def _num_layers(module: nn.Module) -> int:

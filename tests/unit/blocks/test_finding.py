@@ -267,3 +267,48 @@ def test_compiled_blocks_are_blocks_as_they_are_uncompiled(fullgraph: bool) -> N
     assert actckpt.apply(blocks) == ("0", "1", "2")
     actckpt.remove(blocks)
     assert actckpt.apply(blocks, blocks=["1"]) == ("1",)
+
+
+class Gated(nn.Module):
+    """A block with one layer: the rest is computed in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.linear(x).chunk(2, -1)
+        return x + torch.sigmoid(gate) * value
+
+
+class Matrices(nn.Module):
+    """A block that keeps its parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(x @ self.up) @ self.down
+
+
+class Scaled(nn.Linear):
+    """A layer of torch, a bit different: run again by itself it saves nothing."""
+
+
+@pytest.mark.parametrize("block", [Gated, Matrices])
+def test_blocks_that_compute_in_their_forward_are_found(block: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(block() for _ in range(3))))
+    assert list(repeated_blocks(model)) == ["1.0", "1.1", "1.2"]
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    actckpt.apply(model)
+    model(x).sum().backward()
+    assert all(torch.equal(a.grad, b) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Scaled])
+def test_rows_of_layers_are_no_blocks(layer: type[nn.Linear]) -> None:
+    assert repeated_blocks(nn.ModuleList(layer(4, 4) for _ in range(3))) == {}
