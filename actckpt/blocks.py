@@ -12,9 +12,7 @@ import torch
 from typing_extensions import Unpack
 
 from actckpt._blocks.applied import (
-    Blocks,
     blocks_of,
-    check_model,
     check_no_copy,
     count_calls,
     find_blocks,
@@ -23,11 +21,14 @@ from actckpt._blocks.applied import (
     unpatch,
     watch,
 )
+from actckpt._blocks.choosing import Blocks, check_model
 from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, stayed, sums_of
 from actckpt._blocks.planned_size import PlannedSize
+from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
 from actckpt._budget.wanted import Wanted, check_budgets
+from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt._text.misspelt import did_you_mean
@@ -60,7 +61,7 @@ class BudgetKeywords(TypedDict, total=False):
 
     budget: float | str
     activation_budget: int | str
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizers
     pins: Mapping[Any, Action | str]
     race: bool
 
@@ -181,7 +182,9 @@ def _apply_budget(
         known = ", ".join(sorted(_BUDGET_OPTIONS))
         near = did_you_mean(unknown, sorted(_BUDGET_OPTIONS))
         raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
-    wanted = Wanted(**{**dict.fromkeys(("budget", "activation_budget", "optimizer", "pins")), "race": True, **options})
+    optimizers = optimizers_of(options.pop("optimizer", None), model, "apply")
+    given = {**dict.fromkeys(("budget", "activation_budget", "pins")), "race": True, **options}
+    wanted = Wanted(optimizers=optimizers, **given)
     check_budgets(wanted.budget, wanted.activation_budget, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
@@ -197,6 +200,8 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
     if blocks is not None or options:
         given = ", ".join(["blocks"] * (blocks is not None) + sorted(options))
         raise ValueError(f"apply: {given} beside a plan, which has blocks and options of its own. Leave them out.")
+    if plan.blocks is not None:
+        check_planned_for(plan, model)
     settings = settings_of(plan, model)
     chosen = find_blocks(model, list(settings), "apply")
     names = patch(chosen, settings, model)
@@ -248,7 +253,8 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     Args:
         model: the one that was given to `apply`.
         group_by: one row per operator (`"(rerun)"` for what blocks that run again save, `"(input)"` for what they hold
-            for it), per module, with identical blocks together, or per type of modules.
+            for it, `"(as it is)"` for what blocks hold of which a plan keeps everything), per module, with identical
+            blocks together, or per type of modules.
         top: the number of rows, the largest; the others are summed up in one more. None: all.
     Raises:
         BlocksError: no block of `model` is checkpointed.
@@ -286,10 +292,10 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     if small := stayed(found):
         note = f"{small}\n{note}"
     if plan is not None:
-        note = "Recorded: a step of the plan; blocks in which everything is kept run as they are and are not in it."
+        note = "Recorded: a step of the plan. Of blocks that run as they are, it has what the plan says."
     trainings = [blocks.training for blocks in together.values() if blocks.training is not None]
     if plan is None and trainings:
-        note = _NO_PLAN
+        note, found = _NO_PLAN, []  # the calls that were measured were none of training
     is_plain = plan is not None and plan.overhead_seconds == 0.0
     return ModelReport(
         blocks_patched=tuple(applied),

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from actckpt._blocks.applied import Blocks, find_blocks
+from actckpt._blocks.applied import find_blocks
+from actckpt._blocks.choosing import Blocks
 from actckpt._budget.wanted import check_budgets
+from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt.action import Action
 from actckpt.planner.plans import Plan
 
@@ -22,7 +24,7 @@ def plan(
     budget: float | str | None = None,
     activation_budget: int | str | None = None,
     blocks: Blocks | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     pins: Mapping[Any, Action | str] | None = None,
     race: bool = True,
 ) -> Plan:
@@ -45,7 +47,7 @@ def plan(
             gradients of parameters: bytes, a text with a unit, or a share of what the step needs without actckpt
             (`"40%"`).
         blocks: as in `apply`.
-        optimizer: the one that the step runs, if it does.
+        optimizer: the one that the step runs, if it does; several in a list.
         pins: as in `actckpt.planner.solve`.
         race: run the plan against simple choices that fit (nothing, recompute, offload inputs, offload, keep
             attention, keep matmuls), and return the fastest. All give the same gradients. With `pins` nothing races,
@@ -57,7 +59,9 @@ def plan(
         PlanInfeasibleError: no plan fits. Its `smallest_bytes` is the smallest peak of a plan that was tried.
         BlocksError: there are no such blocks, one does not run, or runs in several forwards of the model or inside of
             another one, or the step exchanges tensors with other ranks.
-        ValueError: the budget is none, or the step changes parameters and `optimizer` is not given.
+        TypeError: `optimizer` is none.
+        ValueError: the budget is none, the step changes parameters and `optimizer` is not given, or it trains none of
+            the model.
     Cost: ten to twenty steps, with `race` two dozen more, and a copy of the training state in host memory.
 
     Example::
@@ -73,7 +77,8 @@ def plan(
         ('0', '1', '2', '3', '4', '5')
     """
     check_budgets(budget, activation_budget, model, "plan")
+    optimizers = optimizers_of(optimizer, model, "plan")
     chosen = find_blocks(model, blocks, "plan")
     from actckpt._budget.planning import planned  # with the solver, which takes a while to import
 
-    return planned(step, model, chosen, budget, activation_budget, optimizer, pins, race=race)
+    return planned(step, model, chosen, budget, activation_budget, optimizers, pins, race=race)

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from actckpt._blocks.applied import Blocks, applied_blocks
+from actckpt._blocks.applied import applied_blocks
+from actckpt._blocks.choosing import Blocks
 from actckpt._budget.running import Candidate, device_of
+from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.training_state import TrainingState
 from actckpt._offload.device import no_backend
 from actckpt._text.sizes import format_bytes
@@ -109,7 +111,7 @@ def compare(
     model: torch.nn.Module,
     policies: Mapping[str, Any] | None = None,
     blocks: Blocks | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     rounds: int = 5,
 ) -> Comparison:
     """Run a training step under several policies and compare time, held bytes and peak.
@@ -125,7 +127,7 @@ def compare(
             step without actckpt, is always compared. None: `recompute` and `keep matmuls` (the preset `"matmuls"`), on
             a GPU also `offload`.
         blocks: as in `apply`.
-        optimizer: the one that the step runs, if it does.
+        optimizer: the one that the step runs, if it does; several in a list.
         rounds: how often each policy is timed.
     Returns:
         A row per policy.
@@ -153,7 +155,7 @@ def compare(
             "actckpt.remove(model) first: compare applies each policy itself."
         )
     given = default_policies(offloads=not no_backend(device_of(model).type)) if policies is None else dict(policies)
-    state = TrainingState(model, optimizer)
+    state = TrainingState(model, optimizers_of(optimizer, model, "compare"))
     try:
         candidates = [Candidate(PLAIN, model, {}, step, state)]
         for name, policy in given.items():
@@ -161,7 +163,7 @@ def compare(
                 candidates.append(Candidate(name, model, _forwards(model, policy, blocks), step, state))
         found = []
         for candidate in candidates:
-            found.append(_first_step(candidate, model, state, may_change=optimizer is not None))
+            found.append(_first_step(candidate, model, state))
             candidate.measure_memory()
         for _ in range(rounds):
             for candidate in candidates:
@@ -195,11 +197,11 @@ def _forwards(model: torch.nn.Module, policy: Any, blocks: Blocks | None) -> dic
     return forwards
 
 
-def _first_step(candidate: Candidate, model: torch.nn.Module, state: TrainingState, *, may_change: bool) -> list[bytes]:
+def _first_step(candidate: Candidate, model: torch.nn.Module, state: TrainingState) -> list[bytes]:
     """Warm up; return a digest of what the step leaves."""
-    candidate.run()
-    state.check("compare", may_change=may_change)
-    if not may_change and all(parameter.grad is None for parameter in model.parameters()):
+    with state.checked("compare"):
+        candidate.run()
+    if not state.has_optimizers and all(parameter.grad is None for parameter in model.parameters()):
         raise ValueError("compare: the step left no gradients. Pass one that runs forward and backward.")
     return state.digest()
 

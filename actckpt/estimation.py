@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from actckpt._blocks.applied import Blocks, applied_blocks
+from actckpt._blocks.applied import applied_blocks
+from actckpt._blocks.choosing import Blocks
+from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._estimate.estimating import Figures, Options, Stepper
 from actckpt._estimate.fakes import Fakes
 from actckpt._estimate.targets import Target, named_target
@@ -124,7 +126,7 @@ def estimate(
     policies: Mapping[str, Any] | None = None,
     target: str | Target = "h100",
     blocks: Blocks | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
 ) -> Estimate:
     """Say what a training step would hold and take on a device, per policy, without running it.
 
@@ -140,7 +142,7 @@ def estimate(
             None: `recompute`, `keep matmuls`, and `offload` but for the CPU.
         target: a name (`Target.named`), or a `Target` with rates of your own.
         blocks: as in `apply`.
-        optimizer: whose state counts, also where the step does not run it.
+        optimizer: whose state counts, also where the step does not run it; several in a list.
     Returns:
         A row per policy.
     Raises:
@@ -162,7 +164,8 @@ def estimate(
     """
     device = target if isinstance(target, Target) else named_target(target)
     _check(step, model)
-    with uncounted(), Fakes(device) as fakes, Stepper(fakes, device, model, optimizer) as stepper:
+    optimizers = optimizers_of(optimizer, model, "estimate")
+    with uncounted(), Fakes(device) as fakes, Stepper(fakes, device, model, optimizers) as stepper:
         stepper.warm_up(step)
         return estimate_with(stepper, step, device, chosen_policies(policies, device), blocks)
 

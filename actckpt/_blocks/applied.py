@@ -6,20 +6,18 @@ keys and its hooks; hooks of the block itself run outside of the region, once.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from actckpt._blocks.arguments import keep_others_in_place
-from actckpt._blocks.finding import has_forward, repeated_blocks
+from actckpt._blocks.choosing import Blocks, check_made, check_model, chosen_blocks, nothing_found
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._blocks.recording import RecordedCall
@@ -29,28 +27,25 @@ from actckpt._blocks.windows import Windows
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._options import CheckpointOptions
 from actckpt._replay.calls import Inside
-from actckpt._text.selectors import is_pattern, matches
 from actckpt.action import Action
 from actckpt.api import offload
 from actckpt.errors import BlocksError
 
 __all__ = [
-    *("Blocks", "CheckpointedForward", "Settings"),
-    *("applied_blocks", "blocks_of", "check_model", "check_no_copy", "count_calls", "find_blocks", "forwards_in"),
-    *("patch", "unpatch", "watch"),
+    *("CheckpointedForward", "Settings", "applied_blocks", "blocks_of", "check_no_copy", "count_calls", "find_blocks"),
+    *("forwards_in", "patch", "unpatch", "watch"),
 ]
 
 #: Global variables where modules call their forwards.
 _CALLS = vars(torch.nn.modules.module)
 #: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
 #: `"drops_caches": True` takes key-value caches away from it, as for reruns. `"windows"` are those of a plan, also of a
-#: block that runs as it is (`"is_plain": True`); `"is_planned": True` says that its tables count calls of modules anew
-#: (NOTE [ Places ], Rule 4), and that its first tensor alone is moved as its input. `"is_unplanned": True` is of a call
-#: that the plan has nothing for.
+#: block that runs as it is (`"is_plain": True`, and then `"held"` is how many values it holds, and their bytes);
+#: `"is_planned": True` says that its tables count calls of modules anew (NOTE [ Places ], Rule 4), and that its first
+#: tensor alone is moved as its input. `"is_unplanned": True` is of a call that the plan has nothing for.
 OneCall = Mapping[str, Any] | None
 #: A tuple: of each call of the block in a forward of the model, in their order; the last one is of all further calls.
 Settings = OneCall | tuple[OneCall, ...]
-Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
 
 
 def find_blocks(model: torch.nn.Module, blocks: Blocks | None, what: str) -> dict[str, torch.nn.Module]:
@@ -60,10 +55,10 @@ def find_blocks(model: torch.nn.Module, blocks: Blocks | None, what: str) -> dic
         BlocksError: there are none, or one is checkpointed already.
     """
     check_model(model, what)
-    chosen = _find(model, blocks)
+    chosen = chosen_blocks(model, blocks)
     if not chosen:
-        raise BlocksError(_nothing_found(model, blocks))
-    _check_made(chosen, what)
+        raise BlocksError(nothing_found(model, blocks))
+    check_made(chosen, what)
     applied = [name for name, block in chosen.items() if _is_applied(block)]
     if applied:
         raise BlocksError(
@@ -71,16 +66,6 @@ def find_blocks(model: torch.nn.Module, blocks: Blocks | None, what: str) -> dic
             "Call actckpt.remove(model) first, or pass other blocks."
         )
     return chosen
-
-
-def _check_made(blocks: Mapping[str, torch.nn.Module], what: str) -> None:
-    for name, block in blocks.items():
-        for own, tensor in (*block.named_parameters(), *block.named_buffers()):
-            if is_lazy(tensor):
-                raise BlocksError(
-                    f"{what}: {own!r} of block {name!r} is not made before its first forward (LazyLinear, say). "
-                    f"Run the model once, then call {what}."
-                )
 
 
 def patch(
@@ -143,6 +128,7 @@ class _How:
         if offloads:
             del options["policy"]
         self.is_plain: bool = options.pop("is_plain", settings is None)
+        self.held: tuple[int, int] | None = options.pop("held", None)
         self.windows: Windows | None = options.pop("windows", None)
         self.is_planned: bool = options.pop("is_planned", False)
         self.is_unplanned: bool = options.pop("is_unplanned", False)
@@ -246,6 +232,8 @@ class CheckpointedForward:
                 return self.original()(*args, **kwargs)
             args, kwargs = arguments
         if how.is_plain:
+            if record is not None and how.held is not None:
+                record.keeps(*how.held)
             return self.original()(*args, **kwargs)
         if how.offloading is not None:
             # Looked up inside: torch.compile breaks the graph here, and would make `self.block.forward` of a bound
@@ -279,17 +267,6 @@ def _is_copy(module: torch.nn.Module, block: torch.nn.Module) -> bool:
     """Whether a module has the forward of a block as a copy of it: others may run it on purpose."""
     parts = vars(block)["_modules"].keys()
     return type(module) is type(block) or (len(parts) > 0 and vars(module)["_modules"].keys() == parts)
-
-
-def check_model(model: Any, what: str) -> None:
-    if isinstance(model, torch.nn.Module):
-        return
-    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-    owner = getattr(model, "__self__", None)
-    instead = "the model itself, a torch.nn.Module"
-    if isinstance(owner, torch.nn.Module):
-        instead = f"the {type(owner).__name__} that it belongs to"
-    raise TypeError(f"{what}: model is {kind}, not a module. Pass {instead}: actckpt.{what}(model).")
 
 
 def blocks_of(model: torch.nn.Module, what: str) -> dict[str, Any]:
@@ -329,65 +306,3 @@ def applied_blocks(model: torch.nn.Module) -> dict[str, Any]:
 
 def _is_applied(module: torch.nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), CheckpointedForward)
-
-
-def _find(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.Module]:
-    if blocks is None:
-        return repeated_blocks(model)
-    several = blocks if isinstance(blocks, Sequence) and not isinstance(blocks, str) else [blocks]
-    named: set[str] = set()
-    matched: set[str] = set()
-    for block in several:
-        is_name = isinstance(block, str) and not is_pattern(block)
-        (named if is_name else matched).update(_find_one(model, block))
-    around = named | matched
-    outermost = {name for name in matched if around.isdisjoint(_names_around(name))}
-    return {name: module for name, module in model.named_modules() if name in named | outermost}
-
-
-def _names_around(name: str) -> Iterator[str]:
-    """Yield the names of the modules that a module is in, but for the whole model."""
-    while name := name.rpartition(".")[0]:
-        yield name
-
-
-def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
-    named = {name: module for name, module in model.named_modules() if name}
-    modules: dict[str, torch.nn.Module] = {name: module for name, module in named.items() if has_forward(module)}
-    if isinstance(block, str):
-        found = {name: module for name, module in modules.items() if matches(block, name)}
-        if block in named and block not in modules:
-            raise BlocksError(
-                f"apply: {block!r} is a {type(named[block]).__name__}, which is never called: it has no "
-                f"forward. Pass {block + '.*'!r} for the modules in it."
-            )
-        if not found:
-            near = difflib.get_close_matches(block, modules, n=3)
-            some = f"Nearest: {', '.join(near)}" if near else f"The first: {', '.join(list(modules)[:5]) or 'none'}"
-            raise BlocksError(
-                f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}. {some}. "
-                "Names are those of model.named_modules()."
-            )
-        return found
-    if isinstance(block, type):
-        return {name: module for name, module in modules.items() if isinstance(module, block)}
-    if isinstance(block, torch.nn.Module):
-        name = next((name for name, module in named.items() if module is block), None)
-        meant = "It is not in the model" if name is None else f"Pass its name, {name!r}"
-        raise BlocksError(f"apply: blocks has a module, a {type(block).__name__}. {meant}; a type means all of a kind.")
-    if callable(block):
-        accepts: Callable[[torch.nn.Module], bool] = block
-        return {name: module for name, module in modules.items() if accepts(module)}
-    raise BlocksError(
-        f"apply: blocks={block!r} is a {type(block).__name__}. Pass module types, qualified names (texts, also for "
-        "numbers: '3'), or a predicate."
-    )
-
-
-def _nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:
-    types = sorted({type(module).__name__ for module in model.modules()})
-    what = "no repeated blocks" if blocks is None else f"no block that matches {blocks!r}"
-    return (
-        f"apply: found {what} among the {sum(1 for _ in model.modules())} modules of {type(model).__name__}, whose "
-        f"types are {', '.join(types)}.\nPass blocks=: a module type, qualified names, or a predicate."
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import torch
 
 from actckpt._core.region_report import READ, SMALL
 from actckpt._core.sites import qualified_name
+from actckpt._text.listed import listed
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.action import Action
@@ -241,16 +243,18 @@ def _names_in_blocks(blocks: Mapping[str, Any], found: Iterable[Found]) -> dict[
 
 
 def folded(names: Sequence[str]) -> str:
-    """Return one name for several: `layers.0-31`, where they differ in one number; else with wildcards or a count."""
+    """Return one name for several: `layers.0-31`, `layers.{0-2, 5}`; wildcards or a count where no number tells."""
     if len(names) == 1:
         return names[0]
     parts = list(zip(*(name.split(".") for name in names), strict=False))
     if len({name.count(".") for name in names}) > 1:
         return f"{names[0]} and {len(names) - 1} more"
-    return ".".join(part[0] if len(set(part)) == 1 else _range(part) for part in parts)
+    is_grid = len(names) == math.prod(len(set(part)) for part in parts)  # each number of one part with all of others
+    return ".".join(part[0] if len(set(part)) == 1 else _range(part) if is_grid else "*" for part in parts)
 
 
 def _range(part: Sequence[str]) -> str:
-    numbers = [int(each) for each in part if each.isdecimal()]
-    is_row = len(numbers) == len(part) and numbers == list(range(numbers[0], numbers[0] + len(part)))
-    return f"{numbers[0]}-{numbers[-1]}" if is_row else "*"
+    if not all(each.isdecimal() for each in part):
+        return "*"
+    ranges = listed(dict.fromkeys(part))
+    return f"{{{ranges}}}" if "," in ranges else ranges

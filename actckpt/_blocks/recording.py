@@ -48,7 +48,8 @@ class RecordedCall:
         self._entries: list[Any] = self.figures.entries
         #: What reruns drop, by the weak reference to its storage, which is the same object each time.
         self._saved: dict[int, TakenDown] = {}
-        self._inputs: list[TakenDown] = []
+        #: What it holds that is not among them.
+        self._held: list[TakenDown] = []
         #: Storages of parameters and buffers; they outlive the call.
         self._parameters: set[int] | None = None
         self._before: Callable[[Tensor], object] | None = None
@@ -72,7 +73,11 @@ class RecordedCall:
             reference = weakref.ref(storage)
             was_saved = self._saved.pop(id(reference), None) is not None
             why = _WHY_INPUT if was_saved else READ
-            self._inputs.append(TakenDown("(input)", None, action, why, reference, storage.nbytes()))
+            self._held.append(TakenDown("(input)", None, action, why, reference, storage.nbytes()))
+
+    def keeps(self, num_values: int, nbytes: int) -> None:
+        """Note what a block holds that runs as it is, which nothing here sees: what its plan says."""
+        self._held.append(TakenDown("(as it is)", None, Action.KEEP, "", None, nbytes, num_values=num_values))
 
     def _is_parameter(self, storage: torch.UntypedStorage) -> bool:
         if self._parameters is None:
@@ -89,7 +94,7 @@ class RecordedCall:
 
     def entries(self) -> list[Any]:
         """Return what became of each value."""
-        return [*self._entries, *self._inputs, *self._saved.values()]
+        return [*self._entries, *self._held, *self._saved.values()]
 
     def ends_with(self, graph: _Graph) -> None:
         """Let it count as long as a graph lives."""

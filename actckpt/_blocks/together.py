@@ -122,8 +122,9 @@ class AppliedBlocks:
             stores.limit_windows(self, nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of a copy the stores know nothing yet, and its parameters are others.
-        state = {**vars(self), "_window_bytes": None, "model": None, "_gradient_hook": None}
+        # Of a copy the stores know nothing yet, and its parameters are others. What finds a plan is the model's: where
+        # that is copied, it adds itself.
+        state = {**vars(self), "_window_bytes": None, "model": None, "_gradient_hook": None, "training": None}
         del state["forwards"]  # they add themselves
         return state
 

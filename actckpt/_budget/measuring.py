@@ -82,7 +82,6 @@ def measure(
     blocks: dict[str, torch.nn.Module],
     model: torch.nn.Module,
     state: TrainingState,
-    may_change: bool,
     offloads: bool,
 ) -> MeasuredStep:
     """Run a step a few times and return what it costs.
@@ -91,15 +90,14 @@ def measure(
         step: runs forward and backward once, through each of the blocks.
         blocks: by qualified name.
         state: what is put back before each run.
-        may_change: the step may change parameters, since `state` has those of its optimizer.
         offloads: whether plans may offload.
     Raises:
         BlocksError: a block does not run, or several times in several forwards of the model.
     Cost: four steps, and of each distinct block ten to 22 more.
     """
     watched = _Watched(step, blocks, state, model)
-    profiled, read = watched.profiled(Profiler(offloads=offloads))
-    state.check("plan", may_change=may_change)
+    with state.checked("plan"):
+        profiled, read = watched.profiled(Profiler(offloads=offloads))
     num_calls = len(profiled)
     live = LiveStorages(parameters=model.parameters())
     marks = watched.marked(live)

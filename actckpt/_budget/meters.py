@@ -30,7 +30,7 @@ class Meter:
     """Measures peaks, of all memory or of activations alone.
 
     Of all memory, on a device what its allocator has given out; on a CPU parameters, buffers, gradients, the state of
-    an optimizer, and tensors that the step makes. Of activations, tensors that the step makes, without gradients of
+    optimizers, and tensors that the step makes. Of activations, tensors that the step makes, without gradients of
     parameters once they are accumulated.
 
     Args:
@@ -41,14 +41,14 @@ class Meter:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: tuple[torch.optim.Optimizer, ...],
         *,
         total: bool,
         keeps_gradients: bool = False,
     ) -> None:
         self._model, self._total, self._keeps_gradients = model, total, total and keeps_gradients
         self._device = device_of(model)
-        self._held_bytes = _static_bytes(model, optimizer, self._device) if total else 0
+        self._held_bytes = _static_bytes(model, optimizers, self._device) if total else 0
         #: Of what counts, there all the time.
         self.fixed_bytes = self._held_bytes + (_bytes_without_gradient(model) if self._keeps_gradients else 0)
 
@@ -135,11 +135,13 @@ class FixedBytes:
     """Tells what counts all the time, at each forward, without a walk through the model where nothing changed.
 
     On a device its allocator tells. Elsewhere the bytes change with parameters and buffers, with which parameters have
-    gradients, and with the state of the optimizer; what changes otherwise is seen at one of so many forwards.
+    gradients, and with the state of the optimizers; what changes otherwise is seen at one of so many forwards.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, fixed_bytes: float) -> None:
-        self._optimizer, self._bytes = optimizer, fixed_bytes
+    def __init__(
+        self, model: torch.nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], fixed_bytes: float
+    ) -> None:
+        self._optimizers, self._bytes = optimizers, fixed_bytes
         self._modules = [weakref.ref(module) for module in model.modules()]
         self._has_allocator = devices.counting(device_of(model)) is not None
         self._seen, self._num_left = self._signature(), _FORWARDS_BETWEEN
@@ -162,7 +164,7 @@ class FixedBytes:
             for parameter in module._parameters.values()
         ]
         buffers = [None if buffer is None else buffer.nbytes for module in found for buffer in module._buffers.values()]
-        states = [] if self._optimizer is None else list(self._optimizer.state.values())
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         return parameters, buffers, [len(state) if isinstance(state, dict) else 0 for state in states]
 
 
@@ -177,13 +179,13 @@ def _bytes_without_gradient(model: torch.nn.Module) -> int:
     return sum(_bytes_of_gradient(parameter) for parameter in model.parameters() if parameter.grad is None)
 
 
-def _static_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> int:
+def _static_bytes(model: torch.nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], device: torch.device) -> int:
     allocator = devices.counting(device)
     if allocator is not None:
         inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
         return allocator.allocated_bytes(device) - inflight_bytes
     held: list[object] = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
-    if optimizer is not None:
+    for optimizer in optimizers:
         held += [list(state.values()) for state in optimizer.state.values() if isinstance(state, dict)]
     storages = {id(storage): storage for storage in storages_of(held)}
     return sum(storage.nbytes() for storage in storages.values() if storage.device.type == device.type)

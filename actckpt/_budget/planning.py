@@ -12,6 +12,7 @@ from actckpt._budget.fitting import fitted
 from actckpt._budget.links import flush, is_linked, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, measure
 from actckpt._budget.meters import Meter
+from actckpt._budget.planned_model import facts_of
 from actckpt._budget.racing import race_plans
 from actckpt._budget.running import Candidate, device_of, forwards_of, settings_of
 from actckpt._budget.simple import NOTHING, plain_plan, simple_plans
@@ -31,21 +32,20 @@ def planned(
     blocks: dict[str, torch.nn.Module],
     budget: float | str | None,
     activation_budget: int | str | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: tuple[torch.optim.Optimizer, ...],
     pins: Mapping[Any, Action | str] | None,
     *,
     race: bool,
 ) -> Plan:
     """Return the fastest plan that fits. Arguments and errors are those of `actckpt.plan`, which see."""
-    state = TrainingState(model, optimizer)
+    state = TrainingState(model, optimizers)
     try:
         offloads = is_linked(device_of(model), pins)
         if offloads:
             prepare(device_of(model))
-        may_change = optimizer is not None
-        measured = measure(step, model=model, blocks=blocks, state=state, may_change=may_change, offloads=offloads)
+        measured = measure(step, model=model, blocks=blocks, state=state, offloads=offloads)
         flush(device_of(model))
-        meter = Meter(model, optimizer, total=budget is not None)
+        meter = Meter(model, optimizers, total=budget is not None)
         measured = meter.complete(measured)
         if activation_budget is None:
             nbytes = meter.budget_bytes(budget)
@@ -79,7 +79,9 @@ class _Trials:
 
     def with_places(self, plan: Plan) -> Plan:
         """Return a plan that knows the model."""
-        return dataclasses.replace(plan, blocks=self._measured.names, places=self._measured.places)
+        names = self._measured.names
+        facts = facts_of(self._model, names)
+        return dataclasses.replace(plan, blocks=names, places=self._measured.places, model=facts)
 
     def candidate(self, name: str, plan: Plan) -> Candidate:
         """Return a plan as a way to run the step."""

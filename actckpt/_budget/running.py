@@ -16,7 +16,6 @@ from actckpt._core.training_state import TrainingState
 from actckpt._replay.operators import is_collective
 from actckpt._text.places import Place
 from actckpt.action import Action
-from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 from actckpt.planner.plans import Plan
@@ -37,7 +36,6 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
     A block that the plan has several times runs so in each call; what it knows nothing of is recomputed.
 
     Raises:
-        BlocksError: the plan is one of another model.
         ValueError: the plan knows no model.
     """
     if plan.blocks is None or plan.places is None:
@@ -46,14 +44,8 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
             "actckpt.plan(step, model=...)."
         )
     names = list(dict.fromkeys(name for name in plan.blocks if name is not None))
-    named = dict(model.named_modules())
-    if missing := [name for name in names if name not in named]:
-        raise BlocksError(
-            f"apply: the plan is one of another model: {len(missing)} of its {len(names)} blocks are not in "
-            f"{type(model).__name__}, the first is {missing[0]!r}. Make the plan again."
-        )
     stack = zip(plan.costs.blocks, plan.actions, plan.places, plan.rerun, strict=True)
-    modules = [None if name is None else named[name] for name in plan.blocks]
+    modules = [None if name is None else model.get_submodule(name) for name in plan.blocks]
     calls = [_as_measured(_settings(*each), module) for each, module in zip(stack, modules, strict=True)]
     calls = _within_windows(calls, plan)
     found: dict[str, tuple[OneCall, ...]] = dict.fromkeys(names, ())
@@ -63,30 +55,34 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
     return {name: each[0] if len(each) == 1 else (*each, UNPLANNED) for name, each in found.items()}
 
 
-def _as_measured(found: OneCall, block: torch.nn.Module | None) -> OneCall:
+def _as_measured(found: dict[str, Any], block: torch.nn.Module | None) -> dict[str, Any]:
     """Return how a block runs, without a key-value cache also where nothing is dropped: blocks after it share it."""
-    if found is None and block is not None and is_checkpointing_layer(block):
-        return {"is_plain": True, "drops_caches": True}
+    if "is_plain" in found and block is not None and is_checkpointing_layer(block):
+        return {**found, "drops_caches": True}
     return found
 
 
-def _within_windows(calls: list[OneCall], plan: Plan) -> list[OneCall]:
+def _within_windows(calls: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
     if plan.windows is None:
         return calls
     assert plan.blocks is not None
     last = max(number for number, name in enumerate(plan.blocks) if name is not None)
     return [
-        {**({"is_plain": True} if found is None else found), "windows": Windows(windows, is_last=number == last)}
+        {**found, "windows": Windows(windows, is_last=number == last)}
         for number, (found, windows) in enumerate(zip(calls, plan.windows, strict=True))
     ]
 
 
-def _settings(block: BlockClass, actions: Mapping[str, Action], places: Mapping[str, str], rerun: bool) -> OneCall:
+def _settings(
+    block: BlockClass, actions: Mapping[str, Action], places: Mapping[str, str], rerun: bool
+) -> dict[str, Any]:
     moves_input = actions.get(BLOCK_INPUT) is Action.OFFLOAD
     if rerun:
         return {"policy": "recompute", "offload_inputs": moves_input, "is_planned": True}
-    if all(actions[value.name] is Action.KEEP for value in block.values if value.needed):
-        return None
+    needed = [value for value in block.values if value.needed]
+    if all(actions[value.name] is Action.KEEP for value in needed):
+        held = [value.nbytes for value in needed if value.nbytes]
+        return {"is_plain": True, "held": (len(held), int(sum(held)))}
     policy = {place: actions[name] for name, place in places.items() if not _repeats(place, actions[name])}
     return {"policy": policy, "drops_caches": True, "offload_inputs": moves_input, "is_planned": True}
 

@@ -48,6 +48,7 @@ from actckpt._budget.meters import FixedBytes, Meter
 from actckpt._budget.observing import Observing
 from actckpt._budget.offloading import solved
 from actckpt._budget.outside_graph import OutsideGraph
+from actckpt._budget.planned_model import facts_of
 from actckpt._budget.running import RECOMPUTE, UNPLANNED, device_of, settings_of
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes
@@ -140,6 +141,11 @@ class BudgetedTraining:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_parameters": None}  # those of a copy are others
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for forward in self._forwards.values():  # a copied block does not take this, and so the model, along
+            forward.together.training = self
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return what a plan depends on."""
@@ -332,14 +338,14 @@ class _Size:
     def _meter(self) -> Meter:
         wanted = self._wanted
         total = wanted.budget is not None
-        return Meter(self._model, wanted.optimizer, total=total, keeps_gradients=self._keeps_gradients)
+        return Meter(self._model, wanted.optimizers, total=total, keeps_gradients=self._keeps_gradients)
 
     def _is_changed(self) -> bool:
         """Return whether what is fixed is more than planned, or less; what other forwards hold is not."""
         if self.plan is None or self._wanted.budget is None or self._num_alive > 1:
             return False
         if self._fixed is None:
-            self._fixed = FixedBytes(self._model, self._wanted.optimizer, self._meter().fixed_bytes)
+            self._fixed = FixedBytes(self._model, self._wanted.optimizers, self._meter().fixed_bytes)
         more_bytes = self._fixed.now(self._meter) - self._fixed_bytes
         self._grown_bytes = max(more_bytes, 0.0)
         has_shrunk = self._num_planned < _WATCHED_STEPS and -more_bytes > _CHANGE * self._fixed_bytes
@@ -355,7 +361,8 @@ class _Size:
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
         self._most_alive_planned = self._most_alive
         plan, share = self._solved([self._linked(each, meter) for each in self._observing.corrected(measured.costs)])
-        plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places)
+        facts = facts_of(self._model, measured.names)
+        plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places, model=facts)
         self._given_bytes, self.plan, self._race = share.given_bytes, plan, None
         if self._wanted.race and not self._wanted.pins and num_ranks() == 1:
             self._race = race_of(plan, share.nbytes, self._device)

@@ -81,7 +81,8 @@ class Race:
 def _alike(plan: Plan, other: Plan, nbytes: float) -> Plan:
     """Return a simple choice as a plan for the model and the budget of another one, whose bound is that of both."""
     bound = min(plan.bound_seconds, other.overhead_seconds)
-    return dataclasses.replace(other, blocks=plan.blocks, places=plan.places, budget_bytes=nbytes, bound_seconds=bound)
+    known = dataclasses.replace(other, blocks=plan.blocks, places=plan.places, model=plan.model)
+    return dataclasses.replace(known, budget_bytes=nbytes, bound_seconds=bound)
 
 
 def race_of(plan: Plan, nbytes: float, device: torch.device) -> Race | None:

@@ -21,7 +21,7 @@ class Wanted:
 
     budget: float | str | None
     activation_budget: int | str | None
-    optimizer: torch.optim.Optimizer | None
+    optimizers: tuple[torch.optim.Optimizer, ...]
     pins: Mapping[Any, Action | str] | None
     race: bool
 

@@ -99,6 +99,7 @@ class _Command:
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
         """Load the script, make its model and run a first step, all on fakes."""
+        from actckpt._core.optimizers import optimizers_of
         from actckpt._estimate.estimating import Stepper, explained
         from actckpt._estimate.fakes import Fakes
 
@@ -111,8 +112,9 @@ class _Command:
                         f"{self._args.script}: model() returned a {type(self._model).__name__}, no module."
                     )
                 optimizer = script["optimizer"](self._model) if "optimizer" in script else None
+                optimizers = optimizers_of(optimizer, self._model, "estimate")
             self._function = script["step"]
-            self._stepper = Stepper(fakes, self._target, self._model, optimizer)
+            self._stepper = Stepper(fakes, self._target, self._model, optimizers)
             with self._stepper:
                 self._progress("the first step")
                 self._stepper.warm_up(self._step())

@@ -3,16 +3,19 @@
 import copy
 import hashlib
 import random
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from actckpt import _C
 from actckpt._core import devices
+from actckpt._core.optimizers import trained_by
 from actckpt._core.subclasses import plain_parts
 
 __all__ = ["TrainingState", "random_state", "random_state_put_back", "set_random_state"]
@@ -52,6 +55,40 @@ class _Held:
         return self.tensor
 
 
+_NOT_GIVEN = (
+    "{}: the step {}, so that a second step would not be the same. Pass what it runs, "
+    "optimizer=..., several in a list; or leave the update out of the step."
+)
+
+
+class _HeldOptimizer:
+    """One optimizer, its state and the settings of its groups."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._states = {
+            parameter: {
+                name: _Held(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+                for name, value in state.items()
+            }
+            for parameter, state in optimizer.state.items()
+        }
+
+    def put_back(self) -> None:
+        for group, settings in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group.update(copy.deepcopy(settings))
+        self.optimizer.state.clear()
+        for parameter, state in self._states.items():
+            self.optimizer.state[parameter] = {
+                name: value.put_back() if isinstance(value, _Held) else copy.deepcopy(value)
+                for name, value in state.items()
+            }
+
+
 class TrainingState:
     """Parameters, buffers, gradients, state of an optimizer and random state, as they are now.
 
@@ -59,12 +96,12 @@ class TrainingState:
 
     Args:
         model: parameters, buffers and gradients of all of its modules.
-        optimizer: its state and the settings of its groups; None: there is none, or the step does not run it.
+        optimizers: their state and the settings of their groups; those that the step runs.
 
     Cost: copies of all of it in host memory.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, optimizers: tuple[torch.optim.Optimizer, ...] = ()) -> None:
         self._parameters = {name: _Held(tensor) for name, tensor in model.named_parameters()}
         self._buffers = [
             (module, name, None if buffer is None else _Held(buffer))
@@ -75,40 +112,49 @@ class TrainingState:
             (held.tensor, None if held.tensor.grad is None else _Held(held.tensor.grad))
             for held in self._parameters.values()
         ]
-        self._optimizer = optimizer
-        if optimizer is not None:
-            self._groups = [
-                {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-                for group in optimizer.param_groups
-            ]
-            self._states = _states_of(optimizer)
+        self._optimizers = [_HeldOptimizer(optimizer) for optimizer in optimizers]
+        self._trained = trained_by(optimizers)
         self._random = random_state()
         self._generators = [(found, found.get_state()) for found in _C.Parameters(model).generators]
 
     @contextmanager
     def before_update(self, note: Callable[[], object]) -> Iterator[None]:
-        """Call `note` each time in the body when the optimizer is about to change parameters."""
-        if self._optimizer is None:
-            yield
-            return
+        """Call `note` each time in the body when an optimizer is about to change parameters."""
 
         def begins(*_: object) -> None:
             note()
 
-        handle = self._optimizer.register_step_pre_hook(begins)
+        with ExitStack() as exits:
+            for held in self._optimizers:
+                exits.callback(held.optimizer.register_step_pre_hook(begins).remove)
+            yield
+
+    @contextmanager
+    def checked(self, who: str) -> Iterator[None]:
+        """Run a first step in the body; raise where a second one would not be the same.
+
+        An optimizer that was not given raises before it changes anything, and without any parameters must not change.
+        """
+        thread = threading.get_ident()
+
+        def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if threading.get_ident() == thread and not trained_by((optimizer,)) <= self._trained:
+                raise ValueError(
+                    _NOT_GIVEN.format(who, f"runs an optimizer that was not given ({type(optimizer).__name__})")
+                )
+
+        handle = register_optimizer_step_pre_hook(begins)
         try:
             yield
         finally:
             handle.remove()
+        if not self.has_optimizers and (changed := [n for n, held in self._parameters.items() if held.is_changed()]):
+            raise ValueError(_NOT_GIVEN.format(who, f"changed {changed[0]!r}, and no optimizer was given"))
 
-    def check(self, who: str, *, may_change: bool) -> None:
-        """Raise where a step changed parameters, unless it may: a second one would not be the same."""
-        changed = None if may_change else next((n for n, held in self._parameters.items() if held.is_changed()), None)
-        if changed is not None:
-            raise ValueError(
-                f"{who}: the step changed {changed!r}, so that a second step would not be the same. Pass the optimizer "
-                "that it runs (optimizer=), or leave the update out of the step."
-            )
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether steps may change parameters."""
+        return bool(self._optimizers)
 
     def digest(self) -> list[bytes]:
         """Return a digest of each parameter, buffer and gradient as it is now."""
@@ -125,27 +171,11 @@ class TrainingState:
             module._buffers[name] = None if buffer is None else buffer.put_back()
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.put_back()
-        if self._optimizer is not None:
-            for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
-                group.update(copy.deepcopy(settings))
-            self._optimizer.state.clear()
-            for parameter, state in self._states.items():
-                self._optimizer.state[parameter] = {
-                    name: value.put_back() if isinstance(value, _Held) else copy.deepcopy(value)
-                    for name, value in state.items()
-                }
+        for optimizer in self._optimizers:
+            optimizer.put_back()
         set_random_state(self._random)
         for generator, found in self._generators:
             generator.set_state(found)
-
-
-def _states_of(optimizer: torch.optim.Optimizer) -> dict[Any, dict[Any, Any]]:
-    return {
-        parameter: {
-            name: _Held(value) if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in state.items()
-        }
-        for parameter, state in optimizer.state.items()
-    }
 
 
 def random_state() -> tuple[Any, ...]:

@@ -50,14 +50,14 @@ class Stepper:
 
     Args:
         fakes: entered.
-        optimizer: whose state counts; its step is run once if the first step of training does not do it.
+        optimizers: whose state counts; the step of each is run once if the first step of training does not do it.
     """
 
     def __init__(
-        self, fakes: Fakes, target: Target, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self, fakes: Fakes, target: Target, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...] = ()
     ) -> None:
-        self._fakes, self._target, self._model, self._optimizer = fakes, target, model, optimizer
-        self._replacing = fakes.replacing(model, optimizer)
+        self._fakes, self._target, self._model, self._optimizers = fakes, target, model, optimizers
+        self._replacing = fakes.replacing(model, optimizers)
         self._parameters: list[nn.Parameter] = []
         self._owned: list[Tensor] = []
         self._gradients: dict[int, int] = {}
@@ -94,10 +94,10 @@ class Stepper:
         self.gradient_bytes = sum(self._gradients.values())
         if not self._gradients:
             raise ValueError("estimate: the step made no gradients. Pass one that runs forward and backward.")
-        if self._optimizer is not None:
-            if not self._optimizer.state:
-                self._optimizer.step()
-            self.optimizer_bytes = _bytes_of(self._optimizer.state.values())
+        for optimizer in self._optimizers:
+            if not optimizer.state:
+                optimizer.step()
+        self.optimizer_bytes = _bytes_of([state for each in self._optimizers for state in each.state.values()])
         self._take_stock()
 
     def _note_gradient(self, parameter: Tensor) -> None:

@@ -157,12 +157,12 @@ class Fakes:
         return fake.requires_grad_(tensor.requires_grad)
 
     @contextlib.contextmanager
-    def replacing(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-        """Put fakes into a model and its optimizer, whose state begins anew, as long as the block runs."""
+    def replacing(self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> Iterator[None]:
+        """Put fakes into a model and its optimizers, whose state begins anew, as long as the block runs."""
         with contextlib.ExitStack() as exits:
             for module in model.modules():
                 exits.callback(_held_by(module.__dict__))
-            if optimizer is not None:
+            for optimizer in optimizers:
                 exits.callback(_held_by(optimizer.__dict__))
                 for group in optimizer.param_groups:
                     exits.callback(_held_by(group))
@@ -172,7 +172,7 @@ class Fakes:
                     tensors.update({name: None if each is None else self.of(each) for name, each in tensors.items()})
             for buffer in model.buffers():
                 self._host.discard(id(buffer.untyped_storage()))
-            if optimizer is not None:
+            for optimizer in optimizers:
                 self._replace_state(optimizer)
             yield
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from actckpt._core.optimizers import trains
 from actckpt.blocks import apply, remove
 from actckpt.planner.plans import Plan
 from actckpt.policies import Policy
@@ -28,7 +29,7 @@ def callback(policy: Policy | Plan | None = None, *, module: str = "", **options
         policy: of `actckpt.apply`. None: recompute, or what a budget says.
         module: the name of the part that `apply` is given, for example `"net"`; the whole module by default. With a
             budget it is the part that `training_step` calls, unless that is the module itself.
-        **options: keywords of `actckpt.apply`. Beside a budget, `optimizer` is that of the Trainer.
+        **options: keywords of `actckpt.apply`. Beside a budget, `optimizer` is those of the Trainer.
     """
     # The package that the program has: both are the same code, but a Trainer takes callbacks of its own only.
     is_old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -39,9 +40,9 @@ def callback(policy: Policy | Plan | None = None, *, module: str = "", **options
     class Applied(base):  # type: ignore[misc, valid-type]
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             more: dict[str, Any] = {} if policy is None else {"policy": policy}
-            if {"budget", "activation_budget"} & options.keys() and len(trainer.optimizers) == 1:
-                more["optimizer"] = trainer.optimizers[0]
             part = pl_module.get_submodule(module)
+            if {"budget", "activation_budget"} & options.keys():
+                more["optimizer"] = [each for each in trainer.optimizers if trains(each, part)]
             apply(part, **{**more, **options})
             applied.append(part)
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from actckpt._blocks.applied import applied_blocks, check_model
+from actckpt._blocks.applied import applied_blocks
+from actckpt._blocks.choosing import check_model
+from actckpt._core.optimizers import trains
 from actckpt.blocks import apply, remove
 from actckpt.planner.plans import Plan
 from actckpt.policies import Policy
@@ -78,7 +80,9 @@ def callback(policy: Policy | Plan | None = None, **options: Any) -> TrainerCall
     class Callback(TrainerCallback):
         def on_train_begin(self, *_: Any, model: Any, optimizer: Any = None, **__: Any) -> None:
             disable(model)  # an attempt before this one was given up, with batches that were too large
-            more = {"optimizer": optimizer} if {"budget", "activation_budget"} & options.keys() else {}
+            more = {}
+            if {"budget", "activation_budget"} & options.keys() and optimizer is not None and trains(optimizer, model):
+                more = {"optimizer": optimizer}
             enable(model, policy, **{**more, **options})
 
         def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:

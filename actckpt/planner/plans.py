@@ -15,7 +15,7 @@ from actckpt.planner.costs import CostTable
 
 __all__ = ["PLAN_VERSION", "BlockWindows", "Plan", "Raced"]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,9 @@ class Plan:
     #: what runs outside of blocks), and the place of each value by name. None: the plan knows no model.
     blocks: tuple[str | None, ...] | None = None
     places: tuple[Mapping[str, Any], ...] | None = None
+    #: What it holds for: `type` of the model, version of `torch`, types of `blocks` by name, and of `parameters` by
+    #: name shape, dtype and whether they are trained.
+    model: Mapping[str, Any] | None = None
     #: Per block of the stack, where a plan for a model offloads.
     windows: tuple[BlockWindows, ...] | None = None
     #: What was run against it to find the fastest, and which of them this is: `"plan"`, or the name of a simple choice.

@@ -298,7 +298,7 @@ def test_a_step_that_cannot_be_measured_is_one_clear_error() -> None:
     with pytest.raises(actckpt.BlocksError, match=r"'blocks.0' ran 0 times"):
         plan(lambda: None, model=training.model, activation_budget="40%")
     with_optimizer = Training(lr=1e-3)
-    with pytest.raises(ValueError, match=r"plan: the step changed 'embedding.weight'.*optimizer="):
+    with pytest.raises(ValueError, match=r"plan: the step runs an optimizer that was not given .Adam..*optimizer="):
         plan(with_optimizer.step, model=with_optimizer.model, activation_budget="40%")
     actckpt.apply(training.model)
     with pytest.raises(actckpt.BlocksError, match="checkpointed already"):

@@ -14,15 +14,15 @@ def test_changes_are_seen_and_nothing_is_counted_in_between() -> None:
 
     def walk() -> Meter:
         walks.append(1)
-        return Meter(model, optimizer, total=True)
+        return Meter(model, (optimizer,), total=True)
 
     own_bytes = float(sum(parameter.nbytes for parameter in model.parameters()))
-    fixed = FixedBytes(model, optimizer, own_bytes)
+    fixed = FixedBytes(model, (optimizer,), own_bytes)
 
     def now(*, num_walks: int) -> float:
         walks.clear()
         found = {fixed.now(walk) for _ in range(10)}
-        assert len(walks) == num_walks and found == {Meter(model, optimizer, total=True).fixed_bytes}
+        assert len(walks) == num_walks and found == {Meter(model, (optimizer,), total=True).fixed_bytes}
         return found.pop()
 
     assert now(num_walks=0) == own_bytes

@@ -20,7 +20,7 @@ def test_a_plan_survives_the_way_through_its_file(table: dict[str, Any], tmp_pat
     assert loaded.actions[0]["out"] is Action.RECOMPUTE
     assert simulate(loaded.costs, loaded) == simulate(table, plan)
     written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["overhead_seconds"] == plan.overhead_seconds and written["plan_version"] == 1
+    assert written["overhead_seconds"] == plan.overhead_seconds and written["plan_version"] == 2
 
 
 def test_a_plan_can_carry_places(table: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ def test_a_plan_can_carry_places(table: dict[str, Any]) -> None:
     [
         (
             {"plan_version": 7},
-            r"This plan is of version 7, made by actckpt .*; actckpt .* reads version 1\. Make it again\.",
+            r"This plan is of version 7, made by actckpt .*; actckpt .* reads version 2\. Make it again\.",
         ),
         ({"plan_version": None}, "This is no plan: it has no plan_version"),
         ({"actions": None}, "This plan has no 'actions'"),

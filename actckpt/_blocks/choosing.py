@@ -1,0 +1,102 @@
+"""The blocks of a model that a user chose: by type, qualified name, pattern or predicate."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from actckpt._blocks.finding import has_forward, repeated_blocks
+from actckpt._text.selectors import is_pattern, matches
+from actckpt.errors import BlocksError
+
+__all__ = ["Blocks", "check_made", "check_model", "chosen_blocks", "nothing_found"]
+
+#: Types of modules, names, patterns, or a predicate; several of the first three.
+Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
+
+
+def check_model(model: Any, what: str) -> None:
+    if isinstance(model, torch.nn.Module):
+        return
+    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    owner = getattr(model, "__self__", None)
+    instead = "the model itself, a torch.nn.Module"
+    if isinstance(owner, torch.nn.Module):
+        instead = f"the {type(owner).__name__} that it belongs to"
+    raise TypeError(f"{what}: model is {kind}, not a module. Pass {instead}: actckpt.{what}(model).")
+
+
+def chosen_blocks(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.Module]:
+    if blocks is None:
+        return repeated_blocks(model)
+    several = blocks if isinstance(blocks, Sequence) and not isinstance(blocks, str) else [blocks]
+    named: set[str] = set()
+    matched: set[str] = set()
+    for block in several:
+        is_name = isinstance(block, str) and not is_pattern(block)
+        (named if is_name else matched).update(_find_one(model, block))
+    around = named | matched
+    outermost = {name for name in matched if around.isdisjoint(_names_around(name))}
+    return {name: module for name, module in model.named_modules() if name in named | outermost}
+
+
+def _names_around(name: str) -> Iterator[str]:
+    """Yield the names of the modules that a module is in, but for the whole model."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
+    named = {name: module for name, module in model.named_modules() if name}
+    modules: dict[str, torch.nn.Module] = {name: module for name, module in named.items() if has_forward(module)}
+    if isinstance(block, str):
+        found = {name: module for name, module in modules.items() if matches(block, name)}
+        if block in named and block not in modules:
+            raise BlocksError(
+                f"apply: {block!r} is a {type(named[block]).__name__}, which is never called: it has no "
+                f"forward. Pass {block + '.*'!r} for the modules in it."
+            )
+        if not found:
+            near = difflib.get_close_matches(block, modules, n=3)
+            some = f"Nearest: {', '.join(near)}" if near else f"The first: {', '.join(list(modules)[:5]) or 'none'}"
+            raise BlocksError(
+                f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}. {some}. "
+                "Names are those of model.named_modules()."
+            )
+        return found
+    if isinstance(block, type):
+        return {name: module for name, module in modules.items() if isinstance(module, block)}
+    if isinstance(block, torch.nn.Module):
+        name = next((name for name, module in named.items() if module is block), None)
+        meant = "It is not in the model" if name is None else f"Pass its name, {name!r}"
+        raise BlocksError(f"apply: blocks has a module, a {type(block).__name__}. {meant}; a type means all of a kind.")
+    if callable(block):
+        accepts: Callable[[torch.nn.Module], bool] = block
+        return {name: module for name, module in modules.items() if accepts(module)}
+    raise BlocksError(
+        f"apply: blocks={block!r} is a {type(block).__name__}. Pass module types, qualified names (texts, also for "
+        "numbers: '3'), or a predicate."
+    )
+
+
+def nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:
+    types = sorted({type(module).__name__ for module in model.modules()})
+    what = "no repeated blocks" if blocks is None else f"no block that matches {blocks!r}"
+    return (
+        f"apply: found {what} among the {sum(1 for _ in model.modules())} modules of {type(model).__name__}, whose "
+        f"types are {', '.join(types)}.\nPass blocks=: a module type, qualified names, or a predicate."
+    )
+
+
+def check_made(blocks: Mapping[str, torch.nn.Module], what: str) -> None:
+    for name, block in blocks.items():
+        for own, tensor in (*block.named_parameters(), *block.named_buffers()):
+            if is_lazy(tensor):
+                raise BlocksError(
+                    f"{what}: {own!r} of block {name!r} is not made before its first forward (LazyLinear, say). "
+                    f"Run the model once, then call {what}."
+                )

@@ -1,0 +1,87 @@
+"""The model that a plan was made for, as plain data, and whether another one is the same to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from actckpt._core.sites import warn_user
+from actckpt.errors import BlocksError
+from actckpt.planner.plans import Plan
+
+__all__ = ["check_planned_for", "facts_of"]
+
+_AGAIN = "Make the plan again with actckpt.plan, or pass the budget to apply, which plans while the model trains."
+
+
+def facts_of(model: torch.nn.Module, blocks: Iterable[str | None]) -> dict[str, Any]:
+    """Return what a plan for a model holds for: the version of torch, types of its blocks, and what parameters are.
+
+    Args:
+        blocks: their qualified names; None stands for what runs outside of them.
+    """
+    names = dict.fromkeys(name for name in blocks if name is not None)
+    return {
+        "type": type(model).__name__,
+        "torch": torch.__version__,
+        "blocks": {name: type(model.get_submodule(name)).__name__ for name in names},
+        "parameters": {name: _described(parameter) for name, parameter in model.named_parameters()},
+    }
+
+
+def _described(parameter: torch.nn.Parameter) -> list[Any]:
+    shape = None if is_lazy(parameter) else list(parameter.shape)  # of all shards, where there are several
+    return [shape, str(parameter.dtype).removeprefix("torch."), parameter.requires_grad]
+
+
+def check_planned_for(plan: Plan, model: torch.nn.Module) -> None:
+    """Raise a BlocksError where a plan was made for another model than this one; warn where for another torch."""
+    assert plan.blocks is not None
+    named = dict(model.named_modules())
+    names = list(dict.fromkeys(name for name in plan.blocks if name is not None))
+    if missing := [name for name in names if name not in named]:
+        raise BlocksError(
+            f"apply: the plan is one of another model: {len(missing)} of its {len(names)} blocks are not in "
+            f"{type(model).__name__}, the first is {missing[0]!r}. {_AGAIN}"
+        )
+    if plan.model is None:
+        return
+    difference = _other_block(plan.model["blocks"], named) or _other_parameter(plan.model["parameters"], model)
+    if difference:
+        raise BlocksError(f"apply: the plan was made for another {plan.model['type']}: {difference}. {_AGAIN}")
+    if plan.model["torch"].split(".")[:2] != torch.__version__.split(".")[:2]:
+        warn_user(
+            f"apply: the plan was made with torch {plan.model['torch']}, and this is {torch.__version__}: operators "
+            "may save other values, and take other times. Gradients are the same; memory may be above the budget."
+        )
+
+
+def _other_block(then: Mapping[str, str], named: Mapping[str, torch.nn.Module]) -> str:
+    """Say which block is of another type. Libraries put a type of their own in its place, which derives from it."""
+    for name, kind in then.items():
+        if kind not in {base.__name__ for base in type(named[name]).__mro__}:
+            return f"block {name!r} is a {type(named[name]).__name__} here, and was a {kind}"
+    return ""
+
+
+def _other_parameter(then: Mapping[str, list[Any]], model: torch.nn.Module) -> str:
+    """Say which parameter is another one."""
+    now = {name: _described(parameter) for name, parameter in model.named_parameters()}
+    for names, others, where in ((now, then, "not in that one"), (then, now, "in that one alone")):
+        if more := [name for name in names if name not in others]:
+            return f"{len(more)} of {len(names)} parameters are {where}, the first is {more[0]!r}"
+    for name, (shape, dtype, is_trained) in now.items():
+        if shape != then[name][0]:
+            return f"parameter {name!r} has the shape {_text(shape)} here, and had {_text(then[name][0])}"
+        if dtype != then[name][1]:
+            return f"parameter {name!r} is of {dtype} here, and was of {then[name][1]}"
+        if is_trained != then[name][2]:
+            return f"parameter {name!r} is {'trained' if is_trained else 'frozen'} here, and was not"
+    return ""
+
+
+def _text(shape: list[int] | None) -> str:
+    return "none yet" if shape is None else str(tuple(shape))

@@ -1,0 +1,36 @@
+"""With a budget, a copy or a file of one block has that block, and not the model that it was in."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from oracle import assert_equal
+from test_budgets import Training
+
+import actckpt
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_copy_of_one_block_takes_nothing_of_the_model_along(num_steps: int) -> None:
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%", race=False)
+    for _ in range(num_steps):
+        training.step()
+    block = training.model.blocks[0]
+    own_bytes = sum(parameter.nbytes for parameter in block.parameters())
+    whole_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
+    assert len(pickle.dumps(block)) < 2 * own_bytes + 20_000 < whole_bytes
+    x = torch.randn(4, 32, 32)
+    for copied in (copy.deepcopy(block).eval(), pickle.loads(pickle.dumps(block)).eval()):
+        copied.zero_grad()
+        copied(x).sum().backward()
+        ours = [parameter.grad for parameter in copied.parameters()]
+        assert actckpt.remove(copied) == ("",)
+        copied.zero_grad()
+        copied(x).sum().backward()
+        assert_equal([parameter.grad for parameter in copied.parameters()], ours)
+    training.step()  # the model trains on
+    assert actckpt.report(training.model).plan is not None or num_steps == 0
