@@ -21,8 +21,7 @@ Rule 3. At the next forward the plan is made: by then the optimizer has its stat
         Inside of a checkpoint, which would run the forward again, it raises.
 Rule 4. On a device the allocator tells where a step needed more than that (NOTE [ Observed peaks ]).
 Rule 5. Where the plan is not predicted to be much faster than the best simple choice that fits, they take turns in the
-        next steps, and the fastest stays. All give the same gradients. Not on a device, where the clock of the host
-        does not tell how long a step takes, nor with several ranks, which would have to agree.
+        next steps, and the fastest stays. All give the same gradients. Ranks race together (NOTE [ Races of ranks ]).
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ import torch
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.alone import num_ranks
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import give_back_unused, is_linked, poll, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, holding_outputs
@@ -49,10 +47,11 @@ from actckpt._budget.observing import Observing
 from actckpt._budget.offloading import solved
 from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._budget.planned_model import facts_of
+from actckpt._budget.rank_races import RaceNumbers, race_of
 from actckpt._budget.running import RECOMPUTE, UNPLANNED, device_of, settings_of
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes
-from actckpt._budget.turns import Race, Turn, race_of
+from actckpt._budget.turns import Race, Turn, entries_of
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
 from actckpt._budget.words import CHECKPOINTED, COMPILED, EXCEEDED, NO_OUTPUTS, TWICE
@@ -78,6 +77,7 @@ class BudgetedTraining:
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._sizes: dict[Any, _Size] = {}
         self._told: set[str] = set()
+        self._numbers = RaceNumbers()
         self._current: _Size | None = None
         #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
         self.is_called = self._keeps_gradients = False
@@ -123,7 +123,7 @@ class BudgetedTraining:
         self._keeps_gradients = self._keeps_gradients or (self.is_called and self._has_gradients())
         self.is_called = True
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
-            self._sizes[key] = _Size(self._model, self._forwards, self._wanted, self._told)
+            self._sizes[key] = _Size(self._model, self._forwards, self._wanted, self._told, self._numbers)
         if self._is_watched_elsewhere():
             raise BlocksError(
                 "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step "
@@ -186,9 +186,15 @@ class _Size:
     """Steps in which the model is called with tensors of the same shapes."""
 
     def __init__(
-        self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted, told: set[str]
+        self,
+        model: torch.nn.Module,
+        forwards: dict[str, CheckpointedForward],
+        wanted: Wanted,
+        told: set[str],
+        numbers: RaceNumbers,
     ) -> None:
         self._model, self._forwards, self._wanted, self._told = model, forwards, wanted, told
+        self._numbers = numbers
         self._watching: Watching | None = None
         self._measured: MeasuredStep | None = None
         self._first_step: FirstStep | None = None
@@ -364,8 +370,8 @@ class _Size:
         facts = facts_of(self._model, measured.names)
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places, model=facts)
         self._given_bytes, self.plan, self._race = share.given_bytes, plan, None
-        if self._wanted.race and not self._wanted.pins and num_ranks() == 1:
-            self._race = race_of(plan, share.nbytes, self._device)
+        if self._wanted.race and not self._wanted.pins:
+            self._race = race_of(entries_of(plan, share.nbytes, self._device), self._device, self._numbers.next())
         if self._wanted.budget is not None:
             self._observing.watch(self._model.get_submodule(measured.names[-2] or ""))
         for forward in self._forwards.values():

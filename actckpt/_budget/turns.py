@@ -12,9 +12,10 @@ from actckpt._core import devices
 from actckpt._core.devices import Moment
 from actckpt.planner.plans import Plan, Raced
 
-__all__ = ["Race", "Turn", "race_of"]
+__all__ = ["NUM_STEPS", "Race", "Turn", "entries_of"]
 
-_ROUNDS = 5
+#: Steps of each plan; the first warms up.
+NUM_STEPS = 6
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race.
 _SURE = 0.03
 
@@ -40,7 +41,8 @@ class Race:
         self._entries = entries
         self._device = device
         self._steps: list[list[tuple[Moment, Moment]]] = [[] for _ in entries]
-        self._at = 0
+        #: Whose turn it is; None: nobody's.
+        self._at: int | None = None
         self._began: Moment = 0.0
         self.is_over = False
 
@@ -49,31 +51,39 @@ class Race:
 
     def next(self) -> Plan:
         """Return the plan that runs next, or the one that has won."""
-        if self.steps_left == 0 and all(devices.has_passed(end) for steps in self._steps for _, end in steps):
-            self.is_over = True
-            return self._winner()
-        self._at = min(range(len(self._entries)), key=lambda at: len(self._steps[at]))
-        self._began = devices.moment(self._device)
-        return self._entries[self._at][1]
+        if not self._is_run():
+            return self._take_turn()
+        self.is_over = True
+        return self._winner(self._medians())
 
     @property
     def steps_left(self) -> int:
         """How many steps it still takes."""
-        return sum(max(0, _ROUNDS + 1 - len(each)) for each in self._steps)
+        return sum(max(0, NUM_STEPS - len(each)) for each in self._steps)
 
-    def turn(self) -> Turn:
-        """Return the step that runs now."""
-        return Turn(self._began, self._steps[self._at], self._device)
+    def turn(self) -> Turn | None:
+        """Return the step that runs now; None: it is in no race."""
+        return None if self._at is None else Turn(self._began, self._steps[self._at], self._device)
 
-    def _winner(self) -> Plan:
-        medians = [  # the first of each warms up
-            statistics.median(devices.seconds_between(*step) for step in each[1:]) for each in self._steps
-        ]
+    def _is_run(self) -> bool:
+        return self.steps_left == 0 and all(devices.has_passed(end) for steps in self._steps for _, end in steps)
+
+    def _take_turn(self) -> Plan:
+        self._at = min(range(len(self._entries)), key=lambda at: len(self._steps[at]))
+        self._began = devices.moment(self._device)
+        return self._entries[self._at][1]
+
+    def _medians(self) -> list[float]:
+        """Return the seconds of a step of each plan; without the first."""
+        return [statistics.median(devices.seconds_between(*step) for step in each[1:]) for each in self._steps]
+
+    def _winner(self, seconds: list[float]) -> Plan:
+        """Return the fastest, with what was measured."""
         rows = tuple(
-            Raced(name, plan.peak_bytes, fits=True, seconds=seconds, ratio=seconds / medians[0])
-            for (name, plan), seconds in zip(self._entries, medians, strict=True)
+            Raced(name, plan.peak_bytes, fits=True, seconds=each, ratio=each / seconds[0])
+            for (name, plan), each in zip(self._entries, seconds, strict=True)
         )
-        best = min(range(len(medians)), key=medians.__getitem__)
+        best = min(range(len(seconds)), key=seconds.__getitem__)
         name, plan = self._entries[best]
         return dataclasses.replace(plan, race=rows, chosen=name)
 
@@ -85,8 +95,8 @@ def _alike(plan: Plan, other: Plan, nbytes: float) -> Plan:
     return dataclasses.replace(known, budget_bytes=nbytes, bound_seconds=bound)
 
 
-def race_of(plan: Plan, nbytes: float, device: torch.device) -> Race | None:
-    """Return the race of a plan against simple choices that fit into so many bytes; None where its gain is sure.
+def entries_of(plan: Plan, nbytes: float, device: torch.device) -> list[tuple[str, Plan]]:
+    """Return a plan and the simple choices that fit into so many bytes, with their names; it alone if its gain is sure.
 
     Those that offload do not take part on a device: where its link is slow, so is each of their steps.
     """
@@ -100,4 +110,4 @@ def race_of(plan: Plan, nbytes: float, device: torch.device) -> Race | None:
     ]
     best = min((other.overhead_seconds for _, other in others), default=float("inf"))
     is_sure = best - plan.overhead_seconds >= _SURE * plan.plain_seconds
-    return None if is_sure or plan.overhead_seconds == 0.0 else Race([("plan", plan), *others], device)
+    return [("plan", plan), *([] if is_sure or plan.overhead_seconds == 0.0 else others)]

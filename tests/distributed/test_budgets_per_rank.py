@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import PLAIN, Method, Training, applied, batch, check_equal, model_of, reference, train
 
 import actckpt
+from actckpt._budget import turns
 from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._core.storages import storages_of
 from actckpt.memory import LiveStorages
@@ -246,3 +247,28 @@ def _check_all_memory(reshard: bool) -> None:
 def test_a_budget_for_all_memory_of_a_sharded_model_counts_its_shards(reshard: bool, ranks: Ranks) -> None:
     """As many gradients as there are parameters in all, on each rank, would not fit into it."""
     ranks.run(_check_all_memory, reshard)
+
+
+def _race(module: str, kind: str) -> tuple[Any, ...]:
+    """Train until a race is over; return what was measured and chosen."""
+    _NOTED.clear()
+    sure, turns._SURE = turns._SURE, 1.0  # nothing is sure: always race
+    try:
+        kinds, steps = importlib.import_module(module).KINDS, 40
+        found = train(kinds[kind], _noting(applied(activation_budget="70%")), steps)
+        check_equal(found.gradients, train(kinds[kind], PLAIN, steps).gradients)
+        report = actckpt.report(_NOTED[0])
+    finally:
+        turns._SURE = sure
+    assert report.race_steps_left == 0
+    return tuple((row.name, row.seconds) for row in report.plan.race), report.plan.chosen
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"), [("test_data_parallel", "ddp"), ("test_data_parallel", "fsdp2"), ("test_experts", "experts")]
+)
+def test_ranks_race_together_and_stay_with_the_same_choice(module: str, kind: str, ranks: Ranks) -> None:
+    first, second = ranks.run(_race, module, kind, timeout_s=120.0)
+    assert first == second
+    rows, chosen = first
+    assert len(rows) > 1 and rows[0][0] == "plan" and chosen == min(rows, key=lambda row: row[1])[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actckpt._budget import fitting
-from actckpt._budget.turns import race_of
+from actckpt._budget.turns import entries_of
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner import CostTable, Plan
 
@@ -68,8 +68,6 @@ def test_plans_that_race_have_the_bound_of_all() -> None:
     values = [{**value, "recompute_s": 0.01} if "inputs" in value else value for value in _VALUES]
     table = {"version": 1, "classes": {"block": {**_BLOCK, "values": values}}, "stack": ["block"] * 3}
     plan = dataclasses.replace(fitting.solve(table, budget=90.0), blocks=("a", "b", "c"), places=({}, {}, {}))
-    race = race_of(plan, 100.0, torch.device("cpu"))
-    assert race is not None
-    entries = [each for _, each in race._entries]
+    entries = [each for _, each in entries_of(plan, 100.0, torch.device("cpu"))]
     assert len(entries) > 1 and plan.bound_seconds > 0.0
     assert all(each.bound_seconds == plan.bound_seconds for each in entries if each.overhead_seconds)
