@@ -19,7 +19,8 @@ Rule 4. Left alone are the attributes of modules (frameworks keep state there th
         threads use, what trackers of random state hold, and what lies beyond 10,000 entries of objects. Globals count
         for functions of one file.
 Rule 5. A parameter, buffer or module that another one has taken the place of is back for the rerun
-        (`functional_call`). Buffers that a forward changes: NOTE [ Buffers ].
+        (`functional_call`). So is what an attribute was before a generator was put there: one that a module makes in
+        its first forward has moved on since. Buffers that a forward changes: NOTE [ Buffers ].
 Rule 6. Such reruns run one at a time, as those that restore random state do.
 Rule 7. A rerun that ends early may be between a change and its undoing (`self.depth += 1 ... self.depth -= 1`).
         Containers are put back all the same. Attributes, globals and closure variables may have been set by others
@@ -60,15 +61,29 @@ def structure_as_found(structure: "_C.Structure") -> Iterator[None]:
 def modules_as_found(parameters: "_C.Parameters", buffers: Buffers | None) -> Iterator[list[Stale]]:
     """Run the body with the forward's parameters, modules and buffers (Rule 5); yield buffers that it must not read."""
     replaced = parameters.replaced()
-    outside = [(entries, key, entries[key]) for entries, key, _ in replaced]
+    outside = [(entries, key, *_in(entries, key)) for entries, key, *_ in replaced]
     with ExitStack() as stack:
         try:
-            for entries, key, value in replaced:
-                entries[key] = value
+            _put(replaced)
             yield stack.enter_context(buffers.as_found()) if buffers is not None else []
         finally:
-            for entries, key, value in outside:
-                entries[key] = value
+            _put(outside)
+
+
+#: A dict, a key in it, and what is to stand there; without the last, nothing.
+_Entry = tuple[Any, ...]
+
+
+def _in(entries: dict[str, Any], key: str) -> tuple[Any, ...]:
+    return (entries[key],) if key in entries else ()
+
+
+def _put(replaced: Sequence[_Entry]) -> None:
+    for entries, key, *value in replaced:
+        if value:
+            entries[key] = value[0]
+        else:
+            entries.pop(key, None)
 
 
 @contextmanager

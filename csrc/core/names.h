@@ -48,6 +48,7 @@ namespace actckpt {
   X(is_away, "is_away") \
   X(is_complex, "is_complex") \
   X(is_elementwise, "is_elementwise") \
+  X(is_full_backward_hook, "_is_full_backward_hook") \
   X(is_plain, "is_plain") \
   X(is_plain_if_kept, "is_plain_if_kept") \
   X(is_recorded, "is_recorded") \

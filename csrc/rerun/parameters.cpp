@@ -1,6 +1,5 @@
 #include "rerun/parameters.h"
 
-#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -67,14 +66,8 @@ bool has_replaced(PyObject* found, PyObject* value) {
   return value == Py_None ? is_plain_tensor(found) : is_module(value) && is_module(found);
 }
 
-// Whether a type was made by a class statement: others are no subclasses of torch's, which takes time to ask.
-bool is_of_python(PyTypeObject* type) noexcept { return PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) != 0; }
-
 // Most regions have no more modules, and no more parameters: room for so many is taken at once.
 constexpr std::size_t kFew = 8;
-
-// Of what stands in a list, tuple or dict that is an attribute, so many are looked at for generators.
-constexpr Py_ssize_t kMostLookedAt = 64;
 
 // Owned by a Python Region.
 using Handle = std::shared_ptr<Parameters>;
@@ -114,7 +107,7 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
       if (counts(value)) sum_ += version_of(value);
     }
   }
-  if (!notes) add_generators_of(attributes.ptr());
+  if (!notes) generators_.note(attributes);
   if (!notes && entries_of(attributes, names().buffers)) {
     if (!buffered_) buffered_ = py::list();
     if (PyList_Append(buffered_.ptr(), module) < 0) throw py::error_already_set();
@@ -130,43 +123,29 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
   }
 }
 
-void Parameters::add_generators_of(PyObject* attributes) {
+// Calls visit(attributes) of each module.
+template <typename Visit>
+void Parameters::for_each_module(PyObject* module, const Visit& visit) const {
+  const py::object attributes = dict_of(module);
+  visit(attributes);
+  const py::object modules = entries_of(attributes, names().modules);
+  if (!modules) return;
   PyObject *key, *value;
   Py_ssize_t position = 0;
-  while (PyDict_Next(attributes, &position, &key, &value) != 0) {
-    const bool is_walked = key == names().parameters || key == names().modules || key == names().buffers;
-    if (!is_walked) add_generators_in(value);
+  while (PyDict_Next(modules.ptr(), &position, &key, &value) != 0) {
+    if (value != Py_None) for_each_module(value, visit);
   }
 }
 
-void Parameters::add_generators_in(PyObject* attribute) {
-  if (PyList_CheckExact(attribute)) {
-    for (Py_ssize_t i = 0; i < std::min(PyList_GET_SIZE(attribute), kMostLookedAt); ++i) {
-      add_if_generator(PyList_GET_ITEM(attribute, i));
-    }
-  } else if (PyTuple_CheckExact(attribute)) {
-    for (Py_ssize_t i = 0; i < std::min(PyTuple_GET_SIZE(attribute), kMostLookedAt); ++i) {
-      add_if_generator(PyTuple_GET_ITEM(attribute, i));
-    }
-  } else if (PyDict_CheckExact(attribute)) {
-    PyObject *key, *value;
-    Py_ssize_t position = 0;
-    for (Py_ssize_t i = 0; i < kMostLookedAt && PyDict_Next(attribute, &position, &key, &value) != 0; ++i) {
-      add_if_generator(value);
-    }
-  } else {
-    add_if_generator(attribute);
+py::object Parameters::displaced_generators() const {
+  py::object found;
+  const auto look = [&](const py::object& attributes) { generators_.add_displaced(attributes, &found); };
+  if (root_) for_each_module(root_.ptr(), look);
+  for (Py_ssize_t i = 0; others_ && i < PyList_GET_SIZE(others_.ptr()); ++i) {
+    PyObject* other = PyList_GET_ITEM(others_.ptr(), i);
+    if (other != root_.ptr()) for_each_module(other, look);
   }
-}
-
-void Parameters::add_if_generator(PyObject* value) {
-  PyTypeObject* type = Py_TYPE(value);
-  const bool may_be = reinterpret_cast<PyObject*>(type) == names().generator_type || is_of_python(type);
-  if (!may_be || !is_of_type(value, names().generator_type)) return;
-  if (!generators_) generators_ = py::list();
-  const int is_known = PySequence_Contains(generators_.ptr(), value);
-  if (is_known < 0) throw py::error_already_set();
-  if (is_known == 0 && PyList_Append(generators_.ptr(), value) < 0) throw py::error_already_set();
+  return found;
 }
 
 void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict) {
@@ -226,7 +205,7 @@ bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
     if (version == entry.version && (!entry.copy || has_same_bytes(entry.copy, parameter))) return;
     raise_changed(parameter, entry.version, version);
   });
-  return is_replaced;
+  return is_replaced || displaced_generators();
 }
 
 void Parameters::raise_changed(PyObject* parameter, long long before, long long now) const {
@@ -236,7 +215,7 @@ void Parameters::raise_changed(PyObject* parameter, long long before, long long 
 }
 
 py::object Parameters::replaced() const {
-  py::object result;
+  py::object result = displaced_generators();
   for_each_entry([&](const Group&, const Entry& entry, PyObject* dict, PyObject* found) {
     if (!has_replaced(found, entry.value.ptr())) return;
     if (!result) result = py::list();

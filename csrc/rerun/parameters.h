@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "rerun/module_generators.h"
+
 namespace actckpt {
 
 namespace py = pybind11;
@@ -26,18 +28,18 @@ class Parameters {
   void forward_done();
 
   // Throws if a parameter was changed in place (`checks_versions`) or, unless that is allowed, is
-  // another one now. Returns whether anything is.
+  // another one now. Returns whether anything is, or a generator.
   bool check(bool checks_versions, bool may_be_replaced) const;
 
-  // What is not where it was: (dict, key, what the forward left there). Null where there is nothing.
+  // What is not where it was: (dict, key, what the forward left there); of generators what it found there, or
+  // (dict, key) where it found nothing. Null where there is nothing.
   py::object replaced() const;
 
   // Modules that had buffers before the forward; null where there are none.
   const py::object& buffered() const noexcept { return buffered_; }
 
-  // torch.Generators that modules had before the forward, in attributes or in lists, tuples and dicts that are
-  // attributes, each once; null where there are none.
-  const py::object& generators() const noexcept { return generators_; }
+  // torch.Generators that modules had before the forward; null where there are none.
+  const py::object& generators() const noexcept { return generators_.all(); }
 
  private:
   struct Entry {
@@ -55,9 +57,9 @@ class Parameters {
 
   void walk_roots(bool notes);
   void walk(PyObject* module, bool is_strict, bool notes);
-  void add_generators_of(PyObject* attributes);
-  void add_generators_in(PyObject* attribute);
-  void add_if_generator(PyObject* value);
+  template <typename Visit>
+  void for_each_module(PyObject* module, const Visit& visit) const;
+  py::object displaced_generators() const;
   void note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict);
   template <typename Visit>
   void for_each_entry(const Visit& visit) const;
@@ -67,7 +69,7 @@ class Parameters {
   py::object others_;  // null: there are none
   bool is_root_called_ = false;
   py::object buffered_;
-  py::object generators_;
+  ModuleGenerators generators_;
   long long sum_before_ = 0;
   long long sum_ = 0;
   std::vector<Group> groups_;

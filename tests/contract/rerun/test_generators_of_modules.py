@@ -162,3 +162,88 @@ def test_of_a_long_list_the_first_64_are_looked_at() -> None:
 
     assert not rerun_differs(63)
     assert rerun_differs(64)
+
+
+class Lazy(torch.nn.Module):
+    """Makes its generator in its first forward, or another one in each."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how != "absent":
+            self.generator: torch.Generator | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "each" or getattr(self, "generator", None) is None:
+            self.generator = torch.Generator().manual_seed(5)
+        return (x * torch.rand(x.shape, generator=self.generator)).exp()
+
+
+@pytest.mark.parametrize("how", ["none", "absent", "each"])
+@pytest.mark.parametrize("call", ["module", "method", "keywords", "closure", "applied"])
+def test_a_generator_that_the_forward_makes_draws_the_same_in_the_rerun(how: str, call: str) -> None:
+    """As it is left by the first forward it would draw other numbers, as with torch's checkpoint."""
+
+    def train(call: str) -> tuple[list[torch.Tensor], torch.Generator]:
+        torch.manual_seed(0)
+        module, x = Lazy(how), leaf(3)
+        model = torch.nn.Sequential(module)
+        if call == "applied":
+            actckpt.apply(model, blocks="0")
+        calls = {
+            "plain": lambda: module(x),
+            "module": lambda: ours(module, x),
+            "method": lambda: ours(module.forward, x),
+            "keywords": lambda: ours(module, x=x),
+            "closure": lambda: ours(lambda x: module(x), x),
+            "applied": lambda: model(x),
+        }
+        found = []
+        for _ in range(3):
+            x.grad = None
+            losses = [calls[call]().sum(), calls[call]().sum()]  # two micro-batches
+            made = module.generator
+            for loss in losses:
+                loss.backward()
+            assert module.generator is made
+            found.append(x.grad)
+        return found, module.generator
+
+    (expected, left), (found, ours_left) = train("plain"), train(call)
+    assert_equal(found, expected)
+    assert_equal(ours_left.get_state(), left.get_state())
+
+
+@pytest.mark.parametrize("other", [None, torch.Generator(), "deleted"])
+def test_a_generator_that_is_replaced_before_backward_is_back_for_the_rerun(other: object) -> None:
+    results = []
+    for method in (plain, ours):
+        torch.manual_seed(0)
+        block, x = Block("attribute"), leaf(3, 4)
+        y = method(block, x)
+        if other == "deleted":
+            del block.noise.held
+        else:
+            block.noise.held = other
+        y.sum().backward()
+        assert block.noise.__dict__.get("held", "deleted") is other or other == "deleted"
+        results.append([x.grad, *gradients(block)])
+    assert_equal(*results)
+
+
+def test_generators_that_are_equal_are_not_the_same() -> None:
+    class Equal(torch.Generator):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        __hash__ = torch.Generator.__hash__
+
+    module = torch.nn.Module()
+    module.first, module.second = Equal(), Equal()
+    module.forward = lambda x: x * torch.rand(3, generator=module.first) * torch.rand(3, generator=module.second)
+    for number, generator in enumerate((module.first, module.second)):
+        generator.manual_seed(number)
+    x = leaf(3)
+    ours(module, x).sum().backward()
+    drawn = [torch.rand(3, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+    assert_equal(x.grad, drawn[0] * drawn[1])

@@ -1,0 +1,42 @@
+// torch.Generators in attributes of modules.
+//
+// What a forward finds in such an attribute a rerun must find as well: a generator that a module makes in its first
+// forward has moved on since, and that one would draw other numbers.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+namespace actckpt {
+
+namespace py = pybind11;
+
+class ModuleGenerators {
+ public:
+  // Notes those among the attributes of one module, there also in lists, tuples and dicts.
+  void note(const py::object& attributes);
+
+  // Each once; null where there are none.
+  const py::object& all() const noexcept { return all_; }
+
+  // Adds to `displaced` what is not where it was among the attributes of a module that was noted, if it is or was a
+  // generator: (attributes, key, what was there), without the last where there was nothing. The list is null until
+  // there is something.
+  void add_displaced(const py::object& attributes, py::object* displaced) const;
+
+ private:
+  // An attribute that is a generator, or None, in whose place one may be put.
+  struct Place {
+    py::object attributes, key, value;
+  };
+
+  void add(PyObject* generator);
+  void add_those_in(PyObject* container);
+  const Place* find(const py::object& attributes, PyObject* key) const;
+
+  py::object all_;
+  std::vector<Place> places_;
+};
+
+}  // namespace actckpt
