@@ -65,6 +65,7 @@ from actckpt.errors import (
     TransformerEngineError,
 )
 from actckpt.estimation import Estimate, EstimatedPolicy, Target, estimate
+from actckpt.memory_labels import label_memory
 from actckpt.planner.plans import Plan
 from actckpt.regions import name, region
 from actckpt.statistics import Stats, reset_stats, stats
@@ -121,6 +122,7 @@ __all__ = [
     "detach_variable",
     "estimate",
     "get_device_states",
+    "label_memory",
     "memory",
     "name",
     "noop_context_fn",

@@ -3,16 +3,26 @@
 See NOTE [ Accelerators ] in `devices`. Nothing here knows which kind it is.
 """
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from actckpt._core.nvml import GpuFacts
 
-__all__ = ["Accelerator", "DeviceGenerator"]
+__all__ = ["Accelerator", "DeviceGenerator", "MemoryLabels"]
+
+
+class MemoryLabels(NamedTuple):
+    """What sets and gets the label of what an allocator gives out next."""
+
+    set: Callable[[str], None]
+    get: Callable[[], str]
 
 
 class Accelerator:
@@ -86,6 +96,10 @@ class Accelerator:
         except (RuntimeError, NotImplementedError):
             return False
         return True
+
+    def memory_labels(self) -> MemoryLabels | None:
+        """Return what labels allocations in snapshots of the allocator; None where nothing does."""
+        return None
 
     # In which order devices work.
 
@@ -170,14 +184,14 @@ class Accelerator:
 
     # Random numbers.
 
-    def generator_at(self, index: int) -> "torch.Generator | DeviceGenerator | None":
+    def generator_at(self, index: int) -> torch.Generator | DeviceGenerator | None:
         """Return the default generator of a device, or what stands for it; None if there are no random numbers."""
         generators = getattr(self.module, "default_generators", None)
         if generators is not None:
             return generators[index] if len(generators) else None  # none, as long as no device was used
         return DeviceGenerator(self, index) if self._tells_random_state() else None
 
-    def generators(self) -> "list[DeviceGenerator]":
+    def generators(self) -> list[DeviceGenerator]:
         """Return what stands for the default generators of all devices, which it makes ready for use."""
         return [DeviceGenerator(self, i) for i in range(self.device_count())] if self._tells_random_state() else []
 
@@ -185,7 +199,7 @@ class Accelerator:
         """Whether this process may have used a device; asking does not make it ready for use."""
         return True
 
-    def used_generators(self) -> "tuple[torch.Generator | DeviceGenerator, ...]":
+    def used_generators(self) -> tuple[torch.Generator | DeviceGenerator, ...]:
         """Return the default generators, or what stands for them, of all devices in use. Every region asks."""
         if self._unused is None:
             if self.current_index() is None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from actckpt._core import nvml, torch_private
-from actckpt._core.accelerator import Accelerator
+from actckpt._core.accelerator import Accelerator, MemoryLabels
 from actckpt._core.nvml import GpuFacts
 from actckpt._core.torch_private import settings as torch_settings
 
@@ -50,6 +50,10 @@ class Cuda(Accelerator):
     def is_used(self, index: int) -> bool:
         has_context = torch_private.cuda_has_context
         return has_context is None or has_context(index)
+
+    def memory_labels(self) -> MemoryLabels | None:
+        set_label, get_label = torch_private.set_memory_label, torch_private.get_memory_label
+        return None if set_label is None or get_label is None else MemoryLabels(set_label, get_label)
 
     def facts_of(self, device: torch.device) -> GpuFacts | None:
         return nvml.facts_of(str(torch.cuda.get_device_properties(device).uuid)) if torch.version.hip is None else None

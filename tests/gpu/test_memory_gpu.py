@@ -124,3 +124,19 @@ def test_gradients_under_other_allocators(allocator: str) -> None:
     settings.pop("PYTORCH_ALLOC_CONF", None)
     ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=180, cwd=here.parents[1])
     assert ran.returncode == 0, f"{ran.stdout[-6000:]}\n{ran.stderr[-2000:]}"
+
+
+def test_a_snapshot_of_the_allocator_has_labels() -> None:
+    model, x = stack(3), torch.randn(2, 64, 128, device=DEVICE)
+    actckpt.apply(model)
+    model(x).sum().backward()
+    torch.cuda.memory._record_memory_history()
+    try:
+        with actckpt.label_memory():
+            model(x).sum().backward()
+        snapshot = torch.cuda.memory._snapshot()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    labels = {event.get("user_metadata") or "" for events in snapshot["device_traces"] for event in events}
+    assert any(label.startswith("actckpt: aten.") for label in labels), labels
+    assert any(label.startswith("actckpt: again aten.") for label in labels), labels

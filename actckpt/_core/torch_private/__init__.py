@@ -9,6 +9,8 @@ torch makes it public.
 from actckpt._core.torch_private.accelerators import (
     cuda_has_context,
     current_accelerator,
+    get_memory_label,
+    set_memory_label,
 )
 from actckpt._core.torch_private.autograd import (
     Hooks,
@@ -124,6 +126,7 @@ __all__ = [
     "forced_by_context",
     "function_modes",
     "function_node_type",
+    "get_memory_label",
     "gradient_bytes",
     "graph_break",
     "group_store",
@@ -158,6 +161,7 @@ __all__ = [
     "selective_policy",
     "sequence_number",
     "set_grad_enabled",
+    "set_memory_label",
     "set_selective_policy",
     "set_tangents_enabled",
     "tangents_enabled",

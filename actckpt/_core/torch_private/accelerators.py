@@ -13,3 +13,7 @@ current_accelerator: Callable[[], torch.device | None] = (
 
 #: Whether a CUDA device has a context, without making one. Only where torch was built for CUDA.
 cuda_has_context: Callable[[int], bool] | None = optional(torch._C, "_cuda_hasPrimaryContext")
+
+#: Sets and gets the label of what the allocator gives out next. Missing where torch was not built for CUDA.
+set_memory_label: Callable[[str], None] | None = optional(torch._C, "_cuda_setMemoryMetadata")
+get_memory_label: Callable[[], str] | None = optional(torch._C, "_cuda_getMemoryMetadata")

@@ -265,6 +265,8 @@ CHECKED = {
     "needs_numbers",
     "neg_view",
     "function_node_type",
+    "get_memory_label",
+    "set_memory_label",
     "keeps_graph",
     "must_be_deterministic",
     "next_sequence_number",
