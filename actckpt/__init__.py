@@ -5,7 +5,9 @@ this one instead.
 """
 
 import importlib as _importlib
+import sys as _sys
 import types as _types
+import typing as _typing
 
 import torch.utils.checkpoint as _torch_checkpoint
 from torch.utils.checkpoint import (
@@ -147,6 +149,20 @@ if hasattr(_torch_checkpoint, "GraphExecGroup"):  # from torch 2.10 on
     from torch.utils.checkpoint import GraphExecGroup
 
     __all__ += ["GraphExecGroup"]
+
+
+def _name_public_places(module: _types.ModuleType, *behind: str) -> None:
+    """Let classes and functions of rooms `behind` a public module say its name: in tracebacks, pickles and help()."""
+    for public in module.__all__:
+        found = getattr(module, public) if public != "planner" else None  # which is imported later
+        if getattr(found, "__module__", "").startswith(behind):
+            if "__annotations__" in vars(found):
+                found.__annotations__ = _typing.get_type_hints(found)  # looked up in the module that it names
+            found.__module__ = module.__name__
+
+
+_name_public_places(_sys.modules[__name__], "actckpt._", "actckpt.errors")
+_name_public_places(rng, "actckpt._")
 
 
 def __getattr__(name: str) -> _types.ModuleType:

@@ -1,9 +1,12 @@
 """No module bears the name of a public function: whatever is imported, in any order, each name stays what it is."""
 
 import importlib
+import pickle
 import pkgutil
 import subprocess
 import sys
+import types
+import typing
 
 import pytest
 
@@ -82,6 +85,19 @@ assert CALLS.keys() <= functions.keys(), CALLS.keys() - functions.keys()
 for name in [*CALLS, *(functions.keys() - CALLS.keys())]:
     CALLS.get(name, lambda f: f())(functions[name])
 """
+
+
+@pytest.mark.parametrize("owner", [*_PUBLIC, "actckpt.errors"])
+def test_what_is_public_says_a_public_place_where_it_is_found_and_pickled(owner: str) -> None:
+    module = importlib.import_module(owner)
+    for name in module.__all__:
+        found = getattr(module, name)
+        if isinstance(found, (type, types.FunctionType)) and found.__module__.split(".")[0] == "actckpt":
+            assert not any(part.startswith("_") for part in found.__module__.split(".")), f"{owner}.{name}"
+            assert getattr(importlib.import_module(found.__module__), found.__name__) is found
+            assert pickle.loads(pickle.dumps(found)) is found
+            if isinstance(found, type) and found.__module__ == owner:
+                typing.get_type_hints(found)  # needs the names of the module in which it was defined
 
 
 def test_no_module_bears_the_name_of_a_public_function() -> None:

@@ -10,12 +10,9 @@
 namespace actckpt::python {
 namespace {
 
-// The Python class of an exception, under the name by which users import it.
 template <typename Error>
 py::handle bind_error(py::module_& module, const char* name, py::handle base) {
-  const auto& type = py::register_exception<Error>(module, name, base);
-  type.attr("__module__") = "actckpt.errors";
-  return type;
+  return py::register_exception<Error>(module, name, base);
 }
 
 }  // namespace

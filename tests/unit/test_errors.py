@@ -7,6 +7,7 @@ import inspect
 import pickle
 import pkgutil
 import re
+import traceback
 from collections.abc import Iterator
 
 import actckpt
@@ -42,6 +43,11 @@ def test_every_error_of_the_tree_is_exported() -> None:
         assert kind.__name__ in actckpt.__all__ and getattr(actckpt, kind.__name__) is kind
 
 
+def test_a_traceback_names_an_error_as_a_program_catches_it() -> None:
+    for kind in {kind for kind in _exceptions() if issubclass(kind, errors.ActckptError)}:
+        assert traceback.format_exception_only(kind("why"))[-1] == f"actckpt.{kind.__name__}: why\n"
+
+
 def test_the_drawn_tree_is_the_tree() -> None:
     drawn: dict[str, str] = {}
     above: list[tuple[int, str]] = []
@@ -62,4 +68,4 @@ def test_errors_of_the_engine_are_runtime_errors_and_can_be_pickled() -> None:
     for name in ("EngineError", "SpillReadError", "SpillFullError", "HostPoolFullError"):
         kind = getattr(actckpt, name)
         error = pickle.loads(pickle.dumps(kind("no room")))
-        assert type(error) is kind and str(error) == "no room" and kind.__module__ == "actckpt.errors"
+        assert type(error) is kind and str(error) == "no room" and kind.__module__ == "actckpt"
