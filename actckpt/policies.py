@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
@@ -21,7 +22,7 @@ from actckpt._text import operator_names
 from actckpt._text.misspelt import did_you_mean
 from actckpt._text.operator_names import Operators
 from actckpt._text.places import Place, Selector, check_name
-from actckpt._text.presets import PRESETS
+from actckpt._text.presets import OTHER_NAMES, PRESETS
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.planner.plans import Plan
 
@@ -44,6 +45,7 @@ _TORCH_NAMESPACES = ("aten.", "prims.")
 _NAMES = tuple(action.value for action in Action)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 
+_BUDGET = re.compile(r"auto|\s*[\d.]+\s*(%|[KMGT]i?B?)\s*", re.IGNORECASE)
 #: What to do with a plan that was kept.
 _OF_A_PLAN = "A plan runs on a whole model: actckpt.apply(model, policy=actckpt.Plan.{})."
 
@@ -366,16 +368,19 @@ def _action(action: Any, what: str) -> Action:
             f"{what}=CheckpointPolicy.{action.name} is what torch's policy functions return. Pass "
             f"actckpt.{_ACTION_OF_TORCH[action]}, or a function (ctx, op, *args, **kwargs) that returns it."
         )
-    if isinstance(action, str) and (action.endswith(".json") or "/" in action):
-        raise ValueError(f"{what}={action!r} is a path. {_of_a_plan_in(action)}")
-    if isinstance(action, str) and ("." in action or "::" in action) and not action.startswith("Action."):
-        raise ValueError(f"{what}={action!r} names an operator. Pass a list of the operators to keep: [{action!r}].")
+    text = action if isinstance(action, str) else ""
+    if what == "policy" and _BUDGET.fullmatch(text):
+        keyword = "activation_budget" if text.strip().endswith("%") else "budget"
+        raise ValueError(f"policy={text!r} is a budget. Pass it as one: actckpt.apply(model, {keyword}={text!r}).")
+    if text.endswith(".json") or "/" in text:
+        raise ValueError(f"{what}={text!r} is a path. {_of_a_plan_in(text)}")
+    if ("." in text or "::" in text) and not text.startswith("Action."):
+        raise ValueError(f"{what}={text!r} names an operator. Pass a list of the operators to keep: [{text!r}].")
     known = (*_NAMES, *PRESETS) if what == "policy" else _NAMES
-    near = did_you_mean([str(action).lower().removeprefix("action.")], known, show=repr)
-    if what == "policy" and not near and operator_names.exists(f"aten.{action}"):
-        raise ValueError(
-            f"{what}={action!r} names an operator. Pass a list of the operators to keep: ['aten.{action}']."
-        )
+    word = str(action).lower().removeprefix("action.")
+    near = did_you_mean([OTHER_NAMES.get(word, word)], known, show=repr)
+    if what == "policy" and not near and operator_names.exists(f"aten.{text}"):
+        raise ValueError(f"policy={text!r} names an operator. Pass a list of the operators to keep: ['aten.{text}'].")
     raise ValueError(
         f"{what}={action!r} is not an action. Pass one of {', '.join(map(repr, known))}, or an actckpt.Action.{near}"
     )

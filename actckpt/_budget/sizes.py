@@ -11,13 +11,15 @@ import torch
 from actckpt._core import devices
 from actckpt._core.devices import Accelerator
 from actckpt._offload.limits import available_host_bytes, total_host_bytes
-from actckpt._text.sizes import format_bytes, parse_bytes
+from actckpt._text.sizes import format_bytes, number_in, parse_bytes
 from actckpt.planner.plans import Plan
 
 __all__ = ["activation_budget_bytes", "budget_bytes"]
 
 #: Fewer bytes were meant as something else: 24 is not a budget, "24GiB" is.
 _LEAST_BYTES = 2**20
+_FORMS = "bytes as a whole number, a text like '24GiB', a share of the device in (0, 1], or 'auto'"
+_ACTIVATION_FORMS = "a percentage like '50%', a text like '2GiB', or bytes as a whole number"
 #: Shares of predicted bytes are rounded up to this many.
 _ROUND_BYTES = 2**10
 #: Of what is free, `"auto"` leaves this much.
@@ -39,24 +41,14 @@ def budget_bytes(budget: object, device: torch.device, *, held_bytes: float) -> 
         if text == "auto":
             return _AUTO * (_free_bytes(device, budget) + held_bytes)
         if text.endswith("%"):
-            raise ValueError(
-                f"budget={budget!r} is a percentage. For a share of the device pass a number in (0, 1], for one of "
-                "the activations activation_budget='40%', say."
-            )
+            raise ValueError(_is_percentage(budget))
         if text[-1:].isdigit():
-            raise ValueError(
-                f"budget={budget!r} has no unit. Pass a text like '24GiB' or '24GB', or bytes as a whole number."
-            )
-        return _checked(parse_bytes(budget, what="budget"))
-    if isinstance(budget, numbers.Real) and not isinstance(budget, bool):
-        if isinstance(budget, numbers.Integral):
-            return _checked(int(budget))
-        if 0.0 < float(budget) <= 1.0:
-            return float(budget) * _total_bytes(device, budget)
-    raise ValueError(
-        f"budget={budget!r} is no budget. Pass bytes as a whole number, a text like '24GiB', a share of the device in "
-        "(0, 1], or 'auto'."
-    )
+            raise ValueError(_has_no_unit(budget))
+        return _checked(parse_bytes(budget, what="budget", forms=_FORMS), budget)
+    is_float = isinstance(budget, numbers.Real) and not isinstance(budget, (numbers.Integral, bool))
+    if is_float and 0.0 < float(budget) <= 1.0:  # type: ignore[arg-type]
+        return float(budget) * _total_bytes(device, budget)  # type: ignore[arg-type]
+    return _checked(parse_bytes(budget, what="budget", forms=_FORMS), budget)
 
 
 def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
@@ -77,16 +69,39 @@ def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
         if not 0 < share <= 1:
             raise ValueError(f"activation_budget={budget!r} is no share. Pass a percentage above 0, up to '100%'.")
         return float(math.ceil(share * plain_bytes / _ROUND_BYTES) * _ROUND_BYTES)
-    if isinstance(budget, float):
+    if isinstance(budget, float) and 0 < budget < 1:
         raise ValueError(
             f"activation_budget={budget!r} is no size. For a share pass a percentage: '{100 * budget:g}%'."
         )
-    if isinstance(budget, str) and budget.strip()[-1:].isdigit():
+    if isinstance(budget, str) and budget.strip() == "auto":
+        raise ValueError("activation_budget='auto' is none: what is free counts for all memory. Pass budget='auto'.")
+    if isinstance(budget, str) and (number := number_in(budget)) is not None:
+        share = 100 * number if 0 < number < 1 else number
+        example = f"{share:.15g}" if 0 < share <= 100 else "50"
         raise ValueError(
-            f"activation_budget={budget!r} has no unit. Pass a percentage like '50%', a text like '2GiB', or bytes as "
-            "a whole number."
+            f"activation_budget={budget!r} has no unit. Pass a percentage like '{example}%', a text like '2GiB', or "
+            "bytes as a whole number."
         )
-    return float(parse_bytes(budget, what="activation_budget"))
+    return float(parse_bytes(budget, what="activation_budget", forms=_ACTIVATION_FORMS))
+
+
+def _is_percentage(budget: str) -> str:
+    percent = number_in(budget.strip()[:-1])
+    percent = percent if percent is not None and 0 < percent <= 100 else 40
+    return (
+        f"budget={budget!r} is a percentage. For a share of the device pass budget={percent / 100:g}, for one of the "
+        f"activations activation_budget='{percent:g}%'."
+    )
+
+
+def _has_no_unit(budget: str) -> str:
+    number = number_in(budget)
+    if number is not None and 0 < number <= 1:
+        return f"budget={budget!r} has no unit. For a share of the device pass the number: budget={number:g}."
+    example = "24" if number is None or not 1 < number < 2**20 else f"{number:g}"
+    return (
+        f"budget={budget!r} has no unit. Pass a text like '{example}GiB' or '{example}GB', or bytes as a whole number."
+    )
 
 
 def _check_no_plan(budget: object, what: str) -> None:
@@ -101,10 +116,12 @@ def _check_no_plan(budget: object, what: str) -> None:
         )
 
 
-def _checked(nbytes: int) -> float:
+def _checked(nbytes: int, budget: object) -> float:
     if nbytes < _LEAST_BYTES:
+        example = nbytes if isinstance(budget, int) and 1 < nbytes < 1024 else 24
         raise ValueError(
-            f"budget={nbytes} bytes is less than {format_bytes(_LEAST_BYTES)}. Pass a text with a unit, like '24GiB'."
+            f"budget={budget!r} is {nbytes} bytes, less than {format_bytes(_LEAST_BYTES)}. Pass a text with a larger "
+            f"unit, like '{example}GiB'."
         )
     return float(nbytes)
 

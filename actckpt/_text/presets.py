@@ -1,6 +1,6 @@
 """Policies that go by one word: the operators whose results they keep. Imports no torch."""
 
-__all__ = ["PRESETS"]
+__all__ = ["OTHER_NAMES", "PRESETS"]
 
 #: Kernels that `scaled_dot_product_attention`, `flex_attention` and `varlen_attn` run, and operators of flash-attn and
 #: xFormers. Attention that a program spells out as matmuls and softmax is none.
@@ -31,4 +31,12 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "attention": _ATTENTION,
     "matmuls": (*_DOTS, *_BATCHED, *_CONVOLUTIONS, *_ATTENTION),
     "dots_with_no_batch_dims": _DOTS,
+}
+
+#: What other libraries call policies, by our names.
+OTHER_NAMES: dict[str, str] = {
+    **dict.fromkeys(("full", "all", "always", "checkpoint", "drop", "recomputation", "uniform"), "recompute"),
+    **dict.fromkeys(("none", "no", "never", "plain", "save", "store"), "keep"),
+    **dict.fromkeys(("selective", "sac", "dots"), "matmuls"),
+    **dict.fromkeys(("cpu", "disk", "host", "swap"), "offload"),
 }

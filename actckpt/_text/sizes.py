@@ -1,30 +1,63 @@
 """Sizes in bytes and times: read from text, and written for people. Does not import torch."""
 
+import math
+import numbers
 import re
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
+__all__ = ["format_bytes", "format_seconds", "number_in", "parse_bytes"]
 
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_PREFIXES = "KMGT"
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}IB": 2 ** (10 * power) for power, prefix in enumerate(_PREFIXES, start=1)},
+    **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate(_PREFIXES, start=1)},
+}
 _MAX_BYTES = 2**62
+_FORMS = "bytes as a whole number, or a text like '64GiB' or '500MB'"
 
 
-def parse_bytes(size: object, *, what: str) -> int:
+def parse_bytes(size: object, *, what: str, forms: str = _FORMS) -> int:
     """Return a size in bytes.
 
     Args:
         size: a whole number of bytes, or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`.
         what: the call and its name, for the error.
+        forms: what may be passed, for the error.
     Raises:
-        ValueError: it is not a size.
+        ValueError: it is not a size; names the one that may have been meant.
     """
-    nbytes = size if isinstance(size, int) and not isinstance(size, bool) else -1
+    nbytes = int(size) if isinstance(size, numbers.Integral) and not isinstance(size, bool) else -1
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if match and match[2].upper() in _UNITS:
             nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
     if 0 <= nbytes <= _MAX_BYTES:
         return nbytes
-    raise ValueError(f"{what}={size!r} is not a size. Pass bytes as a whole number, or a text like '64GiB' or '500MB'.")
+    raise ValueError(f"{what}={size!r} is not a size. Pass {forms}.{_meant(size)}")
+
+
+def number_in(text: str) -> float | None:
+    """Return the finite number from 0 on that a text is, also with a decimal comma or `_`; None if it is none."""
+    try:
+        number = float(text.replace(",", "."))
+    except ValueError:
+        return None
+    return number if 0 <= number < math.inf else None
+
+
+def _meant(size: object) -> str:
+    """Say which size something may stand for; nothing where that cannot be told."""
+    if isinstance(size, float) and 1 <= size <= _MAX_BYTES and size.is_integer():
+        return f" Did you mean {int(size)}?"
+    match = re.fullmatch(r"\s*(.*\d)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    number = None if match is None else number_in(match[1])
+    if match is None or number is None:
+        return ""
+    unit = match[2]
+    units = [f"{prefix}{end}" for prefix in _PREFIXES if unit[:1].upper() == prefix for end in ("iB", "B")]
+    units = [unit] if unit.upper() in _UNITS else units
+    return f" Did you mean {' or '.join(repr(f'{number:.15g}{each}') for each in units)}?" if units else ""
 
 
 def format_bytes(nbytes: float) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import numbers
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,10 +152,13 @@ class Plan:
         """Read a plan from plain data that `to_dict` gave.
 
         Raises:
-            ValueError: it is no plan, or one of another version.
+            ValueError: it is no plan, one that was changed, or one of another version.
         """
-        if not isinstance(plan, Mapping) or "plan_version" not in plan:
-            raise ValueError("This is no plan: it has no plan_version. Pass what `Plan.to_dict` gave.")
+        if not isinstance(plan, Mapping):
+            raise ValueError(f"This is no plan but a {type(plan).__name__}. Pass what `Plan.to_dict` gave.")
+        if "plan_version" not in plan:
+            meant = " It is a table of costs: actckpt.planner.solve(costs, budget=...)." if "classes" in plan else ""
+            raise ValueError(f"This is no plan: it has no plan_version. Pass what `Plan.to_dict` gave.{meant}")
         if plan["plan_version"] != PLAN_VERSION:
             raise ValueError(
                 f"This plan is of version {plan['plan_version']!r}, made by actckpt {plan.get('version')}; "
@@ -161,18 +166,27 @@ class Plan:
             )
         names = [field.name for field in dataclasses.fields(cls)]
         if missing := [name for name in names if name not in plan]:
-            raise ValueError(f"This plan has no {missing[0]!r}. It was changed or cut off; make it again.")
+            raise ValueError(f"This plan has no {missing[0]!r}. Make the plan again.")
         fields = {name: plan[name] for name in names}
-        fields["actions"] = tuple({name: Action(each) for name, each in block.items()} for block in plan["actions"])
-        fields["rerun"] = tuple(plan["rerun"])
-        pins = ((tuple(key) if isinstance(key, list) else key, each) for key, each in plan["pins"])
-        fields["pins"] = tuple((key, Action(each)) for key, each in pins)
-        fields["blocks"] = None if plan["blocks"] is None else tuple(plan["blocks"])
-        fields["places"] = None if plan["places"] is None else tuple(plan["places"])
-        fields["windows"] = None if plan["windows"] is None else tuple(BlockWindows(*each) for each in plan["windows"])
-        fields["race"] = tuple(Raced(**raced) for raced in plan["race"])
-        fields["costs"] = CostTable.from_dict(plan["costs"])
-        return cls(**fields)
+        for name, read in _READ.items():
+            try:
+                fields[name] = read(plan[name])
+            except (TypeError, ValueError, AttributeError) as error:
+                why = str(error).rstrip(".")
+                raise ValueError(f"This plan has no {name!r} that makes sense: {why}. Make the plan again.") from None
+        found = cls(**fields)
+        found._check_lengths()
+        return found
+
+    def _check_lengths(self) -> None:
+        num = len(self.costs.stack)
+        for name in ("actions", "rerun", "blocks", "places", "windows"):
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != num:
+                raise ValueError(
+                    f"This plan has {len(entries)} entries in {name!r}, and its costs have a stack of {num}. Make the "
+                    "plan again."
+                )
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file, which `load` reads."""
@@ -184,10 +198,47 @@ class Plan:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is no plan, or one of another version.
+            TypeError: `path` is none.
+            ValueError: it is no plan, one that was changed, or one of another version.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            instead = " For plain data: Plan.from_dict(...)." if isinstance(path, Mapping) else ""
+            raise TypeError(
+                f"Plan.load: a {type(path).__name__} is no path. Pass that of a file that `Plan.save` wrote.{instead}"
+            )
         try:
             plan = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no JSON: {error}. Pass a file that `Plan.save` wrote.") from None
-        return cls.from_dict(plan)
+        try:
+            return cls.from_dict(plan)
+        except ValueError as error:
+            raise type(error)(f"{path}: {error}") from None
+
+
+def _number(found: object) -> float:
+    if not isinstance(found, numbers.Real) or isinstance(found, bool):
+        raise ValueError(f"{found!r} is no number.")
+    return found  # type: ignore[return-value]
+
+
+def _pins(found: Any) -> tuple[tuple[Any, Action], ...]:
+    return tuple((tuple(key) if isinstance(key, list) else key, Action(each)) for key, each in found)
+
+
+def _tables(found: Any) -> tuple[dict[str, Any], ...] | None:
+    return None if found is None else tuple(map(dict, found))
+
+
+#: How fields of a plan are read from plain data.
+_READ: dict[str, Callable[[Any], Any]] = {
+    **{field.name: _number for field in dataclasses.fields(Plan) if field.type in ("float", "int")},
+    "costs": CostTable.from_dict,
+    "actions": lambda found: tuple({name: Action(each) for name, each in block.items()} for block in found),
+    "rerun": tuple,
+    "pins": _pins,
+    "blocks": lambda found: None if found is None else tuple(found),
+    "places": _tables,
+    "windows": lambda found: None if found is None else tuple(BlockWindows(*each) for each in found),
+    "race": lambda found: tuple(Raced(**raced) for raced in found),
+}

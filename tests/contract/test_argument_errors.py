@@ -97,6 +97,13 @@ _ADDMM = torch.ops.aten.addmm
         ("aten.mm", r"^policy='aten\.mm' names an operator\. Pass a list of the operators to keep: \['aten\.mm'\]"),
         ("mm", r"^policy='mm' names an operator\. Pass a list of the operators to keep: \['aten\.mm'\]"),
         ("KEEP", "is not an action.* Did you mean 'keep'"),
+        ("full", r"^policy='full' is not an action.* Did you mean 'recompute'\?$"),
+        ("selective", r"Did you mean 'matmuls'\?$"),
+        ("none", r"Did you mean 'keep'\?$"),
+        ("40%", r"^policy='40%' is a budget\. Pass .*: actckpt\.apply\(model, activation_budget='40%'\)\.$"),
+        ("70 GiB", r"is a budget\. .*: actckpt\.apply\(model, budget='70 GiB'\)\.$"),
+        ("1.5GiB", r"is a budget\. .*: actckpt\.apply\(model, budget='1\.5GiB'\)\.$"),
+        ("auto", r"is a budget\. .*: actckpt\.apply\(model, budget='auto'\)\.$"),
         ("Action.OFFLOAD", "is not an action.* Did you mean 'offload'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,49 @@ def test_what_is_no_budget_for_everything(budget: object) -> None:
 def test_a_budget_for_activations_in_bytes(budget: int | str, nbytes: int) -> None:
     """Shares are rounded up to whole KiB."""
     assert sizes.activation_budget_bytes(budget, plain_bytes=1000 * 1024.0) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("budget", "hint"),
+    [
+        (1e9, r"Did you mean 1000000000\?"),
+        (float("nan"), r"is not a size\. .*'auto'\.$"),
+        (-1, r"is not a size\."),
+        (-5.0, r"is not a size\."),
+        (40, r"is 40 bytes, less than 1\.00 MiB\. .*like '40GiB'"),
+        ("40", r"has no unit\. .*'40GiB' or '40GB'"),
+        ("0.4", r"has no unit\. .*budget=0\.4\."),
+        ("40 %", r"budget=0\.4, .*activation_budget='40%'"),
+        ("80G", r"Did you mean '80GiB' or '80GB'\?"),
+        ("1,5 gib", r"Did you mean '1\.5gib'\?"),
+        ("5e3MiB", r"Did you mean '5000MiB'\?"),
+        ("all", r"is not a size\. .*a share of the device in \(0, 1\], or 'auto'\.$"),
+    ],
+)
+def test_an_error_about_a_budget_says_what_was_meant(budget: object, hint: str) -> None:
+    with pytest.raises(ValueError, match=rf"^budget={re.escape(repr(budget))} (.* )?{hint}"):
+        sizes.budget_bytes(budget, _CPU, held_bytes=0.0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "hint"),
+    [
+        (1e9, r"Did you mean 1000000000\?"),
+        (float("nan"), r"is not a size\. .*whole number\.$"),
+        (-1, r"is not a size\. Pass a percentage like '50%'"),
+        (0.4, r"'40%'"),
+        (1.5, r"whole number\.$"),
+        ("40", r"has no unit\. .*'40%'"),
+        ("0.4", r"has no unit\. .*'40%'"),
+        ("1e9", r"has no unit\. .*'50%'"),
+        ("-10%", r"is no share\. .*up to '100%'"),
+        ("4G", r"Did you mean '4GiB' or '4GB'\?"),
+        ("auto", r"Pass budget='auto'\."),
+    ],
+)
+def test_an_error_about_a_budget_for_activations_says_what_was_meant(budget: object, hint: str) -> None:
+    with pytest.raises(ValueError, match=rf"^activation_budget={re.escape(repr(budget))} (.* )?{hint}"):
+        sizes.activation_budget_bytes(budget, plain_bytes=1000.0)
 
 
 def _machine(root: Path, *, total_kib: int, available_kib: int, limit: str, used: int) -> Path:

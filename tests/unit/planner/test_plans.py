@@ -48,6 +48,43 @@ def test_what_is_no_plan_is_refused(table: dict[str, Any], change: dict[str, Any
         Plan.from_dict({key: each for key, each in written.items() if each is not None or key == "places"})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"actions": [{"x0": "kep"}]}, r"no 'actions' that makes sense: 'kep' is not a valid Action\. Make the plan"),
+        ({"actions": 3}, r"no 'actions' that makes sense: "),
+        ({"actions": [{}]}, r"1 entries in 'actions', and its costs have a stack of \d+\. Make the plan again"),
+        ({"blocks": ["a"]}, r"1 entries in 'blocks'"),
+        ({"rerun": 1}, "no 'rerun' that makes sense"),
+        ({"places": ["ab"]}, "no 'places' that makes sense"),
+        ({"windows": [[1]]}, "no 'windows' that makes sense"),
+        ({"race": [{"nam": 1}]}, "no 'race' that makes sense"),
+        ({"pins": [1]}, "no 'pins' that makes sense"),
+        ({"budget_bytes": "24GiB"}, "no 'budget_bytes' that makes sense: '24GiB' is no number"),
+        ({"max_inflight": [1]}, "no 'max_inflight' that makes sense"),
+        ({"costs": {}}, "no 'costs' that makes sense: cost table has no field 'version'"),
+    ],
+)
+def test_a_plan_that_was_changed_says_where(
+    table: dict[str, Any], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    written = {**solve(table, budget=60).to_dict(), **change}
+    with pytest.raises(ValueError, match=message):
+        Plan.from_dict(written)
+    (tmp_path / "plan.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=rf"plan\.json: This plan has .*?{message}"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_table_of_costs_and_plain_data_are_told_from_a_file_of_a_plan(table: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"It is a table of costs: actckpt\.planner\.solve\(costs, budget=\.\.\.\)"):
+        Plan.from_dict(table)
+    with pytest.raises(TypeError, match=r"^Plan\.load: a dict is no path\. .*: Plan\.from_dict\(\.\.\.\)\.$"):
+        Plan.load({})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^Plan\.load: a NoneType is no path\."):
+        Plan.load(None)  # type: ignore[arg-type]
+
+
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("plan")
     with pytest.raises(ValueError, match=r"plan\.json is no JSON: .* Pass a file that `Plan\.save` wrote\."):

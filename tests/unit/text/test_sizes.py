@@ -16,3 +16,9 @@ def test_bytes_are_written_with_the_largest_unit_that_fits(nbytes: int, text: st
 @pytest.mark.parametrize(("seconds", "text"), [(0.0, "0 s"), (2e-5, "20.00 us"), (0.02, "20.00 ms"), (90.0, "90.00 s")])
 def test_seconds_are_written_with_the_largest_unit_that_fits(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_all_units_are_read() -> None:
+    assert [parse_bytes(f"2 {unit}", what="size") for unit in ("B", "KB", "mib", "GB", "GiB", "TB", "TiB")] == [
+        *(2, 2000, 2**21, 2 * 10**9, 2**31, 2 * 10**12, 2**41)
+    ]
