@@ -14,6 +14,7 @@ from actckpt._blocks.applied import applied_blocks
 from actckpt._blocks.choosing import Blocks
 from actckpt._budget.running import Candidate, device_of
 from actckpt._core.optimizers import Optimizers, optimizers_of
+from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
 from actckpt._offload.device import no_backend
 from actckpt._text.sizes import format_bytes
@@ -132,8 +133,9 @@ def compare(
     Returns:
         A row per policy.
     Raises:
-        ValueError: the step changes parameters and `optimizer` is not given; it leaves no gradients; `rounds` is less
-            than 1.
+        TypeError: `step` is no function, or `model` is no module.
+        ValueError: the step takes arguments; it changes parameters and `optimizer` is not given; it leaves no
+            gradients; `rounds` is no number from 1 on.
         BlocksError: the model has no such blocks, or some are checkpointed already.
     Cost: `rounds + 2` steps per policy, and a copy of the training state in host memory.
 
@@ -147,8 +149,9 @@ def compare(
         >>> [row.name for row in found.rows], all(row.same_bits for row in found.rows)
         (['none', 'rerun'], True)
     """
-    if rounds < 1:
-        raise ValueError(f"compare: rounds={rounds}. Time each policy at least once.")
+    if not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"compare: rounds={rounds!r}. Pass a whole number from 1 on: each policy is timed so often.")
+    checked = Step(step, "compare", model)
     if applied := list(applied_blocks(model)):
         raise BlocksError(
             f"compare: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "
@@ -157,13 +160,13 @@ def compare(
     given = default_policies(offloads=not no_backend(device_of(model).type)) if policies is None else dict(policies)
     state = TrainingState(model, optimizers_of(optimizer, model, "compare"))
     try:
-        candidates = [Candidate(PLAIN, model, {}, step, state)]
+        candidates = [Candidate(PLAIN, model, {}, checked, state)]
         for name, policy in given.items():
             if name != PLAIN:
-                candidates.append(Candidate(name, model, _forwards(model, policy, blocks), step, state))
+                candidates.append(Candidate(name, model, _forwards(model, policy, blocks), checked, state))
         found = []
         for candidate in candidates:
-            found.append(_first_step(candidate, model, state))
+            found.append(_first_step(candidate, checked, model, state))
             candidate.measure_memory()
         for _ in range(rounds):
             for candidate in candidates:
@@ -197,12 +200,11 @@ def _forwards(model: torch.nn.Module, policy: Any, blocks: Blocks | None) -> dic
     return forwards
 
 
-def _first_step(candidate: Candidate, model: torch.nn.Module, state: TrainingState) -> list[bytes]:
+def _first_step(candidate: Candidate, step: Step, model: torch.nn.Module, state: TrainingState) -> list[bytes]:
     """Warm up; return a digest of what the step leaves."""
     with state.checked("compare"):
         candidate.run()
-    if not state.has_optimizers and all(parameter.grad is None for parameter in model.parameters()):
-        raise ValueError("compare: the step left no gradients. Pass one that runs forward and backward.")
+    step.check_gradients(state.has_optimizers or any(parameter.grad is not None for parameter in model.parameters()))
     return state.digest()
 
 

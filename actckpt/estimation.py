@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from actckpt._blocks.applied import applied_blocks
 from actckpt._blocks.choosing import Blocks
 from actckpt._core.optimizers import Optimizers, optimizers_of
+from actckpt._core.steps import Step
 from actckpt._estimate.estimating import Figures, Options, Stepper
 from actckpt._estimate.fakes import Fakes
 from actckpt._estimate.targets import Target, named_target
@@ -146,6 +146,7 @@ def estimate(
     Returns:
         A row per policy.
     Raises:
+        TypeError: `step` is no function, or `model` is no module.
         ValueError: the target is not known; the step takes arguments, calls no backward, needs the numbers of a tensor
             (`.item()`, a boolean mask), or runs an optimizer that was not given; a policy offloads single values.
         BlocksError: the model has no such blocks, or some are checkpointed already.
@@ -163,11 +164,12 @@ def estimate(
         True
     """
     device = target if isinstance(target, Target) else named_target(target)
-    _check(step, model)
+    checked = Step(step, "estimate", model)
+    _check(model)
     optimizers = optimizers_of(optimizer, model, "estimate")
     with uncounted(), Fakes(device) as fakes, Stepper(fakes, device, model, optimizers) as stepper:
-        stepper.warm_up(step)
-        return estimate_with(stepper, step, device, chosen_policies(policies, device), blocks)
+        stepper.warm_up(checked)
+        return estimate_with(stepper, checked, device, chosen_policies(policies, device), blocks)
 
 
 def estimate_with(
@@ -224,15 +226,7 @@ def chosen_policies(policies: Mapping[str, Any] | None, target: Target) -> dict[
     return default_policies(offloads=not target.is_cpu)
 
 
-def _check(step: Callable[[], object], model: torch.nn.Module) -> None:
-    try:
-        inspect.signature(step).bind()
-    except TypeError as error:
-        raise ValueError(
-            f"estimate: the step takes arguments ({error}). Pass a function without, such as lambda: step(model, x)."
-        ) from None
-    except ValueError:  # a builtin, which has no signature
-        pass
+def _check(model: torch.nn.Module) -> None:
     if applied := list(applied_blocks(model)):
         raise BlocksError(
             f"estimate: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from actckpt._budget.racing import race_plans
 from actckpt._budget.running import Candidate, device_of, forwards_of, settings_of
 from actckpt._budget.simple import NOTHING, plain_plan, simple_plans
 from actckpt._budget.sizes import activation_budget_bytes
+from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
 from actckpt.action import Action
+from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 from actckpt.statistics import uncounted
 
@@ -38,12 +41,14 @@ def planned(
     race: bool,
 ) -> Plan:
     """Return the fastest plan that fits. Arguments and errors are those of `actckpt.plan`, which see."""
+    checked = Step(step, "plan", model)
     state = TrainingState(model, optimizers)
     try:
         offloads = is_linked(device_of(model), pins)
         if offloads:
             prepare(device_of(model))
-        measured = measure(step, model=model, blocks=blocks, state=state, offloads=offloads)
+        with _explained(checked):
+            measured = measure(checked, model=model, blocks=blocks, state=state, offloads=offloads)
         flush(device_of(model))
         meter = Meter(model, optimizers, total=budget is not None)
         measured = meter.complete(measured)
@@ -53,7 +58,7 @@ def planned(
             nbytes = activation_budget_bytes(activation_budget, plain_bytes=plain_plan(measured.costs).peak_bytes)
         if offloads and plain_plan(measured.costs).peak_bytes > nbytes:
             measured = dataclasses.replace(measured, costs=with_links(measured.costs, device_of(model)))
-        trials = _Trials(step, model, state, meter, measured)
+        trials = _Trials(checked, model, state, meter, measured)
         others = [] if pins else [other for name, other in simple_plans(measured.costs) if name != NOTHING]
         found = fitted(measured.costs, nbytes, pins, trials.peak_of, others)
         if race and not pins:
@@ -62,6 +67,15 @@ def planned(
         state.put_back()
         flush(device_of(model))
     return trials.with_places(found)
+
+
+@contextlib.contextmanager
+def _explained(step: Step) -> Iterator[None]:
+    """Add to an error about blocks what is known of a step that did not run backward."""
+    try:
+        yield
+    except BlocksError as error:
+        raise BlocksError(f"{error}{step.hint()}") from None
 
 
 class _Trials:

@@ -100,6 +100,7 @@ class _Command:
     def prepared(self) -> Iterator[None]:
         """Load the script, make its model and run a first step, all on fakes."""
         from actckpt._core.optimizers import optimizers_of
+        from actckpt._core.steps import Step
         from actckpt._estimate.estimating import Stepper, explained
         from actckpt._estimate.fakes import Fakes
 
@@ -117,7 +118,7 @@ class _Command:
             self._stepper = Stepper(fakes, self._target, self._model, optimizers)
             with self._stepper:
                 self._progress("the first step")
-                self._stepper.warm_up(self._step())
+                self._stepper.warm_up(Step(self._step(), "estimate", self._model))
                 yield
 
     def _step(self, **sizes: int) -> Callable[[], object]:

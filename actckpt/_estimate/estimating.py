@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from actckpt._core import torch_private
 from actckpt._core.sites import qualified_name
+from actckpt._core.steps import Step as CheckedStep
 from actckpt._core.storages import storages_of
 from actckpt._estimate import kernels
 from actckpt._estimate.fakes import Fakes
@@ -77,7 +78,7 @@ class Stepper:
         self._owned = [*self._parameters, *self._model.buffers()]
         self.model_bytes = _bytes_of(self._owned)
 
-    def warm_up(self, step: Step) -> None:
+    def warm_up(self, step: CheckedStep) -> None:
         """Run a first step, which makes what later ones find: caches of modules, the state of the optimizer.
 
         Raises:
@@ -92,8 +93,7 @@ class Stepper:
             for hook in hooks:
                 hook.remove()
         self.gradient_bytes = sum(self._gradients.values())
-        if not self._gradients:
-            raise ValueError("estimate: the step made no gradients. Pass one that runs forward and backward.")
+        step.check_gradients(bool(self._gradients))
         for optimizer in self._optimizers:
             if not optimizer.state:
                 optimizer.step()

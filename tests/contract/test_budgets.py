@@ -264,12 +264,12 @@ def test_blocks_that_read_results_of_earlier_ones_and_blocks_with_data_dependent
     [
         ({}, "neither of budget and activation_budget"),
         ({"budget": "1GiB", "activation_budget": "40%"}, "both of budget and activation_budget"),
-        ({"budget": 24}, "budget=24 bytes is less than 1.00 MiB.*'24GiB'"),
+        ({"budget": 24}, "budget=24 is 24 bytes, less than 1.00 MiB.*'24GiB'"),
         ({"budget": "24"}, "budget='24' has no unit"),
         ({"budget": "40%"}, "activation_budget='40%'"),
-        ({"budget": 1.5}, "budget=1.5 is no budget"),
+        ({"budget": 1.5}, "budget=1.5 is not a size"),
         ({"budget": "lots"}, "budget='lots' is not a size"),
-        ({"budget": True}, "budget=True is no budget"),
+        ({"budget": True}, "budget=True is not a size"),
         ({"activation_budget": "0%"}, "activation_budget='0%' is no share"),
         ({"activation_budget": "140%"}, "activation_budget='140%' is no share"),
         ({"activation_budget": "50"}, "activation_budget='50' has no unit. Pass a percentage like '50%'"),
@@ -297,6 +297,8 @@ def test_a_step_that_cannot_be_measured_is_one_clear_error() -> None:
         plan(lambda: training.model(training.tokens), model=training.model, activation_budget="40%")
     with pytest.raises(actckpt.BlocksError, match=r"'blocks.0' ran 0 times"):
         plan(lambda: None, model=training.model, activation_budget="40%")
+    with pytest.raises(actckpt.BlocksError, match=r"run backward inside of the step: lambda: step\(\)\.backward\(\)"):
+        plan(lambda: training.model(training.tokens).sum(), model=training.model, activation_budget="40%")
     with_optimizer = Training(lr=1e-3)
     with pytest.raises(ValueError, match=r"plan: the step runs an optimizer that was not given .Adam..*optimizer="):
         plan(with_optimizer.step, model=with_optimizer.model, activation_budget="40%")

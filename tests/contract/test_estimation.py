@@ -277,11 +277,11 @@ _OUTSIDE = [nn.Parameter(torch.ones(2))]
 @pytest.mark.parametrize(
     ("step", "options", "message"),
     [
-        (_forward_only, {}, "the step made no gradients. Pass one that runs forward and backward"),
+        (_forward_only, {}, "the step left no gradients in the .* Pass one that runs forward and backward of this"),
         (_item, {}, r"aten._local_scalar_dense.default in the step \(.*test_estimation.py:\d+\) needs the numbers"),
         (_as_list, {}, r"needs the numbers of a tensor"),
         (_masked, {}, r"aten.nonzero.default in the step \(.*test_estimation.py:\d+\) needs the numbers of a tensor"),
-        (lambda x: x, {}, "the step takes arguments"),
+        (lambda x: x, {}, "the step is a function that takes arguments"),
         (_backward, {"target": "h10"}, "target='h10' is not known. Pass one of h100, .* Did you mean 'h100'"),
         (_backward, {"policies": {"mine": {"aten.mm": "offload"}}}, "policy 'mine' offloads single values"),
         (_backward, {"policies": {"mine": "prefer_offload"}}, "policy 'mine' offloads single values"),

@@ -102,7 +102,7 @@ def test_nothing_fits_and_says_so(script: str, capsys: pytest.CaptureFixture[str
         (_SCRIPT, "--blocks nowhere", "no module of Sequential is named 'nowhere'"),
         (_SCRIPT.replace(", seq=256", ""), "--seq 8", "cannot be called with --seq 8"),
         (_SCRIPT.replace("batch=4", "batch"), "", "cannot be called with no --batch, no --seq: missing"),
-        (_SCRIPT.replace(".backward()", ""), "", "the step made no gradients"),
+        (_SCRIPT.replace(".backward()", ""), "", "the step left no gradients in the 12 parameters"),
         (_SCRIPT.replace(".backward()", ".item()"), "", "aten._local_scalar_dense.default in the step"),
         (
             _SCRIPT.replace("return torch.nn.Seq", "x = torch.ones(2).nonzero(); return torch.nn.Seq"),

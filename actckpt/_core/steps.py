@@ -1,0 +1,100 @@
+"""The training steps that people give us to run: checked before they do, explained where they leave no gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from actckpt._core.tensor_changes import version_of
+
+__all__ = ["Step"]
+
+_GRAD_OFF = "Gradients are off here (torch.no_grad or torch.inference_mode): call it outside of that."
+_RETURNED_LOSS = " It returned a tensor: run backward inside of the step: lambda: step().backward()."
+
+
+class Step:
+    """A training step that can be called without arguments.
+
+    Args:
+        step: what was given.
+        who: the function of actckpt that it was given to, for errors.
+        model: what it trains.
+    Raises:
+        TypeError: it is no function, or `model` is no module.
+        ValueError: it takes arguments, or does not run when it is called.
+    """
+
+    def __init__(self, step: Callable[[], object], who: str, model: torch.nn.Module) -> None:
+        _check(step, who)
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"{who}: model is a {type(model).__name__}, not a module. Pass what the step trains.")
+        self._step, self._who, self._model = step, who, model
+        #: Of the first call: whether gradients of the model changed, and whether it returned a tensor with a graph.
+        self._left_gradients: bool | None = None
+        self._returned_loss = False
+
+    def __call__(self) -> None:
+        """Run the step.
+
+        Raises:
+            ValueError: gradients are off around it, and it needs them.
+        """
+        before = None if self._left_gradients is not None else self._gradients()
+        try:
+            result = self._step()
+        except RuntimeError as error:
+            if not torch.is_grad_enabled() and "does not require grad" in str(error):
+                raise ValueError(f"{self._who}: the step cannot run backward. {_GRAD_OFF}") from error
+            raise
+        if before is not None:
+            self._left_gradients = self._gradients() != before
+            self._returned_loss = isinstance(result, torch.Tensor) and result.requires_grad
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        found = (parameter.grad for parameter in self._model.parameters())
+        return [(0, 0) if grad is None else (id(grad), version_of(grad)) for grad in found]
+
+    def check_gradients(self, found: bool) -> None:
+        """Raise where the step left no gradients.
+
+        Raises:
+            ValueError: says why, and what to do.
+        """
+        if not found:
+            raise ValueError(
+                f"{self._who}: the step left no gradients in the {sum(1 for _ in self._model.parameters())} parameters "
+                f"of {type(self._model).__name__}. Pass one that runs forward and backward of this model.{self.hint()}"
+            )
+
+    def hint(self) -> str:
+        """Say why backward did not run through the model, after a space; nothing where it did, or that is not known."""
+        if self._left_gradients:
+            return ""
+        if not torch.is_grad_enabled():
+            return f" {_GRAD_OFF}"
+        if not any(parameter.requires_grad for parameter in self._model.parameters()):
+            return " None of its parameters requires gradients."
+        return _RETURNED_LOSS if self._returned_loss else ""
+
+
+def _check(step: Any, who: str) -> None:
+    example = "Pass a function that runs forward and backward: lambda: model(x).sum().backward()"
+    if not callable(step):
+        kind = f"a tensor of shape {tuple(step.shape)}" if isinstance(step, torch.Tensor) else repr(step)
+        raise TypeError(f"{who}: the step is {kind}, not a function. {example}, uncalled.")
+    function = step.forward if isinstance(step, torch.nn.Module) else step
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ValueError(
+            f"{who}: the step is a coroutine or a generator, which does not run when it is called. {example}."
+        )
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        kind = f"the module {type(step).__name__}, which" if isinstance(step, torch.nn.Module) else "a function that"
+        raise ValueError(f"{who}: the step is {kind} takes arguments ({error}). {example}.") from None
+    except ValueError:  # a builtin, which has no signature
+        pass
