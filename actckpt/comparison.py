@@ -17,15 +17,25 @@ from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
 from actckpt._offload.device import no_backend
+from actckpt._text.misspelt import did_you_mean
+from actckpt._text.presets import PRESETS
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
+from actckpt.action import Action
 from actckpt.blocks import apply, remove
-from actckpt.errors import BlocksError
+from actckpt.budgets import plan
+from actckpt.errors import BlocksError, PlanInfeasibleError
+from actckpt.planner.plans import Plan
+from actckpt.policies import choice_of
 from actckpt.statistics import uncounted
 
 __all__ = ["ComparedPolicy", "Comparison", "compare"]
 
 PLAIN = "none"
+_ACTIONS = tuple(action.value for action in Action)
+_PLAN_OPTIONS = {"budget", "activation_budget", "blocks", "optimizer", "pins", "race"}
+#: A dict that has one of these is one of keywords.
+_KEYWORDS = {"policy", "budget", "activation_budget"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +96,8 @@ class Comparison:
                 (row.name, step, ratio, format_bytes(row.held_bytes), format_bytes(row.peak_bytes), share, bits)
             )
         return (
-            f"{aligned(lines, left=1)}\nMedians of {self.rounds} rounds; bytes beyond what was there before the step."
+            f"{aligned(lines, left=1)}\nMedians of {self.rounds} round{'s' * (self.rounds > 1)}; bytes beyond what was "
+            "there before the step."
         )
 
     def __str__(self) -> str:
@@ -124,9 +135,10 @@ def compare(
     Args:
         step: runs forward and backward, without arguments; may run the optimizer.
         model: what the step trains; nothing of it is checkpointed.
-        policies: by name, each as in `apply`, or a dict of keywords of `apply`, `"policy"` among them; `"none"`, the
-            step without actckpt, is always compared. None: `recompute` and `keep matmuls` (the preset `"matmuls"`), on
-            a GPU also `offload`.
+        policies: by name, each as in `apply`, a `Plan` among them, or a dict of keywords of `apply`: with `"policy"`,
+            or with `"budget"` or `"activation_budget"`, for which a plan is made first, as `actckpt.plan` does.
+            `"none"`, the step without actckpt, is always compared. None: `recompute` and `keep matmuls` (the preset
+            `"matmuls"`), on a GPU also `offload`.
         blocks: as in `apply`.
         optimizer: the one that the step runs, if it does; several in a list.
         rounds: how often each policy is timed.
@@ -135,9 +147,10 @@ def compare(
     Raises:
         TypeError: `step` is no function, or `model` is no module.
         ValueError: the step takes arguments; it changes parameters and `optimizer` is not given; it leaves no
-            gradients; `rounds` is no number from 1 on.
+            gradients; `rounds` is no number from 1 on; `policies` is no dict of policies by name.
+        PlanInfeasibleError: no plan fits a budget.
         BlocksError: the model has no such blocks, or some are checkpointed already.
-    Cost: `rounds + 2` steps per policy, and a copy of the training state in host memory.
+    Cost: `rounds + 2` steps per policy, those of `plan` per budget, and a copy of the training state in host memory.
 
     Example::
 
@@ -157,13 +170,17 @@ def compare(
             f"compare: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "
             "actckpt.remove(model) first: compare applies each policy itself."
         )
-    given = default_policies(offloads=not no_backend(device_of(model).type)) if policies is None else dict(policies)
+    given = named_policies(policies, "compare", offloads=not no_backend(device_of(model).type))
+    options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in given.items()}
     state = TrainingState(model, optimizers_of(optimizer, model, "compare"))
     try:
         candidates = [Candidate(PLAIN, model, {}, checked, state)]
-        for name, policy in given.items():
-            if name != PLAIN:
-                candidates.append(Candidate(name, model, _forwards(model, policy, blocks), checked, state))
+        for name, each in options.items():
+            if "policy" not in each:
+                each = {
+                    "policy": _planned(step, model, {"optimizer": optimizer, **each}, f"compare: policies[{name!r}]")
+                }
+            candidates.append(Candidate(name, model, _forwards(model, each), checked, state))
         found = []
         for candidate in candidates:
             found.append(_first_step(candidate, checked, model, state))
@@ -186,15 +203,83 @@ def default_policies(*, offloads: bool) -> dict[str, Any]:
     return policies
 
 
-def options_of(policy: Any, blocks: Blocks | None) -> dict[str, Any]:
-    """Return keywords of `apply` for a policy. A dict without a policy in it is one: a table of places."""
-    options = dict(policy) if isinstance(policy, Mapping) and "policy" in policy else {"policy": policy}
-    return {"blocks": blocks, **options}
+def named_policies(policies: Any, who: str, *, offloads: bool) -> dict[str, Any]:
+    """Return the policies that are compared, by name, without the step as it is.
+
+    Raises:
+        ValueError: they are no dict of policies by name; says what to pass.
+    """
+    if policies is None:
+        return default_policies(offloads=offloads)
+    if not isinstance(policies, Mapping):
+        raise ValueError(
+            f"{who}: policies is no dict but a {type(policies).__name__}. Pass policies by their names for the table: "
+            f"policies={_by_name(policies)}."
+        )
+    for name in policies:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(
+                f"{who}: policies has the key {name!r} ({type(name).__name__}), and keys are names for the table. One "
+                "policy that is a dict goes by a name, too: policies={'mine': {...}}."
+            )
+    if policies.get(PLAIN) is not None:
+        raise ValueError(
+            f"{who}: policies[{PLAIN!r}] is {policies[PLAIN]!r}, but this is the name of the step without actckpt, "
+            "which always has a row. Give the policy another name."
+        )
+    return {name: policy for name, policy in policies.items() if name != PLAIN}
 
 
-def _forwards(model: torch.nn.Module, policy: Any, blocks: Blocks | None) -> dict[torch.nn.Module, Any]:
+def _by_name(given: Any) -> str:
+    """Return how to write what was given as a dict, for an error."""
+    if isinstance(given, str):
+        return f"{{{given!r}: {given!r}}}"
+    if isinstance(given, Plan):
+        return "{'plan': plan}"
+    if isinstance(given, (list, tuple)) and all(each in (*PRESETS, *_ACTIONS) for each in given):
+        return f"{{{', '.join(f'{each!r}: {each!r}' for each in given)}}}"
+    if isinstance(given, (list, tuple)):
+        return f"{{'keep these': [{', '.join(map(str, given))}]}}"
+    return "{'mine': policy}"
+
+
+def options_of(policy: Any, blocks: Blocks | None, where: str) -> dict[str, Any]:
+    """Return keywords of `apply` for a policy, or of `plan` for a budget.
+
+    A dict with none of these keywords in it is a policy: a table of places.
+
+    Args:
+        where: what has the policy, for errors.
+    Raises:
+        ValueError: it is none.
+    """
+    has_keywords = isinstance(policy, Mapping) and not _KEYWORDS.isdisjoint(policy)
+    options = {"blocks": blocks, **(policy if has_keywords else {"policy": policy})}
+    given = options.get("policy")
+    if "policy" not in options:
+        if unknown := sorted(map(str, options.keys() - _PLAN_OPTIONS)):
+            near = did_you_mean(unknown, sorted(_PLAN_OPTIONS))
+            known = ", ".join(sorted(_PLAN_OPTIONS))
+            raise ValueError(f"{where}: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
+    elif given is not None and not isinstance(given, Plan):
+        try:
+            choice_of(given)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return {name: option for name, option in options.items() if name != "blocks" or option is not None}
+
+
+def _planned(step: Callable[[], object], model: torch.nn.Module, options: dict[str, Any], where: str) -> Plan:
+    """Return the plan for a budget."""
+    try:
+        return plan(step, model=model, **options)
+    except PlanInfeasibleError as error:
+        raise PlanInfeasibleError(f"{where}: {error}", error.smallest_bytes, error.holds) from None
+
+
+def _forwards(model: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any]:
     """Return the forwards that `apply` gives to blocks."""
-    apply(model, **options_of(policy, blocks))
+    apply(model, **options)
     forwards = {block: block.forward for block in applied_blocks(model).values()}
     remove(model)
     return forwards

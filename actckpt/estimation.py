@@ -13,21 +13,27 @@ from actckpt._blocks.applied import applied_blocks
 from actckpt._blocks.choosing import Blocks
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.steps import Step
-from actckpt._estimate.estimating import Figures, Options, Stepper
+from actckpt._estimate.estimating import Figures, Stepper
 from actckpt._estimate.fakes import Fakes
 from actckpt._estimate.targets import Target, named_target
 from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt._text.tables import aligned
 from actckpt.action import Action
-from actckpt.comparison import PLAIN, default_policies, options_of
+from actckpt.comparison import PLAIN, named_policies, options_of
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
-from actckpt.policies import PerOp
+from actckpt.policies import ByName, PerOp
 from actckpt.statistics import uncounted
 
 __all__ = ["Estimate", "EstimatedPolicy", "Target", "estimate"]
 
 _OFFLOADS = (Action.OFFLOAD, Action.PREFER_OFFLOAD, "offload", "prefer_offload")
+
+
+_NOT_SHOWN = (
+    "Tensors without bytes do not show what that does: estimate 'offload' for whole blocks, measure it with "
+    "actckpt.compare, or solve a plan from a table of costs (actckpt.planner.simulate)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +144,9 @@ def estimate(
     Args:
         step: runs forward and backward, without arguments; may run the optimizer. Devices that it names are replaced.
         model: what the step trains; nothing of it is checkpointed. It is neither run nor changed.
-        policies: as in `compare`. What offloads single values (`PerOp` with `"offload"`, `offload_inputs`) is refused.
-            None: `recompute`, `keep matmuls`, and `offload` but for the CPU.
+        policies: as in `compare`, plans that were made among them. What offloads single values (`PerOp` with
+            `"offload"`, `offload_inputs`) and budgets, for which a plan would have to be made, are refused. None:
+            `recompute`, `keep matmuls`, and `offload` but for the CPU.
         target: a name (`Target.named`), or a `Target` with rates of your own.
         blocks: as in `apply`.
         optimizer: whose state counts, also where the step does not run it; several in a list.
@@ -148,7 +155,8 @@ def estimate(
     Raises:
         TypeError: `step` is no function, or `model` is no module.
         ValueError: the target is not known; the step takes arguments, calls no backward, needs the numbers of a tensor
-            (`.item()`, a boolean mask), or runs an optimizer that was not given; a policy offloads single values.
+            (`.item()`, a boolean mask), or runs an optimizer that was not given; `policies` is no dict of policies by
+            name, or one of them is none, offloads single values or is a budget.
         BlocksError: the model has no such blocks, or some are checkpointed already.
     Cost: a step per policy and one more, some tenths of a millisecond per operator, whatever the sizes.
 
@@ -167,24 +175,30 @@ def estimate(
     checked = Step(step, "estimate", model)
     _check(model)
     optimizers = optimizers_of(optimizer, model, "estimate")
+    named = named_policies(policies, "estimate", offloads=not device.is_cpu)
+    options = {name: checked_options(each, blocks, f"estimate: policies[{name!r}]") for name, each in named.items()}
     with uncounted(), Fakes(device) as fakes, Stepper(fakes, device, model, optimizers) as stepper:
         stepper.warm_up(checked)
-        return estimate_with(stepper, checked, device, chosen_policies(policies, device), blocks)
+        return estimate_with(stepper, checked, device, options)
 
 
 def estimate_with(
     stepper: Stepper,
     step: Callable[[], object],
     target: Target,
-    policies: Mapping[str, Any],
-    blocks: Blocks | None,
+    options: Mapping[str, dict[str, Any]],
     progress: Callable[[str], object] = lambda _: None,
 ) -> Estimate:
-    """Return the estimate of a stepper that is warm; `progress` is told which policy runs."""
+    """Return the estimate of a stepper that is warm.
+
+    Args:
+        options: keywords of `apply` by the name of the policy, as `checked_options` gives them.
+        progress: is told which policy runs.
+    """
     figures: dict[str, Figures] = {}
-    for name, policy in {PLAIN: None, **policies}.items():
+    for name, each in {PLAIN: None, **options}.items():
         progress(name)
-        figures[name] = stepper.run(step, None if name == PLAIN else checked_options(name, policy, blocks))
+        figures[name] = stepper.run(step, each)
     plain = figures[PLAIN]
     rows = [
         EstimatedPolicy(
@@ -219,13 +233,6 @@ def _notes(plain: Figures, target: Target) -> tuple[str, ...]:
     )
 
 
-def chosen_policies(policies: Mapping[str, Any] | None, target: Target) -> dict[str, Any]:
-    """Return the policies that are estimated."""
-    if policies is not None:
-        return {name: policy for name, policy in policies.items() if name != PLAIN}
-    return default_policies(offloads=not target.is_cpu)
-
-
 def _check(model: torch.nn.Module) -> None:
     if applied := list(applied_blocks(model)):
         raise BlocksError(
@@ -234,21 +241,30 @@ def _check(model: torch.nn.Module) -> None:
         )
 
 
-def checked_options(name: str, policy: Any, blocks: Blocks | None) -> Options:
+def checked_options(policy: Any, blocks: Blocks | None, where: str) -> dict[str, Any]:
     """Return keywords of `apply` for a policy.
 
+    Args:
+        where: what has the policy, for errors.
     Raises:
-        ValueError: it offloads single values.
+        ValueError: it is none, offloads single values, or is a budget.
     """
-    options = options_of(policy, blocks)
+    options = options_of(policy, blocks, where)
+    if "policy" not in options:
+        raise ValueError(
+            f"{where} is a budget. A plan for it is made of measured times, and tensors without bytes have none: make "
+            "it where the model runs, actckpt.plan(step, model=model, ...), and estimate that plan as a policy."
+        )
     given = options["policy"]
     if given in ("offload", Action.OFFLOAD):
         options.pop("to", None)  # the memory of the host
         return {**options, "policy": "offload"}
-    if _offloads(given) or options.get("offload_inputs"):
-        raise ValueError(_refusal(name))
+    if options.get("offload_inputs"):
+        raise ValueError(f"{where} has offload_inputs, which moves single values. {_NOT_SHOWN}")
+    if _offloads(given):
+        raise ValueError(f"{where} offloads single values. {_NOT_SHOWN}")
     if callable(given) and not isinstance(given, (PerOp, Plan)):
-        options["policy"] = _asked(name, given)
+        options["policy"] = _asked(where, given)
     return options
 
 
@@ -257,24 +273,19 @@ def _offloads(policy: Any) -> bool:
         return policy.moves
     if isinstance(policy, Plan):
         return any(action in _OFFLOADS for block in policy.actions for action in block.values())
+    if isinstance(policy, ByName):
+        return any(action in _OFFLOADS for _, action in policy.actions)
     if isinstance(policy, Mapping):
         return any(action in _OFFLOADS for action in policy.values())
     return isinstance(policy, (str, Action)) and policy in _OFFLOADS
 
 
-def _asked(name: str, policy: Callable[..., Any]) -> Callable[..., Any]:
+def _asked(where: str, policy: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(policy)
     def asked(*args: Any, **kwargs: Any) -> Any:
         answer = policy(*args, **kwargs)
         if "OFFLOAD" in str(answer).upper():
-            raise ValueError(_refusal(name))
+            raise ValueError(f"{where} offloads single values. {_NOT_SHOWN}")
         return answer
 
     return asked
-
-
-def _refusal(name: str) -> str:
-    return (
-        f"estimate: policy {name!r} offloads single values, which tensors without bytes do not show. Estimate "
-        "'offload' for whole blocks, or solve a plan from a table of costs (actckpt.planner.simulate)."
-    )

@@ -371,7 +371,7 @@ def _action(action: Any, what: str) -> Action:
     text = action if isinstance(action, str) else ""
     if what == "policy" and _BUDGET.fullmatch(text):
         keyword = "activation_budget" if text.strip().endswith("%") else "budget"
-        raise ValueError(f"policy={text!r} is a budget. Pass it as one: actckpt.apply(model, {keyword}={text!r}).")
+        raise ValueError(f"policy={text!r} is a budget. Pass {keyword}={text!r} in the place of the policy.")
     if text.endswith(".json") or "/" in text:
         raise ValueError(f"{what}={text!r} is a path. {_of_a_plan_in(text)}")
     if ("." in text or "::" in text) and not text.startswith("Action."):

@@ -87,11 +87,12 @@ class _Command:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from actckpt._text.sizes import parse_bytes
-        from actckpt.estimation import chosen_policies
+        from actckpt.comparison import named_policies
 
         self._args = args
         self._target = _target(args)
-        self._policies = chosen_policies(_policies(args, self._target), self._target)
+        given = _policies(args)
+        self._policies = named_policies(given, "--policy", offloads=not self._target.is_cpu)
         memory = int(self._target.memory_bytes * (1 - _RESERVE))
         self._budget = memory if args.budget is None else parse_bytes(args.budget, what="--budget")
         self._progress = _Progress()
@@ -136,30 +137,33 @@ class _Command:
             ) from None
         return lambda: self._function(self._model, **given)
 
+    def _options(self) -> dict[str, dict[str, Any]]:
+        """Return keywords of `apply` by policy. The script may have defined operators that they name."""
+        from actckpt.estimation import checked_options
+
+        blocks = self._args.blocks
+        return {name: checked_options(each, blocks, f"--policy {name}") for name, each in self._policies.items()}
+
     def estimate(self) -> int:
         """Print the estimate of one size."""
         from actckpt.estimation import estimate_with
 
-        found = estimate_with(
-            self._stepper, self._step(), self._target, self._policies, self._args.blocks, self._progress
-        )
+        found = estimate_with(self._stepper, self._step(), self._target, self._options(), self._progress)
         print(json.dumps(found.as_dict(), indent=1) if self._args.json else found.table())
         return 0
 
     def find(self) -> int:
         """Print the largest size that fits, per policy."""
-        rows = [self._largest(name, policy) for name, policy in {"none": None, **self._policies}.items()]
+        rows = [self._largest(name, options) for name, options in {"none": None, **self._options()}.items()]
         if self._args.json:
             print(json.dumps({"find": self._args.find, "budget_bytes": self._budget, "rows": rows}, indent=1))
         else:
             print(self._table(rows))
         return 0 if any(row["size"] for row in rows) else 1
 
-    def _largest(self, name: str, policy: Any) -> dict[str, Any]:
+    def _largest(self, name: str, options: dict[str, Any] | None) -> dict[str, Any]:
         from actckpt._estimate.largest import largest_that_fits
-        from actckpt.estimation import checked_options
 
-        options = None if policy is None else checked_options(name, policy, self._args.blocks)
         what = self._args.find
         found: dict[int, Any] = {}
 
@@ -193,7 +197,7 @@ def _target(args: argparse.Namespace) -> Any:
     return dataclasses.replace(named_target(args.target), **given)
 
 
-def _policies(args: argparse.Namespace, target: Any) -> dict[str, Any] | None:
+def _policies(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the policies of the command line; None where it names none."""
     from actckpt.comparison import default_policies
 

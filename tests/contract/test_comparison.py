@@ -182,6 +182,62 @@ def test_gradients_of_sparse_embeddings_are_compared_and_put_back() -> None:
     assert torch.equal(embedding.weight.grad.to_dense(), before)
 
 
+def test_a_plan_and_a_budget_have_rows_of_their_own(model: nn.Module) -> None:
+    step = lambda: model(_x()).backward()  # noqa: E731
+    plan = actckpt.plan(step, model=model, activation_budget="60%", race=False)
+    policies = {"plan": plan, "60 %": {"activation_budget": "60%", "race": False}, "all": {"budget": "1GiB"}}
+    found = actckpt.compare(step, model=model, policies=policies, rounds=1)
+    assert [row.name for row in found.rows] == ["none", *policies]
+    assert all(row.same_bits for row in found.rows)
+    none, planned, budgeted, everything = (row.peak_bytes for row in found.rows)
+    assert everything == none
+    assert max(planned, budgeted) <= 0.6 * none + 1024  # shares are rounded up to KiB
+    assert min(planned, budgeted) > found["none"].peak_bytes / 4
+    estimated = actckpt.estimate(step, model=model, policies={"plan": plan}, target="cpu")
+    assert estimated["plan"].peak_bytes == pytest.approx(planned, rel=0.05)
+    with pytest.raises(actckpt.BlocksError):
+        actckpt.remove(model)
+
+
+def test_a_budget_that_nothing_fits_into_is_named(model: nn.Module) -> None:
+    with pytest.raises(actckpt.PlanInfeasibleError, match=r"^compare: policies\['tiny'\]: No plan ") as raised:
+        actckpt.compare(lambda: model(_x()).backward(), model=model, policies={"tiny": {"activation_budget": "1%"}})
+    assert raised.value.smallest_bytes is not None
+    assert str(round(raised.value.smallest_bytes)) in str(raised.value)
+
+
+_MM = torch.ops.aten.mm
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (["recompute", "matmuls"], r"a list\. .*policies=\{'recompute': 'recompute', 'matmuls': 'matmuls'\}\.$"),
+        ([_MM, "aten.bmm"], r"a list\. .*policies=\{'keep these': \[aten\.mm, aten\.bmm\]\}\.$"),
+        ("matmuls", r"a str\. .*policies=\{'matmuls': 'matmuls'\}\.$"),
+        (lambda info: "keep", r"a function\. .*policies=\{'mine': policy\}\.$"),
+        ({_MM: "keep"}, r"the key .*aten\.mm.* goes by a name, too: policies=\{'mine': \{\.\.\.\}\}\.$"),
+        ({1: "recompute"}, r"the key 1 \(int\), and keys are names"),
+        ({" ": "recompute"}, r"the key ' ' \(str\), and keys are names"),
+        ({"none": "recompute"}, r"policies\['none'\] is 'recompute', but this is the name of the step without"),
+        ({"mine": "full"}, r"policies\['mine'\]: policy='full' is not an action\. .* Did you mean 'recompute'\?$"),
+        ({"mine": "40%"}, r"policies\['mine'\]: policy='40%' is a budget\. Pass activation_budget='40%' in"),
+        ({"mine": {"budget": "1GiB", "optimiser": 1}}, r"policies\['mine'\]: unknown option optimiser .*optimizer\?"),
+        ({"ok": "recompute", "mine": {"policy": 3}}, r"policies\['mine'\]: policy=3 is a int"),
+    ],
+)
+def test_policies_that_are_none_are_one_clear_error_before_anything_runs(
+    model: nn.Module, policies: Any, message: str
+) -> None:
+    def step() -> None:
+        pytest.fail("the step ran")
+
+    for who in (actckpt.compare, actckpt.estimate):
+        with pytest.raises(ValueError, match=rf"^{who.__name__}: .*{message}") as raised:
+            who(step, model=model, policies=policies)
+        assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("rounds", [0, -1])
 def test_fewer_rounds_than_one_are_refused(model: nn.Module, rounds: int) -> None:
     with pytest.raises(ValueError, match=f"rounds={rounds}"):

@@ -283,10 +283,31 @@ _OUTSIDE = [nn.Parameter(torch.ones(2))]
         (_masked, {}, r"aten.nonzero.default in the step \(.*test_estimation.py:\d+\) needs the numbers of a tensor"),
         (lambda x: x, {}, "the step is a function that takes arguments"),
         (_backward, {"target": "h10"}, "target='h10' is not known. Pass one of h100, .* Did you mean 'h100'"),
-        (_backward, {"policies": {"mine": {"aten.mm": "offload"}}}, "policy 'mine' offloads single values"),
-        (_backward, {"policies": {"mine": "prefer_offload"}}, "policy 'mine' offloads single values"),
-        (_backward, {"policies": {"mine": lambda info: "offload"}}, "policy 'mine' offloads single values"),
-        (_backward, {"policies": {"mine": {"policy": None, "offload_inputs": True}}}, "policy 'mine' offloads"),
+        (
+            _backward,
+            {"policies": {"mine": {"aten.mm": "offload"}}},
+            r"^estimate: policies\['mine'\] offloads single values\. .*measure it with actckpt\.compare",
+        ),
+        (
+            _backward,
+            {"policies": {"mine": "prefer_offload"}},
+            r"^estimate: policies\['mine'\] offloads single values\. .*measure it with actckpt\.compare",
+        ),
+        (
+            _backward,
+            {"policies": {"mine": lambda info: "offload"}},
+            r"^estimate: policies\['mine'\] offloads single values\. .*measure it with actckpt\.compare",
+        ),
+        (
+            _backward,
+            {"policies": {"mine": {"policy": None, "offload_inputs": True}}},
+            "has offload_inputs, which moves",
+        ),
+        (
+            _backward,
+            {"policies": {"mine": {"activation_budget": "40%"}}},
+            r"policies\['mine'\] is a budget\. .*actckpt\.plan",
+        ),
         (_with_optimizer, {}, r"runs an optimizer \(SGD\) that was not given. Pass it: optimizer="),
     ],
 )
