@@ -43,9 +43,10 @@ _NO_PLAN = (
     "No plan for the budget is made yet, and all blocks are checkpointed: it is made at the second forward with "
     "gradients of the model that was given to apply, for the first 16 kinds of steps, and not under torch.compile."
 )
+_NOT_RUN = "Nothing was recorded: no block has run yet. Run a step, forward and backward."
 _NOTHING_RECORDED = (
-    "Nothing was recorded. Run a step, outside of torch.compile; what 'keep' leaves to autograd, region('keep', "
-    "record=True) records."
+    "Nothing was recorded: policy 'keep' leaves everything to autograd, so that the blocks hold what plain training "
+    "holds (actckpt.region('keep', record=True) shows what); or they ran under torch.compile, or without gradients."
 )
 
 
@@ -235,14 +236,19 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
     """Undo `apply` for every block of `model`.
 
     Returns:
-        The qualified names of the blocks that were checkpointed.
+        The qualified names of the blocks that were checkpointed; where `model` is itself one, the name of its type.
     Raises:
         BlocksError: there are none, or `model` is a shallow copy of the one that was given to `apply`.
     """
     applied = blocks_of(model, "remove")
     check_no_copy(model, applied, "remove")
     unpatch(applied)
-    return tuple(applied)
+    return tuple(_readable(applied))
+
+
+def _readable(applied: dict[str, Any]) -> dict[str, Any]:
+    """Return blocks by names for people: where the model is the block, which has no name, that of its type."""
+    return {name or type(block).__name__: block for name, block in applied.items()}
 
 
 def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int | None = None) -> ModelReport:
@@ -275,7 +281,7 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         raise ValueError(f"report: group_by={group_by!r}. Pass 'operator', 'module' or 'type'.")
     if top is not None and top < 1:
         raise ValueError(f"report: top={top!r}. Pass the number of rows, from 1 on.")
-    applied = blocks_of(model, "report")
+    applied = _readable(blocks_of(model, "report"))
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
     together = {id(module.forward.together): module.forward.together for module in applied.values()}
     idle = dict.fromkeys(operator for blocks in together.values() for operator in blocks.matches.idle())
@@ -304,7 +310,7 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         plan=plan,
         rows=rows_of(model, applied, found, group_by, top),
         group_by=group_by,
-        race_steps_left=max((each.race_steps_left for each in trainings), default=0),
-        note=note if found or note is _NO_PLAN else "" if is_plain else _NOTHING_RECORDED,
+        race_steps_left=None if note is _NO_PLAN else max((each.race_steps_left for each in trainings), default=0),
+        note=note if found or note is _NO_PLAN else "" if is_plain else _NOTHING_RECORDED if ran else _NOT_RUN,
         **sums_of(found),
     )

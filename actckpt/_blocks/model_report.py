@@ -71,13 +71,22 @@ class ModelReport:
     note: str = ""
     #: Of `apply(budget=...)` and `apply(policy=plan)`; None: not made yet, or another policy.
     plan: Plan | None = None
-    #: In so many more steps plans take turns, `plan` is one of them, and then the fastest stays; 0: none do.
-    race_steps_left: int = 0
+    #: In so many more steps plans take turns, `plan` is one of them, and then the fastest stays; 0: none do; None: a
+    #: budget was given, and no plan is made yet.
+    race_steps_left: int | None = 0
+
+    @property
+    def kept_share(self) -> float | None:
+        """What blocks hold at the end of the forward, of what plain training holds there.
+
+        None: nothing was recorded, and `note` says why (`policy="keep"` leaves everything to autograd, unseen).
+        """
+        return self.kept_bytes / self.plain_bytes if self.plain_bytes else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
         fields = dataclasses.asdict(dataclasses.replace(self, plan=None))
-        return {**fields, "plan": None if self.plan is None else self.plan.to_dict()}
+        return {**fields, "kept_share": self.kept_share, "plan": None if self.plan is None else self.plan.to_dict()}
 
     def table(self) -> str:
         """Return a text for people."""
@@ -88,9 +97,9 @@ class ModelReport:
         if self.operators_not_run:
             lines.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
         if self.rows:
+            share = "-" if self.kept_share is None else f"{100 * self.kept_share:.0f} %"
             header = (self.group_by, "blocks", "values", "of plain", "kept", "offloaded", "recomputed", "replays")
             lines.append(aligned([header, *map(_cells, self.rows)], left=1))
-            share = f"{100 * self.kept_bytes / max(self.plain_bytes, 1):.0f} %"
             lines.append(
                 f"held at the end of the forward: {format_bytes(self.kept_bytes)}, {share} of the "
                 f"{format_bytes(self.plain_bytes)} of plain training"

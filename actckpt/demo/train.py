@@ -92,7 +92,7 @@ def train(
         digests = {name: _digest(parameter) for name, parameter in model.named_parameters()}
         found = report(model) if applied_blocks(model) else None
         if found is not None and found.plan is not None and (found.race_steps_left or found.plan.race):
-            for _ in range(found.race_steps_left):
+            for _ in range(found.race_steps_left or 0):
                 on_race()
                 _timed_step(model, optimizer, *next(source))
             seconds = [_timed_step(model, optimizer, *next(source))[1] for _ in range(settings.steps)]

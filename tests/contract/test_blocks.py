@@ -544,7 +544,7 @@ def test_a_copy_of_one_block_knows_of_no_others(way: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # three of four blocks did not run, it said
         copied(x).sum().backward()
-    assert actckpt.report(copied).blocks_ran == ("",)
+    assert actckpt.report(copied).blocks_ran == (type(copied).__name__,)
     assert not any(actckpt.report(model).blocks_ran)
 
 

@@ -194,6 +194,36 @@ def test_names_are_those_of_the_model_also_where_a_block_is_called_alone_or_some
     assert {"layers.0-3", "layers.0-3.up"} < inside
 
 
+def test_where_nothing_was_recorded_the_report_says_why_and_has_no_share() -> None:
+    model = Model()
+    actckpt.apply(model, policy="keep")
+    before = actckpt.report(model)
+    assert before.kept_share is None and before.as_dict()["kept_share"] is None
+    assert "no block has run yet. Run a step" in str(before)
+    _held(model)
+    found = actckpt.report(model)
+    assert found.kept_share is None and "policy 'keep' leaves everything to autograd" in str(found)
+    actckpt.remove(model)
+    actckpt.apply(model)
+    _held(model)
+    found = actckpt.report(model)
+    assert found.kept_share == found.kept_bytes / found.plain_bytes
+    assert f"{100 * found.kept_share:.0f} % of the" in str(found)
+
+
+def test_a_block_by_itself_goes_by_the_name_of_its_type() -> None:
+    model = Model()
+    actckpt.apply(model)
+    _held(model)
+    block = model.layers[1]
+    name = type(block).__name__
+    found = actckpt.report(block, group_by="module")
+    assert found.blocks_patched == found.blocks_ran == (name,)
+    assert name in {row.name for row in found.rows} and all(row.name for row in found.rows)
+    assert actckpt.remove(block) == (name,)
+    assert len(actckpt.remove(model)) == len(model.layers) - 1
+
+
 def test_the_first_step_is_recorded_and_the_one_after_each_report() -> None:
     model = Model()
     actckpt.apply(model)
