@@ -7,6 +7,7 @@ imported when it runs, so that `--help` and mistakes answer at once.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -108,8 +109,9 @@ def _run_demo(args: argparse.Namespace) -> int:
     try:
         return run_demo(demo)
     except PlanInfeasibleError as error:
-        print(f"actckpt demo: {error}", file=sys.stderr)
-        return 2
+        least = "" if error.smallest_bytes is None else f" Try --activation-budget {_in_kib(error.smallest_bytes)}."
+        print(f"actckpt demo: {error}{least}", file=sys.stderr)
+        return EXIT_USAGE
     except MemoryError as error:
         fail(str(error))
 
@@ -192,6 +194,11 @@ def _run_plan(args: argparse.Namespace) -> int:
     except (ImportError, ValueError, OSError) as error:
         args.fail(str(error))
     return 0
+
+
+def _in_kib(nbytes: float) -> str:
+    """Return a size that is no less, as the command line takes it."""
+    return f"{math.ceil(nbytes / 2**10)}KiB"
 
 
 def _whole_number(text: str) -> int:

@@ -26,11 +26,13 @@ class Method:
         name: what the user types and the table shows.
         description: one line.
         apply: changes a model that nobody else uses, before its first step.
+        may_not_fit: it may say that what was asked for cannot be, and so runs before all others.
     """
 
     name: str
     description: str
     apply: Callable[[LanguageModel], None]
+    may_not_fit: bool = False
 
 
 def _keep_everything(model: LanguageModel) -> None:
@@ -127,7 +129,8 @@ def budgeted(activation_budget: str) -> Method:
 
         actckpt.apply(model, blocks=Block, activation_budget=activation_budget)
 
-    return Method("budget", f"find the fastest plan for {activation_budget} of activations", apply)
+    description = f"find the fastest plan for {activation_budget} of activations"
+    return Method("budget", description, apply, may_not_fit=True)
 
 
 REFERENCE = Method("none", "keep every activation", _keep_everything)

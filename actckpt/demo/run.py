@@ -86,6 +86,7 @@ def run_demo(demo: Demo) -> int:
 
     Raises:
         MemoryError: the model or its activations do not fit.
+        PlanInfeasibleError: no plan fits the budget; before anything but its first step ran.
     """
     console, errors = Console(), Console(stderr=True, soft_wrap=True)
     settings, folder = demo.settings, demo.settings.out
@@ -126,13 +127,14 @@ def run_demo(demo: Demo) -> int:
 
 
 def _train_all(demo: Demo, console: Console) -> list[MethodResult]:
-    results = []
+    found: dict[str, MethodResult] = {}
+    in_turn = sorted(demo.methods, key=lambda method: not method.may_not_fit)
     steps = demo.settings.steps
-    with (Bars if console.is_terminal else Lines)(demo.methods, steps, console) as progress:
-        for method in demo.methods:
+    with (Bars if console.is_terminal else Lines)(in_turn, steps, console) as progress:
+        for method in in_turn:
             progress.begin(method)
             with _explained_out_of_memory(method, demo):
-                result = train(
+                found[method.name] = train(
                     method,
                     demo.settings,
                     text=demo.text,
@@ -140,8 +142,7 @@ def _train_all(demo: Demo, console: Console) -> list[MethodResult]:
                     on_step=progress.step,
                     on_race=progress.race,
                 )
-            results.append(result)
-    return results
+    return [found[method.name] for method in demo.methods]
 
 
 def _find_device(name: str) -> torch.device:

@@ -79,7 +79,7 @@ def test_a_budget_that_nothing_fits_into_is_one_line_too(
 
     monkeypatch.setattr("actckpt.demo.run.run_demo", too_small)
     assert cli.main(["demo", *TOY, "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "actckpt demo: No plan fits into 1 B\n"
+    assert capsys.readouterr().err == "actckpt demo: No plan fits into 1 B Try --activation-budget 1KiB.\n"
 
 
 def test_an_interrupt_ends_without_a_traceback(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from actckpt import cli
 from actckpt._budget import turns
 from actckpt._core import devices
 from actckpt.demo import run as demo_run
@@ -75,6 +78,31 @@ def test_a_budget_shows_plan_prediction_race_and_what_was_measured(
     assert 30 < results["budget"]["saved_percent"] < 75
     with pytest.raises(ValueError, match="activation_budget='lots' is not a size"):
         prepare_demo(_toy(tmp_path, activation_budget="lots"))
+
+
+def test_a_budget_that_is_too_small_says_so_before_any_other_method_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+
+    def noted(method: Method, *args: Any, **kwargs: Any) -> MethodResult:
+        trained.append(method.name)
+        return train(method, *args, **kwargs)
+
+    monkeypatch.setattr(demo_run, "train", noted)
+    words = ["demo", *"--steps=2 --layers=3 --dim=64 --heads=2 --seq=64 --batch=2 --device=cpu --no-plot".split()]
+    words += ["--out", str(tmp_path), "--methods", "none", "--activation-budget"]
+    assert cli.main([*words, "1%"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and trained == ["budget"]
+    line = told.err.splitlines()[-1]
+    assert line.startswith("actckpt demo: No plan fits into ") and "(activation_budget='1%')" in line
+    smallest = re.fullmatch(r".* Try --activation-budget (\d+KiB)\.", line)
+    assert smallest is not None
+    assert cli.main([*words, smallest[1]]) == 0
+    assert trained == ["budget", "budget", "none"]
+    results = json.loads((tmp_path / "demo.json").read_text())["results"]
+    assert [result["method"] for result in results] == ["none", "budget"]
 
 
 def test_a_wrong_method_fails_loudly_with_method_step_and_both_losses_in_hex(
