@@ -7,13 +7,17 @@ imported when it runs, so that `--help` and mistakes answer at once.
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from actckpt._commands.messages import explained_choice, not_read, reason, slow
 from actckpt._version import __version__
 
 if TYPE_CHECKING:
@@ -23,13 +27,23 @@ __all__ = ["main"]
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+#: As of programs that a signal ends: the reader of a pipe went away.
+EXIT_BROKEN_PIPE = 141
+
+_FIRST_STEPS = """\
+first steps:
+  actckpt demo                                  what each method saves and costs, on a small model
+  actckpt demo --activation-budget 30%          the same, with the fastest plan that fits into that
+  actckpt estimate script.py --find batch       the largest batch that fits on a device that is not here
+In Python: actckpt.apply(model, budget="70GiB"); docs/budgets.md says how. actckpt COMMAND --help has all options.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
     """Answers a mistake with one line instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        one_line = " ".join(message.split())
+        one_line = explained_choice(" ".join(message.split()))
         end = "" if one_line.endswith("?") else "."
         self.exit(EXIT_USAGE, f"{self.prog}: error: {one_line.rstrip('.')}{end} See {self.prog} --help.\n")
 
@@ -43,15 +57,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. Usage errors leave through `SystemExit` with status 2.
     """
-    parser = _Parser(prog="actckpt", description="Activation checkpointing and offloading for PyTorch.")
+    parser = _Parser(
+        prog="actckpt",
+        description="Activation checkpointing and offloading for PyTorch.",
+        epilog=_FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add_command in _COMMANDS:
         add_command(commands)
-    args = parser.parse_args(argv)
+    args, not_known = parser.parse_known_args(argv)
+    if not_known:
+        args.parser.error(not_read(not_known, re.findall(r"--[\w-]+", args.parser.format_help())))
     run: Callable[[argparse.Namespace], int] = args.run
     try:
-        return run(args)
+        status = run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
+        return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print("actckpt: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -66,7 +92,7 @@ def _add_demo(commands: _Commands) -> None:
         help="train a small language model with every method; compare time, memory and bits",
         description="Train a small byte-level language model on the source of Python's standard library with "
         "each method, check that all losses are equal bit for bit, and compare step time and peak activation "
-        "memory. Exit status: 0 equal, 1 different, 2 bad arguments.",
+        "memory. Exit status: 0 equal, 1 different, 2 bad arguments, or no plan fits the budget.",
         epilog="methods: " + "; ".join(f"{method.name} ({method.description})" for method in METHODS),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -85,18 +111,28 @@ def _add_demo(commands: _Commands) -> None:
     option = parser.add_argument
     option("--dropout", type=_number, default=default.dropout, metavar="P", help="probability, below 1")
     option("--device", default=default.device, help="auto (the GPU where there is one), cpu, or a GPU: cuda, cuda:N")
-    budget_help = "find a plan for this budget, too: 30%%, 50MiB"
+    budget_help = (
+        "train with the fastest plan that fits, too: 30%% of what plain training makes, or 50MiB (default: none)"
+    )
     option("--activation-budget", default=argparse.SUPPRESS, metavar="SIZE", help=budget_help)
-    option("--methods", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="see below (default: all)")
+    option(
+        "--methods",
+        nargs="+",
+        action="extend",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="see below (default: all)",
+    )
     option("--out", type=Path, default=default.out, metavar="DIR", help="folder for demo.json and memory.png")
+    option("--json", action="store_true", default=argparse.SUPPRESS, help="print demo.json instead of the table")
     option("--no-plot", dest="plot", action="store_false", default=argparse.SUPPRESS, help="draw no picture")
-    parser.set_defaults(run=_run_demo, fail=parser.error)
+    parser.set_defaults(run=_run_demo, parser=parser)
 
 
 def _run_demo(args: argparse.Namespace) -> int:
     from actckpt.demo.settings import DemoSettings
 
-    fail: Callable[[str], NoReturn] = args.fail
+    fail: Callable[[str], NoReturn] = args.parser.error
     given = {field.name: getattr(args, field.name) for field in fields(DemoSettings) if hasattr(args, field.name)}
     try:
         settings = DemoSettings(**{**given, "methods": tuple(given.get("methods", ()))})
@@ -105,7 +141,7 @@ def _run_demo(args: argparse.Namespace) -> int:
 
         demo = prepare_demo(settings)
     except (ValueError, OSError) as error:
-        fail(str(error))
+        fail(reason(error).replace("activation_budget=", "--activation-budget "))
     try:
         return run_demo(demo)
     except PlanInfeasibleError as error:
@@ -113,7 +149,7 @@ def _run_demo(args: argparse.Namespace) -> int:
         print(f"actckpt demo: {error}{least}", file=sys.stderr)
         return EXIT_USAGE
     except MemoryError as error:
-        fail(str(error))
+        fail(reason(error))
 
 
 def _add_doctor(commands: _Commands) -> None:
@@ -125,7 +161,8 @@ def _add_doctor(commands: _Commands) -> None:
     )
     parser.add_argument("--no-measure", dest="measure", action="store_false", help="measure no bandwidth")
     parser.add_argument("--spill-dir", metavar="DIR", help="folder of the spill file (default: TMPDIR)")
-    parser.set_defaults(run=_run_doctor, fail=parser.error)
+    parser.add_argument("--json", action="store_true", help="print a JSON object of findings by topic")
+    parser.set_defaults(run=_run_doctor, parser=parser)
 
 
 def _run_doctor(args: argparse.Namespace) -> int:
@@ -136,9 +173,15 @@ def _run_doctor(args: argparse.Namespace) -> int:
         try:
             configure(spill_dir=args.spill_dir)
         except ValueError as error:
-            args.fail(str(error))
-    for topic, finding in examine(measure=args.measure):
-        print(f"{topic:<24}{finding}", flush=True)
+            args.parser.error(reason(error))
+    found = {}
+    with slow("actckpt doctor", "measuring, a few seconds in all (--no-measure leaves that out)"):
+        for topic, finding in examine(measure=args.measure):
+            found[topic] = finding
+            if not args.json:
+                print(f"{topic:<24}{finding}", flush=True)
+    if args.json:
+        print(json.dumps(found, indent=1))
     return 0
 
 
@@ -156,43 +199,46 @@ def _add_plan(commands: _Commands) -> None:
     option("--json", action="store_true", help="print the plan as JSON instead of words")
     option("--save", type=Path, metavar="FILE", help="write the plan to a JSON file")
     option("--plot", type=Path, metavar="FILE", help="draw time against memory, and the step, as PNG or SVG")
-    parser.set_defaults(run=_run_plan, fail=parser.error)
+    parser.set_defaults(run=_run_plan, parser=parser)
 
 
 def _run_plan(args: argparse.Namespace) -> int:
-    import json
-
     from actckpt import planner
 
     try:
         content = json.loads(args.file.read_text(encoding="utf-8"))
     except OSError as error:
-        args.fail(str(error))
+        args.parser.error(reason(error))
     except ValueError as error:
-        args.fail(f"{args.file} is no JSON: {error}")
+        args.parser.error(f"{args.file} is no JSON: {error}")
     try:
         if isinstance(content, dict) and "plan_version" in content:
             if args.budget is not None:
-                args.fail(f"{args.file} is a plan, which has a budget. Leave --budget out, or pass a table of costs")
+                args.parser.error(
+                    f"{args.file} is a plan, which has a budget. Leave --budget out, or pass a table of costs"
+                )
             plan = planner.Plan.from_dict(content)
         elif args.budget is None:
-            args.fail(f"{args.file} is a table of costs. Pass --budget, for example --budget 24GiB")
+            args.parser.error(f"{args.file} is a table of costs. Pass --budget, for example --budget 24GiB")
         else:
-            plan = planner.solve(planner.CostTable.from_json(args.file), budget=args.budget)
+            with slow("actckpt plan", "finding the fastest plan"):
+                plan = planner.solve(planner.CostTable.from_json(args.file), budget=args.budget)
     except planner.PlanInfeasibleError as error:
         print(f"actckpt plan: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        args.fail(str(error))
+        args.parser.error(reason(error))
     try:
         if args.save is not None:
             plan.save(args.save)
-        print(json.dumps(plan.to_dict(), indent=1) if args.json else f"{plan.explain()}\n\n{plan.table()}")
+        with slow("actckpt plan", "explaining it, with plans for other budgets"):
+            text = json.dumps(plan.to_dict(), indent=1) if args.json else f"{plan.explain()}\n\n{plan.table()}"
+        print(text)
         if args.plot is not None:
             print(f"drawing {args.plot} ...", file=sys.stderr)
             plan.plot(args.plot)
     except (ImportError, ValueError, OSError) as error:
-        args.fail(str(error))
+        args.parser.error(reason(error))
     return 0
 
 

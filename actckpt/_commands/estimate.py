@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from actckpt._commands.messages import reason, unexpected
+
 __all__ = ["add_estimate"]
 
 _QUIET_SECONDS = 2.0
@@ -49,25 +51,48 @@ def add_estimate(commands: Any, whole_number: Callable[[str], int], number: Call
         action="append",
         metavar="NAME",
         help="as in actckpt.apply: recompute, matmuls, attention, offload, ...; or aten.mm,aten.bmm,...: "
-        "operators whose results are kept; may be repeated (default: recompute, keep matmuls, offload)",
+        "operators whose results are kept; or plan.json, which Plan.save wrote; may be repeated (default: recompute, "
+        "keep matmuls, offload)",
     )
     option("--blocks", nargs="+", metavar="NAME", help="qualified names of blocks, also with wildcards")
     option("--find", choices=("batch", "seq"), help="find the largest one that fits the budget")
-    option("--budget", metavar="SIZE", help="with a unit: 70GiB (default: the target's memory less 5 %%)")
+    option("--budget", metavar="SIZE", help="for --find, with a unit: 70GiB (default: the target's memory less 5 %%)")
     option("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=_run, fail=parser.error)
+    parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from actckpt.errors import ActckptError
-
     try:
+        _check(args)
         command = _Command(args)
         with command.prepared():
             return command.find() if args.find else command.estimate()
-    except (ValueError, OSError, ActckptError) as error:
-        args.fail(str(error))
-        raise AssertionError from error  # fail does not return
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        from actckpt.errors import ActckptError
+
+        raised = unexpected(error, str(args.script))
+        if raised is None and not isinstance(error, (ValueError, OSError, ActckptError)):
+            raise
+        args.parser.error(raised or reason(error))
+        raise AssertionError from error  # it does not return
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise where an option would be ignored, or is no size."""
+    for name in ("batch", "seq"):
+        if (size := getattr(args, name)) is not None and size < 1:
+            raise ValueError(f"--{name} is {size}, but must be at least 1.")
+        if size is not None and args.find == name:
+            raise ValueError(f"--{name} {size} beside --find {name}, which looks for it. Leave one of them out.")
+    if args.budget is not None and args.find is None:
+        raise ValueError(
+            f"--budget {args.budget} limits what --find looks for. Add --find batch or --find seq, or leave it out: "
+            "without --find the estimate is the same for each budget."
+        )
+    if args.budget is not None and args.budget.strip()[-1:].isdigit():
+        raise ValueError(f"--budget {args.budget} has no unit. Pass a size like {args.budget.strip()}GiB.")
 
 
 class _Progress:
@@ -199,18 +224,23 @@ def _target(args: argparse.Namespace) -> Any:
 
 def _policies(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the policies of the command line; None where it names none."""
-    from actckpt.comparison import default_policies
+    from actckpt.comparison import PLAIN, default_policies
 
     if args.policy is None:
         return None
     known = default_policies(offloads=True)
-    return {name: known[name] if name in known else _policy(name) for name in args.policy}
+    given = dict.fromkeys(args.policy)
+    given.pop(PLAIN, None)  # which always has a row
+    return {name: known[name] if name in known else _policy(name) for name in given}
 
 
 def _policy(name: str) -> Any:
-    """Return a policy by its name, or a list of operators to keep."""
+    """Return a policy by its name, a list of operators to keep, or a plan from its file."""
+    from actckpt.planner.plans import Plan
     from actckpt.policies import choice_of
 
+    if name.endswith(".json"):
+        return Plan.load(name)
     if "." in name or "," in name:  # known once the script has run: it may define them
         return [op.strip() for op in name.split(",")]
     choice_of(name)  # raises if it is none
@@ -221,6 +251,8 @@ def _load(path: Path) -> dict[str, Any]:
     """Run a script and return what it defines."""
     if not path.is_file():
         raise ValueError(f"{path} is no file. Pass a Python script that defines model() and step(model, ...).")
+    if path.suffix == ".json":
+        raise ValueError(f"{path} is no Python script. To show a plan: actckpt plan {path}; to estimate it: --policy.")
     sys.path.insert(0, str(path.resolve().parent))
     try:
         script = runpy.run_path(str(path), run_name="__actckpt__")

@@ -19,7 +19,7 @@ from actckpt._version import __version__
 from actckpt.demo.settings import DemoSettings
 from actckpt.demo.train import MethodResult
 
-__all__ = ["describe_plan", "describe_run", "draw_picture", "make_table", "write_json"]
+__all__ = ["as_json", "describe_plan", "describe_run", "draw_picture", "make_table"]
 
 _MIB = 2**20
 _NO_RACE = "\nNo race: each simple choice that fits is predicted to be slower by 3 % of a step or more."
@@ -74,18 +74,16 @@ def make_table(results: Sequence[MethodResult], *, title: str) -> Table:
     return table
 
 
-def write_json(
-    path: Path,
+def as_json(
     results: Sequence[MethodResult],
     *,
     settings: DemoSettings,
     device: torch.device,
     differences: Sequence[str],
-) -> None:
-    """Write everything but the timelines; losses also in hex, which loses no bit.
+) -> str:
+    """Return everything but the timelines; losses also in hex, which loses no bit.
 
     Args:
-        path: of the file.
         results: the reference first.
         settings: as the user gave them.
         device: the one that was used.
@@ -103,9 +101,9 @@ def write_json(
         },
         "equal": not differences,
         "differences": list(differences),
-        "results": [_as_json(result, results[0]) for result in results],
+        "results": [_result(result, results[0]) for result in results],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="ascii")
+    return json.dumps(content, indent=2) + "\n"
 
 
 def draw_picture(path: Path, results: Sequence[MethodResult], *, title: str) -> None:
@@ -113,7 +111,7 @@ def draw_picture(path: Path, results: Sequence[MethodResult], *, title: str) -> 
     plot_timelines({result.method: result.memory.timeline for result in results}, title=title, path=path)
 
 
-def _as_json(result: MethodResult, reference: MethodResult) -> dict[str, Any]:
+def _result(result: MethodResult, reference: MethodResult) -> dict[str, Any]:
     every_digest = "".join(result.digests.values())
     return {
         "method": result.method,
@@ -125,6 +123,7 @@ def _as_json(result: MethodResult, reference: MethodResult) -> dict[str, Any]:
         "losses_hex": [loss.hex() for loss in result.losses],
         "step_ms": [seconds * 1e3 for seconds in result.step_seconds],
         "parameters_sha256": hashlib.sha256(every_digest.encode("ascii")).hexdigest(),
+        "plan": None if result.plan is None else result.plan.to_dict(),
     }
 
 

@@ -17,7 +17,7 @@ from actckpt._core import devices
 from actckpt.demo.comparison import find_differences
 from actckpt.demo.data import batches, read_text
 from actckpt.demo.methods import Method, budgeted, choose_methods
-from actckpt.demo.output import describe_plan, describe_run, draw_picture, make_table, write_json
+from actckpt.demo.output import as_json, describe_plan, describe_run, draw_picture, make_table
 from actckpt.demo.progress import Bars, Lines
 from actckpt.demo.settings import DemoSettings
 from actckpt.demo.train import MethodResult, train
@@ -88,8 +88,7 @@ def run_demo(demo: Demo) -> int:
         MemoryError: the model or its activations do not fit.
         PlanInfeasibleError: no plan fits the budget; before anything but its first step ran.
     """
-    console, errors = Console(), Console(stderr=True, soft_wrap=True)
-    settings, folder = demo.settings, demo.settings.out
+    errors = Console(stderr=True, soft_wrap=True)
     with _repeatable(demo.device):
         results = _train_all(demo, errors)
         differences = find_differences(results)
@@ -99,31 +98,54 @@ def run_demo(demo: Demo) -> int:
                 errors.print(f"NOTE: {_UNSTEADY}", style="bold", highlight=False)
                 results[:1] = again
                 differences = find_differences(results)
-    title = describe_run(settings, demo.device)
-    console.print(make_table(results, title=title))
+    content = as_json(results, settings=demo.settings, device=demo.device, differences=differences)
+    files = _write(demo, results, content, errors)  # before anything is printed, to where nobody may read it
+    for message in differences:
+        errors.print(f"FAILED: {message}", style="bold red", highlight=False, markup=False)
+    if demo.settings.json:
+        print(content, end="")
+    else:
+        _show(demo, results, files, is_equal=not differences)
+    return EXIT_DIFFERENT if differences else EXIT_EQUAL
+
+
+def _write(demo: Demo, results: list[MethodResult], content: str, errors: Console) -> list[Path]:
+    """Write the JSON file and the picture; return which files there are."""
+    files = [demo.settings.out / "demo.json"]
+    files[0].write_text(content, encoding="ascii")
+    if demo.settings.plot:
+        try:
+            draw_picture(demo.settings.out / "memory.png", results, title=describe_run(demo.settings, demo.device))
+            files.append(demo.settings.out / "memory.png")
+        except ImportError:
+            errors.print("No picture: matplotlib is not installed; pip install 'actckpt\\[plot]' brings it.")
+    return files
+
+
+def _show(demo: Demo, results: list[MethodResult], files: list[Path], *, is_equal: bool) -> None:
+    """Print the table, the plan if there is one, and what was written."""
+    console = _Console()
+    console.print(make_table(results, title=describe_run(demo.settings, demo.device)))
     for result in results:
         if result.plan is not None:
             console.print(describe_plan(result, results[0], demo.device), soft_wrap=True, highlight=False, markup=False)
-    files = [folder / "demo.json"]
-    write_json(files[0], results, settings=settings, device=demo.device, differences=differences)
-    if settings.plot:
-        try:
-            draw_picture(folder / "memory.png", results, title=title)
-            files.append(folder / "memory.png")
-        except ImportError:
-            errors.print("No picture: matplotlib is not installed; pip install 'actckpt\\[plot]' brings it.")
     console.print(f"Wrote {' and '.join(str(file) for file in files)}.", soft_wrap=True, highlight=False)
-    for message in differences:
-        errors.print(f"FAILED: {message}", style="bold red", highlight=False, markup=False)
-    if differences:
-        return EXIT_DIFFERENT
-    console.print(
-        f"Equal bit for bit: the losses of all {settings.steps} steps and every parameter after them, "
-        f"with {len(results)} methods.",
-        soft_wrap=True,
-        highlight=False,
-    )
-    return EXIT_EQUAL
+    if is_equal:
+        console.print(
+            f"Equal bit for bit: the losses of all {demo.settings.steps} steps and every parameter after them, "
+            f"with {len(results)} methods.",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+class _Console(Console):
+    """Leaves a reader of its output that goes away to the command line, which knows the exit status for it."""
+
+    def on_broken_pipe(self) -> None:
+        """Return, so that the caller raises."""
+        self.quiet = True
+        raise BrokenPipeError
 
 
 def _train_all(demo: Demo, console: Console) -> list[MethodResult]:

@@ -27,6 +27,7 @@ class DemoSettings:
         methods: names in the registry of methods; empty means all.
         out: directory for the JSON file and the picture.
         plot: whether to draw the picture.
+        json: whether to print the JSON file instead of the table.
 
     Raises:
         ValueError: a value is out of range, or `dim` cannot be divided among the heads.
@@ -45,6 +46,7 @@ class DemoSettings:
     methods: tuple[str, ...] = ()
     out: Path = Path("demo-out")
     plot: bool = True
+    json: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "layers", "dim", "heads", "seq", "batch"):

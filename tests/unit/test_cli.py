@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from actckpt import __main__, cli
+from actckpt import Plan, __main__, cli
+from actckpt._commands import messages
 from actckpt.errors import PlanInfeasibleError
 
 _TOY_SIZES = {"steps": 2, "layers": 2, "dim": 16, "heads": 2, "seq": 16, "batch": 2}
@@ -22,6 +26,17 @@ TOY = [*(f"--{name}={value}" for name, value in _TOY_SIZES.items()), "--device=c
     [
         ("", "COMMAND"),
         ("dmo", "'dmo'"),
+        ("dmo", "Did you mean demo?"),
+        (
+            "demo --activaton-budget 30%",
+            "unknown option --activaton-budget. Did you mean --activation-budget? See actckpt demo",
+        ),
+        ("demo --budget 30%", "unknown option --budget. Did you mean --activation-budget?"),
+        ("plan costs.json --bugdet=3GiB", "unknown option --bugdet. Did you mean --budget? See actckpt plan --help"),
+        ("estimate script.py --polcy keep", "unknown option --polcy. Did you mean --policy?"),
+        ("doctor everything", "unexpected everything: it stands for no option and no argument"),
+        ("plan no/such.json", "error: no/such.json: No such file or directory. See"),
+        ("demo --activation-budget 40", "--activation-budget '40' has no unit. Pass a percentage like '40%'"),
         ("demo --steps 0", "--steps is 0"),
         ("demo --steps many", "--steps: 'many' is not a whole number"),
         ("demo --layers 1.5", "--layers: '1.5' is not a whole number"),
@@ -54,7 +69,7 @@ def test_help_documents_every_option_with_its_default(capsys: pytest.CaptureFixt
     text = " ".join(capsys.readouterr().out.split())
     for option in (*_TOY_SIZES, "dropout", "seed", "device", "methods", "out", "no-plot", "activation-budget"):
         assert f"--{option}" in text
-    assert text.count("(default: ") == 11  # all but the last two
+    assert text.count("(default: ") == 12  # all but two
     assert "torch-checkpoint (recompute each block with torch.utils.checkpoint)" in text
 
 
@@ -82,6 +97,61 @@ def test_a_budget_that_nothing_fits_into_is_one_line_too(
     assert capsys.readouterr().err == "actckpt demo: No plan fits into 1 B Try --activation-budget 1KiB.\n"
 
 
+def test_methods_may_be_given_several_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[str] = []
+
+    def note(demo: Any) -> int:
+        given.extend(method.name for method in demo.methods)
+        return 0
+
+    monkeypatch.setattr("actckpt.demo.run.run_demo", note)
+    words = ["--methods", "none", "torch-checkpoint", "--methods", "keep-matmuls"]
+    assert cli.main(["demo", *TOY, "--out", str(tmp_path), *words]) == 0
+    assert given == ["none", "torch-checkpoint", "keep-matmuls"]
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "actckpt", "doctor", "--no-measure"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    os.close(write)
+    assert done.stderr == "" and done.returncode == cli.EXIT_BROKEN_PIPE
+
+
+def test_a_demo_whose_reader_goes_away_has_written_its_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "actckpt", "demo", *TOY, "--methods", "none", "--out", str(tmp_path)]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    os.close(write)
+    assert "Traceback" not in done.stderr and done.returncode == cli.EXIT_BROKEN_PIPE
+    assert json.loads((tmp_path / "demo.json").read_text())["equal"] is True
+
+
+def test_json_of_the_demo_and_of_the_doctor_is_all_that_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--json", "--methods", "none", "--activation-budget", "100%", "--out", str(tmp_path)]
+    assert cli.main(["demo", *TOY, *words]) == 0
+    out = capsys.readouterr().out
+    assert out == (tmp_path / "demo.json").read_text()
+    none, budget = json.loads(out)["results"]
+    assert none["plan"] is None and Plan.from_dict(budget["plan"]).overhead_seconds == 0.0
+    assert cli.main(["doctor", "--no-measure", "--json"]) == 0
+    assert {"actckpt", "torch", "spill folder"} <= set(json.loads(capsys.readouterr().out))
+
+
+def test_what_takes_longer_says_what_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(messages, "_QUIET_SECONDS", 0.05)
+    with messages.slow("actckpt plan", "thinking"):
+        time.sleep(0.5)
+    with messages.slow("actckpt plan", "at once"):
+        pass
+    time.sleep(0.2)
+    assert capsys.readouterr().err == "actckpt plan: thinking ...\n"
+
+
 def test_an_interrupt_ends_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -105,7 +175,10 @@ def test_python_dash_m_runs_the_demo(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "demo.json").read_text())["equal"] is True
 
 
-@pytest.mark.parametrize("name", ["cli.py", "__main__.py", "demo/__init__.py", "demo/settings.py", "demo/methods.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["cli.py", "__main__.py", "demo/__init__.py", "demo/settings.py", "demo/methods.py", "_commands/messages.py"],
+)
 def test_what_help_needs_imports_nothing_heavy(name: str) -> None:
     tree = ast.parse((Path(cli.__file__).parent / name).read_text())
     late = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import actckpt
 from actckpt import cli
 
 _SCRIPT = """
@@ -94,6 +95,16 @@ def test_nothing_fits_and_says_so(script: str, capsys: pytest.CaptureFixture[str
         (_SCRIPT, "--bandwidth 0", "memory_bytes_per_s=0.0 is not a rate"),
         (_SCRIPT, "--link much", "--link: 'much' is not a number"),
         (_SCRIPT, "--find width", "invalid choice: 'width'"),
+        (_SCRIPT, "--batch 0", "--batch is 0, but must be at least 1"),
+        (_SCRIPT, "--seq -4", "--seq is -4, but must be at least 1"),
+        (_SCRIPT, "--budget 70GiB", "Add --find batch or --find seq"),
+        (_SCRIPT, "--find batch --batch 7", "--batch 7 beside --find batch"),
+        (_SCRIPT, "--find batch --budget 40", "--budget 40 has no unit. Pass a size like 40GiB"),
+        ("import nothing_like_it", "", "script.py:1: ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("def model(:", "", "script.py:1: SyntaxError"),
+        (_SCRIPT + "    undefined()", "", "script.py:15: NameError: name 'undefined' is not defined"),
+        (_SCRIPT.replace("seq, 256, device", "seq, 255, device"), "", "script.py:14: RuntimeError: "),
+        (_SCRIPT, "--policy no.json", "no.json: No such file or directory"),
         (_SCRIPT, "--find batch --budget 3parsecs", "--budget='3parsecs' is not a size"),
         (_SCRIPT, "--policy aten.nothing", "aten.nothing"),
         (None, "--policy matmul", "policy='matmul' is not an action"),
@@ -122,3 +133,20 @@ def test_a_mistake_is_one_line(
     captured = capsys.readouterr()
     assert leaving.value.code == 2 and captured.out == ""
     assert message in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_plan_that_was_saved_is_a_policy(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))  # noqa: E731
+    model, x = torch.nn.Sequential(block(), block(), block()), torch.randn(1024, 256)
+    saved = tmp_path / "plan.json"
+    step = lambda: model(x).square().mean().backward()  # noqa: E731
+    actckpt.plan(step, model=model, activation_budget="80%", race=False).save(saved)
+    assert (
+        cli.main(["estimate", script, "--json", "--policy", "none", "--policy", str(saved), "--policy", "recompute"])
+        == 0
+    )
+    none, plan, recompute = json.loads(capsys.readouterr().out)["rows"]
+    assert plan["name"] == str(saved) and recompute["held_bytes"] < plan["held_bytes"] < none["held_bytes"]
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", str(saved)])
+    assert f"{saved} is no Python script. To show a plan: actckpt plan" in capsys.readouterr().err

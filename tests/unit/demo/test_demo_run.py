@@ -90,7 +90,8 @@ def test_a_budget_that_is_too_small_says_so_before_any_other_method_runs(
         return train(method, *args, **kwargs)
 
     monkeypatch.setattr(demo_run, "train", noted)
-    words = ["demo", *"--steps=2 --layers=3 --dim=64 --heads=2 --seq=64 --batch=2 --device=cpu --no-plot".split()]
+    sizes = {"steps": 2, "layers": 3, "dim": 64, "heads": 2, "seq": 64, "batch": 2, "device": "cpu"}
+    words = ["demo", "--no-plot", *(f"--{name}={value}" for name, value in sizes.items())]
     words += ["--out", str(tmp_path), "--methods", "none", "--activation-budget"]
     assert cli.main([*words, "1%"]) == 2
     told = capsys.readouterr()

@@ -1,0 +1,65 @@
+"""What commands say on the standard error stream."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+
+from actckpt._text.misspelt import did_you_mean
+
+__all__ = ["explained_choice", "not_read", "reason", "slow", "unexpected"]
+
+_QUIET_SECONDS = 2.0
+
+
+@contextlib.contextmanager
+def slow(who: str, what: str) -> Iterator[None]:
+    """Say what is under way, once it takes longer than two seconds."""
+    told = threading.Timer(_QUIET_SECONDS, lambda: print(f"{who}: {what} ...", file=sys.stderr, flush=True))
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
+
+
+def reason(error: Exception) -> str:
+    """Return the text of an error; of one about a file, which file, and why."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def not_read(words: Iterable[str], known: Iterable[str]) -> str:
+    """Say which words of the command line mean nothing, and which options may have been meant."""
+    options = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if not options:
+        return f"unexpected {' '.join(words)}: it stands for no option and no argument"
+    known = [option for option in dict.fromkeys(known) if option.startswith("--")]
+    ends = {word: [option for option in known if option.endswith(word.lstrip("-"))] for word in options}
+    meant = [ends[word][0] if word.startswith("--") and len(ends[word]) == 1 else word for word in options]
+    return f"unknown option {', '.join(options)}.{did_you_mean(meant, known)}"
+
+
+def explained_choice(message: str) -> str:
+    """Add to argparse's words about an unknown choice the nearest one."""
+    found = re.search(r"invalid choice: '?([^'\s]+)'? \(choose from (.*)\)", message)
+    if found is None:
+        return message
+    return message + did_you_mean([found[1]], re.findall(r"[\w-]+", found[2]))
+
+
+def unexpected(error: BaseException, path: str) -> str | None:
+    """Return where a script raised an error, and what; None where the script was not running."""
+    line, traceback = None, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == path:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    if isinstance(error, SyntaxError):
+        path, line = error.filename or path, error.lineno
+    return None if line is None else f"{path}:{line}: {type(error).__name__}: {error}"
