@@ -17,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from actckpt._commands.messages import explained_choice, not_read, reason, slow
+from actckpt._commands.messages import check_unit, explained_choice, not_read, reason, slow
 from actckpt._version import __version__
 
 if TYPE_CHECKING:
@@ -192,6 +192,8 @@ def _add_plan(commands: _Commands) -> None:
         description="Find what to keep, recompute and offload so that a step is fastest within a memory budget, from a "
         "table of costs (docs/planning.md); or show a plan that was saved. Exit status: 0 a plan, 1 none fits, 2 bad "
         "arguments.",
+        epilog="A plan for a model is made in Python, where the model runs: actckpt.plan(step, model=model, "
+        "budget='24GiB').save('plan.json') (docs/budgets.md).",
     )
     option = parser.add_argument
     option("file", type=Path, metavar="FILE", help="a JSON file: a table of costs, or a plan")
@@ -221,6 +223,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         elif args.budget is None:
             args.parser.error(f"{args.file} is a table of costs. Pass --budget, for example --budget 24GiB")
         else:
+            check_unit(args.budget)
             with slow("actckpt plan", "finding the fastest plan"):
                 plan = planner.solve(planner.CostTable.from_json(args.file), budget=args.budget)
     except planner.PlanInfeasibleError as error:

@@ -10,23 +10,41 @@ import json
 import runpy
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from actckpt._commands.messages import reason, unexpected
+from actckpt._commands.messages import check_unit, reason, unexpected
 
 __all__ = ["add_estimate"]
 
 _QUIET_SECONDS = 2.0
 _RESERVE = 0.05
 _SEQUENCE_TOLERANCE = 0.005
+#: Torch's, of models that copy their layers (`TransformerEncoder`): it asks each copied tensor for its address.
+_COPIES = "Accessing the data pointer of FakeTensor is deprecated"
 
-_EPILOG = (
-    "The script defines model(), which returns a module, and step(model, batch=..., seq=...), which runs forward and "
-    "backward; it may define optimizer(model). All are called on tensors without bytes: devices that they name are "
-    "replaced, and nothing is allocated."
-)
+_EXAMPLE = """\
+  import torch
+
+  def model():
+      layer = torch.nn.TransformerEncoderLayer(1024, 16, 4096, batch_first=True)
+      return torch.nn.TransformerEncoder(layer, 8)
+
+  def optimizer(model):  # may be left out
+      return torch.optim.AdamW(model.parameters())
+
+  def step(model, batch=8, seq=512):
+      x = torch.zeros(batch, seq, 1024, device="cuda")
+      model(x).square().mean().backward()
+"""
+_EPILOG = f"""\
+The script defines model(), which returns a module, and step(model, batch=..., seq=...), which runs forward and
+backward; it may define optimizer(model). All are called on tensors without bytes: devices that they name are
+replaced, and nothing is allocated. For example:
+
+{_EXAMPLE}"""
 
 
 def add_estimate(commands: Any, whole_number: Callable[[str], int], number: Callable[[str], float]) -> None:
@@ -34,9 +52,10 @@ def add_estimate(commands: Any, whole_number: Callable[[str], int], number: Call
     parser = commands.add_parser(
         "estimate",
         help="say what a training step would hold and take on a device that is not here, or the largest that fits",
-        description="Say what a training step would hold and take on a device, per policy, without running it. Exit "
-        "status: 0 estimated, 1 nothing fits the budget, 2 bad arguments.",
+        description="Say what a training step would hold and take on a device, per policy, without running it.\n"
+        "Exit status: 0 estimated, 1 nothing fits the budget, 2 bad arguments.",
         epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = parser.add_argument
     option("script", type=Path, metavar="SCRIPT", help="a Python file, see below")
@@ -91,8 +110,8 @@ def _check(args: argparse.Namespace) -> None:
             f"--budget {args.budget} limits what --find looks for. Add --find batch or --find seq, or leave it out: "
             "without --find the estimate is the same for each budget."
         )
-    if args.budget is not None and args.budget.strip()[-1:].isdigit():
-        raise ValueError(f"--budget {args.budget} has no unit. Pass a size like {args.budget.strip()}GiB.")
+    if args.budget is not None:
+        check_unit(args.budget)
 
 
 class _Progress:
@@ -132,7 +151,8 @@ class _Command:
 
         with Fakes(self._target) as fakes:
             script = _load(self._args.script)
-            with explained(None):
+            with explained(None), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", _COPIES)
                 self._model = script["model"]()
                 if not hasattr(self._model, "named_modules"):
                     raise ValueError(

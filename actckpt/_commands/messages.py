@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from actckpt._text.misspelt import did_you_mean
 
-__all__ = ["explained_choice", "not_read", "reason", "slow", "unexpected"]
+__all__ = ["check_unit", "explained_choice", "not_read", "reason", "slow", "unexpected"]
 
 _QUIET_SECONDS = 2.0
 
@@ -25,6 +25,21 @@ def slow(who: str, what: str) -> Iterator[None]:
         yield
     finally:
         told.cancel()
+
+
+def check_unit(budget: str) -> None:
+    """Raise where a budget is a number alone, or a share.
+
+    Raises:
+        ValueError: it is one; says what to pass.
+    """
+    text = budget.strip()
+    if text[-1:].isdigit():
+        raise ValueError(f"--budget {budget} has no unit. Pass a size like {text}GiB.")
+    if text.endswith("%"):
+        raise ValueError(
+            f"--budget {budget} is a share, and here nothing is known that it could be one of. Pass 24GiB."
+        )
 
 
 def reason(error: Exception) -> str:

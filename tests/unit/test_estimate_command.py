@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,16 @@ def test_it_prints_a_table_and_allocates_nothing(script: str, capsys: pytest.Cap
     assert [line.split()[0] for line in out.splitlines()[:5]] == ["policy", "none", "recompute", "keep", "offload"]
     assert "TiB" in out and "Estimated for h200" in out
     assert torch.ones(1).device.type == "cpu"
+
+
+def test_the_example_in_the_help_is_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", "--help"])
+    example = capsys.readouterr().out.partition("For example:\n")[2]
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(example))
+    assert cli.main(["estimate", str(script), "--policy", "recompute"]) == 0
+    assert "optimizer" in capsys.readouterr().out
 
 
 def test_json_has_everything(script: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +145,22 @@ def test_a_mistake_is_one_line(
     captured = capsys.readouterr()
     assert leaving.value.code == 2 and captured.out == ""
     assert message in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_model_that_copies_its_layers_is_no_reason_for_warnings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "def model(): return torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128), 3)\n"
+        "def step(model): model(torch.zeros(2, 8, 64)).sum().backward()\n"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.main(["estimate", str(script), "--policy", "recompute"]) == 0
+    assert not [each for each in recwarn if "data pointer" in str(each.message)]
+    assert "recompute" in capsys.readouterr().out
 
 
 def test_a_plan_that_was_saved_is_a_policy(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,8 @@ def test_a_file_that_cannot_be_written_is_a_mistake_in_one_line(
     ("words", "message"),
     [
         ("costs.json", "Pass --budget"),
-        ("costs.json --budget 2", "budget"),
+        ("costs.json --budget 2", "--budget 2 has no unit. Pass a size like 2GiB"),
+        ("costs.json --budget 30%", "--budget 30% is a share, and here nothing is known"),
         ("costs.json --budget 2GX", "budget"),
         ("missing.json --budget 2GiB", "missing.json"),
         ("text.json --budget 2GiB", "text.json"),
