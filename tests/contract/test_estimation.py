@@ -201,6 +201,15 @@ def test_offloading_lets_go_of_what_a_fast_link_takes_away() -> None:
     assert slow["offload"].held_bytes < 0.1 * found["none"].held_bytes + (256 << 20)
 
 
+def test_a_plan_is_estimated_as_it_was_measured() -> None:
+    model, step = MODELS["llama"]()
+    plan = actckpt.plan(step, model=model, activation_budget="60%", race=False)
+    measured = actckpt.compare(step, model=model, policies={"plan": plan}, rounds=1)
+    found = actckpt.estimate(step, model=model, policies={"plan": plan}, target="cpu")
+    assert found["plan"].peak_bytes == pytest.approx(measured["plan"].peak_bytes, rel=0.05)
+    assert found["plan"].peak_bytes < found["none"].peak_bytes
+
+
 def test_recomputation_is_told_apart() -> None:
     model, step = MODELS["llama"]()
     found = actckpt.estimate(step, model=model, policies=POLICIES)

@@ -110,8 +110,9 @@ def test_methods_may_be_given_several_times(monkeypatch: pytest.MonkeyPatch, tmp
     assert given == ["none", "torch-checkpoint", "keep-matmuls"]
 
 
-def test_a_reader_that_goes_away_is_no_traceback() -> None:
-    command = [sys.executable, "-m", "actckpt", "doctor", "--no-measure"]
+@pytest.mark.parametrize("words", [[], ["--json"]])  # printed line by line, and left in the buffer
+def test_a_reader_that_goes_away_is_no_traceback(words: list[str]) -> None:
+    command = [sys.executable, "-m", "actckpt", "doctor", "--no-measure", *words]
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
