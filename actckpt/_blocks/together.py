@@ -26,9 +26,11 @@ _NEVER_CALLED = (
 
 _UNPLANNED = (
     "apply: block {!r} runs, and did not when the plan was made, or less often: with layer dropout, say, or in a loop "
-    "whose length depends on the data. It is recomputed, and steps in which it runs may need more than the budget. "
-    "Pass a smaller budget, or let all blocks run in the first step. Told once."
+    "whose length depends on the data. It is recomputed, and {}. Pass a smaller budget, or let all blocks run in the "
+    "first step. Told once."
 )
+_ADDED = "this step may need more than the budget: from the next one on the plan has it"
+_NOT_ADDED = "steps in which it runs may need more than the budget"
 
 
 class Block(Protocol):
@@ -57,6 +59,9 @@ class Training(Protocol):
     @property
     def model_name(self) -> str:
         """The type of the model, for messages."""
+
+    def ran_unplanned(self, name: str) -> bool:
+        """A block ran that the plan has nothing for; return whether the next plan has it."""
 
     def close(self) -> None:
         """Watch the model no more. May be called more than once."""
@@ -177,6 +182,7 @@ class AppliedBlocks:
 
     def tell_unplanned(self, name: str) -> None:
         """Warn, once, that a block runs which the plan has nothing for, or more often than in the plan."""
+        is_added = self.training is not None and self.training.ran_unplanned(name)
         if not self._has_told_unplanned:
             self._has_told_unplanned = True
-            warn_user(_UNPLANNED.format(name))
+            warn_user(_UNPLANNED.format(name, _ADDED if is_added else _NOT_ADDED))

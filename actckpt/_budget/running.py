@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from actckpt._blocks.applied import OneCall, Settings, applied_blocks, count_calls, find_blocks, patch, unpatch
+from actckpt._blocks.applied import (
+    CheckpointedForward,
+    OneCall,
+    Settings,
+    applied_blocks,
+    count_calls,
+    find_blocks,
+    patch,
+    unpatch,
+)
 from actckpt._blocks.key_value_caches import is_checkpointing_layer
 from actckpt._blocks.windows import Windows
 from actckpt._core import devices
@@ -20,7 +29,7 @@ from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 from actckpt.planner.plans import Plan
 
-__all__ = ["RECOMPUTE", "UNPLANNED", "Candidate", "device_of", "forwards_of", "settings_of"]
+__all__ = ["RECOMPUTE", "UNPLANNED", "Candidate", "device_of", "forwards_of", "settings_of", "use_settings"]
 
 #: Events tell no shorter times apart.
 _RESOLUTION_S = 5e-7
@@ -53,6 +62,12 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
         if name is not None:
             found[name] += (one,)
     return {name: each[0] if len(each) == 1 else (*each, UNPLANNED) for name, each in found.items()}
+
+
+def use_settings(forwards: Mapping[str, CheckpointedForward], settings: Mapping[str, Settings]) -> None:
+    """Let blocks run with settings, those that are none of a plan as what was not measured; without any, recomputed."""
+    for name, forward in forwards.items():
+        forward.use(settings.get(name, UNPLANNED if settings else RECOMPUTE))
 
 
 def _as_measured(found: dict[str, Any], block: torch.nn.Module | None) -> dict[str, Any]:

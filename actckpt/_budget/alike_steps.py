@@ -1,0 +1,285 @@
+"""The steps of a training that are alike: what was measured in the first of them, and the plan for the others.
+
+They follow NOTE [ A budget in training ] in `training`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from actckpt import _C
+from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._budget.first_step import FirstStep
+from actckpt._budget.links import give_back_unused, is_linked, poll, prepare, with_links
+from actckpt._budget.measuring import MeasuredStep, holding_outputs
+from actckpt._budget.meters import FixedBytes, Meter
+from actckpt._budget.observing import Observing
+from actckpt._budget.offloading import solved
+from actckpt._budget.outside_graph import OutsideGraph
+from actckpt._budget.planned_model import facts_of
+from actckpt._budget.rank_races import RaceNumbers, race_of
+from actckpt._budget.running import device_of, settings_of, use_settings
+from actckpt._budget.shares import Share
+from actckpt._budget.sizes import activation_budget_bytes
+from actckpt._budget.turns import Race, Turn, entries_of
+from actckpt._budget.unmeasured import Unmeasured
+from actckpt._budget.wanted import Wanted
+from actckpt._budget.watching import Watching
+from actckpt._budget.words import COMPILED, EXCEEDED, NO_OUTPUTS, TWICE
+from actckpt._core import torch_private
+from actckpt._core.sites import warn_user
+from actckpt._core.storages import storages_of, tensors_in
+from actckpt.errors import PlanInfeasibleError
+from actckpt.planner.costs import CostTable
+from actckpt.planner.plans import Plan
+
+__all__ = ["AlikeSteps", "tell_compiled"]
+
+#: What is fixed has changed where it has by more than this share; less than planned only counts in so many steps.
+_CHANGE, _WATCHED_STEPS = 0.01, 3
+
+
+@torch_private.called_while_traced
+def tell_compiled() -> bool:
+    """Warn that compiled code runs, of which nothing is measured."""
+    warn_user(COMPILED)
+    return True
+
+
+class AlikeSteps:
+    """Steps in which the model is called with tensors of the same shapes."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forwards: dict[str, CheckpointedForward],
+        wanted: Wanted,
+        told: set[str],
+        numbers: RaceNumbers,
+    ) -> None:
+        self._model, self._forwards, self._wanted, self._told = model, forwards, wanted, told
+        self._numbers = numbers
+        self._watching: Watching | None = None
+        self.measured: MeasuredStep | None = None
+        self._first_step: FirstStep | None = None
+        self._fixed_bytes = self._grown_bytes = 0.0
+        self._fixed: FixedBytes | None = None
+        self._num_alive = self._most_alive = self._most_alive_planned = self._num_planned = 0
+        self._keeps_gradients = False
+        self._held_output_bytes: float | None = None
+        self._race: Race | None = None
+        #: No block was seen to run; the last forward did not tell where its step ends, and none is
+        #: watched before one that does.
+        self._is_unseen = self._is_silent = False
+        self._device = device_of(model)
+        self._offloads = is_linked(self._device, wanted.pins)
+        self._observing, self.unmeasured = Observing(self._device), Unmeasured(model, forwards)
+        self._given_bytes = math.inf
+        #: Of the plan that ran last.
+        self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
+        self.plan: Plan | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has steps of its own, and parameters.
+        state = {**vars(self), "_watching": None, "_first_step": None, "_num_alive": 0, "_fixed": None}
+        return state if self._held_output_bytes is not None else {**state, "measured": None}
+
+    def disturb(self) -> None:
+        """A forward begins, of this size or of another one: while the first step runs, it is not alone."""
+        if self._first_step is not None:
+            self._first_step.disturb()
+
+    def begin(self, *, keeps_gradients: bool) -> None:
+        """A forward begins; gradients are there all the time, or not."""
+        self._keeps_gradients = keeps_gradients
+        self._num_alive += 1
+        self._most_alive = max(self._most_alive, self._num_alive)
+        if self._is_unseen or self._is_silent:
+            use_settings(self._forwards, {})
+            return
+        if self.measured is None:
+            if self._offloads:
+                prepare(self._device)
+            self._first_step = FirstStep(self._model, self._device)
+            graph = OutsideGraph(self._model)
+            self._watching = Watching(self._forwards, self._device, self._first_step, graph, offloads=self._offloads)
+            return
+        if self.plan is None and self._held_output_bytes is None:
+            use_settings(self._forwards, {})
+            return
+        is_changed = self._most_alive > self._most_alive_planned or self._is_changed() or self.unmeasured.wants_plan
+        if self.plan is None or is_changed or self._observing.wants_plan:
+            self._make_plan()
+        self._num_planned += 1
+        if self._race is not None:
+            self.plan = self._race.next()
+            if self._race.is_over:
+                self._race = None
+        assert self.plan is not None
+        if self._settings is None or self._settings[0] is not self.plan:
+            self._settings = self.plan, settings_of(self.plan, self._model)
+        use_settings(self._forwards, self._settings[1])
+        if self._wanted.budget is not None:
+            self._observing.begin(self.plan, is_alone=self._num_alive == 1, grown_bytes=self._grown_bytes)
+
+    @property
+    def race_steps_left(self) -> int:
+        """In how many more steps plans take turns."""
+        return 0 if self._race is None else self._race.steps_left
+
+    @property
+    def watching_thread(self) -> int | None:
+        """The thread that watches a forward now, None where none does."""
+        return None if self._watching is None else self._watching.thread
+
+    def give_up(self) -> None:
+        """Watch a forward no more whose end nobody told: it was interrupted (no hook is called then)."""
+        if self._watching is not None:
+            self._watching.close()
+            self._watching = None
+            self._num_alive -= 1
+
+    def close(self) -> None:
+        """Watch nothing more."""
+        self.give_up()
+        self._observing.close()
+
+    def end(self, result: Any) -> None:
+        """A forward has ended, also where it failed."""
+        watching, self._watching = self._watching, None
+        outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
+        if watching is not None:
+            watching.close()
+        if not outputs:  # it failed, or nothing is to be trained
+            self._num_alive -= 1
+            if watching is not None and watching.is_trained and sys.exc_info()[0] is None:
+                self._is_silent = True
+                self._tell(NO_OUTPUTS)
+            return
+        was_silent, self._is_silent = self._is_silent, False
+        if watching is not None:
+            self.measured = watching.measured(outputs)
+            if self.measured is None:
+                self._is_unseen = True
+                tell_compiled()
+        turn = None if self._race is None else self._race.turn()
+        storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
+        is_first = iter((True,))
+
+        def reached(_: torch.Tensor) -> None:
+            if next(is_first, False):
+                if torch.is_grad_enabled():
+                    self._tell(TWICE)
+                self._observing.note(is_head=True)
+                _C.when_backward_ends(ended)
+
+        def ended() -> None:
+            if dropped.detach() is not None:
+                self._num_alive -= 1
+                if not was_silent:
+                    self._backward_ended(turn, [held for ref in storages.values() if (held := ref()) is not None])
+
+        # It lives as long as the graph: where that goes without a backward, so does the forward.
+        dropped = weakref.finalize(reached, self._dropped)
+        dropped.atexit = False
+        for output in outputs:  # backward may not come to all of them
+            output.register_hook(reached)
+
+    def _tell(self, words: str) -> None:
+        if words not in self._told:
+            self._told.add(words)
+            warn_user(words.format(type(self._model).__name__))
+
+    def _dropped(self) -> None:
+        self._num_alive -= 1
+
+    def _backward_ended(self, turn: Turn | None, held: list[torch.UntypedStorage]) -> None:
+        self._observing.ended(self._given_bytes)
+        if self._held_output_bytes is None:
+            self._held_output_bytes = float(sum(storage.nbytes() for storage in held))
+            if self._first_step is not None and self.measured is not None:
+                self.measured = self._first_step.completed(self.measured, self._held_output_bytes)
+                if self._wanted.budget is not None:  # else nothing is observed
+                    self._observing.doubt_bytes = self._first_step.doubt_bytes
+            self._first_step = None
+        if turn is not None:
+            turn.end()
+
+    def _meter(self) -> Meter:
+        wanted = self._wanted
+        total = wanted.budget is not None
+        return Meter(self._model, wanted.optimizers, total=total, keeps_gradients=self._keeps_gradients)
+
+    def _is_changed(self) -> bool:
+        """Return whether what is fixed is more than planned, or less; what other forwards hold is not."""
+        if self.plan is None or self._wanted.budget is None or self._num_alive > 1:
+            return False
+        if self._fixed is None:
+            self._fixed = FixedBytes(self._model, self._wanted.optimizers, self._meter().fixed_bytes)
+        more_bytes = self._fixed.now(self._meter) - self._fixed_bytes
+        self._grown_bytes = max(more_bytes, 0.0)
+        has_shrunk = self._num_planned < _WATCHED_STEPS and -more_bytes > _CHANGE * self._fixed_bytes
+        return has_shrunk or more_bytes > _CHANGE * self._fixed_bytes
+
+    def _make_plan(self) -> None:
+        assert self.measured is not None
+        poll(self._device)
+        if self.plan is None:
+            give_back_unused(self._device)
+        meter = self._meter()
+        measured = meter.complete(self.unmeasured.added(self.measured))
+        measured = holding_outputs(measured, self._held_output_bytes or 0.0)
+        self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
+        self._most_alive_planned = self._most_alive
+        plan, share = self._solved([self._linked(each, meter) for each in self._observing.corrected(measured.costs)])
+        facts = facts_of(self._model, measured.names)
+        plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places, model=facts)
+        self._given_bytes, self.plan, self._race = share.given_bytes, plan, None
+        if self._wanted.race and not self._wanted.pins:
+            self._race = race_of(entries_of(plan, share.nbytes, self._device), self._device, self._numbers.next())
+        if self._wanted.budget is not None:
+            self._observing.watch(self._model.get_submodule(measured.names[-2] or ""))
+        for forward in self._forwards.values():
+            forward.together.is_watching = True  # so that the report has a step of the plan
+
+    def _linked(self, costs: CostTable, meter: Meter) -> tuple[CostTable, Share]:
+        share = self._share(costs, meter)
+        return with_links(costs, self._device) if share.has_reserve and self._offloads else costs, share
+
+    def _share(self, costs: CostTable, meter: Meter) -> Share:
+        """Return what a forward may use."""
+        from actckpt._budget.simple import plain_plan  # with the solver: half a second to import
+
+        plain_bytes = plain_plan(costs).peak_bytes
+        if self._wanted.activation_budget is None:
+            nbytes = meter.budget_bytes(self._wanted.budget)
+        else:
+            all_bytes = self._most_alive * plain_bytes
+            nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=all_bytes)
+        share = Share(nbytes, self._fixed_bytes, self._most_alive, has_reserve=False, given=self._wanted.text)
+        fits = plain_bytes <= share.nbytes  # then nothing is to be done
+        return share if fits else dataclasses.replace(share, has_reserve=True)
+
+    def _solved(self, tables: list[tuple[CostTable, Share]]) -> tuple[Plan, Share]:
+        """Return the plan for the first table that has one; the one that needs least where more was observed."""
+        from actckpt._budget.fitting import smallest_plan
+
+        errors: list[PlanInfeasibleError] = []
+        for costs, share in tables:
+            try:
+                return solved(costs, share.nbytes, self._wanted.pins), share
+            except PlanInfeasibleError as error:
+                errors.append(share.infeasible(error).with_traceback(None))
+                smallest_bytes = error.smallest_bytes
+        is_late = self._num_planned > _WATCHED_STEPS or self._observing.has_corrected or self.unmeasured.has_calls
+        if not is_late or smallest_bytes is None:
+            raise errors.pop(0) from None
+        warn_user(EXCEEDED.format(errors[0]))  # where the model is called
+        return smallest_plan(costs, smallest_bytes, self._wanted.pins), share

@@ -1,0 +1,104 @@
+"""Budgets of models that skip blocks at random (layer dropout), or run them more often than in the first step."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+
+import actckpt
+from actckpt.memory import LiveStorages
+
+_NUM_BLOCKS = 10
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_Block() for _ in range(_NUM_BLOCKS))
+
+    def forward(self, x: Tensor, runs: list[int]) -> Tensor:
+        for number in runs:
+            x = self.blocks[number](x)
+        return x[:, :1]
+
+    def step(self, runs: list[int]) -> tuple[list[Tensor | None], int]:
+        """Return gradients and peak."""
+        self.zero_grad()
+        x = torch.ones(128, 32)
+        with LiveStorages(parameters=self.parameters()) as live:
+            self(x, runs).square().mean().backward()
+        return [None if each.grad is None else each.grad.clone() for each in self.parameters()], live.peak_bytes
+
+
+def _draws() -> list[list[int]]:
+    draw = random.Random(1)
+    runs = [[number for number in range(_NUM_BLOCKS) if draw.random() > 0.15] for _ in range(12)]
+    return [[number for number in range(_NUM_BLOCKS) if number not in (0, 6, 7)], *runs, list(range(_NUM_BLOCKS))]
+
+
+def _loops() -> list[list[int]]:
+    return [[0, 1] * 2, [0, 1] * 2, *([0, 1] * num for num in (4, 4, 3, 2, 4))]
+
+
+@pytest.mark.filterwarnings("ignore:apply. . of 10 blocks did not run:UserWarning")
+@pytest.mark.parametrize("kind", ["layer dropout", "longer loops"])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_a_plan_holds_from_the_step_after_that_in_which_other_blocks_first_ran(kind: str, share: float) -> None:
+    plain, model = _Model(), _Model()
+    steps = _draws() if kind == "layer dropout" else _loops()
+    _, most = plain.step(max(steps, key=len))
+    actckpt.apply(model, activation_budget=round(share * most), race=False)
+    excess, plans = [], []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for runs in steps:
+            gradients, peak = model.step(runs)
+            expected, _ = plain.step(runs)
+            assert_equal(gradients, expected)
+            plan = actckpt.report(model).plan
+            if plan is not None:
+                excess.append(peak - plan.budget_bytes)
+                plans.append(plan)
+    first = next(number for number, plan in enumerate(plans) if plan is not plans[0])
+    assert max(excess[first:]) <= 0
+    assert len({id(plan) for plan in plans}) == 2
+    assert plans[-1].blocks is not None
+    assert sum(name is not None for name in plans[-1].blocks) == len(max(steps, key=len))
+    texts = [str(each.message) for each in told if "when the plan was made" in str(each.message)]
+    assert len(texts) == 1
+    assert "from the next one on the plan has it" in texts[0]
+
+
+@pytest.mark.filterwarnings("ignore:apply. . of 10 blocks did not run:UserWarning")
+def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
+    model, runs = _Model(), [0, 1, 2]
+    actckpt.apply(model, activation_budget=1000, race=False)
+    model.step(runs)
+    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+        model.step(runs)
+    assert raised.value.smallest_bytes is not None
+    actckpt.remove(model)
+    actckpt.apply(model, activation_budget=int(raised.value.smallest_bytes) + 1, race=False)
+    for _ in range(2):
+        model.step(runs)
+    everything = list(range(_NUM_BLOCKS))
+    with pytest.warns(UserWarning, match="when the plan was made"):
+        model.step(everything)
+    with pytest.warns(UserWarning, match="From now on the plan runs that needs least"):
+        gradients, _ = model.step(everything)
+    assert_equal(gradients, _Model().step(everything)[0])
