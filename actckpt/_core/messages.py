@@ -93,11 +93,11 @@ def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> R
         return RerunMismatchError(
             f"The rerun of {name} saves more tensors than its forward did.\n"
             f"Forward: {frame.num_saved}; rerun: at least {index + 1}, the additional one of shape "
-            f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {where}.\n{_ADVICE}"
+            f"{_shape(tensor)}, {tensor.dtype}, {tensor.device}, {where}.\n{_ADVICE}"
         )
     if problem == "outsider":
         return RerunMismatchError(
-            f"A tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that {name} reads was changed in place between "
+            f"A tensor of shape {_shape(tensor)}, {tensor.dtype}, that {name} reads was changed in place between "
             f"its forward and its rerun: saved tensor {index} of {frame.num_saved}, at version {tensor._version} now, "
             f"{where}; one of the variables needed for gradient computation has been modified by an inplace operation."
             "\nChange a clone instead, or run backward before changing it."
@@ -114,7 +114,7 @@ def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> R
     return RerunMismatchError(
         f"The rerun of {name} saved a tensor that is different from its forward's: "
         f"saved tensor {index} of {frame.num_saved}.\n"
-        f"Forward: shape {tuple(shape or ())}, {dtype}, {device}. Rerun: shape {tuple(tensor.shape)}, "
+        f"Forward: shape {tuple(shape or ())}, {dtype}, {device}. Rerun: shape {_shape(tensor)}, "
         f"{tensor.dtype}, {tensor.device}, {where}.\n"
         f"{_ROUTING if _has_other_size(tensor, shape, dtype) else ''}{_ADVICE}"
     )
@@ -126,6 +126,13 @@ def _running_module() -> str:
         return ""
     name, kind = module_name(), type(module).__name__
     return f" (module {kind})" if name == kind else f" (module {name}, {kind})"
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape; of a nested tensor of the strided layout, which has none, what the check compares."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tensor.dim(), tensor.numel()
+    return tuple(tensor.shape)
 
 
 def _has_other_size(tensor: Tensor, shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
@@ -158,7 +165,7 @@ def saved_tensor_changed(
     """Return the error for a tensor that was changed in place after an operator saved it."""
     return SavedTensorChangedError(
         f"One of the variables needed for gradient computation has been modified by an inplace operation "
-        f"inside {_name(frame)}: saved tensor {index} of {frame.num_saved}, shape {tuple(tensor.shape)}, "
+        f"inside {_name(frame)}: saved tensor {index} of {frame.num_saved}, shape {_shape(tensor)}, "
         f"{tensor.dtype}.\nIt is at version {found}; expected version {expected}.\n"
         "Use the out-of-place operator, or clone the tensor before changing it."
     )

@@ -41,6 +41,17 @@ Reads& reads() {
   return *found;
 }
 
+py::object shape_of(PyObject* tensor) {
+  PyObject* shape = reads().shape.get(tensor);
+  if (shape == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
+    py::error_already_set error;  // takes it: what follows asks torch again
+    if (!reads().is_nested.is_true(tensor)) throw error;
+    return py::make_tuple(reads().dim(tensor), reads().numel(tensor));
+  }
+  return py::reinterpret_steal<py::object>(shape);
+}
+
 py::object storage_of(PyObject* tensor) {
   PyObject* storage = reads().untyped_storage.get(tensor);
   if (storage == nullptr) {
@@ -89,11 +100,11 @@ void add_read_functions(py::module_& module) {
 
 void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* storage_type) {
   Reads& r = reads();
-  for (Read* read :
-       {&r.shape,          &r.dtype,          &r.device,          &r.version,      &r.requires_grad, &r.is_leaf,
-        &r.is_cpu,         &r.is_nested,      &r.is_meta,         &r.is_quantized, &r.layout,        &r.base,
-        &r.implementation, &r.grad_fn,        &r.detach,          &r.is_inference, &r.is_conj,       &r.is_neg,
-        &r.stride,         &r.storage_offset, &r.untyped_storage, &r.element_size, &r.tensor_nbytes}) {
+  for (Read* read : {&r.shape,   &r.dtype,          &r.device,          &r.version,      &r.requires_grad,
+                     &r.is_leaf, &r.is_cpu,         &r.is_nested,       &r.is_meta,      &r.is_quantized,
+                     &r.layout,  &r.base,           &r.implementation,  &r.grad_fn,      &r.dim,
+                     &r.numel,   &r.detach,         &r.is_inference,    &r.is_conj,      &r.is_neg,
+                     &r.stride,  &r.storage_offset, &r.untyped_storage, &r.element_size, &r.tensor_nbytes}) {
     read->connect(tensor_type, parameter_type);
   }
   r.nbytes.connect(storage_type, nullptr);

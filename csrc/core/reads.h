@@ -55,6 +55,8 @@ struct Reads {
   Read base{"_base", Read::Kind::kAttribute};
   Read implementation{"_cdata", Read::Kind::kAttribute};  // another one after `swap_tensors`
   Read grad_fn{"grad_fn", Read::Kind::kAttribute};
+  Read dim{"dim", Read::Kind::kMethod};
+  Read numel{"numel", Read::Kind::kMethod};
   Read detach{"detach", Read::Kind::kMethod};
   Read is_inference{"is_inference", Read::Kind::kMethod};
   Read is_conj{"is_conj", Read::Kind::kMethod};
@@ -71,6 +73,8 @@ struct Reads {
 
 Reads& reads();
 
+// The shape; of a nested tensor that has none (the strided layout) its number of dimensions and of elements.
+py::object shape_of(PyObject* tensor);
 // The storage; null where the tensor has none that can be read: sparse ones, and those of function transforms.
 py::object storage_of(PyObject* tensor);
 // The storage that a tensor must keep while reruns need it; null for all but plain tensors: parameters are given other

@@ -95,7 +95,7 @@ PyObject* frame_pack(PyObject* self, PyObject* tensor) {
     Saved saved;
     saved.version = version_of(tensor);
     if (frame->check_metadata) {
-      saved.shape = reads().shape(tensor);
+      saved.shape = shape_of(tensor);
       saved.dtype = reads().dtype(tensor);
       saved.device = reads().device(tensor);
     }

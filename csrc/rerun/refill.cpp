@@ -39,7 +39,7 @@ bool equal(const py::object& a, const py::object& b) {
 }
 
 bool same_metadata(const Saved& saved, PyObject* tensor) {
-  return equal(saved.shape, reads().shape(tensor)) && equal(saved.dtype, reads().dtype(tensor)) &&
+  return equal(saved.shape, shape_of(tensor)) && equal(saved.dtype, reads().dtype(tensor)) &&
          equal(saved.device, reads().device(tensor));
 }
 
