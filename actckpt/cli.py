@@ -83,6 +83,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+_DEMO_NUMBERS = (
+    ("steps", "optimizer steps per method"),
+    ("layers", "transformer blocks"),
+    ("dim", "width of the model, a multiple of twice the heads"),
+    ("heads", "query heads"),
+    ("seq", "bytes of text per sequence"),
+    ("batch", "sequences per step"),
+    ("seed", "of initialisation, batches and dropout"),
+)
+
+
 def _add_demo(commands: _Commands) -> None:
     from actckpt.demo.methods import METHODS
     from actckpt.demo.settings import DemoSettings
@@ -97,15 +108,7 @@ def _add_demo(commands: _Commands) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     default = DemoSettings()
-    for name, meaning in (
-        ("steps", "optimizer steps per method"),
-        ("layers", "transformer blocks"),
-        ("dim", "width of the model, a multiple of twice the heads"),
-        ("heads", "query heads"),
-        ("seq", "bytes of text per sequence"),
-        ("batch", "sequences per step"),
-        ("seed", "of initialisation, batches and dropout"),
-    ):
+    for name, meaning in _DEMO_NUMBERS:
         value = getattr(default, name)
         parser.add_argument(f"--{name}", type=_whole_number, default=value, metavar="N", help=meaning)
     option = parser.add_argument

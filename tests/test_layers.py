@@ -33,7 +33,7 @@ _ROOMS = [
     ["_budget"],
     ["blocks"],
     ["te", "_estimate", "integrations"],
-    ["budgets", "doctor", "tracing"],
+    ["budgets", "doctor", "memory_labels", "tracing"],
     ["comparison"],
     ["estimation"],
     ["demo", "_commands"],
