@@ -28,7 +28,7 @@ def test_a_copy_of_one_block_takes_nothing_of_the_model_along(num_steps: int) ->
         copied.zero_grad()
         copied(x).sum().backward()
         ours = [parameter.grad for parameter in copied.parameters()]
-        assert actckpt.remove(copied) == ("",)
+        assert actckpt.remove(copied) == ("Block",)
         copied.zero_grad()
         copied(x).sum().backward()
         assert_equal([parameter.grad for parameter in copied.parameters()], ours)
