@@ -12,8 +12,8 @@ from oracle import assert_equal
 
 import actckpt
 from actckpt import Action, _checkpointed_call, config
-from actckpt._budget import links, turns
 from actckpt._budget import alike_steps as budgeted
+from actckpt._budget import links, turns
 from actckpt._core import devices
 from actckpt._offload import session, stores
 

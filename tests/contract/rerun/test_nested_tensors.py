@@ -5,12 +5,19 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from oracle import assert_equal
 from torch import Tensor, nn
 
 import actckpt
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> None:
+    if on_device.device_type != "cpu":
+        pytest.skip("the simulated device has no kernels of nested tensors")
 
 
 class _Attention(nn.Module):
