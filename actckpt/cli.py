@@ -17,7 +17,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from actckpt._commands.messages import check_unit, explained_choice, not_read, reason, slow
+from actckpt._commands.estimate import add_estimate
+from actckpt._commands.messages import (
+    as_options,
+    check_unit,
+    explained_choice,
+    not_read,
+    number,
+    reason,
+    slow,
+    whole_number,
+)
 from actckpt._version import __version__
 
 if TYPE_CHECKING:
@@ -110,9 +120,9 @@ def _add_demo(commands: _Commands) -> None:
     default = DemoSettings()
     for name, meaning in _DEMO_NUMBERS:
         value = getattr(default, name)
-        parser.add_argument(f"--{name}", type=_whole_number, default=value, metavar="N", help=meaning)
+        parser.add_argument(f"--{name}", type=whole_number, default=value, metavar="N", help=meaning)
     option = parser.add_argument
-    option("--dropout", type=_number, default=default.dropout, metavar="P", help="probability, below 1")
+    option("--dropout", type=number, default=default.dropout, metavar="P", help="probability, below 1")
     option("--device", default=default.device, help="auto (the GPU where there is one), cpu, or a GPU: cuda, cuda:N")
     budget_help = (
         "train with the fastest plan that fits, too: 30%% of what plain training makes, or 50MiB (default: none)"
@@ -144,7 +154,7 @@ def _run_demo(args: argparse.Namespace) -> int:
 
         demo = prepare_demo(settings)
     except (ValueError, OSError) as error:
-        fail(reason(error).replace("activation_budget=", "--activation-budget "))
+        fail(as_options(reason(error)))
     try:
         return run_demo(demo)
     except PlanInfeasibleError as error:
@@ -253,24 +263,4 @@ def _in_kib(nbytes: float) -> str:
     return f"{math.ceil(nbytes / 2**10)}KiB"
 
 
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
-
-
-def _add_estimate(commands: _Commands) -> None:
-    from actckpt._commands.estimate import add_estimate
-
-    add_estimate(commands, _whole_number, _number)
-
-
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo, _add_doctor, _add_plan, _add_estimate)
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo, _add_doctor, _add_plan, add_estimate)

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from actckpt._text.misspelt import did_you_mean
 
-__all__ = ["check_unit", "explained_choice", "not_read", "reason", "slow", "unexpected"]
+__all__ = [
+    "as_options",
+    "check_unit",
+    "explained_choice",
+    "not_read",
+    "number",
+    "reason",
+    "slow",
+    "unexpected",
+    "whole_number",
+]
 
 _QUIET_SECONDS = 2.0
 
 
 @contextlib.contextmanager
-def slow(who: str, what: str) -> Iterator[None]:
-    """Say what is under way, once it takes longer than two seconds."""
-    told = threading.Timer(_QUIET_SECONDS, lambda: print(f"{who}: {what} ...", file=sys.stderr, flush=True))
-    told.daemon = True
-    told.start()
+def slow(who: str, what: str) -> Iterator[Callable[[str], None]]:
+    """Say what is under way, once it takes longer than two seconds, and again each two seconds where that has changed.
+
+    The value is told what is under way from now on.
+    """
+    under_way, ended = [what], threading.Event()
+
+    def tell() -> None:
+        told = None
+        while not ended.wait(_QUIET_SECONDS):
+            if told != under_way[0]:
+                told = under_way[0]
+                print(f"{who}: {told} ...", file=sys.stderr, flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
     try:
-        yield
+        yield lambda now: under_way.__setitem__(0, now)
     finally:
-        told.cancel()
+        ended.set()
+        teller.join()
 
 
 def check_unit(budget: str) -> None:
@@ -47,6 +70,13 @@ def reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def as_options(text: str) -> str:
+    """Return an error's words about budgets with the options in the place of keywords."""
+    return re.sub(
+        r"(?<![\w-])(activation_)?budget=", lambda found: f"--{(found[1] or '').replace('_', '-')}budget ", text
+    )
 
 
 def not_read(words: Iterable[str], known: Iterable[str]) -> str:
@@ -78,3 +108,19 @@ def unexpected(error: BaseException, path: str) -> str | None:
     if isinstance(error, SyntaxError):
         path, line = error.filename or path, error.lineno
     return None if line is None else f"{path}:{line}: {type(error).__name__}: {error}"
+
+
+def whole_number(text: str) -> int:
+    """Read an argument that is a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number.") from None
+
+
+def number(text: str) -> float:
+    """Read an argument that is a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None

@@ -145,12 +145,19 @@ def test_json_of_the_demo_and_of_the_doctor_is_all_that_is_printed(
 
 def test_what_takes_longer_says_what_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(messages, "_QUIET_SECONDS", 0.05)
-    with messages.slow("actckpt plan", "thinking"):
+    with messages.slow("actckpt plan", "thinking") as say:
+        time.sleep(0.5)
+        say("writing")
         time.sleep(0.5)
     with messages.slow("actckpt plan", "at once"):
         pass
     time.sleep(0.2)
-    assert capsys.readouterr().err == "actckpt plan: thinking ...\n"
+    assert capsys.readouterr().err == "actckpt plan: thinking ...\nactckpt plan: writing ...\n"
+
+
+def test_keywords_in_errors_are_written_as_options() -> None:
+    said = "activation_budget='4' and budget=24; --budget='3' and my_budget=2 stay"
+    assert messages.as_options(said) == "--activation-budget '4' and --budget 24; --budget='3' and my_budget=2 stay"
 
 
 def test_an_interrupt_ends_without_a_traceback(
@@ -178,7 +185,16 @@ def test_python_dash_m_runs_the_demo(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["cli.py", "__main__.py", "demo/__init__.py", "demo/settings.py", "demo/methods.py", "_commands/messages.py"],
+    [
+        "cli.py",
+        "__main__.py",
+        "demo/__init__.py",
+        "demo/settings.py",
+        "demo/methods.py",
+        "_commands/messages.py",
+        "_commands/scripts.py",
+        "_commands/estimate.py",
+    ],
 )
 def test_what_help_needs_imports_nothing_heavy(name: str) -> None:
     tree = ast.parse((Path(cli.__file__).parent / name).read_text())

@@ -102,6 +102,12 @@ def test_nothing_fits_and_says_so(script: str, capsys: pytest.CaptureFixture[str
         ("x = 1", "", "defines no model() and no step()"),
         ("def model(): ...", "", "defines no step()"),
         ("def model(): return 3\ndef step(model): ...", "", "model() returned a int, no module"),
+        (
+            _SCRIPT.replace("AdamW(model.parameters())", "AdamW"),
+            "",
+            "script.py: estimate: optimizer is the class AdamW",
+        ),
+        (_SCRIPT.replace("AdamW(model", "AdamW(3, model"), "", "script.py:10: TypeError: "),
         (_SCRIPT, "--target h10", "target='h10' is not known"),
         (_SCRIPT, "--flops -1", "flops_per_s=-1.0 is not a rate"),
         (_SCRIPT, "--bandwidth 0", "memory_bytes_per_s=0.0 is not a rate"),

@@ -1,0 +1,190 @@
+"""Scripts that commands run: what they define, and what the command line says of their steps."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from actckpt._commands.messages import as_options, reason, unexpected, whole_number
+
+__all__ = ["FORM", "Script", "add_policies", "add_sizes", "mistakes", "policies_of", "sizes_of"]
+
+_EXAMPLE = """\
+  import torch
+
+  def model():
+      layer = torch.nn.TransformerEncoderLayer(1024, 16, 4096, batch_first=True)
+      return torch.nn.TransformerEncoder(layer, 8)
+
+  def optimizer(model):  # may be left out
+      return torch.optim.AdamW(model.parameters())
+
+  def step(model, batch=8, seq=512):
+      x = torch.randn(batch, seq, 1024, device=next(model.parameters()).device)
+      model(x).square().mean().backward()
+"""
+#: For the help of a command.
+FORM = f"""\
+The script defines model(), which returns a module, and step(model, batch=..., seq=...), which runs forward and
+backward; it may define optimizer(model). For example:
+
+{_EXAMPLE}"""
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add what a step is called with, and the blocks of its model."""
+    option = parser.add_argument
+    option("--batch", type=whole_number, metavar="N", help="passed to step")
+    option("--seq", type=whole_number, metavar="N", help="passed to step")
+    option("--blocks", nargs="+", metavar="NAME", help="qualified names of blocks, also with wildcards")
+
+
+def add_policies(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the policies that a command compares; `default` says which where none is named."""
+    parser.add_argument(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help="as in actckpt.apply: recompute, matmuls, attention, offload, ...; or aten.mm,aten.bmm,...: "
+        "operators whose results are kept; or plan.json, which Plan.save wrote; may be repeated (default: "
+        f"{default})",
+    )
+
+
+@contextlib.contextmanager
+def mistakes(args: argparse.Namespace, script: Path) -> Iterator[None]:
+    """Leave with one line where an argument or the script is wrong."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        from actckpt.errors import ActckptError
+
+        raised = unexpected(error, str(script))
+        if raised is None and not isinstance(error, (ValueError, OSError, ActckptError)):
+            raise
+        args.parser.error(raised or as_options(reason(error)))
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, int]:
+    """Return what the step is called with.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+    given = {name: getattr(args, name) for name in ("batch", "seq") if getattr(args, name) is not None}
+    for name, size in given.items():
+        if size < 1:
+            raise ValueError(f"--{name} is {size}, but must be at least 1.")
+    return given
+
+
+class Script:
+    """A script that was run.
+
+    Raises:
+        ValueError: it is no file, or does not define `model()` and `step()`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._defined = path, _load(path)
+
+    def model(self) -> Any:
+        """Return the model.
+
+        Raises:
+            ValueError: it is no module.
+        """
+        model = self._defined["model"]()
+        if not hasattr(model, "named_modules"):
+            raise ValueError(f"{self._path}: model() returned a {type(model).__name__}, no module.")
+        return model
+
+    def optimizers(self, model: Any, who: str) -> tuple[Any, ...]:
+        """Return the optimizers of a model, none where the script defines none.
+
+        Raises:
+            ValueError: what the script returns is none of this model.
+        """
+        from actckpt._core.optimizers import optimizers_of
+
+        if "optimizer" not in self._defined:
+            return ()
+        try:
+            return optimizers_of(self._defined["optimizer"](model), model, who)
+        except TypeError as error:
+            if unexpected(error, str(self._path)) is not None:
+                raise
+            raise ValueError(f"{self._path}: {error}") from None
+
+    def step(self, model: Any, sizes: dict[str, int]) -> Callable[[], object]:
+        """Return the step at these sizes.
+
+        Raises:
+            ValueError: it does not take them, or needs others.
+        """
+        function = self._defined["step"]
+        try:
+            inspect.signature(function).bind(model, **sizes)
+        except TypeError as error:
+            options = " ".join(f"--{name} {size}" for name, size in sizes.items()) or "no --batch, no --seq"
+            raise ValueError(
+                f"{self._path}: step(model, batch=..., seq=...) cannot be called with {options}: {error}."
+            ) from None
+        return lambda: function(model, **sizes)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Run a script and return what it defines."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file. Pass a Python script that defines model() and step(model, ...).")
+    if path.suffix == ".json":
+        raise ValueError(f"{path} is no Python script. To show a plan: actckpt plan {path}; as a policy: --policy.")
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        defined = runpy.run_path(str(path), run_name="__actckpt__")
+    finally:
+        sys.path.pop(0)
+    if missing := [name for name in ("model", "step") if not callable(defined.get(name))]:
+        raise ValueError(
+            f"{path} defines no {' and no '.join(f'{name}()' for name in missing)}. Define model(), which returns a "
+            "module, and step(model, batch=..., seq=...), which runs forward and backward."
+        )
+    return defined
+
+
+def policies_of(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the policies of the command line; None where it names none.
+
+    Raises:
+        OSError: the file of a plan cannot be read.
+        ValueError: a name is none.
+    """
+    from actckpt.comparison import PLAIN, default_policies
+
+    if args.policy is None:
+        return None
+    known = default_policies(offloads=True)
+    given = dict.fromkeys(args.policy)
+    given.pop(PLAIN, None)  # which always has a row
+    return {name: known[name] if name in known else _policy(name) for name in given}
+
+
+def _policy(name: str) -> Any:
+    """Return a policy by its name, a list of operators to keep, or a plan from its file."""
+    from actckpt.planner.plans import Plan
+    from actckpt.policies import choice_of
+
+    if name.endswith(".json"):
+        return Plan.load(name)
+    if "." in name or "," in name:  # known once the script has run: it may define them
+        return [op.strip() for op in name.split(",")]
+    choice_of(name)  # raises if it is none
+    return name
