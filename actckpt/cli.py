@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import sys
@@ -17,17 +16,20 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from actckpt._commands.compare import add_compare
 from actckpt._commands.estimate import add_estimate
 from actckpt._commands.messages import (
+    EXIT_USAGE,
     as_options,
-    check_unit,
     explained_choice,
+    none_fits,
     not_read,
     number,
     reason,
     slow,
     whole_number,
 )
+from actckpt._commands.plan import add_explain, add_plan
 from actckpt._version import __version__
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 #: As of programs that a signal ends: the reader of a pipe went away.
 EXIT_BROKEN_PIPE = 141
@@ -44,6 +45,8 @@ _FIRST_STEPS = """\
 first steps:
   actckpt demo                                  what each method saves and costs, on a small model
   actckpt demo --activation-budget 30%          the same, with the fastest plan that fits into that
+  actckpt compare script.py                     what policies save and cost in a step of your own
+  actckpt plan script.py --budget 24GiB         the fastest plan for it within that memory
   actckpt estimate script.py --find batch       the largest batch that fits on a device that is not here
 In Python: actckpt.apply(model, budget="70GiB"); docs/budgets.md says how. actckpt COMMAND --help has all options.
 """
@@ -158,9 +161,7 @@ def _run_demo(args: argparse.Namespace) -> int:
     try:
         return run_demo(demo)
     except PlanInfeasibleError as error:
-        least = "" if error.smallest_bytes is None else f" Try --activation-budget {_in_kib(error.smallest_bytes)}."
-        print(f"actckpt demo: {error}{least}", file=sys.stderr)
-        return EXIT_USAGE
+        return none_fits(args, error)
     except MemoryError as error:
         fail(reason(error))
 
@@ -198,69 +199,11 @@ def _run_doctor(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_plan(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="find the fastest plan for a memory budget from a table of costs, or show one that was saved",
-        description="Find what to keep, recompute and offload so that a step is fastest within a memory budget, from a "
-        "table of costs (docs/planning.md); or show a plan that was saved. Exit status: 0 a plan, 1 none fits, 2 bad "
-        "arguments.",
-        epilog="A plan for a model is made in Python, where the model runs: actckpt.plan(step, model=model, "
-        "budget='24GiB').save('plan.json') (docs/budgets.md).",
-    )
-    option = parser.add_argument
-    option("file", type=Path, metavar="FILE", help="a JSON file: a table of costs, or a plan")
-    option("--budget", metavar="SIZE", help="most memory at any time, with a unit: 24GiB (for a table of costs)")
-    option("--json", action="store_true", help="print the plan as JSON instead of words")
-    option("--save", type=Path, metavar="FILE", help="write the plan to a JSON file")
-    option("--plot", type=Path, metavar="FILE", help="draw time against memory, and the step, as PNG or SVG")
-    parser.set_defaults(run=_run_plan, parser=parser)
-
-
-def _run_plan(args: argparse.Namespace) -> int:
-    from actckpt import planner
-
-    try:
-        content = json.loads(args.file.read_text(encoding="utf-8"))
-    except OSError as error:
-        args.parser.error(reason(error))
-    except ValueError as error:
-        args.parser.error(f"{args.file} is no JSON: {error}")
-    try:
-        if isinstance(content, dict) and "plan_version" in content:
-            if args.budget is not None:
-                args.parser.error(
-                    f"{args.file} is a plan, which has a budget. Leave --budget out, or pass a table of costs"
-                )
-            plan = planner.Plan.from_dict(content)
-        elif args.budget is None:
-            args.parser.error(f"{args.file} is a table of costs. Pass --budget, for example --budget 24GiB")
-        else:
-            check_unit(args.budget)
-            with slow("actckpt plan", "finding the fastest plan"):
-                plan = planner.solve(planner.CostTable.from_json(args.file), budget=args.budget)
-    except planner.PlanInfeasibleError as error:
-        print(f"actckpt plan: {error}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        args.parser.error(reason(error))
-    try:
-        if args.save is not None:
-            plan.save(args.save)
-        with slow("actckpt plan", "explaining it, with plans for other budgets"):
-            text = json.dumps(plan.to_dict(), indent=1) if args.json else f"{plan.explain()}\n\n{plan.table()}"
-        print(text)
-        if args.plot is not None:
-            print(f"drawing {args.plot} ...", file=sys.stderr)
-            plan.plot(args.plot)
-    except (ImportError, ValueError, OSError) as error:
-        args.parser.error(reason(error))
-    return 0
-
-
-def _in_kib(nbytes: float) -> str:
-    """Return a size that is no less, as the command line takes it."""
-    return f"{math.ceil(nbytes / 2**10)}KiB"
-
-
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_demo, _add_doctor, _add_plan, add_estimate)
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (
+    _add_demo,
+    _add_doctor,
+    add_compare,
+    add_plan,
+    add_explain,
+    add_estimate,
+)

@@ -170,7 +170,7 @@ def compare(
             f"compare: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "
             "actckpt.remove(model) first: compare applies each policy itself."
         )
-    given = named_policies(policies, "compare", offloads=not no_backend(device_of(model).type))
+    given = named_policies(policies, "compare", offloads=offloads(model))
     options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in given.items()}
     state = TrainingState(model, optimizers_of(optimizer, model, "compare"))
     try:
@@ -193,6 +193,11 @@ def compare(
     plain = candidates[0].seconds
     rows = (_row(each, plain, bits == found[0]) for each, bits in zip(candidates, found, strict=True))
     return Comparison(tuple(rows), rounds)
+
+
+def offloads(model: torch.nn.Module) -> bool:
+    """Return whether the default is to offload blocks of a model: where they are on a device that can."""
+    return not no_backend(device_of(model).type)
 
 
 def default_policies(*, offloads: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from actckpt._commands.messages import check_unit, number, slow
-from actckpt._commands.scripts import FORM, Script, add_policies, add_sizes, mistakes, policies_of, sizes_of
+from actckpt._commands.scripts import FORM, Script, add_policies, add_sizes, in_one_line, policies_of, sizes_of
 
 __all__ = ["add_estimate"]
 
@@ -37,7 +37,7 @@ def add_estimate(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = parser.add_argument
-    option("script", type=Path, metavar="SCRIPT", help="a Python file, see below")
+    option("file", type=Path, metavar="SCRIPT", help="a Python file, see below")
     option("--target", default="h100", metavar="NAME", help="the device: h100 (default), h200, a100, b200, ...")
     option("--flops", type=number, metavar="F", help="its operations per second on 16-bit numbers: 989e12")
     option("--bandwidth", type=number, metavar="B", help="bytes per second of its memory: 3.35e12")
@@ -50,12 +50,12 @@ def add_estimate(commands: Any) -> None:
     parser.set_defaults(run=_run, parser=parser)
 
 
+@in_one_line
 def _run(args: argparse.Namespace) -> int:
-    with mistakes(args, args.script), slow("actckpt estimate", "making the model and running a first step") as say:
+    with slow("actckpt estimate", "making the model and running a first step") as say:
         command = _Command(args, say)
         with command.prepared():
             return command.find() if args.find else command.estimate()
-    raise AssertionError  # a mistake leaves
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -93,7 +93,7 @@ class _Command:
         from actckpt._estimate.fakes import Fakes
 
         with Fakes(self._target) as fakes:
-            self._script = Script(self._args.script)
+            self._script = Script(self._args.file)
             with explained(None), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", _COPIES)
                 self._model = self._script.model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 import sys
 import threading
@@ -12,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from actckpt._text.misspelt import did_you_mean
 
 __all__ = [
+    "EXIT_USAGE",
     "as_options",
     "check_unit",
     "explained_choice",
+    "none_fits",
     "not_read",
     "number",
     "reason",
@@ -23,6 +26,7 @@ __all__ = [
     "whole_number",
 ]
 
+EXIT_USAGE = 2
 _QUIET_SECONDS = 2.0
 
 
@@ -77,6 +81,15 @@ def as_options(text: str) -> str:
     return re.sub(
         r"(?<![\w-])(activation_)?budget=", lambda found: f"--{(found[1] or '').replace('_', '-')}budget ", text
     )
+
+
+def none_fits(args: argparse.Namespace, error: Exception) -> int:
+    """Say that no plan fits, and which budget would do; return the status to exit with."""
+    option = "--activation-budget" if getattr(args, "budget", None) is None else "--budget"
+    smallest_bytes: float | None = getattr(error, "smallest_bytes", None)
+    least = "" if smallest_bytes is None else f" Try {option} {math.ceil(smallest_bytes / 2**10)}KiB."
+    print(f"{args.parser.prog}: {as_options(str(error))}{least}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 def not_read(words: Iterable[str], known: Iterable[str]) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import inspect
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from actckpt._commands.messages import as_options, reason, unexpected, whole_number
+from actckpt._commands.messages import as_options, none_fits, reason, unexpected, whole_number
 
-__all__ = ["FORM", "Script", "add_policies", "add_sizes", "mistakes", "policies_of", "sizes_of"]
+__all__ = ["FORM", "Script", "add_policies", "add_sizes", "in_one_line", "policies_of", "sizes_of"]
 
 _EXAMPLE = """\
   import torch
@@ -57,20 +57,27 @@ def add_policies(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-@contextlib.contextmanager
-def mistakes(args: argparse.Namespace, script: Path) -> Iterator[None]:
-    """Leave with one line where an argument or the script is wrong."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except Exception as error:
-        from actckpt.errors import ActckptError
+def in_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Let a command with a `file` leave with one line where an argument or the file is wrong, or where no plan fits."""
 
-        raised = unexpected(error, str(script))
-        if raised is None and not isinstance(error, (ValueError, OSError, ActckptError)):
+    @functools.wraps(run)
+    def told(args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except BrokenPipeError:
             raise
-        args.parser.error(raised or as_options(reason(error)))
+        except Exception as error:
+            from actckpt.errors import ActckptError, PlanInfeasibleError
+
+            if isinstance(error, PlanInfeasibleError):
+                return none_fits(args, error)
+            raised = unexpected(error, str(args.file))
+            if raised is None and not isinstance(error, (ValueError, OSError, ImportError, ActckptError)):
+                raise
+            fail: Callable[[str], NoReturn] = args.parser.error
+            fail(raised or as_options(reason(error)).replace("optimizer=...", "by optimizer(model) in the script"))
+
+    return told
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
@@ -146,7 +153,7 @@ def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is no file. Pass a Python script that defines model() and step(model, ...).")
     if path.suffix == ".json":
-        raise ValueError(f"{path} is no Python script. To show a plan: actckpt plan {path}; as a policy: --policy.")
+        raise ValueError(f"{path} is no Python script. To show a plan: actckpt explain {path}; as a policy: --policy.")
     sys.path.insert(0, str(path.resolve().parent))
     try:
         defined = runpy.run_path(str(path), run_name="__actckpt__")

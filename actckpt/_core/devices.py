@@ -47,6 +47,7 @@ __all__ = [
     "register",
     "seconds_between",
     "synchronize",
+    "usable",
     "used_generators",
 ]
 
@@ -95,6 +96,23 @@ def available() -> Accelerator | None:
     """Return the kind of accelerator of which there is a device here; None if there is none."""
     accelerator = current()
     return accelerator if accelerator is not None and accelerator.is_available() else None
+
+
+def usable(name: str) -> torch.device:
+    """Return a device of this machine by its name; "auto" is the accelerator where there is one.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    accelerator = available()
+    if name == "auto":
+        return torch.device("cpu" if accelerator is None else accelerator.device_type)
+    names = ["cpu"]
+    if accelerator is not None:
+        names += [str(accelerator.device_at(index)) for index in range(accelerator.device_count())]
+    if name not in (*names, names[-1].partition(":")[0]):
+        raise ValueError(f"The device {name!r} cannot be used here; usable are auto, {', '.join(names)}.")
+    return torch.device(name)
 
 
 def current_index() -> int | None:

@@ -68,7 +68,7 @@ def prepare_demo(settings: DemoSettings) -> Demo:
     if settings.activation_budget is not None:
         activation_budget_bytes(settings.activation_budget, plain_bytes=1.0)  # raises if it is none
         methods += (budgeted(settings.activation_budget),)
-    device = _find_device(settings.device)
+    device = devices.usable(settings.device)
     text = read_text()
     next(batches(text, batch=1, seq=settings.seq, seed=settings.seed))
     _make_writable(settings.out)
@@ -165,18 +165,6 @@ def _train_all(demo: Demo, console: Console) -> list[MethodResult]:
                     on_race=progress.race,
                 )
     return [found[method.name] for method in demo.methods]
-
-
-def _find_device(name: str) -> torch.device:
-    accelerator = devices.available()
-    if name == "auto":
-        return torch.device("cpu" if accelerator is None else accelerator.device_type)
-    usable = ["cpu"]
-    if accelerator is not None:
-        usable += [str(accelerator.device_at(index)) for index in range(accelerator.device_count())]
-    if name not in (*usable, usable[-1].partition(":")[0]):
-        raise ValueError(f"--device is {name!r}, which cannot be used here; usable are auto, {', '.join(usable)}.")
-    return torch.device(name)
 
 
 def _make_writable(folder: Path) -> None:

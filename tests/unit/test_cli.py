@@ -191,9 +191,7 @@ def test_python_dash_m_runs_the_demo(tmp_path: Path) -> None:
         "demo/__init__.py",
         "demo/settings.py",
         "demo/methods.py",
-        "_commands/messages.py",
-        "_commands/scripts.py",
-        "_commands/estimate.py",
+        *(f"_commands/{name}.py" for name in ("compare", "estimate", "messages", "plan", "running", "scripts")),
     ],
 )
 def test_what_help_needs_imports_nothing_heavy(name: str) -> None:

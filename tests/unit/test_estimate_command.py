@@ -183,4 +183,4 @@ def test_a_plan_that_was_saved_is_a_policy(script: str, tmp_path: Path, capsys: 
     assert plan["name"] == str(saved) and recompute["held_bytes"] < plan["held_bytes"] < none["held_bytes"]
     with pytest.raises(SystemExit):
         cli.main(["estimate", str(saved)])
-    assert f"{saved} is no Python script. To show a plan: actckpt plan" in capsys.readouterr().err
+    assert f"{saved} is no Python script. To show a plan: actckpt explain" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_a_budget_that_is_too_small_says_so_before_any_other_method_runs(
     told = capsys.readouterr()
     assert told.out == "" and trained == ["budget"]
     line = told.err.splitlines()[-1]
-    assert line.startswith("actckpt demo: No plan fits into ") and "(activation_budget='1%')" in line
+    assert line.startswith("actckpt demo: No plan fits into ") and "(--activation-budget '1%')" in line
     smallest = re.fullmatch(r".* Try --activation-budget (\d+KiB)\.", line)
     assert smallest is not None
     assert cli.main([*words, smallest[1]]) == 0
@@ -169,7 +169,7 @@ def test_without_matplotlib_one_line_says_so_and_the_rest_is_done(
 def test_a_device_that_is_not_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "available", lambda: None)
     for name in ("cuda", "cuda:7", "tpu", ""):
-        with pytest.raises(ValueError, match=rf"--device is '{name}'.*usable are auto, cpu\."):
+        with pytest.raises(ValueError, match=rf"The device '{name}' cannot.*usable are auto, cpu\."):
             prepare_demo(_toy(tmp_path, device=name))
     assert prepare_demo(_toy(tmp_path, device="auto")).device == torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Plans as tables and pictures, and `actckpt plan`."""
+"""Plans as tables and pictures, `actckpt plan` of tables of costs, and `actckpt explain`."""
 
 from __future__ import annotations
 
@@ -129,18 +129,19 @@ def test_the_command_plans_saves_and_shows_again(table: Path, capsys: pytest.Cap
     shown = capsys.readouterr().out
     plan = planner.solve(_costs(), budget="2GiB")
     assert plan.table() in shown and plan.explain() in shown
-    assert cli.main(["plan", str(saved)]) == 0
+    assert cli.main(["explain", str(saved)]) == 0
     assert capsys.readouterr().out == shown
-    assert cli.main(["plan", str(saved), "--json"]) == 0
+    assert cli.main(["explain", str(saved), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(saved.read_text())
 
 
-def test_a_budget_that_is_too_small_exits_with_1_and_the_smallest(
+def test_a_budget_that_is_too_small_exits_with_2_and_one_that_fits(
     table: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", str(table), "--budget=100MiB"]) == 1
+    assert cli.main(["plan", str(table), "--budget=100MiB"]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and "smallest budget" in captured.err
+    assert captured.out == "" and "smallest budget" in captured.err and captured.err.count("\n") == 1
+    assert cli.main(["plan", str(table), *captured.err.rstrip(".\n").split()[-2:]]) == 0
 
 
 @pytest.mark.parametrize("option", ["--save", "--plot"])
@@ -169,6 +170,9 @@ def test_a_file_that_cannot_be_written_is_a_mistake_in_one_line(
         ("text.json --budget 2GiB", "text.json"),
         ("list.json --budget 2GiB", "table"),
         ("costs.json", "--budget 24GiB"),
+        ("costs.json --budget 2GiB --batch 3", "costs.json is a table of costs, and --batch for scripts"),
+        ("costs.json --activation-budget 50%", "costs.json is a table of costs, and --activation-budget for scripts"),
+        ("plan.json", "plan.json is a plan. To show it: actckpt explain plan.json"),
     ],
 )
 def test_a_mistake_is_one_line_with_exit_code_2(
@@ -177,11 +181,35 @@ def test_a_mistake_is_one_line_with_exit_code_2(
     monkeypatch.chdir(table.parent)
     Path("text.json").write_text("no JSON")
     Path("list.json").write_text("[]")
+    Path("plan.json").write_text('{"plan_version": 2}')
     with pytest.raises(SystemExit) as exit_info:
         cli.main(["plan", *words.split()])
     captured = capsys.readouterr()
     assert exit_info.value.code == 2
     assert captured.err.startswith("actckpt plan: error") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.json", "missing.json: No such file"),
+        ("text.json", "text.json is no JSON"),
+        ("costs.json", "costs.json: This is no plan"),
+        ("plan.json", "plan.json: This plan has no"),
+    ],
+)
+def test_what_is_no_plan_is_explained_in_one_line(
+    name: str, message: str, table: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(table.parent)
+    Path("text.json").write_text("no JSON")
+    Path("plan.json").write_text('{"plan_version": 2}')
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["explain", name])
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2 and captured.out == ""
+    assert captured.err.startswith("actckpt explain: error: ") and captured.err.count("\n") == 1
     assert message in captured.err
 
 
