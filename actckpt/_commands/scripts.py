@@ -8,6 +8,7 @@ import inspect
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,14 +95,16 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int]:
 
 
 class Script:
-    """A script that was run.
+    """A script that was run. What it prints goes to the standard error stream, and not between figures or into JSON.
 
     Raises:
         ValueError: it is no file, or does not define `model()` and `step()`.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._defined = path, _load(path)
+        self._path = path
+        with redirect_stdout(sys.stderr):
+            self._defined = _load(path)
 
     def model(self) -> Any:
         """Return the model.
@@ -109,7 +112,8 @@ class Script:
         Raises:
             ValueError: it is no module.
         """
-        model = self._defined["model"]()
+        with redirect_stdout(sys.stderr):
+            model = self._defined["model"]()
         if not hasattr(model, "named_modules"):
             raise ValueError(f"{self._path}: model() returned a {type(model).__name__}, no module.")
         return model
@@ -125,7 +129,8 @@ class Script:
         if "optimizer" not in self._defined:
             return ()
         try:
-            return optimizers_of(self._defined["optimizer"](model), model, who)
+            with redirect_stdout(sys.stderr):
+                return optimizers_of(self._defined["optimizer"](model), model, who)
         except TypeError as error:
             if unexpected(error, str(self._path)) is not None:
                 raise
@@ -145,7 +150,12 @@ class Script:
             raise ValueError(
                 f"{self._path}: step(model, batch=..., seq=...) cannot be called with {options}: {error}."
             ) from None
-        return lambda: function(model, **sizes)
+
+        def run() -> object:
+            with redirect_stdout(sys.stderr):
+                return function(model, **sizes)
+
+        return run
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -80,6 +80,16 @@ def test_compare_says_which_of_how_many_steps_runs(
     assert f"actckpt compare: step {num_steps} of {num_steps} ...\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["compare --rounds=1", "plan --activation-budget=60%", "estimate"])
+def test_what_a_script_prints_is_not_in_the_json(words: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printing = _SCRIPT.replace("):\n", "):\n    print('loud')\n")
+    script.write_text(f"{printing}\nprint('loud')\n")
+    command, *options = words.split()
+    assert cli.main([command, str(script), "--json", *options]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) and captured.err.count("loud\n") > 4
+
+
 def test_compare_exits_with_1_where_bits_differ(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text(_SCRIPT.replace("model(x)", "RUNS.append(1); model(x * len(RUNS))") + "RUNS = []\n")
     assert cli.main(["compare", str(script), "--rounds=1", "--policy", "recompute"]) == 1
