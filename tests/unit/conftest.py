@@ -1,6 +1,14 @@
-"""Property tests have no time limit: how long one example takes says how busy the machine is."""
+"""How long something takes says how busy the machine is: properties have no time limit, commands never call it slow."""
 
 import hypothesis
+import pytest
+
+from actckpt._commands import messages
 
 hypothesis.settings.register_profile("without deadline", deadline=None)
 hypothesis.settings.load_profile("without deadline")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_QUIET_SECONDS", 600.0)

@@ -118,6 +118,14 @@ def test_a_budget_counts_the_state_of_the_optimizer(script: Path, capsys: pytest
     assert 2 * _PARAMETER_BYTES <= peaks[0] - peaks[1] <= 2.01 * _PARAMETER_BYTES
 
 
+def test_a_budget_is_a_share_of_the_device_too(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budgets = []
+    for share in ("0.25", "1"):
+        assert cli.main(["plan", str(script), "--budget", share, "--json"]) == 0
+        budgets.append(json.loads(capsys.readouterr().out)["budget_bytes"])
+    assert budgets[1] == 4 * budgets[0] > 2**30
+
+
 @pytest.mark.parametrize("command", ["compare --rounds=1", "plan"])
 def test_a_budget_that_nothing_fits_is_one_line_with_one_that_does(
     command: str, script: Path, capsys: pytest.CaptureFixture[str]
