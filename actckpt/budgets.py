@@ -60,8 +60,7 @@ def plan(
         BlocksError: there are no such blocks, one does not run, or runs in several forwards of the model or inside of
             another one, or the step exchanges tensors with other ranks.
         TypeError: `optimizer` is none.
-        ValueError: the budget is none, the step changes parameters and `optimizer` is not given, or it trains none of
-            the model.
+        ValueError: the budget is none, or the step changes parameters and `optimizer` is not given.
     Cost: ten to twenty steps, with `race` two dozen more, and a copy of the training state in host memory.
 
     Example::

@@ -25,7 +25,8 @@ many layers as they: the first block of a stack is often another one. In a model
 one layer, or one layer that is called many times) those that stand in a ModuleList are chosen from.
 
 A model in which none are found may have blocks that keep their parameters themselves, or have one layer and compute the
-rest in their forward: modules with parameters whose classes derive from Module alone are candidates of two layers then.
+rest in their forward: modules of a container with matrices among their parameters, whose classes derive from Module
+alone, are candidates of two layers then.
 """
 
 from collections import Counter
@@ -124,6 +125,8 @@ def _candidates(
     ]
     if container is None or not has_forward(module) or not is_block(module):
         return inside
+    if not _is_block(module) and not isinstance(container, _CONTAINERS):
+        return inside
     if is_checkpointing_layer(module) and len({_kind(part.module) for part in inside}) == len(inside):
         inside = []
     return [_Part(name, module, max(_num_layers(module), 2), container, inside)]
@@ -152,11 +155,11 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_own_block(module: nn.Module) -> bool:
-    """Whether a module may be a block, also with one layer in it, or none. Kinds of torch's layers may not."""
+    """Whether a module may be a block, also with one layer in it, or none. Torch's layers may not, and norms."""
     if _is_block(module):
         return True
     of_torch = next(base for base in type(module).__mro__ if base.__module__.startswith("torch."))
-    return of_torch is nn.Module and next(module.parameters(), None) is not None
+    return of_torch is nn.Module and any(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _num_layers(module: nn.Module) -> int:

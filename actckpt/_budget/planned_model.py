@@ -14,6 +14,8 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["check_planned_for", "facts_of"]
 
+#: In names, what `torch.compile` puts around a module.
+_COMPILED = "_orig_mod."
 _AGAIN = "Make the plan again with actckpt.plan, or pass the budget to apply, which plans while the model trains."
 
 
@@ -27,9 +29,22 @@ def facts_of(model: torch.nn.Module, blocks: Iterable[str | None]) -> dict[str, 
     return {
         "type": type(model).__name__,
         "torch": torch.__version__,
-        "blocks": {name: type(model.get_submodule(name)).__name__ for name in names},
-        "parameters": {name: _described(parameter) for name, parameter in model.named_parameters()},
+        "blocks": {name: _types(model.get_submodule(name)) for name in names},
+        "parameters": _parameters(model),
     }
+
+
+def _types(module: torch.nn.Module) -> list[str]:
+    """Return the names of the class of a module and of those that it derives from, for a compiled one of that inside.
+
+    Libraries put a class of their own in the place of a module's (sharding, parametrizations), which derives from it.
+    """
+    module = getattr(module, "_orig_mod", module)
+    return [base.__name__ for base in type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]]
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, list[Any]]:
+    return {name.replace(_COMPILED, ""): _described(parameter) for name, parameter in model.named_parameters()}
 
 
 def _described(parameter: torch.nn.Parameter) -> list[Any]:
@@ -59,17 +74,18 @@ def check_planned_for(plan: Plan, model: torch.nn.Module) -> None:
         )
 
 
-def _other_block(then: Mapping[str, str], named: Mapping[str, torch.nn.Module]) -> str:
-    """Say which block is of another type. Libraries put a type of their own in its place, which derives from it."""
-    for name, kind in then.items():
-        if kind not in {base.__name__ for base in type(named[name]).__mro__}:
-            return f"block {name!r} is a {type(named[name]).__name__} here, and was a {kind}"
+def _other_block(then: Mapping[str, list[str]], named: Mapping[str, torch.nn.Module]) -> str:
+    """Say which block is of another type: neither derives from that of the other."""
+    for name, kinds in then.items():
+        now = _types(named[name])
+        if kinds[0] not in now and now[0] not in kinds:
+            return f"block {name!r} is a {now[0]} here, and was a {kinds[0]}"
     return ""
 
 
 def _other_parameter(then: Mapping[str, list[Any]], model: torch.nn.Module) -> str:
     """Say which parameter is another one."""
-    now = {name: _described(parameter) for name, parameter in model.named_parameters()}
+    now = _parameters(model)
     for names, others, where in ((now, then, "not in that one"), (then, now, "in that one alone")):
         if more := [name for name in names if name not in others]:
             return f"{len(more)} of {len(names)} parameters are {where}, the first is {more[0]!r}"

@@ -205,5 +205,8 @@ def race_of(entries: list[tuple[str, Plan]], device: torch.device, number: str) 
     board = Board.of(number)
     if board is None:
         return None
-    race = RaceOfRanks(entries, device, board)
+    try:
+        race = RaceOfRanks(entries, device, board)
+    except dist.DistError:  # the store is gone with the rank that kept it, which has ended
+        return None
     return race if len(entries) > 1 or board.is_first else None

@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from actckpt._core.sites import warn_user
+
 __all__ = ["Optimizers", "optimizers_of", "trained_by", "trains"]
 
 #: One, several (of matrices and of the rest, say), or none.
@@ -14,30 +16,38 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] 
 
 
 def optimizers_of(given: Optimizers, model: torch.nn.Module, what: str) -> tuple[torch.optim.Optimizer, ...]:
-    """Return optimizers as a tuple.
+    """Return optimizers as a tuple, those inside of wrappers (accelerate's) in the place of these.
+
+    Warns where none of them trains a parameter of the model: they may train copies of them.
 
     Args:
         given: one, several in a sequence, or None.
         what: the function they were given to, for messages.
     Raises:
         TypeError: one is no optimizer.
-        ValueError: one has no parameter of the model.
     """
     if given is None:
         return ()
-    found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
-    for each in found:
-        if isinstance(each, type) or not (hasattr(each, "param_groups") and hasattr(each, "state")):
-            kind = f"the class {each.__name__}" if isinstance(each, type) else f"{type(each).__name__} {each!r:.40}"
-            raise TypeError(
-                f"{what}: optimizer is {kind}. Pass the torch.optim.Optimizer that trains the model, or several in a "
-                "list; leave it out where there is none yet."
-            )
-        if not trains(each, model):
-            raise ValueError(
-                f"{what}: optimizer {type(each).__name__} trains no parameter of this {type(model).__name__}. Pass the "
-                "one that does (made after the model was moved or wrapped), or leave it out."
-            )
+    found = tuple(_unwrapped(each, what) for each in (given if isinstance(given, (list, tuple)) else (given,)))
+    if found and not any(trains(each, model) for each in found):
+        names = ", ".join(type(each).__name__ for each in found)
+        warn_user(
+            f"{what}: optimizer {names} trains no parameter of this {type(model).__name__}. Pass the one that does "
+            "(made after the model was moved or wrapped); if it trains copies of the parameters, all is well."
+        )
+    return found
+
+
+def _unwrapped(given: Any, what: str) -> torch.optim.Optimizer:
+    inner = getattr(given, "optimizer", None)
+    optimizer: Any = inner if hasattr(given, "param_groups") and isinstance(inner, torch.optim.Optimizer) else given
+    if isinstance(optimizer, type) or not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        kind = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+        raise TypeError(
+            f"{what}: optimizer is {kind}. Pass the torch.optim.Optimizer that trains the model, or several in a "
+            "list; leave it out where there is none yet."
+        )
+    found: torch.optim.Optimizer = optimizer
     return found
 
 

@@ -133,12 +133,14 @@ class TrainingState:
     def checked(self, who: str) -> Iterator[None]:
         """Run a first step in the body; raise where a second one would not be the same.
 
-        An optimizer that was not given raises before it changes anything, and without any parameters must not change.
+        An optimizer of the model that was not given raises before it changes anything, and without any optimizer
+        parameters must not change. Those of other models (a discriminator) are let alone.
         """
         thread = threading.get_ident()
 
         def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if threading.get_ident() == thread and not trained_by((optimizer,)) <= self._trained:
+            others = {id(held.tensor) for held in self._parameters.values()} - self._trained
+            if threading.get_ident() == thread and others & trained_by((optimizer,)):
                 raise ValueError(
                     _NOT_GIVEN.format(who, f"runs an optimizer that was not given ({type(optimizer).__name__})")
                 )

@@ -20,7 +20,8 @@ Rule 4. Left alone are the attributes of modules (frameworks keep state there th
         for functions of one file.
 Rule 5. A parameter, buffer or module that another one has taken the place of is back for the rerun
         (`functional_call`). So is what an attribute was before a generator was put there: one that a module makes in
-        its first forward has moved on since. Buffers that a forward changes: NOTE [ Buffers ].
+        its first forward has moved on since. Another thread that runs the same module meanwhile finds these, too.
+        Buffers that a forward changes: NOTE [ Buffers ].
 Rule 6. Such reruns run one at a time, as those that restore random state do.
 Rule 7. A rerun that ends early may be between a change and its undoing (`self.depth += 1 ... self.depth -= 1`).
         Containers are put back all the same. Attributes, globals and closure variables may have been set by others

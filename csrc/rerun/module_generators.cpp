@@ -31,6 +31,7 @@ void add_place(py::object* displaced, const py::tuple& place) {
 }  // namespace
 
 void ModuleGenerators::note(const py::object& attributes) {
+  noted_.push_back({attributes, PyDict_GET_SIZE(attributes.ptr())});
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(attributes.ptr(), &position, &key, &value) != 0) {
@@ -72,20 +73,31 @@ void ModuleGenerators::add_those_in(PyObject* container) {
 
 const ModuleGenerators::Place* ModuleGenerators::find(const py::object& attributes, PyObject* key) const {
   for (const Place& place : places_) {
-    if (place.attributes.is(attributes) && place.key.ptr() == key) return &place;
+    if (!place.attributes.is(attributes)) continue;
+    const int is_same = PyObject_RichCompareBool(place.key.ptr(), key, Py_EQ);
+    if (is_same < 0) throw py::error_already_set();
+    if (is_same != 0) return &place;
   }
   return nullptr;
+}
+
+// Whether an attribute came after a module was noted: later ones stand behind those that there were.
+bool ModuleGenerators::is_new(const py::object& attributes, Py_ssize_t number) const {
+  for (const Noted& noted : noted_) {
+    if (noted.attributes.is(attributes)) return number >= noted.size;
+  }
+  return false;
 }
 
 void ModuleGenerators::add_displaced(const py::object& attributes, py::object* displaced) const {
   PyObject *key, *value;
   Py_ssize_t position = 0;
-  while (PyDict_Next(attributes.ptr(), &position, &key, &value) != 0) {
+  for (Py_ssize_t number = 0; PyDict_Next(attributes.ptr(), &position, &key, &value) != 0; ++number) {
     if (is_of_every_module(key) || !is_generator(value)) continue;
     const Place* place = find(attributes, key);
-    if (place == nullptr) {
+    if (place == nullptr && is_new(attributes, number)) {
       add_place(displaced, py::make_tuple(attributes, py::handle(key)));
-    } else if (place->value.ptr() != value) {
+    } else if (place != nullptr && place->value.ptr() != value) {
       add_place(displaced, py::make_tuple(attributes, place->key, place->value));
     }
   }

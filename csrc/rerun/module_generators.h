@@ -21,8 +21,8 @@ class ModuleGenerators {
   const py::object& all() const noexcept { return all_; }
 
   // Adds to `displaced` what is not where it was among the attributes of a module that was noted, if it is or was a
-  // generator: (attributes, key, what was there), without the last where there was nothing. The list is null until
-  // there is something.
+  // generator: (attributes, key, what was there), without the last where there was nothing. Modules that were not
+  // noted, and what took the place of anything else, are let alone. The list is null until there is something.
   void add_displaced(const py::object& attributes, py::object* displaced) const;
 
  private:
@@ -30,13 +30,20 @@ class ModuleGenerators {
   struct Place {
     py::object attributes, key, value;
   };
+  // The attributes of a module that was noted, and how many these were.
+  struct Noted {
+    py::object attributes;
+    Py_ssize_t size;
+  };
 
   void add(PyObject* generator);
   void add_those_in(PyObject* container);
+  bool is_new(const py::object& attributes, Py_ssize_t number) const;
   const Place* find(const py::object& attributes, PyObject* key) const;
 
   py::object all_;
   std::vector<Place> places_;
+  std::vector<Noted> noted_;
 };
 
 }  // namespace actckpt

@@ -104,3 +104,18 @@ def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
     with pytest.warns(UserWarning, match="From now on the plan runs that needs least"):
         gradients, _ = model.step(everything)
     assert_equal(gradients, _Model().step(everything)[0])
+
+
+@pytest.mark.filterwarnings("ignore:apply. . of 10 blocks did not run:UserWarning")
+def test_with_pins_the_plan_stays_as_it_was() -> None:
+    """They name calls by their number, and classes of blocks by their names: more calls would change both."""
+    model, without = _Model(), [number for number in range(_NUM_BLOCKS) if number != 1]
+    actckpt.apply(model, activation_budget="100%", pins={(6, "f.2::aten.gelu.default#0.0"): "recompute"})
+    for _ in range(2):
+        model.step(without)
+    plan = actckpt.report(model).plan
+    with pytest.warns(UserWarning, match="steps in which it runs may need more than the budget"):
+        model.step(list(range(_NUM_BLOCKS)))
+    gradients, _ = model.step(list(range(_NUM_BLOCKS)))
+    assert actckpt.report(model).plan is plan
+    assert_equal(gradients, _Model().step(list(range(_NUM_BLOCKS)))[0])

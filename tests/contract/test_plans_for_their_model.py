@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import cache
 
 import pytest
@@ -109,3 +110,12 @@ def test_a_plan_of_another_torch_is_told(recwarn: pytest.WarningsRecorder) -> No
     older = dataclasses.replace(_plan(), model={**_plan().model, "torch": "2.3.1+cu121"})
     with pytest.warns(UserWarning, match=r"made with torch 2.3.1\+cu121, and this is"):
         actckpt.apply(_model(), policy=older)
+
+
+def test_compiled_blocks_are_those_inside() -> None:
+    model = _model()
+    for number in range(4):
+        model[number] = torch.compile(model[number], backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert actckpt.apply(model, policy=_plan()) == ("0", "1", "2", "3")

@@ -247,3 +247,57 @@ def test_generators_that_are_equal_are_not_the_same() -> None:
     ours(module, x).sum().backward()
     drawn = [torch.rand(3, generator=torch.Generator().manual_seed(number)) for number in range(2)]
     assert_equal(x.grad, drawn[0] * drawn[1])
+
+
+def test_a_module_that_the_forward_makes_keeps_its_generator() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self, generator: torch.Generator) -> None:
+            super().__init__()
+            self.generator = generator
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * torch.rand(x.shape, generator=self.generator)).exp()
+
+    class Makes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator, self.inner = torch.Generator().manual_seed(3), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.inner is None:
+                self.inner = Scaled(self.generator)
+            return self.inner(x)
+
+    results = []
+    for method in (plain, ours):
+        module, x = Makes(), torch.ones(3, requires_grad=True)
+        for _ in range(2):
+            method(module, x).sum().backward()
+        results.append(x.grad)
+    assert_equal(*results)
+
+
+def test_what_took_the_place_of_something_else_is_let_alone() -> None:
+    """What stood there is not known: the rerun finds the generator as it is, and not nothing."""
+
+    class Seeded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator: object = 5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if isinstance(self.generator, int):
+                self.generator = torch.Generator().manual_seed(self.generator)
+            return x * torch.rand(x.shape, generator=self.generator)
+
+    ours(Seeded(), leaf(3)).sum().backward()
+
+
+def test_names_of_attributes_are_compared_by_value() -> None:
+    torch.manual_seed(0)
+    block, x = Block("attribute"), leaf(3, 4)
+    y = ours(block, x)
+    generator = vars(block.noise).pop("held")
+    vars(block.noise)["".join(["he", "ld"])] = generator
+    y.sum().backward()
+    assert block.noise.held is generator

@@ -312,3 +312,19 @@ def test_blocks_that_compute_in_their_forward_are_found(block: type[nn.Module]) 
 @pytest.mark.parametrize("layer", [nn.Linear, Scaled])
 def test_rows_of_layers_are_no_blocks(layer: type[nn.Linear]) -> None:
     assert repeated_blocks(nn.ModuleList(layer(4, 4) for _ in range(3))) == {}
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_norms_and_attributes_in_a_row_are_no_blocks() -> None:
+    assert repeated_blocks(nn.Sequential(Norm(), Norm(), Norm())) == {}
+    model = nn.Module()
+    model.cell1, model.cell2 = Matrices(), Matrices()
+    assert repeated_blocks(model) == {}
