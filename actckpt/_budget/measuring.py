@@ -31,7 +31,8 @@ from actckpt._budget.class_names import AFTER, BEFORE, with_block_names
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Mark, Marks, Outside, between, outside_bytes, outside_seconds
 from actckpt._budget.outside_graph import OutsideGraph, Read
-from actckpt._budget.profiling import ProfiledBlock, Profiler
+from actckpt._budget.profiled_block import ProfiledBlock
+from actckpt._budget.profiling import Profiler
 from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.storages import tensors_in
 from actckpt._core.training_state import TrainingState
@@ -252,6 +253,7 @@ def cost_table(
 ) -> MeasuredStep:
     """Return the cost table of a stack of blocks between stem and head, with what runs between two blocks."""
     waiting = read.waiting_bytes
+    blocks = [*(block.before(after) for block, after in itertools.pairwise(blocks)), *blocks[-1:]]
     blocks = [block.with_gradients(nbytes) for block, nbytes in zip(blocks, waiting[1::2], strict=True)]
     between = [outside.with_gradients(nbytes) for outside, nbytes in zip(between, waiting[2:-1:2], strict=True)]
     gathered = [*(each.gathered_bytes for each in between), 0.0]  # the working set of a block that reruns has them

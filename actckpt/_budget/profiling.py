@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import Alone
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
 from actckpt._budget.links import flush
+from actckpt._budget.profiled_block import OTHER, ProfiledBlock
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._budget.workspaces import WorkingStorages
 from actckpt._checkpointed_call import checkpoint_call
@@ -53,54 +53,13 @@ from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
 from actckpt.planner.problem import recomputed
 from actckpt.statistics import uncounted
 
-__all__ = ["ProfiledBlock", "Profiler"]
+__all__ = ["Profiler"]
 
 #: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
 #: others as long as all together take less than so many seconds.
 _LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 8, 0.3
 #: And of so many further runs in which each operator is timed.
 _OPERATORS_TIMED = 3
-#: Name of the value of Rule 4.
-_OTHER = "(other)"
-
-
-@dataclasses.dataclass(frozen=True)
-class ProfiledBlock:
-    """One call of a block."""
-
-    name: str
-    costs: BlockClass
-    #: Where each value is in the model, by its name in the cost table.
-    places: dict[str, str]
-    #: The storage of its input, and the bytes of that.
-    input: weakref.ref[torch.UntypedStorage] | None
-    input_bytes: int
-
-    def is_input_gone(self) -> bool:
-        """Return whether its input lives no more."""
-        return self.input is not None and self.input() is None
-
-    def with_input_kept(self) -> ProfiledBlock:
-        """Return the block without the choice to offload its input if that is still alive."""
-        if self.input is None or self.is_input_gone():
-            return self
-        values = (dataclasses.replace(self.costs.values[0], offloadable=False), *self.costs.values[1:])
-        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
-
-    def with_other(self, nbytes: float) -> ProfiledBlock:
-        """Return the block with so many more bytes that stay unless it runs again."""
-        if not nbytes:
-            return self
-        values = tuple(
-            dataclasses.replace(value, nbytes=value.nbytes + nbytes) if value.name == _OTHER else value
-            for value in self.costs.values
-        )
-        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
-
-    def with_gradients(self, nbytes: int) -> ProfiledBlock:
-        """Return the block with gradients that wait while it runs backward."""
-        needed = self.costs.working_set_bytes + nbytes
-        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, working_set_bytes=needed))
 
 
 class Profiler:
@@ -183,7 +142,8 @@ class Profiler:
                 known = dataclasses.replace(known, rerun=False)
             self._known[key] = known
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
-        return result, ProfiledBlock(name, self._known[key], by_name, structure.input, structure.input_bytes)
+        returned = {places[value]: storage for value, storage in structure.returned(result).items()}
+        return result, ProfiledBlock(name, self._known[key], by_name, structure.input, structure.input_bytes, returned)
 
 
 def _check_units(name: str, structure: BlockStructure) -> None:
@@ -282,7 +242,7 @@ def _profiled(call: _Call, values: tuple[Value, ...]) -> BlockClass:
         recording_s=max(recorded_s - forward_s, 0.0),
         values=(
             *_scaled(values, forward_s, replaying_s - backward_s),
-            Value(_OTHER, float(other), offloadable=False, replayable=False),
+            Value(OTHER, float(other), offloadable=False, replayable=False),
         ),
         rerun=not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers),
     )

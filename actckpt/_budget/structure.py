@@ -104,6 +104,12 @@ class BlockStructure:
     def _name(self, made: _Made) -> str:
         return str(next((place for place in made.places if place in self._saved), made.places[-1]))
 
+    def returned(self, result: Any) -> dict[str, weakref.ref[torch.UntypedStorage]]:
+        """Return the storages of what backward needs and the block returned, by the names of these values."""
+        storages = {id(storage) for storage in storages_of(list(tensors_in(result)))}
+        needed = [made for made in self._made if self._info(made) is not None]
+        return {self._name(made): made.storage for made in needed if id(made.storage()) in storages}
+
     def note_made(self, made: _Made) -> None:
         """Take down a storage that an operator made."""
         self._made.append(made)

@@ -15,7 +15,8 @@ from actckpt._budget.links import flush
 from actckpt._budget.marks import Marks, Outside, between, held_after, last_end, outside_bytes
 from actckpt._budget.measuring import MeasuredStep, cost_table
 from actckpt._budget.outside_graph import OutsideGraph
-from actckpt._budget.profiling import ProfiledBlock, Profiler
+from actckpt._budget.profiled_block import ProfiledBlock
+from actckpt._budget.profiling import Profiler
 from actckpt._budget.workspaces import NumberedStorages
 from actckpt._core import devices
 from actckpt._core.storages import tensors_in
