@@ -10,7 +10,6 @@ import torch
 
 from actckpt._blocks.applied import applied_blocks
 from actckpt._blocks.choosing import check_model
-from actckpt._core.optimizers import trains
 from actckpt.blocks import apply, remove
 from actckpt.planner.plans import Plan
 from actckpt.policies import Policy
@@ -41,8 +40,7 @@ def enable(model: torch.nn.Module, policy: Policy | Plan | None = None, **option
     Returns:
         The qualified names of the blocks that are checkpointed now.
     Raises:
-        BlocksError, TypeError, ValueError: as `actckpt.apply`. ValueError from `gradient_checkpointing_enable`: it is
-            given options of the library's checkpointing.
+        BlocksError, TypeError, ValueError: as `actckpt.apply`, or `gradient_checkpointing_enable` is given options.
     """
     check_model(model, "enable")
     given = options if policy is None else {"policy": policy, **options}
@@ -80,9 +78,7 @@ def callback(policy: Policy | Plan | None = None, **options: Any) -> TrainerCall
     class Callback(TrainerCallback):
         def on_train_begin(self, *_: Any, model: Any, optimizer: Any = None, **__: Any) -> None:
             disable(model)  # an attempt before this one was given up, with batches that were too large
-            more = {}
-            if {"budget", "activation_budget"} & options.keys() and optimizer is not None and trains(optimizer, model):
-                more = {"optimizer": optimizer}
+            more = {"optimizer": optimizer} if {"budget", "activation_budget"} & options.keys() else {}
             enable(model, policy, **{**more, **options})
 
         def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
