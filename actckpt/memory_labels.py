@@ -39,7 +39,8 @@ def label_memory() -> Iterator[None]:
             loss_fn(model(x)).backward()
         torch.cuda.memory._dump_snapshot("step.pickle")
 
-    Cost: some ten microseconds per operator, for the module.
+    Cost: a look at the Python stack per operator, for the module; times inside of the block are not those of a step
+    without it.
     """
     accelerator = devices.available()
     labels = None if accelerator is None else accelerator.memory_labels()

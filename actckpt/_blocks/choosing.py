@@ -20,6 +20,7 @@ Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Seque
 
 
 def check_model(model: Any, what: str) -> None:
+    """Raise a TypeError, that says what to pass to `what`, where a model is no module."""
     if isinstance(model, torch.nn.Module):
         return
     kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -31,6 +32,11 @@ def check_model(model: Any, what: str) -> None:
 
 
 def chosen_blocks(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.Module]:
+    """Return the chosen modules of a model by their qualified names; without a choice NOTE [ Blocks of a model ] says.
+
+    Raises:
+        BlocksError: a name is none of the model's, or something is no choice.
+    """
     if blocks is None:
         return repeated_blocks(model)
     several = blocks if isinstance(blocks, Sequence) and not isinstance(blocks, str) else [blocks]
@@ -84,6 +90,7 @@ def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
 
 
 def nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:
+    """Return the words of an error about a choice that names no module."""
     types = sorted({type(module).__name__ for module in model.modules()})
     what = "no repeated blocks" if blocks is None else f"no block that matches {blocks!r}"
     return (
@@ -93,6 +100,7 @@ def nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:
 
 
 def check_made(blocks: Mapping[str, torch.nn.Module], what: str) -> None:
+    """Raise a BlocksError where parameters or buffers of blocks are not made yet."""
     for name, block in blocks.items():
         for own, tensor in (*block.named_parameters(), *block.named_buffers()):
             if is_lazy(tensor):

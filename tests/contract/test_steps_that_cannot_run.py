@@ -71,14 +71,18 @@ def test_where_gradients_are_off_that_is_named(who: str, off: Any) -> None:
 
 
 def test_a_step_that_turns_gradients_on_runs_where_they_are_off(who: str) -> None:
-    model = _model()
+    model, num_runs = _model(), 0
 
     @torch.enable_grad()
     def step() -> None:
+        nonlocal num_runs
+        num_runs += 1
         model(_x()).sum().backward()
 
     with torch.no_grad():
         _CALLS[who](model, step)
+        assert not torch.is_grad_enabled()
+    assert num_runs > 1
 
 
 def test_a_step_that_returns_its_loss_without_backward_is_told_to_run_it(who: str) -> None:

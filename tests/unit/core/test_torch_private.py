@@ -120,6 +120,16 @@ def test_installed_torch_has_the_private_name(owner: Any, name: str) -> None:
     )
 
 
+def test_a_torch_for_cuda_labels_memory() -> None:
+    if not torch.backends.cuda.is_built() or torch.version.hip is not None or torch.__version__ < (2, 11):
+        assert torch.backends.cuda.is_built() or torch_private.set_memory_label is None
+        pytest.skip("torch is built for the CPU or for HIP, or is older than 2.11, the first that was looked at")
+    assert torch_private.set_memory_label is not None and torch_private.get_memory_label is not None
+    assert hasattr(torch.cuda.memory, "_set_memory_metadata"), (
+        "look for its public successor, and name that in messages"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
