@@ -5,9 +5,9 @@ NOTE [ The first backward ]
 Rule 1. The allocator is read where the forward of a block ends, and where backward reaches its output: what is held,
         what was given out in all, and the peak since the program last started that again. Nothing waits.
 Rule 2. What the peak rises to between the end of the last block and the moment in which backward reaches its output,
-        the head needs, with the loss. Where it does not rise, the head is taken to need what its forward shows, but may
-        need up to what was there already, or was given out meanwhile if that is less: the difference is in doubt. What
-        else the program does in between, it does in every step.
+        the head needs, with the loss. Where it does not rise, the head is taken to need what its forward and the graph
+        show (NOTE [ Gradients that wait ]), but may need up to what was there already, or was given out meanwhile if
+        that is less: the difference is in doubt. What else the program does in between, it does in every step.
 Rule 3. What is held where backward reaches a block, and was not where its forward ended, are gradients: of the output,
         of parameters, and others that wait for what ran before the block, of results that are read past blocks (the
         skips of a UNet). These are there while the block runs backward. Inputs that were brought back ahead are none,

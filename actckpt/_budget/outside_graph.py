@@ -12,9 +12,9 @@ Rule 3. The graph is walked from the outputs of the model and from what blocks a
         parameters those read, their modules tell. Nor is it walked without end: torch frees nodes that Python has seen
         one inside the other, and some ten thousand in a row need more stack than a thread has. What is not found is
         taken to be read by the head (parameters), or not to wait.
-Rule 4. Where no allocator tells what backward needs there, the graph does: when a node runs, that lives which was made
-        before its operator ran and is alive when the forward ends, its result if it saved that, and the gradients that
-        it takes and gives.
+Rule 4. What backward needs there, the graph tells before it has run, also on devices whose allocator tells more of it
+        afterwards (NOTE [ The first backward ]): when a node runs, that lives which was made before its operator ran
+        and is alive when the forward ends, its result if it saved that, and the gradients that it takes and gives.
 """
 
 from __future__ import annotations

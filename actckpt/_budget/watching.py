@@ -96,9 +96,7 @@ class Watching:
         if not num_calls:
             return None
         marks = self._marks.found
-        # Where an allocator tells what backward needs, it does so when that has run (NOTE [ The first backward ]).
-        is_told = devices.counting(self._device) is not None
-        read = self._graph.read(outputs, None if is_told else self._live.made_before())
+        read = self._graph.read(outputs, self._live.made_before())
         stem, head = outside_bytes(marks, num_calls, read.backward_bytes)
         last, held = last_end(marks, num_calls), held_after(marks, num_calls)
         loss = _LOSS * sum(tensor.nbytes for tensor in outputs if tensor.is_floating_point())

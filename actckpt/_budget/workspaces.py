@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from actckpt._C import is_paused
 from actckpt._core import devices, torch_private
 from actckpt.memory import LiveStorages
 
@@ -82,13 +83,18 @@ class WorkingStorages(LiveStorages):
 
 
 class NumberedStorages(WorkingStorages):
-    """Takes down of each storage the number of the node that autograd makes next when an operator made it."""
+    """Takes down of each storage the number of the node that autograd makes next when an operator made it.
+
+    What audits make, a step under a plan does not: checksums, and copies that are on their way to a store.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._numbers: dict[int, int] = {}
 
     def _note_output(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
+        if is_paused():
+            return
         known = self._entry(storage)
         super()._note_output(storage, is_new=is_new)
         if known is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import on_device
 import pytest
 import torch
 from oracle import assert_equal
@@ -57,7 +56,6 @@ class Model(nn.Module):
         return [parameter.grad.clone() for parameter in self.parameters()], live.peak_bytes
 
 
-@pytest.mark.skipif(on_device.device_type != "cpu", reason="an allocator tells there")
 @pytest.mark.parametrize(
     ("where", "kind"), list(itertools.product(["head", "stem", "between"], ["square", "views", "results"]))
 )
