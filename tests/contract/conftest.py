@@ -76,6 +76,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 @contextmanager
 def _on_gpu(item: pytest.Item) -> Iterator[None]:
     torch.cuda.manual_seed_all(0)
+    torch.cuda.reset_peak_memory_stats()
     with on_cuda.own_stores(), on_cuda.deterministic():
         yield
 
@@ -85,6 +86,7 @@ def _on_simulated(item: pytest.Item) -> Iterator[None]:
     from sim.device import accelerator, checked, settle, take_faults
 
     with accelerator.offloading(), checked():
+        torch.accelerator.reset_peak_memory_stats()  # what a first step finds out must not depend on earlier tests
         yield
         settle()
         faults = [fault for fault in take_faults() if not is_expected(item, fault)]

@@ -37,7 +37,8 @@ _NO_FLOAT32 = "the kernel takes no float32"
 _NO_STORE = "is about tensors that have no store, as those of the CPU until there is a folder"
 _BY_HAND = "counts by hand what a process has in the memory of a device, where libraries and other tests have some, too"
 _MESH_OF_CPU = "DTensor moves what it is given to the devices of its mesh, here the CPU"
-_OF_SIMULATED = (_NO_LAYOUT, _SHALLOW_COPY, _FORWARD_MODE)
+_FRESH = "the process that loads the model has no simulated device"
+_OF_SIMULATED = (_NO_LAYOUT, _SHALLOW_COPY, _FORWARD_MODE, _FRESH)
 
 _OFFLOAD = "offload/test_offload_"
 _MATCHES = "replay/test_policy_matches.py::"
@@ -61,6 +62,15 @@ EXEMPT: dict[str, str] = {
             "test_the_first_step_under_a_budget_counts_as_one_in_which_everything_is_recomputed",
         ),
         _NO_STORE,
+    ),
+    "contract/test_blocks.py::test_a_saved_model_is_loaded_by_a_fresh_process": _FRESH,
+    **dict.fromkeys(
+        (
+            "contract/test_budgets_of_waiting_gradients.py::"
+            f"test_tensors_whose_bytes_torch_does_not_tell_stop_nothing[{kind}]"
+            for kind in ("strided", "sparse")
+        ),
+        _NO_LAYOUT,
     ),
     f"{_TRAINING}test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_state": _BY_HAND,
     "contract/test_budgets.py::test_a_budget_for_everything_counts_parameters_gradients_and_optimizer_state": _BY_HAND,

@@ -465,9 +465,20 @@ def test_blocks_of_which_none_is_called_are_told_once(options: dict[str, Any]) -
     pickle.loads(pickle.dumps(copied.flows))
     actckpt.apply(model, blocks="flows.*", **options)
     pickle.loads(pickle.dumps(model))
-    ForkingPickler.dumps(next(model.parameters()))
     actckpt.remove(model)
     assert all(not parameter._backward_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": ["aten.mm"]}, {"activation_budget": "50%"}], ids=str)
+def test_parameters_of_an_applied_model_can_be_sent_to_another_process(options: dict[str, Any]) -> None:
+    model = _Flow()
+    try:
+        ForkingPickler.dumps(next(model.parameters()))
+    except RuntimeError as error:
+        pytest.skip(f"torch sends no tensors of this device: {error}")
+    actckpt.apply(model, blocks="flows.*", **options)
+    ForkingPickler.dumps(next(model.parameters()))
+    actckpt.remove(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "offload", "min_bytes": 0}, {"policy": ["aten.addmm"]}], ids=str)

@@ -478,7 +478,7 @@ def test_profiling_leaves_attributes_and_containers_as_the_step_left_them() -> N
     class Noting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(16, 16)
+            self.layer = nn.Linear(64, 64)
             self.losses: list[Tensor] = []
             self.num_calls = 0
             self.last: Tensor | None = None
@@ -509,7 +509,7 @@ def test_profiling_leaves_attributes_and_containers_as_the_step_left_them() -> N
         torch.manual_seed(0)
         models.append(Model())
     actckpt.apply(models[1], blocks=Noting, activation_budget="90%")
-    x = torch.randn(8, 16)
+    x = torch.randn(64, 64)
     for number in range(4):
         for model in models:
             model.zero_grad()

@@ -109,7 +109,7 @@ class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))
         self.runs = [0, 1, 2, 3]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Dropping(nn.Module):
 
     def step(self) -> list[Tensor | None]:
         self.zero_grad()
-        self(torch.ones(8, 16)).backward()
+        self(torch.ones(128, 32)).backward()
         return [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters()]
 
 
@@ -143,4 +143,4 @@ def test_a_block_that_runs_and_is_not_in_the_plan_is_told_once(
         warnings.simplefilter("error")
         assert_equal(model.step(), plain.step())
         with torch.no_grad():
-            model(torch.ones(8, 16))
+            model(torch.ones(128, 32))

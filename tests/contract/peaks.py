@@ -1,0 +1,39 @@
+"""Peaks as budgets count them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import on_device
+import torch
+from torch import Tensor
+
+from actckpt.memory import LiveStorages
+
+__all__ = ["Peak", "counted"]
+
+
+class Peak:
+    """Most bytes while a block of code ran."""
+
+    peak_bytes = 0
+
+
+@contextmanager
+def counted(model: torch.nn.Module, *, total: bool, held: Iterable[Tensor] = ()) -> Iterator[Peak]:
+    """Count what the block makes, as a budget of activations does, or all that there is, as one of all memory does.
+
+    Args:
+        held: of what counts toward all memory, what is there before and does not go; a device's allocator counts it.
+    """
+    found = Peak()
+    if total and on_device.device_type != "cpu":
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        yield found
+        found.peak_bytes = torch.accelerator.max_memory_allocated()
+        return
+    with LiveStorages(parameters=() if total else model.parameters()) as live:
+        yield found
+    found.peak_bytes = live.peak_bytes + (sum(tensor.nbytes for tensor in held) if total else 0)
