@@ -48,6 +48,10 @@ _NOTHING_RECORDED = (
     "Nothing was recorded: policy 'keep' leaves everything to autograd, so that the blocks hold what plain training "
     "holds (actckpt.region('keep', record=True) shows what); or they ran under torch.compile, or without gradients."
 )
+_NOTHING_OF_COPY = (
+    "Nothing was recorded: these blocks are a copy of those of a model with a budget, and ran without gradients, or "
+    "under torch.compile."
+)
 
 
 class OffloadKeywords(TypedDict, total=False):
@@ -303,6 +307,8 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     if plan is None and trainings:
         note, found = _NO_PLAN, []  # the calls that were measured were none of training
     is_plain = plan is not None and plan.overhead_seconds == 0.0
+    is_copy = not trainings and any(blocks.are_of_other_training for blocks in together.values())
+    nothing = "" if is_plain else _NOT_RUN if not ran else _NOTHING_OF_COPY if is_copy else _NOTHING_RECORDED
     return ModelReport(
         blocks_patched=tuple(applied),
         blocks_ran=ran,
@@ -311,6 +317,6 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         rows=rows_of(model, applied, found, group_by, top),
         group_by=group_by,
         race_steps_left=None if note is _NO_PLAN else max((each.race_steps_left for each in trainings), default=0),
-        note=note if found or note is _NO_PLAN else "" if is_plain else _NOTHING_RECORDED if ran else _NOT_RUN,
+        note=note if found or note is _NO_PLAN else nothing,
         **sums_of(found),
     )

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt import _C
 from actckpt._core import devices, torch_private
 from actckpt._core.sites import module_name, warn_user
+from actckpt._offload.device import is_bringing_back
 
 __all__ = ["label_memory"]
 
@@ -28,7 +29,8 @@ def label_memory() -> Iterator[None]:
     A snapshot of `torch.cuda.memory` that is recorded meanwhile has the labels, as `user_metadata` of its blocks and
     events, and https://pytorch.org/memory_viz shows them: `actckpt: aten.addmm.default in layers.0.mlp` for what the
     forward makes, of which the bytes that are kept live on, and `actckpt: again aten.gelu.default in layers.0.mlp` for
-    what reruns and replays bring back in backward. Labels of the program are back afterwards.
+    what reruns and replays bring back in backward, `actckpt: again, offloaded` for what is read back. Labels of the
+    program are back afterwards.
 
     Warns where torch, or the machine, has no labels.
 
@@ -70,10 +72,14 @@ class _Labelling(TorchDispatchMode):
         return torch_private.runs_compiled_below_modes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        again = "again " if _C.is_rerunning() or _C.is_paused() else ""
-        module = module_name()
-        self._label(f"actckpt: {again}{func}{'' if module is None else f' in {module}'}")
+        self._label("actckpt: again, offloaded" if is_bringing_back() else _label(func))
         try:
             return func(*args, **(kwargs or {}))
         finally:
             self._label(self._outside)
+
+
+def _label(func: Any) -> str:
+    again = "again " if _C.is_rerunning() or _C.is_paused() else ""
+    module = module_name()
+    return f"actckpt: {again}{func}{'' if module is None else f' in {module}'}"

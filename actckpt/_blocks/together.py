@@ -83,6 +83,8 @@ class AppliedBlocks:
         self.recording = Recording()
         #: What finds a plan for them while the model trains.
         self.training: Training | None = None
+        #: Whether they were copied, without what found a plan for them.
+        self.are_of_other_training = False
         self._plan: Plan | None = None
         self._has_told_unplanned = False
         self._window_bytes: int | None = None
@@ -130,6 +132,8 @@ class AppliedBlocks:
         # Of a copy the stores know nothing yet, and its parameters are others. What finds a plan is the model's: where
         # that is copied, it adds itself.
         state = {**vars(self), "_window_bytes": None, "model": None, "_gradient_hook": None, "training": None}
+        state["are_of_other_training"] = self.are_of_other_training or self.training is not None
+        state["is_watching"] = True  # their first step is to come
         del state["forwards"]  # they add themselves
         return state
 

@@ -6,6 +6,7 @@ in csrc/engine/protocol/README.md.
 """
 
 import functools
+import threading
 
 import torch
 
@@ -16,7 +17,9 @@ from actckpt._core.torch_private import untraced
 from actckpt._offload import counts, limits, notices
 from actckpt._offload.spill import spill_file
 
-__all__ = ["DeviceStore", "no_backend", "record_streams"]
+__all__ = ["DeviceStore", "is_bringing_back", "no_backend", "record_streams"]
+
+_here = threading.local()
 
 
 def no_backend(device_type: str) -> str:
@@ -117,7 +120,7 @@ class DeviceStore:
         stream = self.accelerator.stream_handle(device)
         found = ticket.get(device.index, stream)
         while found is None:  # another thread may unload between load and get
-            buffer = _C.allocate_bytes(nbytes, device)
+            buffer = _buffer(nbytes, device)
             ticket.load(device.index, stream, buffer.storage.data_ptr(), buffer, urgent=True)
             found = ticket.get(device.index, stream)
         result, record = found
@@ -130,9 +133,23 @@ class DeviceStore:
     def prefetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes | None:
         index, handle = ticket.put_stream
         with self.accelerator.on_stream(self.accelerator.stream_at(handle, self.accelerator.device_at(index))):
-            buffer = _C.allocate_bytes(nbytes, device)
+            buffer = _buffer(nbytes, device)
         began = ticket.load(index, handle, buffer.storage.data_ptr(), buffer, urgent=False)
         return buffer if began else None
+
+
+def _buffer(nbytes: int, device: torch.device) -> _C.Bytes:
+    """Return memory of a device for bytes that come back."""
+    _here.is_bringing_back = True
+    try:
+        return _C.allocate_bytes(nbytes, device)
+    finally:
+        _here.is_bringing_back = False
+
+
+def is_bringing_back() -> bool:
+    """Return whether what this thread allocates on a device now is for bytes that come back."""
+    return getattr(_here, "is_bringing_back", False)
 
 
 @untraced

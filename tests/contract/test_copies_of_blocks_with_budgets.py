@@ -34,3 +34,25 @@ def test_a_copy_of_one_block_takes_nothing_of_the_model_along(num_steps: int) ->
         assert_equal([parameter.grad for parameter in copied.parameters()], ours)
     training.step()  # the model trains on
     assert actckpt.report(training.model).plan is not None or num_steps == 0
+
+
+def test_what_a_copied_block_did_is_told_by_its_own_first_step() -> None:
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%", race=False)
+    training.step()
+    copied = copy.deepcopy(training.model.blocks[0])
+    assert "policy" not in actckpt.report(copied).note
+    copied(torch.randn(4, 32, 32)).sum().backward()
+    found = actckpt.report(copied)
+    assert found.recomputed_bytes and found.note.startswith("Recorded: ")
+
+
+def test_a_copied_block_that_ran_without_gradients_is_told_of_no_policy() -> None:
+    training = Training()
+    actckpt.apply(training.model, activation_budget="60%", race=False)
+    training.step()
+    copied = copy.deepcopy(training.model.blocks[0])
+    with torch.no_grad():
+        copied(torch.randn(4, 32, 32))
+    found = actckpt.report(copied)
+    assert not found.rows and "a copy of those of a model with a budget" in found.note

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 
+import on_device
 import pytest
 import torch
 from oracle import assert_equal
@@ -61,6 +62,21 @@ def test_what_is_kept_and_what_is_brought_back_are_labelled(policy: str, allocat
     assert "actckpt: aten.addmm.default in blocks.2.up" in labels
     assert any(label.startswith("actckpt: again aten.gelu.default") for label in labels)
     assert any(label.startswith("actckpt: again aten.addmm.default") for label in labels) == (policy == "recompute")
+
+
+@pytest.mark.usefixtures("no_audit")
+def test_what_offloading_brings_back_is_labelled(allocator: Allocator) -> None:
+    if on_device.device_type == "cpu":
+        pytest.skip("labels are for allocators of devices")
+    training = Training()
+    expected = training.gradients()
+    actckpt.apply(training.model, policy="offload", min_bytes=0)
+    training.step()
+    allocator.seen.clear()
+    with actckpt.label_memory():
+        found = training.gradients()
+    assert_equal(found, expected)
+    assert "actckpt: again, offloaded" in allocator.seen
 
 
 def test_labels_of_the_program_are_back_after_an_error(allocator: Allocator) -> None:
