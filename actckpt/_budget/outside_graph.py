@@ -6,13 +6,16 @@ Rule 1. A tensor that several parts of a step read (the skips of a UNet, what an
         gets its gradient piece by piece: from where backward comes to the last part that reads it to where it comes to
         the part that made it, the sum so far waits. So does the gradient of a parameter that several parts read, as an
         embedding that is tied to the head.
-Rule 2. Numbers of nodes tell what ran when: autograd counts them up in the order of the forward. Positions are those of
+Rule 2. Gradients that are views of another one (of what `cat` and `stack` are given) are no other memory: that whole
+        one waits until each of these tensors was made, or got something else: where several read such a tensor, its
+        gradient is a sum of its own from the second on.
+Rule 3. Numbers of nodes tell what ran when: autograd counts them up in the order of the forward. Positions are those of
         calls of blocks and of what runs between them: 2 l + 1 is call l, 2 l what runs before it.
-Rule 3. The graph is walked from the outputs of the model and from what blocks are given, not through blocks: which
+Rule 4. The graph is walked from the outputs of the model and from what blocks are given, not through blocks: which
         parameters those read, their modules tell. Nor is it walked without end: torch frees nodes that Python has seen
         one inside the other, and some ten thousand in a row need more stack than a thread has. What is not found is
         taken to be read by the head (parameters), or not to wait.
-Rule 4. What backward needs there, the graph tells before it has run, also on devices whose allocator tells more of it
+Rule 5. What backward needs there, the graph tells before it has run, also on devices whose allocator tells more of it
         afterwards (NOTE [ The first backward ]): when a node runs, that lives which was made before its operator ran
         and is alive when the forward ends, its result if it saved that, and the gradients that it takes and gives.
 """
@@ -24,7 +27,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +38,7 @@ from actckpt._core.subclasses import plain_parts
 
 __all__ = ["OutsideGraph", "Read"]
 
-#: What these nodes give back are views of the gradient of their result.
+#: What these nodes give back are views of the gradient of their result (Rule 2).
 _GIVE_VIEWS = ("CatBackward", "StackBackward")
 #: And these give back what they take, or views of that.
 _GIVE_WHAT_THEY_TAKE = (
@@ -50,22 +53,24 @@ _MAKE_ANOTHER = (
     *("NormBackward", "PowBackward", "ReciprocalBackward", "RsqrtBackward", "SinBackward", "SinhBackward"),
     *("SqrtBackward", "StdBackward", "TanBackward", "VarBackward"),
 )
-#: So many nodes are looked at (Rule 3).
+#: So many nodes are looked at (Rule 4).
 _MOST_NODES = 5000
 #: Of the gradient of a tensor: the node that takes it, or the id of a leaf, and which of its results the tensor is.
 _Key = tuple[Any, int]
+#: In place of which result: the gradient that a node takes, of which it gives views.
+_WHOLE = -1
 _Edge = tuple[Any, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """What is read by position (Rule 2), in a forward with so many calls of blocks."""
+    """What is read by position (Rule 3), in a forward with so many calls of blocks."""
 
     #: Names of parameters that what runs outside of blocks reads, or that a block is given.
     parameters: tuple[tuple[str, ...], ...]
     #: Bytes of gradients that wait while backward runs there, but for those of parameters.
     waiting_bytes: tuple[int, ...]
-    #: Most bytes alive while backward runs outside of blocks there (Rule 4), 0 where that is not known.
+    #: Most bytes alive while backward runs outside of blocks there (Rule 5), 0 where that is not known.
     backward_bytes: tuple[int, ...]
 
     @classmethod
@@ -75,17 +80,30 @@ class Read:
         return cls(((),) * size, (0,) * size, (0,) * size)
 
 
-class _Waiting(NamedTuple):
-    """Where a tensor is made, where it is read last, and its bytes."""
+@dataclasses.dataclass
+class _Waiting:
+    """Where a tensor is made, where it is read, and the bytes of its gradient."""
 
     made: int
-    read: int
-    nbytes: int
+    nbytes: int = 0
+    #: And whether the gradient that is given there is memory of its own (Rule 2).
+    reads: list[tuple[int, bool]] = dataclasses.field(default_factory=list)
+    #: Of a whole gradient: the tensors whose gradients are views of it.
+    parts: list[_Waiting] = dataclasses.field(default_factory=list)
 
     def positions(self) -> tuple[int, int]:
         """Return from where on its gradient waits, and where no more. What goes from a call to the next passes by."""
-        passes_by = self.made % 2 == 1 and self.read - self.made == 2
-        return self.made + 1, self.made + 1 if passes_by else max(self.read, self.made + 1)
+        (read, is_own), *others = sorted(self.reads, reverse=True)
+        if not is_own:  # until something is added to it, it is no memory of its own
+            read = others[0][0] if others else self.made
+        begin = min((part.waits_from(read) for part in self.parts), default=self.made + 1)
+        passes_by = self.made % 2 == 1 and read - self.made == 2
+        return begin, begin if passes_by else max(read, begin)
+
+    def waits_from(self, read: int) -> int:
+        """Return from where on what is given at a position waits: something is added to it there, or it is taken."""
+        before = sorted(position for position, _ in self.reads if position <= read)
+        return before[-2] if len(before) > 1 else self.made + 1
 
 
 class OutsideGraph:
@@ -195,22 +213,21 @@ class _Walk:
 
     def begin(self, edges: list[_Edge], position: int) -> None:
         """Walk from tensors that are read at a position."""
-        left = [(position, node, number, 0) for node, number in edges]
+        left = [(position, node, number, None) for node, number in edges]
         while left:
-            reader, node, number, least_bytes = left.pop()
+            reader, node, number, viewed = left.pop()
             if isinstance(node, Tensor) or type(node).__name__ == "AccumulateGrad":
                 self._note_leaf(node if isinstance(node, Tensor) else node.variable, reader)
                 continue
             made = bisect.bisect_right(self._numbers, torch_private.sequence_number(node))
-            nbytes = max(torch_private.gradient_bytes(node, number), least_bytes)
-            self._note_read((node, number), made, reader, nbytes)
+            self._note_read((node, number), made, reader, torch_private.gradient_bytes(node, number), viewed)
             if made % 2 == 0 and node not in self._seen and len(self._seen) < _MOST_NODES:
                 self._seen.add(node)
                 if self._made_before is not None:
                     needed = self._made_before(torch_private.sequence_number(node)) + _passing_bytes(node)
                     self.backward_bytes[made] = max(needed, self.backward_bytes.get(made, 0))
-                whole = torch_private.gradient_bytes(node, 0) if type(node).name(node).startswith(_GIVE_VIEWS) else 0
-                left.extend((made, each, index, whole) for each, index in node.next_functions if each is not None)
+                viewed = node if type(node).name(node).startswith(_GIVE_VIEWS) else None
+                left.extend((made, each, index, viewed) for each, index in node.next_functions if each is not None)
 
     def _note_leaf(self, leaf: Tensor, reader: int) -> None:
         name = self._names.get(id(leaf))
@@ -220,6 +237,16 @@ class _Walk:
             parts = [part for part in plain_parts(leaf.detach()) if part.layout is torch.strided]
             self._note_read((id(leaf), 0), -1, reader, sum(part.nbytes for part in parts))
 
-    def _note_read(self, key: _Key, made: int, reader: int, nbytes: int) -> None:
-        known = self.waiting.get(key, _Waiting(made, reader, nbytes))
-        self.waiting[key] = _Waiting(made, max(reader, known.read), max(nbytes, known.nbytes))
+    def _note_read(self, key: _Key, made: int, reader: int, nbytes: int, viewed: Any = None) -> None:
+        """Take down that something at a position reads a tensor.
+
+        Args:
+            viewed: the node of whose gradient that of the tensor is a view there (Rule 2), None: of none.
+        """
+        known = self.waiting.setdefault(key, _Waiting(made))
+        known.nbytes = max(known.nbytes, nbytes)
+        known.reads.append((reader, viewed is None))
+        if viewed is not None:
+            whole = self.waiting.setdefault((viewed, _WHOLE), _Waiting(made))
+            whole.nbytes, whole.reads = torch_private.gradient_bytes(viewed, 0), [(reader, True)]
+            whole.parts.append(known)
