@@ -4,7 +4,8 @@ NOTE [ Calls that were not measured ]
 
 Rule 1. A block that did not run when the others were measured, or runs more often than then, is recomputed. From the
         next step on the plan has that call: with the costs of the last call of the same block, or of the nearest block
-        before it of the same type and shapes, and its place after that of the block before it in the model.
+        before it of the same type and shapes, and its place after that of the block before it in the model. Further
+        calls of blocks that ran come after all calls of these blocks, one of each in turn: as in a longer loop.
 Rule 2. Where one block was skipped, others will be: all that did not run when it did not are taken into the plan at
         once, as far as they are of its type. So each kind of block lets the plan be made again once, and not each draw.
 Rule 3. The plan is made again so often at most: loops may go on to grow.
@@ -75,9 +76,10 @@ class Unmeasured:
         self._num_plans += bool(self._new)
         self._new.clear()
         self._ran.clear()
-        for name in self._blocks:
-            for _ in range(self._calls[name]):
-                measured = self._with_call(name, measured)
+        for number in range(max(self._calls.values(), default=0)):
+            for name in self._blocks:
+                if number < self._calls[name]:
+                    measured = self._with_call(name, measured)
         return measured
 
     def _alike(self, name: str, measured: MeasuredStep) -> int | None:
@@ -118,9 +120,9 @@ class Unmeasured:
         )
 
     def _place(self, name: str, measured: MeasuredStep) -> int:
-        """Return where in the stack a call of a block is put: after the last one of it, or of one before it."""
-        at = self._blocks.index(name)
-        before = {*self._blocks[: at + 1]}
+        """Return where in the stack a call of a block is put: after the last one of a loop, or of a block before it."""
+        is_repeated = name in measured.names
+        before = {*self._calls} if is_repeated else {*self._blocks[: self._blocks.index(name)]}
         found = [place for place, other in enumerate(measured.names) if other in before]
         return found[-1] + 1 if found else measured.costs.stack.index(BEFORE) + 1
 
