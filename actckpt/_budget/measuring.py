@@ -11,6 +11,11 @@ Rule 2. Blocks are profiled at their calls (NOTE [ Profiling a block ]). What ru
 Rule 3. Blocks whose costs are the same but for their times are one class.
 Rule 4. The stack has calls of blocks, in their order: a block that runs several times in a forward (weights that layers
         share) is in it as often.
+Rule 5. What is made on the way and gone when backward begins (lists of results, states that a later call replaces) does
+        not count as held, only while forwards run.
+Rule 6. The input of a call counts with it where it is new: made after the block before has ended, or returned by that.
+        Of parts of a sequence that calls are given one after the other the whole counts once, with the first of them;
+        what the program made before the step does not count.
 """
 
 from __future__ import annotations
@@ -25,20 +30,20 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
-from actckpt._blocks.arguments import bytes_of, first_tensor, others
+from actckpt._blocks.arguments import first_tensor
 from actckpt._budget.alone import Exchanges, num_ranks
 from actckpt._budget.class_names import AFTER, BEFORE, with_block_names
 from actckpt._budget.links import flush
-from actckpt._budget.marks import Mark, Marks, Outside, between, outside_bytes, outside_seconds
+from actckpt._budget.marks import Mark, Marks, Outside, begins, between, outside_bytes, outside_seconds
 from actckpt._budget.outside_graph import OutsideGraph, Read
-from actckpt._budget.profiled_block import ProfiledBlock
+from actckpt._budget.profiled_block import ProfiledBlock, as_given
 from actckpt._budget.profiling import Profiler
 from actckpt._budget.running import RECOMPUTE, device_of
+from actckpt._budget.workspaces import NumberedStorages
 from actckpt._core.storages import tensors_in
 from actckpt._core.training_state import TrainingState
 from actckpt._text.listed import calls_named
 from actckpt.errors import BlocksError
-from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BlockClass, CostTable, Value
 
 __all__ = ["MeasuredStep", "cost_table", "holding_outputs", "measure"]
@@ -100,8 +105,8 @@ def measure(
     with state.checked("plan"):
         profiled, read = watched.profiled(Profiler(offloads=offloads))
     num_calls = len(profiled)
-    live = LiveStorages(parameters=model.parameters())
-    marks = watched.marked(live)
+    marks = watched.marked(NumberedStorages(device_of(model), parameters=model.parameters()))
+    profiled = as_given(profiled, begins(marks))
     seconds = [outside_seconds(watched.marked(None), num_calls) for _ in range(_NUM_TIMED)]
     stem, head = outside_bytes(marks, num_calls, read.backward_bytes)
     stem, head = (
@@ -174,27 +179,37 @@ class _Watched:
         _check(self._blocks, [each.name for each in found], reached, forwards.num)
         return found, forwards.read or Read.nothing(len(found))
 
-    def marked(self, live: LiveStorages | None) -> list[Mark]:
+    def marked(self, live: NumberedStorages | None) -> list[Mark]:
         """Return the marks of one step."""
         marks = Marks(live, self._device)
-        first = iter((True,))
+        first, first_reached = iter((True,)), iter((True,))
         numbers = itertools.count()
+
+        def reached(number: int) -> None:
+            if next(first_reached, False):
+                marks.settle()
+            marks.note("backward", number)
 
         def call(name: str, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             source, number = first_tensor((args, kwargs)), next(numbers)
-            marks.note("forward", number, bytes_of(source))
+            marks.begins(number, (args, kwargs))
             if next(first, False):
                 _on_gradient(source, lambda: marks.note("stem"))
             result = forward(*args, **kwargs)
-            marks.note("end", number, bytes_of(result, without=others((args, kwargs))))
-            _on_gradient(result, lambda: marks.note("backward", number))
+            marks.ends(number, (args, kwargs), result)
+            _on_gradient(result, lambda: reached(number))
             return result
 
         self._state.put_back()
         # What the optimizer makes is no activation: what counts ends before it.
-        with self._calls(call), live or contextlib.nullcontext(), self._state.before_update(lambda: marks.note("done")):
+        with contextlib.ExitStack() as exits:
+            exits.enter_context(self._calls(call))
+            if live is not None:
+                exits.enter_context(live.paused())
+                exits.enter_context(live)
+            exits.enter_context(self._state.before_update(lambda: marks.note("done")))
             marks.note("start")
             self._step()
             marks.note("done")

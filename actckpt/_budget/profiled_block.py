@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from actckpt.planner.costs import BlockClass
+from actckpt._budget.marks import Mark
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 
-__all__ = ["OTHER", "ProfiledBlock"]
+__all__ = ["OTHER", "ProfiledBlock", "as_given"]
 
 #: Name of the value of Rule 4 of NOTE [ Profiling a block ].
 OTHER = "(other)"
@@ -28,6 +31,11 @@ class ProfiledBlock:
     input_bytes: int
     #: The storages of values that it returned, by their names in the cost table.
     returned: dict[str, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
+    #: What its forward needs at most, with its input.
+    forward_bytes: float = 0.0
+    #: Of what something held when the forward had ended, which counts with the input: storages, and names of those that
+    #: are values.
+    held: tuple[tuple[weakref.ref[torch.UntypedStorage], int, str | None], ...] = ()
 
     def before(self, other: ProfiledBlock) -> ProfiledBlock:
         """Return the block without the bytes of what it returned and the next block has for its input, which stays.
@@ -51,22 +59,59 @@ class ProfiledBlock:
 
     def with_input_kept(self) -> ProfiledBlock:
         """Return the block without the choice to offload its input if that is still alive."""
-        if self.input is None or self.is_input_gone():
+        return self if self.input is None or self.is_input_gone() else self._with_input(0)
+
+    def _with_input(self, more_bytes: float) -> ProfiledBlock:
+        """Return the block with an input that has so many more bytes, and stays."""
+        given, *values = self.costs.values
+        given = dataclasses.replace(given, nbytes=max(given.nbytes + more_bytes, 0.0), offloadable=False)
+        needed = max(self.costs.working_set_bytes + more_bytes, 0.0)
+        costs = dataclasses.replace(self.costs, values=(given, *values), working_set_bytes=needed)
+        return dataclasses.replace(self, costs=costs, forward_bytes=max(self.forward_bytes + more_bytes, 0.0))
+
+    def given(self, mark: Mark) -> ProfiledBlock:
+        """Return the block as the step shows it in which its forward began at a mark, once that forward has ended."""
+        new_bytes = mark.nbytes - self.input_bytes
+        block = self._with_input(new_bytes) if new_bytes else self
+        return block._without_replaced()._while_passing(mark.passing_bytes)
+
+    def _without_replaced(self) -> ProfiledBlock:
+        """Return the block without what was held when its forward had ended, and is gone: states that were replaced."""
+        gone = [(nbytes, name) for storage, nbytes, name in self.held if storage() is None]
+        if not gone:
             return self
-        values = (dataclasses.replace(self.costs.values[0], offloadable=False), *self.costs.values[1:])
+        more = {name: nbytes for nbytes, name in gone if name is not None}
+        more[BLOCK_INPUT] = -sum(nbytes for nbytes, _ in gone)
+        return self._with_values({value.name: value.nbytes + more.get(value.name, 0) for value in self.costs.values})
+
+    def _while_passing(self, nbytes: float) -> ProfiledBlock:
+        """Return the block with so much in memory, while its forward runs, that is gone in backward."""
+        needed = max(self.costs.working_set_bytes, self.forward_bytes + nbytes)
+        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, working_set_bytes=needed))
+
+    def _with_values(self, sizes: Mapping[str, float]) -> ProfiledBlock:
+        values = tuple(
+            dataclasses.replace(each, nbytes=sizes.get(each.name, each.nbytes)) for each in self.costs.values
+        )
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
 
     def with_other(self, nbytes: float) -> ProfiledBlock:
         """Return the block with so many more bytes that stay unless it runs again."""
         if not nbytes:
             return self
-        values = tuple(
-            dataclasses.replace(value, nbytes=value.nbytes + nbytes) if value.name == OTHER else value
-            for value in self.costs.values
-        )
-        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))
+        return self._with_values({each.name: each.nbytes + nbytes for each in self.costs.values if each.name == OTHER})
 
     def with_gradients(self, nbytes: int) -> ProfiledBlock:
         """Return the block with gradients that wait while it runs backward."""
         needed = self.costs.working_set_bytes + nbytes
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, working_set_bytes=needed))
+
+
+def as_given(blocks: Sequence[ProfiledBlock], begun: Sequence[Mark]) -> list[ProfiledBlock]:
+    """Return calls of blocks as the step shows them in which they began at marks, once its forward has ended.
+
+    What several of them are given, whole or in parts, stays: none of them may move it.
+    """
+    found = [block.given(mark) for block, mark in zip(blocks, begun, strict=True)]
+    num_given = Counter(id(block.input) for block in blocks)  # a storage has one weak reference, while that lives
+    return [block if num_given[id(block.input)] == 1 else block._with_input(0) for block in found]

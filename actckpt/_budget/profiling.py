@@ -72,7 +72,8 @@ class Profiler:
     def __init__(self, *, offloads: bool) -> None:
         self._offloads = offloads
         self._running = ""
-        self._known: dict[tuple[Any, ...], BlockClass] = {}
+        #: And what the forward of each needs at most.
+        self._known: dict[tuple[Any, ...], tuple[BlockClass, float]] = {}
 
     def call(
         self,
@@ -137,13 +138,15 @@ class Profiler:
         key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
         if key not in self._known:
             with inputs.as_found(checks=False), _explained(name):
-                known = _profiled(call, values)
-            if counts_calls(block, before, structure.written):
-                known = dataclasses.replace(known, rerun=False)
-            self._known[key] = known
+                known, forward_bytes = _profiled(call, values)
+            is_rerun = known.rerun and not counts_calls(block, before, structure.written)
+            self._known[key] = dataclasses.replace(known, rerun=is_rerun), forward_bytes
+        costs, forward_bytes = self._known[key]
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
-        return result, ProfiledBlock(name, self._known[key], by_name, structure.input, structure.input_bytes, returned)
+        held = tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held())
+        given = structure.input, structure.input_bytes
+        return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held)
 
 
 def _check_units(name: str, structure: BlockStructure) -> None:
@@ -225,9 +228,10 @@ class _Call:
 
 
 @uncounted()
-def _profiled(call: _Call, values: tuple[Value, ...]) -> BlockClass:
+def _profiled(call: _Call, values: tuple[Value, ...]) -> tuple[BlockClass, float]:
+    """Return what a block costs, and what its forward needs at most."""
     structure, device = call.structure, call.structure.device
-    held_bytes, peak_bytes = _held_bytes(call), _peak_bytes(call)
+    held_bytes, (forward_bytes, peak_bytes) = _held_bytes(call), _peak_bytes(call)
     recording = functools.partial(call.set_apart, _in_region(call.forward))
     _seconds(recording, device)  # the first one is audited
     forward_s, backward_s, recorded_s, replaying_s = _fastest(call.set_apart, recording, device)
@@ -235,7 +239,7 @@ def _profiled(call: _Call, values: tuple[Value, ...]) -> BlockClass:
     given = storages_of(list(tensors_in(call.arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
-    return BlockClass(
+    costs = BlockClass(
         forward_s=forward_s,
         backward_s=backward_s,
         working_set_bytes=float(structure.input_bytes + peak_bytes),  # the input is the block's own
@@ -246,6 +250,7 @@ def _profiled(call: _Call, values: tuple[Value, ...]) -> BlockClass:
         ),
         rerun=not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers),
     )
+    return costs, float(structure.input_bytes + forward_bytes)
 
 
 def _timed_again(call: _Call, values: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -306,16 +311,17 @@ def _held_bytes(call: _Call) -> int:
         return held_bytes
 
 
-def _peak_bytes(call: _Call) -> int:
-    """Return the peak of forward and backward, in bytes, without gradients of parameters once they are computed.
+def _peak_bytes(call: _Call) -> tuple[int, int]:
+    """Return the peak of forward, and of both, in bytes, without gradients of parameters once they are computed.
 
     The first kernels of some kinds on a device leave something behind, or try others: the lesser of two runs counts.
     """
     device = call.structure.device
-    return min(_peak_of_run(call, device) for _ in range(1 if devices.counting(device) is None else 2))
+    runs = [_peak_of_run(call, device) for _ in range(1 if devices.counting(device) is None else 2)]
+    return min(forward for forward, _ in runs), min(peak for _, peak in runs)
 
 
-def _peak_of_run(call: _Call, device: torch.device) -> int:
+def _peak_of_run(call: _Call, device: torch.device) -> tuple[int, int]:
     flush(device)
     working = WorkingStorages(device)
     with call.set_apart() as run:
@@ -324,11 +330,12 @@ def _peak_of_run(call: _Call, device: torch.device) -> int:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         with working.section():
             roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
+        forward_bytes = working.peak_bytes
         # What came out stands for its gradient, which is as large and lives as long.
         gradients = [torch.ones_like(root) for root in roots]
         with working.section():
             run.backward(roots, gradients)
-        return working.peak_bytes
+        return forward_bytes, working.peak_bytes
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -118,6 +118,14 @@ class BlockStructure:
         """Return the bytes of what lives whether it is kept or not."""
         return sum(made.nbytes for made in self._made if made.is_held)
 
+    def held(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str | None]]:
+        """Return what lives whether it is kept or not: storages, their bytes, and names of what backward needs."""
+        return [
+            (made.storage, made.nbytes, self._name(made) if self._info(made) is not None else None)
+            for made in self._made
+            if made.is_held
+        ]
+
     def holds_twice_in_rerun(self) -> bool:
         """Return whether a rerun makes again what lives already: all but weights in the cache of autocast."""
         casts = "aten._to_copy."

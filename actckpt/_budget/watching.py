@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward
-from actckpt._blocks.arguments import bytes_of, first_tensor, others
+from actckpt._blocks.arguments import first_tensor
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import flush
-from actckpt._budget.marks import Marks, Outside, between, held_after, last_end, outside_bytes
+from actckpt._budget.marks import Marks, Outside, begins, between, held_after, last_end, outside_bytes
 from actckpt._budget.measuring import MeasuredStep, cost_table
 from actckpt._budget.outside_graph import OutsideGraph
-from actckpt._budget.profiled_block import ProfiledBlock
+from actckpt._budget.profiled_block import ProfiledBlock, as_given
 from actckpt._budget.profiling import Profiler
 from actckpt._budget.workspaces import NumberedStorages
 from actckpt._core import devices
@@ -24,7 +24,7 @@ from actckpt._core.storages import tensors_in
 __all__ = ["Watching"]
 
 #: What is computed from the outputs of the model needs so many times their bytes.
-_LOSS = 3
+_LOSS = 4
 
 
 class Watching:
@@ -59,7 +59,7 @@ class Watching:
         if not torch.is_grad_enabled():
             return forward.original()(*args, **kwargs)
         number, source = len(self._profiled), first_tensor((args, kwargs))
-        self._marks.note("forward", number, bytes_of(source), self._gone_bytes(), _gathered_bytes(forward.block))
+        self._marks.begins(number, (args, kwargs), _gathered_bytes(forward.block))
         self._graph.call_begins((args, kwargs))
         try:
             with self._live.paused():
@@ -70,22 +70,17 @@ class Watching:
         self._graph.call_ended()
         self.is_trained = self.is_trained or any(tensor.requires_grad for tensor in tensors_in(result))
         self._profiled.append(profiled)
-        output_bytes = bytes_of(result, without=others((args, kwargs)))
-        self._marks.note("end", number, output_bytes)
+        output_bytes = self._marks.ends(number, (args, kwargs), result)
         self._first_step.block_ended(source, result, output_bytes)
         return result
-
-    def _gone_bytes(self) -> int:
-        """Return the bytes of the input of the last block, where that was moved."""
-        last = self._profiled[-1] if self._profiled else None
-        return last.input_bytes if last is not None and last.is_input_gone() else 0
 
     def close(self) -> None:
         """The forward has ended. May be called more than once."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._marks.note("done", gone_bytes=self._gone_bytes())
+        self._marks.note("done")
+        self._marks.settle()
         self._live.__exit__(None, None, None)
         for forward in self._forwards.values():
             forward.instead = None
@@ -104,7 +99,7 @@ class Watching:
         forward_s = devices.seconds_between(last.moment, marks[-1].moment)
         head = Outside(forward_s, 2 * forward_s, needed)
         flush(self._device)
-        profiled = [each.with_input_kept() for each in self._profiled]
+        profiled = [each.with_input_kept() for each in as_given(self._profiled, begins(marks))]
         return cost_table(profiled, stem, between(marks, num_calls, read.backward_bytes), head, read)
 
 

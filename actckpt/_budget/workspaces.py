@@ -24,8 +24,8 @@ class WorkingStorages(LiveStorages):
     have been there one after the other. Where the allocator's own peak tells that it was less, that counts.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, *, parameters: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__(parameters=parameters)
         self._device, self._allocator = device, devices.counting(device)
         self._most_bytes = 0
 
@@ -83,14 +83,17 @@ class WorkingStorages(LiveStorages):
 
 
 class NumberedStorages(WorkingStorages):
-    """Takes down of each storage the number of the node that autograd makes next when an operator made it.
+    """Takes down in which order storages are made, and of each the number of the node that autograd makes next.
 
     What audits make, a step under a plan does not: checksums, and copies that are on their way to a store.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, *, parameters: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__(device, parameters=parameters)
         self._numbers: dict[int, int] = {}
+        self._orders: dict[int, int] = {}
+        #: Storages so far.
+        self.num_made = 0
 
     def _note_output(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
         if is_paused():
@@ -99,13 +102,27 @@ class NumberedStorages(WorkingStorages):
         super()._note_output(storage, is_new=is_new)
         if known is None:
             self._numbers[id(storage)] = torch_private.next_sequence_number()
+            self._orders[id(storage)] = self.num_made
+            self.num_made += 1
+
+    def has_made(self, storage: torch.UntypedStorage, *, since: int) -> bool:
+        """Return whether an operator made a storage here, after so many others."""
+        with self._lock:
+            return self._entry(storage) is not None and self._orders[id(storage)] >= since
+
+    def made_by(self) -> Callable[[int], int]:
+        """Return what tells how many bytes of what is alive were there when so many storages had been made."""
+        return self._sums(self._orders, bisect.bisect_left)
 
     def made_before(self) -> Callable[[int], int]:
         """Return what tells how many bytes of what is alive were there before the operator of a node ran, by number."""
+        return self._sums(self._numbers, bisect.bisect_right)  # a node is made before its operator runs
+
+    def _sums(self, numbers_of: dict[int, int], find: Callable[[list[int], int], int]) -> Callable[[int], int]:
         with self._lock:
             self._count_deaths()
-            # A node is made before its operator runs.
-            alive = sorted((self._numbers[key], entry.nbytes) for key, entry in self._entries.items())
-        numbers = [number for number, _ in alive]
-        sums = list(itertools.accumulate((nbytes for _, nbytes in alive), initial=0))
-        return lambda number: sums[bisect.bisect_right(numbers, number)]
+            entries = [(numbers_of[key], entry.nbytes) for key, entry in self._entries.items() if not entry.is_gradient]
+        entries.sort()
+        numbers = [number for number, _ in entries]
+        sums = list(itertools.accumulate((nbytes for _, nbytes in entries), initial=0))
+        return lambda number: sums[find(numbers, number)]
