@@ -77,6 +77,7 @@ _CHECKPOINT_OPTIONS = frozenset(CheckpointOptions._fields) - {"policy"}
 _BUDGET = "a budget in place of a policy"
 #: All of them, by when they are known.
 _OPTIONS = {"policy='offload'": _OFFLOAD_OPTIONS, _BUDGET: _BUDGET_OPTIONS, "other policies": _CHECKPOINT_OPTIONS}
+OPTION_NAMES = frozenset({"policy", "blocks"}).union(*_OPTIONS.values())
 
 
 class _Default:
@@ -225,8 +226,7 @@ def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
     unknown = set(options) - known
     if unknown:
         elsewhere = [f" With {where} it is one." for where, options in _OPTIONS.items() if unknown <= options]
-        every = {"policy", "blocks"}.union(*_OPTIONS.values())
-        hint = elsewhere[0] if elsewhere else did_you_mean(sorted(unknown - every), sorted(every))
+        hint = elsewhere[0] if elsewhere else did_you_mean(sorted(unknown - OPTION_NAMES), sorted(OPTION_NAMES))
         more = "" if elsewhere else f" With {_BUDGET}: {', '.join(sorted(_BUDGET_OPTIONS))}."
         raise ValueError(
             f"apply: unknown option {', '.join(sorted(unknown))} for policy={policy!r}.{hint} "
@@ -282,9 +282,10 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         (('0', '1'), [('0-1', 0, 64), ('0-1.1', 64, 0)])
     """
     if group_by not in get_args(GroupBy):
-        raise ValueError(f"report: group_by={group_by!r}. Pass 'operator', 'module' or 'type'.")
-    if top is not None and top < 1:
-        raise ValueError(f"report: top={top!r}. Pass the number of rows, from 1 on.")
+        near = did_you_mean([str(group_by)], get_args(GroupBy), show=repr)
+        raise ValueError(f"report: group_by={group_by!r}. Pass 'operator', 'module' or 'type'.{near}")
+    if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
+        raise ValueError(f"report: top={top!r}. Pass the number of rows, from 1 on, or None for all.")
     applied = _readable(blocks_of(model, "report"))
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
     together = {id(module.forward.together): module.forward.together for module in applied.values()}

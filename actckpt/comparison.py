@@ -13,6 +13,7 @@ import torch
 from actckpt._blocks.applied import applied_blocks
 from actckpt._blocks.choosing import Blocks
 from actckpt._budget.running import Candidate, device_of
+from actckpt._budget.wanted import check_budgets
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
@@ -22,7 +23,7 @@ from actckpt._text.presets import PRESETS
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.action import Action
-from actckpt.blocks import apply, remove
+from actckpt.blocks import OPTION_NAMES, apply, remove
 from actckpt.budgets import plan
 from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.planner.plans import Plan
@@ -172,6 +173,7 @@ def compare(
         )
     given = named_policies(policies, "compare", offloads=offloads(model))
     options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in given.items()}
+    _check_budgets(options, model)
     state = TrainingState(model, optimizers_of(optimizer, model, "compare"))
     try:
         candidates = [Candidate(PLAIN, model, {}, checked, state)]
@@ -267,11 +269,40 @@ def options_of(policy: Any, blocks: Blocks | None, where: str) -> dict[str, Any]
             known = ", ".join(sorted(_PLAN_OPTIONS))
             raise ValueError(f"{where}: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
     elif given is not None and not isinstance(given, Plan):
+        if isinstance(policy, Mapping) and not has_keywords:
+            _check_no_options(policy, where)
         try:
             choice_of(given)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return {name: option for name, option in options.items() if name != "blocks" or option is not None}
+
+
+def _check_no_options(table: Mapping[Any, Any], where: str) -> None:
+    """Raise where a dict without a policy and a budget has options in it, or one of these two misspelt."""
+    for key, action in table.items():
+        has_action = isinstance(action, Action) or action in _ACTIONS
+        if key in OPTION_NAMES and not has_action:
+            raise ValueError(
+                f"{where}: {key!r} is an option, and there is no policy and no budget beside it. Pass one: "
+                f"{{'policy': 'recompute', {key!r}: ...}}."
+            )
+        # The name of a value may be like that of another option.
+        known = _KEYWORDS if has_action else OPTION_NAMES
+        near = did_you_mean([str(key).lower()], sorted(known), cutoff=0.8)
+        if near and key not in OPTION_NAMES:
+            raise ValueError(f"{where}: unknown option {key!r}.{near} Known: {', '.join(sorted(OPTION_NAMES))}.")
+
+
+def _check_budgets(policies: Mapping[str, Mapping[str, Any]], model: torch.nn.Module) -> None:
+    """Raise, before any step runs, where a budget is none."""
+    for name, options in policies.items():
+        where = f"compare: policies[{name!r}]"
+        try:
+            if "policy" not in options:
+                check_budgets(options.get("budget"), options.get("activation_budget"), model, where)
+        except ValueError as error:
+            raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 
 
 def _planned(step: Callable[[], object], model: torch.nn.Module, options: dict[str, Any], where: str) -> Plan:
@@ -294,7 +325,7 @@ def _first_step(candidate: Candidate, step: Step, model: torch.nn.Module, state:
     """Warm up; return a digest of what the step leaves."""
     with state.checked("compare"):
         candidate.run()
-    step.check_gradients(state.has_optimizers or any(parameter.grad is not None for parameter in model.parameters()))
+    step.check_gradients(bool(step.left_gradients) or state.has_changed_parameters())
     return state.digest()
 
 

@@ -13,6 +13,7 @@ from actckpt._budget.fitting import fitted
 from actckpt._budget.links import flush, is_linked, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, measure
 from actckpt._budget.meters import Meter
+from actckpt._budget.not_run import why_not_run
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.racing import race_plans
 from actckpt._budget.running import Candidate, device_of, forwards_of, settings_of
@@ -47,7 +48,7 @@ def planned(
         offloads = is_linked(device_of(model), pins)
         if offloads:
             prepare(device_of(model))
-        with _explained(checked):
+        with _explained(checked, model, blocks, state):
             measured = measure(checked, model=model, blocks=blocks, state=state, offloads=offloads)
         flush(device_of(model))
         meter = Meter(model, optimizers, total=budget is not None)
@@ -70,12 +71,15 @@ def planned(
 
 
 @contextlib.contextmanager
-def _explained(step: Step) -> Iterator[None]:
-    """Add to an error about blocks what is known of a step that did not run backward."""
+def _explained(
+    step: Step, model: torch.nn.Module, blocks: dict[str, torch.nn.Module], state: TrainingState
+) -> Iterator[None]:
+    """Say of an error about blocks why they did not run; of one about backward, what is known of it."""
     try:
         yield
     except BlocksError as error:
-        raise BlocksError(f"{error}{step.hint()}") from None
+        found = why_not_run(step, model, blocks, state)
+        raise BlocksError(f"plan: {found}" if found else f"{error}{step.hint()}") from None
 
 
 class _Trials:

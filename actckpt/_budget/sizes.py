@@ -82,7 +82,10 @@ def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
             f"activation_budget={budget!r} has no unit. Pass a percentage like '{example}%', a text like '2GiB', or "
             "bytes as a whole number."
         )
-    return float(parse_bytes(budget, what="activation_budget", forms=_ACTIVATION_FORMS))
+    nbytes = parse_bytes(budget, what="activation_budget", forms=_ACTIVATION_FORMS)
+    if not nbytes:
+        raise ValueError(f"activation_budget={budget!r} is 0 bytes, and a step needs some. Pass {_ACTIVATION_FORMS}.")
+    return float(nbytes)
 
 
 def _is_percentage(budget: str) -> str:

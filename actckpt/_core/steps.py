@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from actckpt._core.tensor_changes import version_of
 
 __all__ = ["Step"]
 
 _GRAD_OFF = "Gradients are off here (torch.no_grad or torch.inference_mode): call it outside of that."
+#: In the place of identity and version.
+_NO_GRADIENT = (0, 0)
 _RETURNED_LOSS = " It returned a tensor: run backward inside of the step: lambda: step().backward()."
 
 
@@ -33,8 +36,9 @@ class Step:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"{who}: model is a {type(model).__name__}, not a module. Pass what the step trains.")
         self._step, self._who, self._model = step, who, model
-        #: Of the first call: whether gradients of the model changed, and whether it returned a tensor with a graph.
-        self._left_gradients: bool | None = None
+        #: Whether the first call left gradients in the model, or had some where it ran an optimizer; None before it.
+        self.left_gradients: bool | None = None
+        #: Whether it returned a tensor with a graph.
         self._returned_loss = False
 
     def __call__(self) -> None:
@@ -43,20 +47,36 @@ class Step:
         Raises:
             ValueError: gradients are off around it, and it needs them.
         """
-        before = None if self._left_gradients is not None else self._gradients()
+        if self.left_gradients is not None:
+            self._run()
+            return
+        before, has_gradients = self._gradients(), False
+
+        def look(*_: object) -> None:
+            nonlocal has_gradients
+            now = self._gradients()
+            has_gradients = has_gradients or (now != before and any(found != _NO_GRADIENT for found in now))
+
+        handle = register_optimizer_step_pre_hook(look)  # it may set them to None afterwards
         try:
-            result = self._step()
+            result = self._run()
+        finally:
+            handle.remove()
+        look()
+        self.left_gradients = has_gradients
+        self._returned_loss = isinstance(result, torch.Tensor) and result.requires_grad
+
+    def _run(self) -> object:
+        try:
+            return self._step()
         except RuntimeError as error:
             if not torch.is_grad_enabled() and "does not require grad" in str(error):
                 raise ValueError(f"{self._who}: the step cannot run backward. {_GRAD_OFF}") from error
             raise
-        if before is not None:
-            self._left_gradients = self._gradients() != before
-            self._returned_loss = isinstance(result, torch.Tensor) and result.requires_grad
 
     def _gradients(self) -> list[tuple[int, int]]:
         found = (parameter.grad for parameter in self._model.parameters())
-        return [(0, 0) if grad is None else (id(grad), version_of(grad)) for grad in found]
+        return [_NO_GRADIENT if grad is None else (id(grad), version_of(grad)) for grad in found]
 
     def check_gradients(self, found: bool) -> None:
         """Raise where the step left no gradients.
@@ -72,7 +92,7 @@ class Step:
 
     def hint(self) -> str:
         """Say why backward did not run through the model, after a space; nothing where it did, or that is not known."""
-        if self._left_gradients:
+        if self.left_gradients:
             return ""
         if not torch.is_grad_enabled():
             return f" {_GRAD_OFF}"

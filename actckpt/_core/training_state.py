@@ -158,6 +158,10 @@ class TrainingState:
         """Whether steps may change parameters."""
         return bool(self._optimizers)
 
+    def has_changed_parameters(self) -> bool:
+        """Whether any parameter has other bytes than it had."""
+        return any(held.is_changed() for held in self._parameters.values())
+
     def digest(self) -> list[bytes]:
         """Return a digest of each parameter, buffer and gradient as it is now."""
         tensors: list[Tensor | None] = [held.tensor for held in self._parameters.values()]

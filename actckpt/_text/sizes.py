@@ -21,7 +21,7 @@ def parse_bytes(size: object, *, what: str, forms: str = _FORMS) -> int:
     """Return a size in bytes.
 
     Args:
-        size: a whole number of bytes, or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`.
+        size: a whole number of bytes, or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`; units also in small letters.
         what: the call and its name, for the error.
         forms: what may be passed, for the error.
     Raises:
@@ -30,11 +30,16 @@ def parse_bytes(size: object, *, what: str, forms: str = _FORMS) -> int:
     nbytes = int(size) if isinstance(size, numbers.Integral) and not isinstance(size, bool) else -1
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-        if match and match[2].upper() in _UNITS:
+        if match and match[2].upper() in _UNITS and not _is_bits(match[2]):
             nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
     if 0 <= nbytes <= _MAX_BYTES:
         return nbytes
     raise ValueError(f"{what}={size!r} is not a size. Pass {forms}.{_meant(size)}")
+
+
+def _is_bits(unit: str) -> bool:
+    """Whether a unit is one of bits as people write them: Gb, Mib. In small letters alone bytes are meant."""
+    return unit[:1] in _PREFIXES and unit[-1:] == "b"
 
 
 def number_in(text: str) -> float | None:
@@ -56,8 +61,9 @@ def _meant(size: object) -> str:
         return ""
     unit = match[2]
     units = [f"{prefix}{end}" for prefix in _PREFIXES if unit[:1].upper() == prefix for end in ("iB", "B")]
-    units = [unit] if unit.upper() in _UNITS else units
-    return f" Did you mean {' or '.join(repr(f'{number:.15g}{each}') for each in units)}?" if units else ""
+    units = [unit] if unit.upper() in _UNITS and not _is_bits(unit) else units
+    bits = f" {unit!r} are bits." if units and _is_bits(unit) else ""
+    return f"{bits} Did you mean {' or '.join(repr(f'{number:.15g}{each}') for each in units)}?" if units else ""
 
 
 def format_bytes(nbytes: float) -> str:

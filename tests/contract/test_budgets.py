@@ -295,7 +295,7 @@ def test_a_step_that_cannot_be_measured_is_one_clear_error() -> None:
         plan(twice, model=training.model, activation_budget="40%")
     with pytest.raises(actckpt.BlocksError, match=r"backward did not run through block 'blocks.0'"):
         plan(lambda: training.model(training.tokens), model=training.model, activation_budget="40%")
-    with pytest.raises(actckpt.BlocksError, match=r"'blocks.0' ran 0 times"):
+    with pytest.raises(actckpt.BlocksError, match=r"^plan: the step called neither the .* as model nor any of its"):
         plan(lambda: None, model=training.model, activation_budget="40%")
     with pytest.raises(actckpt.BlocksError, match=r"run backward inside of the step: lambda: step\(\)\.backward\(\)"):
         plan(lambda: training.model(training.tokens).sum(), model=training.model, activation_budget="40%")

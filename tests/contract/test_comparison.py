@@ -161,6 +161,59 @@ def test_a_step_without_backward_is_refused(model: nn.Module) -> None:
     assert_equal(everything(model), before)
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_step_without_backward_is_refused_beside_an_optimizer_too(model: nn.Module, runs: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(_x()).backward()  # gradients of another step are none of this one
+    before = everything(model, optimizer)
+
+    def step() -> None:
+        model(_x())
+        if runs:
+            optimizer.zero_grad()
+            optimizer.step()
+
+    with pytest.raises(ValueError, match=r"^compare: the step left no gradients.*runs forward and backward"):
+        actckpt.compare(step, model=model, optimizer=optimizer, policies={}, rounds=1)
+    assert_equal(everything(model, optimizer), before)
+
+
+def test_a_step_that_sets_gradients_to_none_after_its_update_has_a_backward(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(_x()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = actckpt.compare(step, model=model, optimizer=optimizer, policies={"rerun": "recompute"}, rounds=1)
+    assert found["rerun"].same_bits
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0}, r"budget=0 is 0 bytes"),
+        ({"activation_budget": 0}, r"activation_budget=0 is 0 bytes"),
+        ({"activation_budget": float("nan")}, r"activation_budget=nan is not a size"),
+        ({"budget": "1GiB", "activation_budget": "50%"}, r"both of budget and activation_budget given"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused_before_any_step(
+    model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    policies = {"first": {"activation_budget": "60%"}, "mine": options}
+    with pytest.raises(ValueError, match=rf"^compare: policies\['mine'\]: {message}"):
+        actckpt.compare(lambda: pytest.fail("the step ran"), model=model, policies=policies)
+
+
+@pytest.mark.filterwarnings("ignore:apply. the blocks ran none of the places")
+def test_names_of_values_that_are_like_options_are_a_table(model: nn.Module) -> None:
+    table = {"block": "keep", "debug": "keep"}
+    found = actckpt.compare(lambda: model(_x()).backward(), model=model, policies={"table": table}, rounds=1)
+    assert found["table"].same_bits
+
+
 def test_a_table_of_places_is_a_policy_like_others(model: nn.Module) -> None:
     table = {"layers.**::aten.addmm": "keep"}
     found = actckpt.compare(lambda: model(_x()).backward(), model=model, policies={"table": table}, rounds=1)
@@ -233,6 +286,11 @@ _MM = torch.ops.aten.mm
         ({"mine": "full"}, r"policies\['mine'\]: policy='full' is not an action\. .* Did you mean 'recompute'\?$"),
         ({"mine": "40%"}, r"policies\['mine'\]: policy='40%' is a budget\. Pass activation_budget='40%' in"),
         ({"mine": {"budget": "1GiB", "optimiser": 1}}, r"policies\['mine'\]: unknown option optimiser .*optimizer\?"),
+        ({"mine": {"budgt": "1GiB"}}, r"policies\['mine'\]: unknown option 'budgt'\. Did you mean budget\? Known: "),
+        ({"mine": {"Budget": "1GiB"}}, r"unknown option 'Budget'\. Did you mean budget\? Known: "),
+        ({"mine": {"polcy": "keep"}}, r"unknown option 'polcy'\. Did you mean policy\? Known: "),
+        ({"mine": {"min_byte": 1}}, r"unknown option 'min_byte'\. Did you mean min_bytes\? Known: "),
+        ({"mine": {"race": False}}, r"'race' is an option, and there is no policy and no budget beside it\. Pass one"),
         ({"ok": "recompute", "mine": {"policy": 3}}, r"policies\['mine'\]: policy=3 is a int"),
     ],
 )

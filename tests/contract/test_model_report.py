@@ -281,8 +281,13 @@ def test_arguments_that_are_none_are_refused() -> None:
     actckpt.apply(model)
     with pytest.raises(ValueError, match=r"group_by='modules'\. Pass 'operator', 'module' or 'type'"):
         actckpt.report(model, group_by="modules")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="top=0"):
-        actckpt.report(model, top=0)
+    wrong_tops: list[Any] = [0, -1, "a", 2.5, True]
+    for wrong in wrong_tops:
+        with pytest.raises(ValueError, match=rf"^report: top={wrong!r}\. Pass the number of rows, from 1 on, or None"):
+            actckpt.report(model, top=wrong)
+    near: Any = "modul"
+    with pytest.raises(ValueError, match=r"^report: group_by='modul'\. .* Did you mean 'module'\?$"):
+        actckpt.report(model, group_by=near)
 
 
 def test_keep_can_be_recorded_and_holds_what_plain_training_does() -> None:

@@ -122,6 +122,43 @@ def test_what_a_step_returns_is_no_reason_where_it_ran_backward() -> None:
     assert "It returned" not in str(raised.value)
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_that_runs_without_gradients_is_told_so(off: Any) -> None:
+    model = _model()
+
+    def step() -> None:
+        with off():
+            model(_x()).sum()
+
+    message = (
+        r"^plan: 3 of 3 blocks ran without gradients in the step \(torch\.no_grad.*\): 0-2\. Pass a step that trains"
+    )
+    with pytest.raises(actckpt.BlocksError, match=message):
+        actckpt.plan(step, model=model, activation_budget="100%", race=False)
+
+
+class _Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_model())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.layers[0]:  # type: ignore[attr-defined]
+            x = part(x)
+        return self.layers[2](x)
+
+
+def test_blocks_that_no_step_calls_are_named_with_what_to_pass() -> None:
+    model, other = _Skips(), _model()
+    plan: Any = lambda step: actckpt.plan(step, model=model, activation_budget="100%", race=False)  # noqa: E731
+    with pytest.raises(actckpt.BlocksError, match=r"2 of 3 blocks were not called .* the _Skips was: layers\.0-1\."):
+        plan(lambda: model(_x()).sum().backward())
+    with pytest.raises(actckpt.BlocksError, match=r"called neither the _Skips that was given .* any of its 3 blocks\."):
+        plan(lambda: other(_x()).sum().backward())
+    with pytest.raises(actckpt.BlocksError, match=r"2 of 3 blocks were not .* and neither was the _Skips .*0-1\."):
+        plan(lambda: model.layers[2](_x()).sum().backward())
+
+
 @pytest.mark.parametrize("model", [None, [_model()]])
 def test_what_is_no_module_is_refused(who: str, model: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{who}: model is a \w+, not a module\."):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -89,6 +90,12 @@ def test_an_error_about_a_budget_says_what_was_meant(budget: object, hint: str) 
         ("-10%", r"is no share\. .*up to '100%'"),
         ("4G", r"Did you mean '4GiB' or '4GB'\?"),
         ("auto", r"Pass budget='auto'\."),
+        (0, r"is 0 bytes, and a step needs some\. Pass a percentage"),
+        ("0GiB", r"is 0 bytes, and a step needs some\. Pass a percentage"),
+        ("0%", r"is no share\."),
+        (True, r"is not a size\."),
+        (math.inf, r"is not a size\."),
+        ("4Gb", r"'Gb' are bits\."),
     ],
 )
 def test_an_error_about_a_budget_for_activations_says_what_was_meant(budget: object, hint: str) -> None:
