@@ -34,6 +34,7 @@ from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt._text.misspelt import did_you_mean
 from actckpt.action import Action
 from actckpt.api import offload
+from actckpt.planner.pins import checked_pins
 from actckpt.planner.plans import Plan
 from actckpt.policies import Policy, choice_of
 
@@ -148,7 +149,8 @@ def apply(
     Raises:
         BlocksError: no block matches, a name matches nothing, or a block is checkpointed already.
         TypeError: `model` is no module.
-        ValueError: the policy, the budget or an option is not known, or `offload` does not take its value.
+        ValueError: the policy, the budget, an action of `pins` or an option is not known, or `offload` does not take
+            its value. At the forward that would first run the plan: a pin names nothing.
         PlanInfeasibleError: at the forward that would first run the plan: no plan is predicted to fit the budget.
 
     Example::
@@ -192,6 +194,7 @@ def _apply_budget(
     given = {**dict.fromkeys(("budget", "activation_budget", "pins")), "race": True, **options}
     wanted = Wanted(optimizers=optimizers, **given)
     check_budgets(wanted.budget, wanted.activation_budget, model, "apply")
+    checked_pins(wanted.pins)  # raises if they are none
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
     forwards = forwards_in(chosen)

@@ -12,6 +12,7 @@ from actckpt._blocks.choosing import Blocks
 from actckpt._budget.wanted import check_budgets
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt.action import Action
+from actckpt.planner.pins import checked_pins
 from actckpt.planner.plans import Plan
 
 __all__ = ["plan"]
@@ -60,7 +61,7 @@ def plan(
         BlocksError: there are no such blocks, one does not run, or runs in several forwards of the model or inside of
             another one, or the step exchanges tensors with other ranks.
         TypeError: `optimizer` is none.
-        ValueError: the budget is none, or the step changes parameters and `optimizer` is not given.
+        ValueError: the budget is none, a pin names nothing or is no action, or the step changes parameters and `optimizer` is not given.
     Cost: ten to twenty steps, with `race` two dozen more, and a copy of the training state in host memory.
 
     Example::
@@ -76,6 +77,7 @@ def plan(
         ('0', '1', '2', '3', '4', '5')
     """
     check_budgets(budget, activation_budget, model, "plan")
+    checked_pins(pins)
     optimizers = optimizers_of(optimizer, model, "plan")
     chosen = find_blocks(model, blocks, "plan")
     from actckpt._budget.planning import planned  # with the solver, which takes a while to import

@@ -26,6 +26,7 @@ from actckpt.action import Action
 from actckpt.blocks import OPTION_NAMES, apply, remove
 from actckpt.budgets import plan
 from actckpt.errors import BlocksError, PlanInfeasibleError
+from actckpt.planner.pins import checked_pins
 from actckpt.planner.plans import Plan
 from actckpt.policies import choice_of
 from actckpt.statistics import uncounted
@@ -163,14 +164,10 @@ def compare(
         >>> [row.name for row in found.rows], all(row.same_bits for row in found.rows)
         (['none', 'rerun'], True)
     """
-    if not isinstance(rounds, int) or rounds < 1:
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
         raise ValueError(f"compare: rounds={rounds!r}. Pass a whole number from 1 on: each policy is timed so often.")
     checked = Step(step, "compare", model)
-    if applied := list(applied_blocks(model)):
-        raise BlocksError(
-            f"compare: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "
-            "actckpt.remove(model) first: compare applies each policy itself."
-        )
+    _check_not_applied(model)
     given = named_policies(policies, "compare", offloads=offloads(model))
     options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in given.items()}
     _check_budgets(options, model)
@@ -195,6 +192,14 @@ def compare(
     plain = candidates[0].seconds
     rows = (_row(each, plain, bits == found[0]) for each, bits in zip(candidates, found, strict=True))
     return Comparison(tuple(rows), rounds)
+
+
+def _check_not_applied(model: torch.nn.Module) -> None:
+    if applied := list(applied_blocks(model)):
+        raise BlocksError(
+            f"compare: {len(applied)} blocks are checkpointed already, the first is {applied[0]!r}. Call "
+            "actckpt.remove(model) first: compare applies each policy itself."
+        )
 
 
 def offloads(model: torch.nn.Module) -> bool:
@@ -295,12 +300,13 @@ def _check_no_options(table: Mapping[Any, Any], where: str) -> None:
 
 
 def _check_budgets(policies: Mapping[str, Mapping[str, Any]], model: torch.nn.Module) -> None:
-    """Raise, before any step runs, where a budget is none."""
+    """Raise, before any step runs, where a budget is none, or pins are."""
     for name, options in policies.items():
         where = f"compare: policies[{name!r}]"
         try:
             if "policy" not in options:
                 check_budgets(options.get("budget"), options.get("activation_budget"), model, where)
+                checked_pins(options.get("pins"))
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 

@@ -17,8 +17,6 @@ import functools
 import itertools
 import shutil
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -29,11 +27,10 @@ from actckpt._offload import session, stores
 from actckpt._offload.cpu import CpuStore
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
+from actckpt.planner.pins import Pins
 from actckpt.statistics import uncounted
 
 __all__ = ["Pins", "flush", "give_back_unused", "is_linked", "pins_offload", "poll", "prepare", "with_links"]
-
-Pins = Mapping[Any, Action | str]
 
 _NUM_PIECES = 16
 #: Pieces of a device are this part of its memory, and at most so large.

@@ -11,17 +11,13 @@ import numpy
 
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable
-from actckpt.planner.fields import nearest
+from actckpt.planner.pins import Pins, checked_pins, names_nothing
 
 __all__ = ["Actions", "Array", "Choice", "Footprint", "Pins", "Problem", "footprint", "recomputed"]
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 #: What becomes of each value of a block, in the order of its class.
 Actions = tuple[Action, ...]
-#: What `solve` takes: of one value (block, name), of all of a class ("class", name), or of all with that name.
-Pins = Mapping[Any, Action | str]
-
-_PLANNED = {action.value: action for action in (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD)}
 
 
 class Footprint(NamedTuple):
@@ -119,7 +115,7 @@ class Problem:
             costs=costs,
             budget_bytes=budget_bytes,
             blocks=blocks,
-            allowed=_allowed(costs, blocks, pins or {}),
+            allowed=_allowed(costs, blocks, checked_pins(pins)),
             forward_capacity=unlimited,
             backward_capacity=unlimited,
             forward_base=working,
@@ -205,7 +201,9 @@ def _first(wanted: Action, allowed: Actions) -> Action:
 _Pinned = dict[tuple[int, int], tuple[Action, Any]]
 
 
-def _allowed(costs: CostTable, blocks: tuple[BlockClass, ...], pins: Pins) -> tuple[tuple[Actions, ...], ...]:
+def _allowed(
+    costs: CostTable, blocks: tuple[BlockClass, ...], pins: Mapping[Any, Action]
+) -> tuple[tuple[Actions, ...], ...]:
     linked = costs.d2h_bytes_per_s > 0 and costs.h2d_bytes_per_s > 0
     free: list[list[Actions]] = []
     for index, block in enumerate(blocks):
@@ -216,7 +214,7 @@ def _allowed(costs: CostTable, blocks: tuple[BlockClass, ...], pins: Pins) -> tu
             free[-1].append((Action.KEEP, *[Action.RECOMPUTE] * can_be_dropped, *[Action.OFFLOAD] * can_go))
     pinned: _Pinned = {}
     for key, action in pins.items():
-        _pin(costs, free, key, _action(action, key), pinned)
+        _pin(costs, free, key, action, pinned)
     for (index, position), (action, _) in pinned.items():
         free[index][position] = (action,)
     return tuple(tuple(each) for each in free)
@@ -225,9 +223,7 @@ def _allowed(costs: CostTable, blocks: tuple[BlockClass, ...], pins: Pins) -> tu
 def _pin(costs: CostTable, free: list[list[Actions]], key: Any, action: Action, pinned: _Pinned) -> None:
     places = list(_places(costs, key))
     if not places:
-        known = sorted({value.name for block in costs.classes.values() for value in block.values})
-        near = nearest(str(key[-1] if isinstance(key, tuple) and key else key), known)
-        raise ValueError(f"pins: {key!r} names no value{near}. Pass a name, (class, name) or (block, name).")
+        raise names_nothing(key, (value.name for block in costs.classes.values() for value in block.values))
     one = isinstance(key, tuple) and isinstance(key[0], int)
     for index, position in places:
         if action not in free[index][position]:
@@ -250,10 +246,3 @@ def _places(costs: CostTable, key: Any) -> Iterator[tuple[int, int]]:
             for position, value in enumerate(costs.classes[class_name].values):
                 if value.name == name:
                     yield index, position
-
-
-def _action(action: Action | str, key: Any) -> Action:
-    found = _PLANNED.get(action.value if isinstance(action, Action) else action)
-    if found is None:
-        raise ValueError(f"pins: {key!r} is {action!r}. Pass one of {', '.join(_PLANNED)}.")
-    return found

@@ -354,3 +354,22 @@ def test_a_plan_is_no_budget(name: str) -> None:
         with pytest.raises(ValueError, match=rf"^{name}='plan\.json' is a path.*actckpt\.Plan\.load\('plan\.json'\)"):
             call(model, **{name: "plan.json"})
     assert not steps, "nothing is measured before"
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        (["x0"], r"^pins=\['x0'\] is a list, not a dict\. Pass actions by names of values"),
+        ("keep", r"^pins='keep' is a str, not a dict\."),
+        ({"x0": "kep"}, r"^pins: 'x0' is 'kep'\. Pass one of .* Did you mean 'keep'\?$"),
+        ({"x0": ["keep"]}, r"^pins: 'x0' is \['keep'\]\. Pass one of keep, recompute, offload\."),
+    ],
+)
+def test_pins_that_are_none_are_refused_at_the_call(pins: Any, message: str) -> None:
+    model = _model()
+    with pytest.raises(ValueError, match=message):
+        actckpt.apply(model, activation_budget="50%", pins=pins)
+    with pytest.raises(ValueError, match=message):
+        actckpt.plan(lambda: pytest.fail("the step ran"), model=model, activation_budget="50%", pins=pins)
+    with pytest.raises(actckpt.BlocksError):
+        actckpt.remove(model)

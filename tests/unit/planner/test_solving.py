@@ -298,6 +298,9 @@ def test_a_pin_of_a_name_leaves_out_the_last_block_which_offloads_nothing(llama:
         ({"x0": "recompute"}, "'x0' cannot be 'recompute' in block 0: it can be keep, offload."),
         ({"q": "prefer_offload"}, "'q' is 'prefer_offload'. Pass one of keep, recompute, offload."),
         ({"q": 3}, "'q' is 3. Pass one of keep, recompute, offload."),
+        ({"q": ["keep"]}, "'q' is ['keep']. Pass one of keep, recompute, offload."),
+        ({"q": "KEEP"}, "'q' is 'KEEP'. Pass one of keep, recompute, offload. Did you mean 'keep'?"),
+        ({"none like it": "keep"}, "names, as plan.table() lists them: 'attention', "),
         ({"q": "keep", (1, "q"): "recompute"}, "'q' says 'keep' and (1, 'q') says 'recompute', both for block 1."),
     ],
     ids=str,
@@ -306,6 +309,13 @@ def test_a_pin_that_cannot_be_is_one_clear_line(llama: SimpleNamespace, pins: An
     with pytest.raises(ValueError, match=r"^pins: ") as caught:
         solve(llama.shape_8b(4), budget=10**12, pins=pins)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pins", [["q"], "keep", True, ("q", "keep")])
+def test_pins_that_are_no_dict_are_refused_by_their_type(llama: SimpleNamespace, pins: Any) -> None:
+    message = rf"^pins=.* is a {type(pins).__name__}, not a dict\. .*plan\.table\(\) lists: pins=\{{'x0': 'keep'\}}\.$"
+    with pytest.raises(ValueError, match=message):
+        solve(llama.shape_8b(4), budget=10**12, pins=pins)
 
 
 def test_a_pin_of_a_class_must_hold_in_the_last_block_too_but_for_offload(llama: SimpleNamespace) -> None:
