@@ -61,7 +61,8 @@ def plan(
         BlocksError: there are no such blocks, one does not run, or runs in several forwards of the model or inside of
             another one, or the step exchanges tensors with other ranks.
         TypeError: `optimizer` is none.
-        ValueError: the budget is none, a pin names nothing or is no action, or the step changes parameters and `optimizer` is not given.
+        ValueError: the budget is none, a pin names nothing or is no action, or the step changes parameters and
+            `optimizer` is not given.
     Cost: ten to twenty steps, with `race` two dozen more, and a copy of the training state in host memory.
 
     Example::

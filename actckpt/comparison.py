@@ -12,6 +12,7 @@ import torch
 
 from actckpt._blocks.applied import applied_blocks
 from actckpt._blocks.choosing import Blocks
+from actckpt._blocks.model_report import stayed
 from actckpt._budget.running import Candidate, device_of
 from actckpt._budget.wanted import check_budgets
 from actckpt._core.optimizers import Optimizers, optimizers_of
@@ -53,6 +54,7 @@ class ComparedPolicy:
         peak_bytes: alive at the worst moment of the step, beyond what was before it, without gradients of parameters.
         same_bits: gradients, parameters and buffers after the step are those of the step without actckpt.
         blocks: to how many blocks the policy was applied.
+        note: where the policy moves nothing, or not all, since tensors are small: what, and what to pass; else empty.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ComparedPolicy:
     peak_bytes: int
     same_bits: bool
     blocks: int
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +100,10 @@ class Comparison:
             lines.append(
                 (row.name, step, ratio, format_bytes(row.held_bytes), format_bytes(row.peak_bytes), share, bits)
             )
+        notes = "".join(f"\n{row.name}: {row.note}" for row in self.rows if row.note)
         return (
             f"{aligned(lines, left=1)}\nMedians of {self.rounds} round{'s' * (self.rounds > 1)}; bytes beyond what was "
-            "there before the step."
+            f"there before the step.{notes}"
         )
 
     def __str__(self) -> str:
@@ -337,6 +341,7 @@ def _first_step(candidate: Candidate, step: Step, model: torch.nn.Module, state:
 
 def _row(candidate: Candidate, plain: list[float], same_bits: bool) -> ComparedPolicy:
     """Return what was measured, beside the times without actckpt of the same rounds."""
+    forwards = candidate.forwards.values()
     ratios = [ours / theirs for ours, theirs in zip(candidate.seconds, plain, strict=True)]
     return ComparedPolicy(
         name=candidate.name,
@@ -348,4 +353,5 @@ def _row(candidate: Candidate, plain: list[float], same_bits: bool) -> ComparedP
         peak_bytes=candidate.peak_bytes,
         same_bits=same_bits,
         blocks=len(candidate.forwards),
+        note=stayed([(each.name, entry) for each in forwards for entry in each.together.recording.entries_of(each)]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,8 +96,32 @@ def nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:
     what = "no repeated blocks" if blocks is None else f"no block that matches {blocks!r}"
     return (
         f"apply: found {what} among the {sum(1 for _ in model.modules())} modules of {type(model).__name__}, whose "
-        f"types are {', '.join(types)}.\nPass blocks=: a module type, qualified names, or a predicate."
+        f"types are {', '.join(types)}. {_what_to_pass(model, blocks)}"
     )
+
+
+def _what_to_pass(model: torch.nn.Module, blocks: Blocks | None) -> str:
+    """Say which choice names modules, those that save the most likely ones first; or what to do where none does."""
+    called = {name: module for name, module in model.named_modules() if name and has_forward(module)}
+    if not called:
+        return (
+            "It has no modules inside that are called: give apply the model around it, or put actckpt.region(...) "
+            "around parts of its forward."
+        )
+    kinds = Counter(type(module).__name__ for module in called.values() if next(module.parameters(), None) is not None)
+    if blocks is not None or not kinds:
+        return f"Pass blocks=: a module type, qualified names ({', '.join(list(called)[:3])}), or a predicate."
+    kind, num = kinds.most_common(1)[0]
+    names = [name for name, module in called.items() if type(module).__name__ == kind]
+    return (
+        "Blocks are found where modules of one kind that hold several layers, or parameters of their own, stand in a "
+        f"row. Pass blocks=: the type of those whose activations are large ({kind}, of which there {_are(num)}), their "
+        f"qualified names ({', '.join(map(repr, names[:3]))}), or a predicate."
+    )
+
+
+def _are(num: int) -> str:
+    return "is one" if num == 1 else f"are {num}"
 
 
 def check_made(blocks: Mapping[str, torch.nn.Module], what: str) -> None:

@@ -26,8 +26,8 @@ def checked_pins(pins: Any) -> dict[Any, Action]:
     """
     if pins is not None and not isinstance(pins, Mapping):
         raise ValueError(
-            f"pins={pins!r} is a {type(pins).__name__}, not a dict. Pass actions by names of values, which plan.table() "
-            "lists: pins={'x0': 'keep'}."
+            f"pins={pins!r} is a {type(pins).__name__}, not a dict. Pass actions by names of values, which "
+            "plan.table() lists: pins={'x0': 'keep'}."
         )
     return {key: _action(action, key) for key, action in (pins or {}).items()}
 
@@ -46,6 +46,6 @@ def names_nothing(key: Any, known: Iterable[str]) -> ValueError:
     near = nearest(str(key[-1] if isinstance(key, tuple) and key else key), names)
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ValueError(
-        f"pins: {key!r} names no value{near}. Pass a name, (class, name) or (block, name); names, as plan.table() lists "
-        f"them: {', '.join(map(repr, names[:_MOST_NAMES]))}{more}."
+        f"pins: {key!r} names no value{near}. Pass a name, (class, name) or (block, name); names, as plan.table() "
+        f"lists them: {', '.join(map(repr, names[:_MOST_NAMES]))}{more}."
     )

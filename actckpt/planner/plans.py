@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actckpt._text.listed import calls_named
+from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt._version import __version__
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
@@ -20,7 +21,7 @@ __all__ = ["PLAN_VERSION", "BlockWindows", "Plan", "Raced"]
 PLAN_VERSION = 2
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Raced:
     """What running a plan, or a simple choice beside it, showed."""
 
@@ -32,6 +33,12 @@ class Raced:
     seconds: float | None = None
     #: To the plan's.
     ratio: float | None = None
+
+    def __repr__(self) -> str:
+        peak = f"{self.name}: peak {format_bytes(self.peak_bytes)}"
+        if self.seconds is None or self.ratio is None:
+            return f"<{peak}, {'not timed' if self.fits else 'does not fit'}>"
+        return f"<{peak}, {format_seconds(self.seconds)}, {self.ratio:.2f} x the plan>"
 
 
 class BlockWindows(NamedTuple):

@@ -373,3 +373,26 @@ def test_pins_that_are_none_are_refused_at_the_call(pins: Any, message: str) -> 
         actckpt.plan(lambda: pytest.fail("the step ran"), model=model, activation_budget="50%", pins=pins)
     with pytest.raises(actckpt.BlocksError):
         actckpt.remove(model)
+
+
+class _Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = torch.nn.ModuleList(torch.nn.GRUCell(4, 4) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (_Recurrent(), r"stand in a row\. Pass blocks=: .*\(GRUCell, of which there are 3\).*'cells\.0', 'cells\.1'"),
+        (torch.nn.LSTM(4, 4, 2), r"no modules inside that are called: give apply the model around it"),
+    ],
+)
+def test_a_model_without_repeated_blocks_is_told_what_to_pass(model: torch.nn.Module, words: str) -> None:
+    with pytest.raises(actckpt.BlocksError, match=rf"^apply: found no repeated blocks .*{words}") as raised:
+        actckpt.apply(model)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_blocks_that_are_named_where_none_are_found_are_some() -> None:
+    assert actckpt.apply(_Recurrent(), blocks=torch.nn.GRUCell) == ("cells.0", "cells.1", "cells.2")

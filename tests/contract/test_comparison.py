@@ -207,6 +207,14 @@ def test_a_budget_that_is_none_is_refused_before_any_step(
         actckpt.compare(lambda: pytest.fail("the step ran"), model=model, policies=policies)
 
 
+@pytest.mark.parametrize(("min_bytes", "words"), [(2**20, "Nothing was offloaded: all "), (8192, "and stay"), (0, "")])
+def test_a_policy_that_moves_nothing_says_so(model: nn.Module, min_bytes: int, words: str) -> None:
+    policies = {"off": {"policy": "offload", "min_bytes": min_bytes}}
+    found = actckpt.compare(lambda: model(_x()).backward(), model=model, policies=policies, rounds=1)
+    assert found["none"].note == "" and words in found["off"].note and bool(words) == bool(found["off"].note)
+    assert (f"\noff: {found['off'].note}" in found.table()) == bool(words)
+
+
 @pytest.mark.filterwarnings("ignore:apply. the blocks ran none of the places")
 def test_names_of_values_that_are_like_options_are_a_table(model: nn.Module) -> None:
     table = {"block": "keep", "debug": "keep"}

@@ -10,6 +10,7 @@ import pytest
 
 from actckpt import Action, __version__
 from actckpt.planner import Plan, simulate, solve
+from actckpt.planner.plans import Raced
 
 
 def test_a_plan_survives_the_way_through_its_file(table: dict[str, Any], tmp_path: Path) -> None:
@@ -147,3 +148,8 @@ def test_explain_at_the_smallest_budget(llama: SimpleNamespace) -> None:
 def test_explain_of_a_toy_names_every_part(table: dict[str, Any]) -> None:
     text = solve(table, budget=60).explain()
     assert "gradients made by then" in text and "7 B fixed" in text
+
+
+def test_what_a_race_showed_is_printed_in_short() -> None:
+    race = (Raced("plan", 2**20, fits=True, seconds=0.002, ratio=1.0), Raced("nothing", 2**21, fits=False))
+    assert repr(race) == "(<plan: peak 1.00 MiB, 2.00 ms, 1.00 x the plan>, <nothing: peak 2.00 MiB, does not fit>)"
