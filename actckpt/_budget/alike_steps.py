@@ -30,6 +30,7 @@ from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._budget.turns import Race, Turn, entries_of
 from actckpt._budget.unmeasured import Unmeasured
+from actckpt._budget.unread import UnreadForwards
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
 from actckpt._budget.words import COMPILED, EXCEEDED, NO_OUTPUTS, TWICE
@@ -63,9 +64,10 @@ class AlikeSteps:
         wanted: Wanted,
         told: set[str],
         numbers: RaceNumbers,
+        unread: UnreadForwards,
     ) -> None:
         self._model, self._forwards, self._wanted, self._told = model, forwards, wanted, told
-        self._numbers = numbers
+        self._numbers, self._unread = numbers, unread
         self._watching: Watching | None = None
         self.measured: MeasuredStep | None = None
         self._first_step: FirstStep | None = None
@@ -183,6 +185,7 @@ class AlikeSteps:
         def ended() -> None:
             if dropped.detach() is not None:
                 self._num_alive -= 1
+                self._unread.backward_ended()
                 if not was_silent:
                     self._backward_ended(turn, [held for ref in storages.values() if (held := ref()) is not None])
 
@@ -199,6 +202,7 @@ class AlikeSteps:
 
     def _dropped(self) -> None:
         self._num_alive -= 1
+        self._unread.forward_dropped()
 
     def _backward_ended(self, turn: Turn | None, held: list[torch.UntypedStorage]) -> None:
         self._observing.ended(self._given_bytes)

@@ -37,6 +37,7 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps, tell_compiled
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
+from actckpt._budget.unread import UnreadForwards
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.words import CHECKPOINTED
 from actckpt._core.storages import tensors_in
@@ -56,7 +57,7 @@ class BudgetedTraining:
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._sizes: dict[Any, AlikeSteps] = {}
         self._told: set[str] = set()
-        self._numbers = RaceNumbers()
+        self._numbers, self._unread = RaceNumbers(), UnreadForwards()
         self._current: AlikeSteps | None = None
         #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
         self.is_called = self._keeps_gradients = False
@@ -103,11 +104,13 @@ class BudgetedTraining:
             return
         if checkpoint_around() is not None:
             raise BlocksError(CHECKPOINTED)
+        self._unread.check(self.model_name)
         key = self._key(args, kwargs)
         self._keeps_gradients = self._keeps_gradients or (self.is_called and self._has_gradients())
         self.is_called = True
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
-            self._sizes[key] = AlikeSteps(self._model, self._forwards, self._wanted, self._told, self._numbers)
+            shared = self._told, self._numbers, self._unread
+            self._sizes[key] = AlikeSteps(self._model, self._forwards, self._wanted, *shared)
         if self._is_watched_elsewhere():
             raise BlocksError(
                 "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step "

@@ -1,0 +1,89 @@
+"""Forwards with gradients of a model with a budget that no backward reads (NOTE [ Forwards without backward ])."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import actckpt
+
+_MOST_DROPPED = 16
+
+
+def _model(budget: str = "60%") -> nn.Sequential:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)))
+    actckpt.apply(model, activation_budget=budget, race=False)
+    return model
+
+
+def _x() -> Tensor:
+    return torch.linspace(-1, 1, 32).view(4, 8)
+
+
+def _told(found: list[warnings.WarningMessage]) -> list[warnings.WarningMessage]:
+    return [each for each in found if "no backward followed" in str(each.message)]
+
+
+def test_evaluation_without_no_grad_is_told_once_at_the_line_that_calls() -> None:
+    model = _model()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(_MOST_DROPPED):
+            model(_x()).sum()
+        assert not _told(found)
+        for _ in range(2 * _MOST_DROPPED):
+            model(_x()).sum()
+    (told,) = _told(found)
+    assert str(told.message).startswith(f"apply: {_MOST_DROPPED} forwards in a row of a Sequential with a budget ran")
+    assert "torch.no_grad()" in str(told.message) and told.filename == __file__
+
+
+@pytest.mark.parametrize("num", [_MOST_DROPPED - 1, _MOST_DROPPED + 1])
+def test_it_is_told_in_training_as_well_where_no_backward_came_in_between(num: int) -> None:
+    model = _model()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(_x()).sum().backward()
+            for size in range(num):
+                model.eval()
+                model(_x()[: size % 3 + 1]).sum()
+            model.train()
+    assert len(_told(found)) == (num > _MOST_DROPPED)
+
+
+def test_a_backward_that_does_not_come_to_what_the_model_returned_is_not_denied() -> None:
+    model, seen = _model(), list[Tensor]()
+    model[1].register_forward_hook(lambda _, __, result: seen.append(result))
+    with pytest.warns(UserWarning, match="no backward followed that came to what they returned"):
+        for _ in range(_MOST_DROPPED + 1):
+            model(_x())
+            seen.pop().sum().backward()
+
+
+def test_losses_of_micro_batches_that_wait_for_one_backward_are_not_told() -> None:
+    model = _model("100%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            torch.stack([model(_x()).sum() for _ in range(20 * _MOST_DROPPED)]).sum().backward()
+            for _ in range(2 * _MOST_DROPPED):
+                with torch.no_grad():
+                    model(_x())
+
+
+def test_forwards_are_not_held_for_it() -> None:
+    model = _model()
+    for _ in range(3):
+        gone = weakref.ref(model(_x()))
+        gc.collect()
+        assert gone() is None
+    gone = weakref.ref(model)  # type: ignore[assignment]
+    del model
+    gc.collect()
+    assert gone() is None
