@@ -145,6 +145,11 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise TypeError(
             f"checkpoint: {kind} is not a function. {order}: checkpoint(layer, x), not checkpoint(layer(x))."
         )
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        raise TypeError(
+            f"checkpoint: {function.__name__} is a class of modules, whose call makes one. Pass a module: "
+            f"checkpoint(layer, x) with layer = {function.__name__}(...)."
+        )
     for name in kwargs:
         hint = _meant_for_us(name)
         if hint and not _takes_keyword(function, name):

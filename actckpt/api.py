@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, get_args, overload
 
 import torch
@@ -130,7 +131,7 @@ def checkpoint(
     if function is None:
         check_no_call(args, kwargs)
         return _decorator(options)
-    if (kwargs or not callable(function)) and not torch.compiler.is_compiling():
+    if (kwargs or not callable(function) or isinstance(function, type)) and not torch.compiler.is_compiling():
         check_call(function, args, kwargs)
     return checkpoint_call(function, args, kwargs, options)
 
@@ -185,10 +186,15 @@ def checkpoint_sequential(
             f"checkpoint_sequential: unexpected keyword arguments {', '.join(unknown)}. "
             "Only keywords of actckpt.checkpoint are taken; functions get one argument."
         )
+    if not isinstance(functions, Iterable):
+        raise TypeError(
+            f"checkpoint_sequential: functions is a {type(functions).__name__}. Pass a Sequential or a list of "
+            "functions, then the number of segments, then the input."
+        )
     steps = list(functions.children()) if isinstance(functions, torch.nn.Sequential) else list(functions)
-    if not 1 <= segments <= len(steps):
+    if not isinstance(segments, numbers.Integral) or not 1 <= segments <= len(steps):
         raise ValueError(
-            f"checkpoint_sequential: segments={segments} does not fit {len(steps)} functions. "
+            f"checkpoint_sequential: segments={segments!r} does not fit {len(steps)} functions. "
             f"Pass a number from 1 to {max(len(steps), 1)}."
         )
     size = len(steps) // segments

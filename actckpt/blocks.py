@@ -27,14 +27,13 @@ from actckpt._blocks.planned_size import PlannedSize
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
-from actckpt._budget.wanted import Wanted, check_budgets
+from actckpt._budget.wanted import Wanted, check_wanted
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt._text.misspelt import did_you_mean
 from actckpt.action import Action
 from actckpt.api import offload
-from actckpt.planner.pins import checked_pins
 from actckpt.planner.plans import Plan
 from actckpt.policies import Policy, choice_of
 
@@ -193,8 +192,7 @@ def _apply_budget(
     optimizers = optimizers_of(options.pop("optimizer", None), model, "apply")
     given = {**dict.fromkeys(("budget", "activation_budget", "pins")), "race": True, **options}
     wanted = Wanted(optimizers=optimizers, **given)
-    check_budgets(wanted.budget, wanted.activation_budget, model, "apply")
-    checked_pins(wanted.pins)  # raises if they are none
+    check_wanted(given, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
     forwards = forwards_in(chosen)
@@ -258,6 +256,14 @@ def _readable(applied: dict[str, Any]) -> dict[str, Any]:
     return {name or type(block).__name__: block for name, block in applied.items()}
 
 
+def _check_rows(group_by: str, top: int | None) -> None:
+    if group_by not in get_args(GroupBy):
+        near = did_you_mean([str(group_by)], get_args(GroupBy), show=repr)
+        raise ValueError(f"report: group_by={group_by!r}. Pass 'operator', 'module' or 'type'.{near}")
+    if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
+        raise ValueError(f"report: top={top!r}. Pass the number of rows, from 1 on, or None for all.")
+
+
 def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int | None = None) -> ModelReport:
     """Return what the blocks of an applied model did: which of them ran, and what became of what they saved.
 
@@ -284,11 +290,7 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         >>> found.blocks_ran, [(row.name, row.recomputed_bytes, row.kept_bytes) for row in found.rows]
         (('0', '1'), [('0-1', 0, 64), ('0-1.1', 64, 0)])
     """
-    if group_by not in get_args(GroupBy):
-        near = did_you_mean([str(group_by)], get_args(GroupBy), show=repr)
-        raise ValueError(f"report: group_by={group_by!r}. Pass 'operator', 'module' or 'type'.{near}")
-    if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
-        raise ValueError(f"report: top={top!r}. Pass the number of rows, from 1 on, or None for all.")
+    _check_rows(group_by, top)
     applied = _readable(blocks_of(model, "report"))
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
     together = {id(module.forward.together): module.forward.together for module in applied.values()}

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import find_blocks
-from actckpt._blocks.choosing import Blocks
-from actckpt._budget.wanted import check_budgets
+from actckpt._blocks.choosing import Blocks, check_not_meta
+from actckpt._budget.wanted import check_wanted
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt.action import Action
-from actckpt.planner.pins import checked_pins
 from actckpt.planner.plans import Plan
 
 __all__ = ["plan"]
@@ -77,8 +76,9 @@ def plan(
         >>> actckpt.apply(model, policy=found)
         ('0', '1', '2', '3', '4', '5')
     """
-    check_budgets(budget, activation_budget, model, "plan")
-    checked_pins(pins)
+    given = {"budget": budget, "activation_budget": activation_budget, "pins": pins, "race": race}
+    check_wanted(given, model, "plan")
+    check_not_meta(model, "plan")
     optimizers = optimizers_of(optimizer, model, "plan")
     chosen = find_blocks(model, blocks, "plan")
     from actckpt._budget.planning import planned  # with the solver, which takes a while to import

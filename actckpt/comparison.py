@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import applied_blocks
-from actckpt._blocks.choosing import Blocks
+from actckpt._blocks.choosing import Blocks, check_not_meta
 from actckpt._blocks.model_report import stayed
 from actckpt._budget.running import Candidate, device_of
-from actckpt._budget.wanted import check_budgets
+from actckpt._budget.wanted import check_wanted
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
@@ -27,7 +27,6 @@ from actckpt.action import Action
 from actckpt.blocks import OPTION_NAMES, apply, remove
 from actckpt.budgets import plan
 from actckpt.errors import BlocksError, PlanInfeasibleError
-from actckpt.planner.pins import checked_pins
 from actckpt.planner.plans import Plan
 from actckpt.policies import choice_of
 from actckpt.statistics import uncounted
@@ -172,6 +171,7 @@ def compare(
         raise ValueError(f"compare: rounds={rounds!r}. Pass a whole number from 1 on: each policy is timed so often.")
     checked = Step(step, "compare", model)
     _check_not_applied(model)
+    check_not_meta(model, "compare")
     given = named_policies(policies, "compare", offloads=offloads(model))
     options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in given.items()}
     _check_budgets(options, model)
@@ -304,13 +304,12 @@ def _check_no_options(table: Mapping[Any, Any], where: str) -> None:
 
 
 def _check_budgets(policies: Mapping[str, Mapping[str, Any]], model: torch.nn.Module) -> None:
-    """Raise, before any step runs, where a budget is none, or pins are."""
+    """Raise, before any step runs, where a budget, or what goes with it, is none."""
     for name, options in policies.items():
         where = f"compare: policies[{name!r}]"
         try:
             if "policy" not in options:
-                check_budgets(options.get("budget"), options.get("activation_budget"), model, where)
-                checked_pins(options.get("pins"))
+                check_wanted(options, model, where)
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 

@@ -202,7 +202,10 @@ def name(tensor: _Tensor, name: str, /) -> _Tensor:
     if torch.compiler.is_compiling():
         return tensor
     if not hasattr(type(tensor), "__torch_function__") or not isinstance(name, str):
-        raise TypeError(f"name: takes a tensor and its name, not a {type(tensor).__name__} and {name!r}.")
+        given = repr(name) if not isinstance(name, torch.Tensor) else "a tensor"
+        raise TypeError(
+            f"name: takes a tensor and its name, not a {type(tensor).__name__} and {given}. Pass y = name(y, 'qkv')."
+        )
     check_name(name)
     tape = innermost_tape()
     if tape is not None:

@@ -62,7 +62,7 @@ def find_blocks(model: torch.nn.Module, blocks: Blocks | None, what: str) -> dic
     applied = [name for name, block in chosen.items() if _is_applied(block)]
     if applied:
         raise BlocksError(
-            f"{what}: {len(applied)} of {len(chosen)} blocks are checkpointed already, the first is {applied[0]!r}.\n"
+            f"{what}: {len(applied)} of {len(chosen)} blocks are checkpointed already, the first is {applied[0]!r}. "
             "Call actckpt.remove(model) first, or pass other blocks."
         )
     return chosen
@@ -276,7 +276,7 @@ def blocks_of(model: torch.nn.Module, what: str) -> dict[str, Any]:
     if not applied:
         raise BlocksError(
             f"{what}: none of the {sum(1 for _ in model.modules())} modules of {type(model).__name__} is "
-            f"checkpointed. Call {what} on the model that was given to apply."
+            f"checkpointed. Call {what} on the model that was given to actckpt.apply, before actckpt.remove."
         )
     return applied
 

@@ -14,7 +14,7 @@ from actckpt._blocks.finding import has_forward, repeated_blocks
 from actckpt._text.selectors import is_pattern, matches
 from actckpt.errors import BlocksError
 
-__all__ = ["Blocks", "check_made", "check_model", "chosen_blocks", "nothing_found"]
+__all__ = ["Blocks", "check_made", "check_model", "check_not_meta", "chosen_blocks", "nothing_found"]
 
 #: Types of modules, names, patterns, or a predicate; several of the first three.
 Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
@@ -133,3 +133,13 @@ def check_made(blocks: Mapping[str, torch.nn.Module], what: str) -> None:
                     f"{what}: {own!r} of block {name!r} is not made before its first forward (LazyLinear, say). "
                     f"Run the model once, then call {what}."
                 )
+
+
+def check_not_meta(model: torch.nn.Module, what: str) -> None:
+    """Raise a ValueError where a model has parameters without bytes: nothing of its steps can be measured."""
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if name is not None:
+        raise ValueError(
+            f"{what}: parameter {name!r} is on the meta device, so that nothing of a step can be measured. Give the "
+            "model memory (model.to_empty(device=...), and its weights), or use actckpt.estimate, which needs none."
+        )

@@ -167,10 +167,7 @@ class AlikeSteps:
             return
         was_silent, self._is_silent = self._is_silent, False
         if watching is not None:
-            self.measured = watching.measured(outputs)
-            if self.measured is None:
-                self._is_unseen = True
-                tell_compiled()
+            self._take(watching.measured(outputs))
         turn = None if self._race is None else self._race.turn()
         storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
         is_first = iter((True,))
@@ -194,6 +191,12 @@ class AlikeSteps:
         dropped.atexit = False
         for output in outputs:  # backward may not come to all of them
             output.register_hook(reached)
+
+    def _take(self, measured: MeasuredStep | None) -> None:
+        self.measured = measured
+        if measured is None:
+            self._is_unseen = True
+            tell_compiled()
 
     def _tell(self, words: str) -> None:
         if words not in self._told:

@@ -11,8 +11,9 @@ import torch
 from actckpt._budget.running import device_of
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
 from actckpt.action import Action
+from actckpt.planner.pins import checked_pins
 
-__all__ = ["Wanted", "check_budgets"]
+__all__ = ["Wanted", "check_wanted"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Wanted:
         return f"budget={self.budget!r}"
 
 
-def check_budgets(budget: object, activation_budget: object, model: torch.nn.Module, what: str) -> None:
-    """Raise a ValueError where a budget is none, or not one of the two is given."""
+def check_wanted(options: Mapping[str, Any], model: torch.nn.Module, what: str) -> None:
+    """Raise a ValueError where a budget, `pins` or `race` is none, or not one of the two budgets is given."""
+    budget, activation_budget = options.get("budget"), options.get("activation_budget")
     if (budget is None) == (activation_budget is None):
         given = "neither" if budget is None else "both"
         raise ValueError(f"{what}: {given} of budget and activation_budget given. Pass one of them.")
@@ -42,3 +44,6 @@ def check_budgets(budget: object, activation_budget: object, model: torch.nn.Mod
         activation_budget_bytes(activation_budget, plain_bytes=1.0)
     else:
         budget_bytes(budget, device_of(model), held_bytes=0.0)
+    checked_pins(options.get("pins"))
+    if not isinstance(race := options.get("race", True), bool):
+        raise ValueError(f"{what}: race={race!r}. Pass True or False.")

@@ -73,6 +73,8 @@ def _run_plan(args: argparse.Namespace) -> int:
 def _run_explain(args: argparse.Namespace) -> int:
     from actckpt.planner.plans import Plan
 
+    if args.file.suffix == ".py":
+        raise ValueError(f"{args.file} is a Python script. To make a plan: actckpt plan {args.file} --save plan.json")
     return _show(args, Plan.load(args.file))
 
 
@@ -95,7 +97,11 @@ def _of_costs(args: argparse.Namespace) -> Any:
         content = json.loads(args.file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{args.file} is no Python script (.py), and no JSON: {error}") from None
-    if isinstance(content, dict) and "plan_version" in content:
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{args.file} is a {type(content).__name__} in JSON, and no table of costs; see docs/planning.md"
+        )
+    if "plan_version" in content:
         raise ValueError(f"{args.file} is a plan. To show it: actckpt explain {args.file}")
     if given := [f"--{name.replace('_', '-')}" for name in _ONLY_SCRIPTS if getattr(args, name) is not None]:
         raise ValueError(f"{args.file} is a table of costs, and {', '.join(given)} for scripts. Leave that out")

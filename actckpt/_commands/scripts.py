@@ -113,7 +113,7 @@ class Script:
             ValueError: it is no module.
         """
         with redirect_stdout(sys.stderr):
-            model = self._defined["model"]()
+            model = _called(self._path, "model", self._defined["model"])
         if not hasattr(model, "named_modules"):
             raise ValueError(f"{self._path}: model() returned a {type(model).__name__}, no module.")
         return model
@@ -158,6 +158,25 @@ class Script:
         return run
 
 
+def _called(path: Path, name: str, function: Callable[[], Any]) -> Any:
+    """Call a function of a script that takes nothing.
+
+    Raises:
+        ValueError: it takes something, or is a module.
+    """
+    if hasattr(function, "named_modules") and not isinstance(function, type):
+        raise ValueError(
+            f"{path}: {name} is a {type(function).__name__}, not a function. Define {name}() to return it."
+        )
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ValueError(f"{path}: {name}() takes arguments ({error}). Define it without any.") from None
+    except ValueError:  # a builtin, which has no signature
+        pass
+    return function()
+
+
 def _load(path: Path) -> dict[str, Any]:
     """Run a script and return what it defines."""
     if not path.is_file():
@@ -167,6 +186,10 @@ def _load(path: Path) -> dict[str, Any]:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         defined = runpy.run_path(str(path), run_name="__actckpt__")
+    except SystemExit as error:
+        raise ValueError(
+            f"{path} ended itself (sys.exit, status {error.code}). Keep that under if __name__ == '__main__'."
+        ) from None
     finally:
         sys.path.pop(0)
     if missing := [name for name in ("model", "step") if not callable(defined.get(name))]:

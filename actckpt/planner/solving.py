@@ -60,8 +60,8 @@ def solve(
     Cost: below a second for a hundred blocks of fifteen values; up to `time_limit_s` more below 16 blocks.
     Source: the linear program over blocks of NOTE [ Formulation ], rounded, and improved value by value.
     """
-    if not time_limit_s >= 0:
-        raise ValueError(f"time_limit_s={time_limit_s} is no time. Pass a number of seconds from 0 on.")
+    if not isinstance(time_limit_s, numbers.Real) or not time_limit_s >= 0:
+        raise ValueError(f"time_limit_s={time_limit_s!r} is no time. Pass a number of seconds from 0 on.")
     problem = Problem.of(as_cost_table(costs), _budget(budget), pins)
     best, bound_s = candidate(problem, problem.plain), 0.0
     if best is None or best.rank > (0.0, 0.0):

@@ -396,3 +396,64 @@ def test_a_model_without_repeated_blocks_is_told_what_to_pass(model: torch.nn.Mo
 
 def test_the_blocks_that_are_named_where_none_are_found_are_some() -> None:
     assert actckpt.apply(_Recurrent(), blocks=torch.nn.GRUCell) == ("cells.0", "cells.1", "cells.2")
+
+
+def test_what_cannot_be_cut_into_segments_is_one_clear_line() -> None:
+    model, x = _model(), torch.ones(2, 4)
+    sequential: Any = actckpt.checkpoint_sequential
+    with pytest.raises(TypeError, match=r"^checkpoint_sequential: functions is a int\. Pass a Sequential or a list of"):
+        sequential(2, model, x)
+    with pytest.raises(
+        ValueError, match=r"^checkpoint_sequential: segments='2' does not fit \d+ functions\. Pass a num"
+    ):
+        sequential(model, "2", x)
+
+
+def test_a_class_of_modules_is_no_function_to_checkpoint() -> None:
+    wrong: Any = torch.nn.Linear
+    for keywords in ({}, {"bias": True}):
+        with pytest.raises(TypeError, match=r"^checkpoint: Linear is a class of modules.*checkpoint\(layer, x\) with"):
+            actckpt.checkpoint(wrong, 4, 4, **keywords)
+
+
+def test_a_name_in_the_place_of_the_tensor_is_told_without_its_numbers() -> None:
+    wrong: Any = torch.arange(1000)
+    with pytest.raises(
+        TypeError, match=r"^name: takes a tensor and its name, not a str and a tensor\. Pass y = name\(y"
+    ):
+        actckpt.name("qkv", wrong)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("name", ["plan", "compare"])
+def test_a_model_without_memory_cannot_be_measured(name: str) -> None:
+    with torch.device("meta"):
+        model = _model()
+    call: Any = getattr(actckpt, name)
+    options: dict[str, Any] = {"activation_budget": "50%"} if name == "plan" else {}
+    with pytest.raises(
+        ValueError, match=rf"^{name}: parameter '0\.0\.weight' is on the meta device.*actckpt\.estimate"
+    ):
+        call(lambda: pytest.fail("the step ran"), model=model, **options)
+
+
+def test_a_race_is_on_or_off() -> None:
+    wrong: Any = "no"
+    with pytest.raises(ValueError, match=r"^apply: race='no'\. Pass True or False\."):
+        actckpt.apply(_model(), activation_budget="50%", race=wrong)
+    with pytest.raises(ValueError, match=r"^plan: race='no'\. Pass True or False\."):
+        actckpt.plan(lambda: pytest.fail("the step ran"), model=_model(), activation_budget="50%", race=wrong)
+
+
+def test_what_is_applied_already_or_not_is_one_line() -> None:
+    model = _model()
+    for call in (actckpt.remove, actckpt.report):
+        with pytest.raises(
+            actckpt.BlocksError, match=r"is checkpointed\. Call \w+ on the model that was given to actckpt"
+        ):
+            call(model)
+    actckpt.apply(model)
+    with pytest.raises(
+        actckpt.BlocksError, match=r"^apply: .* checkpointed already, .*\. Call actckpt\.remove"
+    ) as raised:
+        actckpt.apply(model)
+    assert "\n" not in str(raised.value)

@@ -154,6 +154,17 @@ _MISTAKES = [
     ("def model(): ...", "--budget 1GiB", "defines no step()"),
     ("def model(): ...\nstep = 3", "--budget 1GiB", "defines no step()"),
     ("def model(): return 3\ndef step(model): ...", "--budget 1GiB", "model() returned a int, no module"),
+    (
+        "import torch\nmodel = torch.nn.Linear(2, 2)\ndef step(model): ...",
+        "--budget 1GiB",
+        "model is a Linear, not a func",
+    ),
+    (
+        "def model(n): ...\ndef step(model): ...",
+        "--budget 1GiB",
+        "model() takes arguments (missing a required argument",
+    ),
+    ("import sys\nsys.exit(3)", "--budget 1GiB", "script.py ended itself (sys.exit, status 3)"),
     ("import nothing_like_it", "--budget 1GiB", "script.py:1: ModuleNotFoundError"),
     (_SCRIPT.replace("(64, 256)", "(64, -1)"), "--budget 1GiB", "script.py:5: RuntimeError: "),
     (_SCRIPT.replace("model(x)", "model(y)"), "--budget 1GiB", "script.py:13: NameError: name 'y' is not defined"),
@@ -202,6 +213,31 @@ def test_a_mistake_is_one_line(
             cli.main([command, str(path), *words.split()])
     finally:
         torch.set_default_device(None)
+    captured = capsys.readouterr()
+    assert leaving.value.code == 2 and captured.out == ""
+    assert captured.err.startswith(f"actckpt {command}: error: ") and message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "content", "message"),
+    [
+        ("plan", "bad.json", "{", "bad.json is no Python script (.py), and no JSON: "),
+        ("plan", "list.json", "[1]", "list.json is a list in JSON, and no table of costs; see docs/planning.md"),
+        ("plan", "none.json", None, "none.json: No such file or directory"),
+        ("explain", "bad.json", "{", "bad.json is no JSON: "),
+        ("explain", "none.json", None, "none.json: No such file or directory"),
+        ("explain", "script.py", _SCRIPT, "script.py --save plan.json"),
+    ],
+)
+def test_a_file_that_is_none_of_those_that_are_read_is_one_line(
+    command: str, name: str, content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main([command, str(path), *(["--budget", "1GiB"] if command == "plan" else [])])
     captured = capsys.readouterr()
     assert leaving.value.code == 2 and captured.out == ""
     assert captured.err.startswith(f"actckpt {command}: error: ") and message in captured.err
