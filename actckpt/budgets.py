@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import find_blocks
-from actckpt._blocks.choosing import Blocks, check_not_meta
+from actckpt._blocks.choosing import Blocks, check_model, check_not_meta
 from actckpt._budget.wanted import check_wanted
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt.action import Action
@@ -76,6 +76,7 @@ def plan(
         >>> actckpt.apply(model, policy=found)
         ('0', '1', '2', '3', '4', '5')
     """
+    check_model(model, "plan")
     given = {"budget": budget, "activation_budget": activation_budget, "pins": pins, "race": race}
     check_wanted(given, model, "plan")
     check_not_meta(model, "plan")

@@ -457,3 +457,10 @@ def test_what_is_applied_already_or_not_is_one_line() -> None:
     ) as raised:
         actckpt.apply(model)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("budget", [{"budget": "1GiB"}, {"activation_budget": "50%"}])
+def test_a_plan_of_what_is_no_model_is_refused_by_its_kind(budget: dict[str, Any]) -> None:
+    wrong: Any = [_model()]
+    with pytest.raises(TypeError, match=r"^plan: model is a list, not a module\. Pass the model itself"):
+        actckpt.plan(lambda: None, model=wrong, **budget)
