@@ -141,7 +141,8 @@ def apply(
             several ranks train, or the model is on a device) it takes turns with simple choices in the next steps, and
             the fastest stays. Each kind of step has a plan of its own, up to 16: sizes of inputs, autocast, training or
             evaluation mode, what is trained. `actckpt.report(model).plan` is the plan, None until it is made. What is
-            computed from the model's outputs is taken to need three times their bytes.
+            computed from the model's outputs is taken to need four times their bytes, unless a device's
+            allocator tells.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.
@@ -184,7 +185,8 @@ def _apply_budget(
     model: torch.nn.Module, policy: Any, blocks: Blocks | None, options: dict[str, Any]
 ) -> tuple[str, ...]:
     if not isinstance(policy, _Default):
-        raise ValueError(f"apply: a budget beside policy={policy!r}. Pass one of them: the budget decides the policy.")
+        what = repr(policy) if isinstance(policy, str) else type(policy).__name__
+        raise ValueError(f"apply: a budget beside policy={what}. Pass one of them: the budget decides the policy.")
     if unknown := sorted(set(options) - _BUDGET_OPTIONS):
         known = ", ".join(sorted(_BUDGET_OPTIONS))
         near = did_you_mean(unknown, sorted(_BUDGET_OPTIONS))

@@ -9,8 +9,8 @@ Rule 1. A step is a forward of the model with gradients, up to the end of the ba
 Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, autocast, training or
         evaluation mode, and which parameters and inputs are trained) everything is checkpointed, and blocks are
         profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are checkpointed as well.
-        What is computed from the model's outputs is taken to need three times their bytes (a loss, its intermediate
-        result, a gradient), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive when that
+        What is computed from the model's outputs is taken to need four times their bytes (a loss, its intermediate
+        results, gradients), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive when that
         backward has ended are held by the program, and taken to be in every backward. Where not everything fits, plans
         are made for 2 % less than the budget.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
@@ -40,6 +40,7 @@ from actckpt._budget.running import device_of, use_settings
 from actckpt._budget.unread import UnreadForwards
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.words import CHECKPOINTED
+from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
@@ -99,6 +100,9 @@ class BudgetedTraining:
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
+        if torch_private.innermost_transform() is not None:  # tensors of torch.func have no bytes of their own
+            use_settings(self._forwards, {})
+            return
         if torch.compiler.is_compiling():
             tell_compiled()
             return
@@ -154,5 +158,6 @@ class BudgetedTraining:
     def _end(self, _: torch.nn.Module, args: Any, result: Any) -> None:
         if self._is_watched_elsewhere():
             return
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and self._current is not None:
+        is_step = torch.is_grad_enabled() and torch_private.innermost_transform() is None
+        if is_step and not torch.compiler.is_compiling() and self._current is not None:
             self._current.end(result)

@@ -45,11 +45,13 @@ _MATCHES = "replay/test_policy_matches.py::"
 _AUDIT = "replay/test_replay_audit.py::"
 _FUNCTION = "contract/test_subclasses.py::test_a_function_gets_back_the_subclass_that_it_saved"
 _TRAINING = "contract/test_budgets_in_training.py::"
+_STEPS = "contract/test_budgets_of_other_steps.py::"
 FILES = {
     "test_estimation.py": "is about what estimates say of a CPU",
     "test_device_exemptions.py": "is about the names below",
 }
 EXEMPT: dict[str, str] = {
+    f"{_STEPS}test_a_forward_inside_of_a_transform_is_no_step": _FORWARD_MODE,
     **dict.fromkeys(
         (f"{_FUNCTION}[{kind}]" for kind in ("distributed", "replicated", "distributed, of a collective")), _MESH_OF_CPU
     ),

@@ -103,6 +103,22 @@ def test_a_backward_through_a_backward_is_told_once_and_has_plain_gradients() ->
     assert len(told) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_forward_inside_of_a_transform_is_no_step(at: int) -> None:
+    plain, model = Model("loss"), Model("loss")
+    actckpt.apply(model, activation_budget="50%", race=False)
+    x, tangent = torch.randn(2, 4, 16)
+    for number in range(4):
+        if number == at:
+            torch.manual_seed(2)
+            expected = torch.func.jvp(plain, (x,), (tangent,))
+            torch.manual_seed(2)
+            assert_equal(list(torch.func.jvp(model, (x,), (tangent,))), list(expected))
+        assert_equal(model.step(), plain.step())
+    assert actckpt.report(model).plan is not None
+
+
 class Dropping(nn.Module):
     """Skips blocks as layer dropout does, or runs one more often."""
 
