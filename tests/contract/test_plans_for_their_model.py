@@ -44,7 +44,7 @@ def _model(num: int = 4, block: type[nn.Module] = Block) -> nn.Sequential:
 @cache
 def _plan() -> actckpt.Plan:
     model, x = _model(), torch.randn(64, 16)
-    return actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="60%", race=False)
+    return actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="65%", race=False)
 
 
 def _frozen() -> nn.Module:
@@ -84,7 +84,7 @@ def test_what_libraries_make_of_a_type_holds() -> None:
     model, x = _model(), torch.randn(64, 16)
     for block in model:
         parametrizations.weight_norm(block.up)
-    plan = actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="60%", race=False)
+    plan = actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="65%", race=False)
     assert actckpt.apply(copy.deepcopy(model), policy=plan) == ("0", "1", "2", "3")
 
 
