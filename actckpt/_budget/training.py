@@ -100,11 +100,11 @@ class BudgetedTraining:
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        if torch_private.innermost_transform() is not None:  # tensors of torch.func have no bytes of their own
-            use_settings(self._forwards, {})
-            return
         if torch.compiler.is_compiling():
             tell_compiled()
+            return
+        if torch_private.innermost_transform() is not None:  # tensors of torch.func have no bytes of their own
+            use_settings(self._forwards, {})
             return
         if checkpoint_around() is not None:
             raise BlocksError(CHECKPOINTED)
@@ -158,6 +158,6 @@ class BudgetedTraining:
     def _end(self, _: torch.nn.Module, args: Any, result: Any) -> None:
         if self._is_watched_elsewhere():
             return
-        is_step = torch.is_grad_enabled() and torch_private.innermost_transform() is None
-        if is_step and not torch.compiler.is_compiling() and self._current is not None:
+        is_step = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if is_step and torch_private.innermost_transform() is None and self._current is not None:
             self._current.end(result)
