@@ -116,7 +116,7 @@ class Marks:
     def begins(self, call: int, arguments: Any, gathered_bytes: int = 0) -> None:
         """Take down that the forward of a block begins with arguments.
 
-        New is what was made after the block before had ended, or returned by that (NOTE [ Measuring a step ], Rule 5).
+        New is what was made after the block before had ended, or returned by that (NOTE [ Measuring a step ], Rule 6).
         """
         new: list[torch.UntypedStorage] = []
         if self._live is not None:

@@ -12,7 +12,7 @@ Rule 3. Blocks whose costs are the same but for their times are one class.
 Rule 4. The stack has calls of blocks, in their order: a block that runs several times in a forward (weights that layers
         share) is in it as often.
 Rule 5. What is made on the way and gone when backward begins (lists of results, states that a later call replaces) does
-        not count as held, only while forwards run.
+        not count as held, only while forwards run. What a call is given beside its input does: reruns hold it.
 Rule 6. The input of a call counts with it where it is new: made after the block before has ended, or returned by that.
         Of parts of a sequence that calls are given one after the other the whole counts once, with the first of them;
         what the program made before the step does not count.

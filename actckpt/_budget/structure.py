@@ -116,7 +116,7 @@ class BlockStructure:
 
     def bytes_held(self) -> int:
         """Return the bytes of what lives whether it is kept or not."""
-        return sum(made.nbytes for made in self._made if made.is_held)
+        return sum(nbytes for _, nbytes, _ in self.held())
 
     def held(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str | None]]:
         """Return what lives whether it is kept or not: storages, their bytes, and names of what backward needs."""
