@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -252,10 +253,11 @@ def test_a_budget_for_all_memory_of_a_sharded_model_counts_its_shards(reshard: b
 def _race(module: str, kind: str) -> tuple[Any, ...]:
     """Train until a race is over; return what was measured and chosen."""
     _NOTED.clear()
-    sure, turns._SURE = turns._SURE, 1.0  # nothing is sure: always race
+    # Peaks predicted for experts vary by 4 KiB of 100 between runs; at 70 % that decides whether a choice fits.
+    sure, turns._SURE = turns._SURE, math.inf  # no gain is sure, however noisy the times of small blocks are
     try:
         kinds, steps = importlib.import_module(module).KINDS, 40
-        found = train(kinds[kind], _noting(applied(activation_budget="70%")), steps)
+        found = train(kinds[kind], _noting(applied(activation_budget="80%")), steps)
         check_equal(found.gradients, train(kinds[kind], PLAIN, steps).gradients)
         report = actckpt.report(_NOTED[0])
     finally:
