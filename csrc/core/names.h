@@ -81,7 +81,8 @@ namespace actckpt {
   X(tensor_positions, "tensor_positions") \
   X(timing, "timing") \
   X(torch_prefix, "torch.") /* of the names of torch's modules */ \
-  X(type, "type")           /* of a device */ \
+  X(training, "training") \
+  X(type, "type") /* of a device */ \
   X(unload, "unload") \
   X(unpack, "unpack") \
   X(watching, "watching") \

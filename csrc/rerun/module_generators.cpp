@@ -23,6 +23,13 @@ bool is_of_every_module(PyObject* key) noexcept {
          key == names().is_full_backward_hook;
 }
 
+// Whether a module is in training; null where it does not say.
+PyObject* mode_of(const py::object& attributes) {
+  PyObject* found = PyDict_GetItemWithError(attributes.ptr(), names().training);
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return found;
+}
+
 void add_place(py::object* displaced, const py::tuple& place) {
   if (!*displaced) *displaced = py::list();
   if (PyList_Append(displaced->ptr(), place.ptr()) < 0) throw py::error_already_set();
@@ -31,7 +38,8 @@ void add_place(py::object* displaced, const py::tuple& place) {
 }  // namespace
 
 void ModuleGenerators::note(const py::object& attributes) {
-  noted_.push_back({attributes, PyDict_GET_SIZE(attributes.ptr())});
+  noted_.push_back(
+      {attributes, py::reinterpret_borrow<py::object>(mode_of(attributes)), PyDict_GET_SIZE(attributes.ptr())});
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(attributes.ptr(), &position, &key, &value) != 0) {
@@ -81,15 +89,34 @@ const ModuleGenerators::Place* ModuleGenerators::find(const py::object& attribut
   return nullptr;
 }
 
+const ModuleGenerators::Noted* ModuleGenerators::noted(const py::object& attributes) const {
+  // They are looked at in the order in which they were noted: it is most often the last one found, or the next one.
+  for (std::size_t i = 0; i < noted_.size(); ++i) {
+    const std::size_t place = (last_found_ + i) % noted_.size();
+    if (!noted_[place].attributes.is(attributes)) continue;
+    last_found_ = place;
+    return &noted_[place];
+  }
+  return nullptr;
+}
+
+void ModuleGenerators::add_mode(const py::object& attributes, py::object* displaced) const {
+  const Noted* known = noted(attributes);
+  if (known == nullptr || !known->mode) return;
+  PyObject* found = mode_of(attributes);
+  if (found == nullptr || found == known->mode.ptr()) return;
+  const auto key = py::reinterpret_borrow<py::object>(names().training);
+  add_place(displaced, py::make_tuple(attributes, key, known->mode));
+}
+
 // Whether an attribute came after a module was noted: later ones stand behind those that there were.
 bool ModuleGenerators::is_new(const py::object& attributes, Py_ssize_t number) const {
-  for (const Noted& noted : noted_) {
-    if (noted.attributes.is(attributes)) return number >= noted.size;
-  }
-  return false;
+  const Noted* known = noted(attributes);
+  return known != nullptr && number >= known->size;
 }
 
 void ModuleGenerators::add_displaced(const py::object& attributes, py::object* displaced) const {
+  add_mode(attributes, displaced);
   PyObject *key, *value;
   Py_ssize_t position = 0;
   for (Py_ssize_t number = 0; PyDict_Next(attributes.ptr(), &position, &key, &value) != 0; ++number) {

@@ -1,11 +1,13 @@
-// torch.Generators in attributes of modules.
+// torch.Generators in attributes of modules, and whether modules are in training.
 //
 // What a forward finds in such an attribute a rerun must find as well: a generator that a module makes in its first
-// forward has moved on since, and that one would draw other numbers.
+// forward has moved on since, and that one would draw other numbers. So would a model that was switched to evaluation
+// between forward and backward.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <vector>
 
 namespace actckpt {
@@ -21,8 +23,8 @@ class ModuleGenerators {
   const py::object& all() const noexcept { return all_; }
 
   // Adds to `displaced` what is not where it was among the attributes of a module that was noted, if it is or was a
-  // generator: (attributes, key, what was there), without the last where there was nothing. Modules that were not
-  // noted, and what took the place of anything else, are let alone. The list is null until there is something.
+  // generator, or its mode: (attributes, key, what was there), without the last where there was nothing. Modules that
+  // were not noted, and what took the place of anything else, are let alone. The list is null until there is something.
   void add_displaced(const py::object& attributes, py::object* displaced) const;
 
  private:
@@ -30,20 +32,23 @@ class ModuleGenerators {
   struct Place {
     py::object attributes, key, value;
   };
-  // The attributes of a module that was noted, and how many these were.
+  // The attributes of a module that was noted, its mode (null: it has none), and how many attributes these were.
   struct Noted {
-    py::object attributes;
+    py::object attributes, mode;
     Py_ssize_t size;
   };
 
   void add(PyObject* generator);
   void add_those_in(PyObject* container);
+  void add_mode(const py::object& attributes, py::object* displaced) const;
+  const Noted* noted(const py::object& attributes) const;  // null: it was not
   bool is_new(const py::object& attributes, Py_ssize_t number) const;
   const Place* find(const py::object& attributes, PyObject* key) const;
 
   py::object all_;
   std::vector<Place> places_;
   std::vector<Noted> noted_;
+  mutable std::size_t last_found_ = 0;  // of `noted_`
 };
 
 }  // namespace actckpt
