@@ -78,6 +78,7 @@ NAMES: dict[str, Any] = {
     "unknown_modes": modes.unknown,
     # Which backward is under way, and what to do when it ends.
     "graph_task_id": torch_private.current_graph_task_id,
+    "reads_filled_late": torch_private.reads_filled_late,
     "graph_exec_group": torch_private.current_graph_exec_group,
     "queue_callback": torch_private.queue_callback,
     # Reruns that are not of the common kind.
@@ -108,6 +109,7 @@ NAMES: dict[str, Any] = {
     "max_inflight": reading.max_inflight,
     "changed_in_place_error": messages.changed_in_place,
     "freed_error": session.freed_error,
+    "filled_late_error": session.filled_late_error,
     "empty": torch.empty,
     "strided": torch.strided,
     "uint8": torch.uint8,

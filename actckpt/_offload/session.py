@@ -124,3 +124,11 @@ def freed_error(shape: torch.Size, dtype: torch.dtype, nbytes: int, expected: in
         f"(untyped_storage().resize_).\nIts storage has {nbytes} bytes; saved were {expected}.\n"
         "It could not be moved to the store (see actckpt.stats().failed_writes): keep its memory until backward."
     )
+
+
+def filled_late_error(shape: torch.Size, dtype: torch.dtype) -> SavedTensorChangedError:
+    return SavedTensorChangedError(
+        f"The noise of rrelu, of shape {tuple(shape)}, {dtype}, was offloaded before rrelu had drawn it: autograd "
+        "saves it first.\nKeep rrelu out of the offload block, or raise its min_bytes above the size of that noise. "
+        'A policy moves it at the right time: `actckpt.region("offload")`.'
+    )

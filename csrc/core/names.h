@@ -125,7 +125,8 @@ namespace actckpt {
   X(set_tangents_enabled) \
   X(unknown_modes) /* -> tuple of those that may change results */ \
   X(graph_task_id) \
-  X(graph_exec_group) /* null where torch has none */ \
+  X(reads_filled_late) /* -> whether the node that backward runs may read what its operator fills late */ \
+  X(graph_exec_group)  /* null where torch has none */ \
   X(queue_callback) \
   X(is_capturing) \
   X(generators_of) \
@@ -152,7 +153,8 @@ namespace actckpt {
   X(max_inflight) \
   X(changed_in_place_error) \
   X(freed_error) \
-  X(empty) /* torch.empty */ \
+  X(filled_late_error) /* (shape, dtype) */ \
+  X(empty)             /* torch.empty */ \
   X(exchange_api) \
   X(strided)             /* torch.strided */ \
   X(uint8)               /* torch.uint8 */ \

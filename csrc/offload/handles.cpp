@@ -30,6 +30,7 @@ struct MovedObject {
   long long offset_bytes, element_size;
   long long version;
   bool is_conj;
+  bool needs_grad;
   std::unique_ptr<Original> original;
 };
 
@@ -127,6 +128,9 @@ py::object unpack_moved(MovedObject* self) {
   const long long version = version_of(self->canary.ptr());
   if (version != self->version) {
     raise_changed(self->shape.ptr(), self->dtype.ptr(), version, self->version);
+  }
+  if (!self->needs_grad && call(names().reads_filled_late).ptr() == Py_True) {
+    raise(call_with(names().filled_late_error, self->shape.ptr(), self->dtype.ptr()));
   }
   const py::object found = fetch_bytes(self);
   const long long offset_bytes = self->offset_bytes - self->placed.start + start_of(found.ptr());
@@ -229,6 +233,7 @@ py::object new_moved(PyObject* tensor, Placed placed, const TensorExtent& extent
   self->element_size = extent.element_size;
   self->offset_bytes = extent.offset_bytes;
   self->is_conj = reads().is_conj.is_true(tensor);
+  self->needs_grad = reads().requires_grad.is_true(tensor);
   self->version = extent.version;
   self->canary = reads().detach(tensor);
   set_data(self->canary, no_bytes(self->device.ptr()));

@@ -268,12 +268,37 @@ bool is_changed_outsider(const Saved& saved, PyObject* tensor, long long version
 
 py::object pack_of(const py::object& frame) { return owned(PyCFunction_New(&frame_methods[0], frame.ptr())); }
 
+namespace {
+
+// Takes the tensors that nobody has asked for yet out of `values`, into `gone`.
+void release(Values* values, std::vector<py::object>* gone) {
+  values->is_released = true;
+  for (Refilled& value : values->slots) {
+    if (value.state != Refilled::State::kHeld) continue;
+    value.state = Refilled::State::kMissing;
+    gone->push_back(std::move(value.tensor));
+  }
+}
+
+// What the last operator of a rerun saved may never have been filled: the next rerun runs that operator too.
+void rerun_to_the_end(FrameObject* frame, Values* values) {
+  frame->recipe.early_stop = false;
+  std::vector<py::object> gone;  // freed last: that can run Python
+  release(values, &gone);
+}
+
+}  // namespace
+
 py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
   Values* values = frame->find(key);
   if (values == nullptr || index >= values->slots.size()) return {};
   Refilled& value = values->slots[index];
   // Taken: read a second time in one backward. The next rerun keeps what it brings back.
   if (value.state != Refilled::State::kHeld) return {};
+  if (index >= values->first_of_last && !value.needs_grad && call(names().reads_filled_late).ptr() != Py_False) {
+    rerun_to_the_end(frame, values);
+    return {};
+  }
   py::object tensor = value.tensor;
   const Witness witness = value.witness;
   if (!values->keep) {
@@ -313,16 +338,6 @@ bool was_released(FrameObject* frame, PyObject* key) noexcept {
 }
 
 namespace {
-
-// Takes the tensors that nobody has asked for yet out of `values`, into `gone`.
-void release(Values* values, std::vector<py::object>* gone) {
-  values->is_released = true;
-  for (Refilled& value : values->slots) {
-    if (value.state != Refilled::State::kHeld) continue;
-    value.state = Refilled::State::kMissing;
-    gone->push_back(std::move(value.tensor));
-  }
-}
 
 // release_rerun_values(nbytes) -> released bytes
 PyObject* release_rerun_values(PyObject*, PyObject* argument) {

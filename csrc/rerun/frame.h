@@ -15,6 +15,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -34,6 +35,7 @@ struct Refilled {
   py::object tensor;
   Witness witness;  // of the tensor when it was saved
   State state = State::kMissing;
+  bool needs_grad = false;
 };
 
 // All values that one rerun brought back. Belongs to one graph task or GraphExecGroup.
@@ -41,6 +43,9 @@ struct Values {
   py::object key;            // int: id of the graph task; else the GraphExecGroup
   bool keep = false;         // values stay after their first unpack: something reads them twice
   bool is_released = false;  // those not asked for yet were given back to make room; a rerun brings them back
+  // The rerun ended inside of an operator, which saved the tensors from this index on and may not have run. Of these,
+  // one that the operator had yet to fill is brought back by a rerun that goes to the end.
+  std::size_t first_of_last = SIZE_MAX;
   std::vector<Refilled> slots;
 };
 

@@ -1,5 +1,6 @@
 #include "rerun/refill.h"
 
+#include <algorithm>
 #include <new>
 #include <utility>
 #include <vector>
@@ -65,10 +66,12 @@ bool is_mismatch(RefillObject* refill, std::size_t index, PyObject* tensor, cons
   return true;
 }
 
-py::object detached(PyObject* tensor) {
-  if (!reads().requires_grad.is_true(tensor)) return py::reinterpret_borrow<py::object>(tensor);
-  return reads().detach(tensor);
+py::object detached(PyObject* tensor, bool needs_grad) {
+  return needs_grad ? reads().detach(tensor) : py::reinterpret_borrow<py::object>(tensor);
 }
+
+// An operator saves no more than this many tensors, of which it fills one, before it runs.
+constexpr std::size_t kSavedBeforeFilled = 2;
 
 // Whether everything needed is there, and the function is not in the middle of something.
 bool is_done(RefillObject* refill, std::size_t num_packed) {
@@ -80,7 +83,8 @@ bool is_done(RefillObject* refill, std::size_t num_packed) {
 PyObject* pack(RefillObject* refill, PyObject* tensor) {
   // Detached: a value must not keep the rerun's graph alive. And the rerun's graph gets the alias
   // too, since user code may run a backward of its own inside the region.
-  py::object value = detached(tensor);
+  const bool needs_grad = reads().requires_grad.is_true(tensor);
+  py::object value = detached(tensor, needs_grad);
   if (refill->stopped) return value.release().ptr();  // the stop was swallowed by user code
   FrameObject* frame = frame_of(refill);
   const std::size_t index = refill->num_packed++;
@@ -108,8 +112,12 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
     entry.tensor = value;
     entry.witness = Witness(tensor, version, value.ptr());
     entry.state = Refilled::State::kHeld;
+    entry.needs_grad = needs_grad;
   }
-  if (is_done(refill, index + 1)) return stop(refill);
+  if (is_done(refill, index + 1)) {
+    refill->values->first_of_last = index + 1 - std::min(index + 1, kSavedBeforeFilled);
+    return stop(refill);
+  }
   return value.release().ptr();
 }
 

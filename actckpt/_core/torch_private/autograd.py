@@ -17,6 +17,9 @@ Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 #: Id of the backward under way in this thread, -1 outside of one. torch's own checkpoint tells backwards apart with it.
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
+#: The node whose backward runs in this thread, None outside of one. Torch has the public names of nodes, not this.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
 #: The active `torch.utils.checkpoint.GraphExecGroup`. Missing before torch 2.10: there are no such groups.
 current_graph_exec_group: Callable[[], Any] | None = optional(torch._C, "_get_graph_exec_group")
 
@@ -81,6 +84,15 @@ def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 def sequence_number(node: Any) -> int:
     """Return the number that autograd gave to a node."""
     return int(node._sequence_nr())
+
+
+def reads_filled_late() -> bool | None:
+    """Return whether the node whose backward runs reads a tensor that its operator filled after autograd had saved it.
+
+    That is the noise of `rrelu` in training, which its kernel draws. None where no node runs: any may be read then.
+    """
+    node = current_node()
+    return None if node is None else node.name().startswith("RreluWithNoise")
 
 
 def gradient_bytes(node: Any, index: int) -> int:

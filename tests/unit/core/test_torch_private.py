@@ -261,6 +261,8 @@ CHECKED = {
     "current_accelerator",
     "current_graph_exec_group",
     "current_graph_task_id",
+    "current_node",  # checked with "reads_filled_late" in tests/contract/rerun/test_filled_late.py
+    "reads_filled_late",
     "dispatch_mode_at",
     "exchange_api",
     "fake_tensor_type",
