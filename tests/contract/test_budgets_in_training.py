@@ -286,7 +286,7 @@ def test_several_forwards_that_are_alive_at_once_share_the_budget() -> None:
             losses = [model(tokens).float().square().mean() for _ in range(2)]
             for loss in losses:
                 loss.backward()
-        is_first = number == 0 or (number == 1 and on_device.device_type != "cpu")  # of a plan: checksums are taken
+        is_first = number <= 1  # of all, and of a plan: checksums are taken of what it computes again
         assert is_first or live.peak_bytes <= 1.4 * plain
     plan = actckpt.report(model).plan
     assert plan.budget_bytes == pytest.approx(0.98 * 0.7 * plain, rel=0.01)

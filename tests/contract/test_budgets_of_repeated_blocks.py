@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import on_device
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -239,7 +238,7 @@ def test_forwards_without_gradients_between_calls_count_for_nothing_in_the_first
     for number in range(4):
         gradients, peak = _step(model)
         assert_equal(gradients, expected)
-        is_first = number == 0 or (number == 1 and on_device.device_type != "cpu")  # of a plan: checksums are taken
+        is_first = number <= 1  # of all, and of a plan: checksums are taken of what it computes again
         assert is_first or peak <= 0.6 * plain_peak
     plan = actckpt.report(model).plan
     assert plan is not None and plan.blocks == (None, *["blocks.0"] * 6, None)
