@@ -287,18 +287,27 @@ void rerun_to_the_end(FrameObject* frame, Values* values) {
   release(values, &gone);
 }
 
+// Whether `index` can be taken of `values`. Taken before: it is read a second time in one backward, and the next rerun
+// keeps what it brings back.
+bool holds(const Values* values, std::size_t index) {
+  return values != nullptr && index < values->slots.size() && values->slots[index].state == Refilled::State::kHeld;
+}
+
 }  // namespace
 
 py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
   Values* values = frame->find(key);
-  if (values == nullptr || index >= values->slots.size()) return {};
-  Refilled& value = values->slots[index];
-  // Taken: read a second time in one backward. The next rerun keeps what it brings back.
-  if (value.state != Refilled::State::kHeld) return {};
-  if (index >= values->first_of_last && !value.needs_grad && call(names().reads_filled_late).ptr() != Py_False) {
-    rerun_to_the_end(frame, values);
-    return {};
+  if (!holds(values, index)) return {};
+  if (index >= values->first_of_last && !values->slots[index].needs_grad) {
+    const bool is_filled = call(names().reads_filled_late).ptr() == Py_False;
+    values = frame->find(key);  // Python ran: another thread may have dropped them
+    if (!holds(values, index)) return {};
+    if (!is_filled) {
+      rerun_to_the_end(frame, values);
+      return {};
+    }
   }
+  Refilled& value = values->slots[index];
   py::object tensor = value.tensor;
   const Witness witness = value.witness;
   if (!values->keep) {
