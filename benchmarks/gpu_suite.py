@@ -55,7 +55,7 @@ def _parts(rehearses: bool) -> Iterator[Part]:
     def offload(name: str, sections: str, tokens: int, toy_tokens: int, seconds: float) -> Part:
         command = [python, str(_BENCHMARKS / "gpu_offload.py"), "--sections", sections, "--out", "{result}"]
         command += ["--minutes", f"{((_REHEARSAL_SECONDS if rehearses else seconds) - 10) / 60:.2f}"]
-        toy = ["--rehearse", "--layers", "3", "--tokens", str(toy_tokens), "--steps", "3"]
+        toy = ["--rehearse", "--layers", "6", "--tokens", str(toy_tokens), "--steps", "3"]
         return Part(name, command + (toy if rehearses else ["--tokens", str(tokens)]), seconds)
 
     taken = "import sys; sys.path[:0] = ['tests', '.']; import sim.device, actckpt._C as built; print(built.__file__)"
