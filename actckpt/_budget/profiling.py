@@ -14,7 +14,9 @@ Rule 2. The first block of each structure (operators, shapes, dtypes) then runs 
         `actckpt.stats` does not count what these runs do.
 Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
         recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
-        times of their operators.
+        times of their operators. What reruns take is timed as NOTE [ Timing a rerun ] says. The modes that watch the
+        step are taken off (NOTE [ Modes ]), and where there is one rank nothing stands for others: a mode takes longer
+        than small operators do.
 Rule 4. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
         always stays.
 """
@@ -26,22 +28,24 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.alone import Alone
+from actckpt._budget.alone import Alone, num_ranks
 from actckpt._budget.apart import attributes_of, counts_calls, set_apart
 from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import OTHER, ProfiledBlock
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
+from actckpt._budget.timing import Run, Times, fastest
 from actckpt._budget.workspaces import WorkingStorages
 from actckpt._checkpointed_call import checkpoint_call
-from actckpt._core import devices
+from actckpt._core import devices, modes
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
 from actckpt._rerun.packed import held_inputs
@@ -51,14 +55,14 @@ from actckpt.errors import BlocksError
 from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
 from actckpt.planner.problem import recomputed
+from actckpt.policies import Policy
 from actckpt.statistics import uncounted
 
 __all__ = ["Profiler"]
 
-#: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
-#: others as long as all together take less than so many seconds.
-_LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 8, 0.3
-#: And of so many further runs in which each operator is timed.
+#: Of a block of which a plan keeps nothing, and of one that it runs again.
+_POLICIES: tuple[Policy, Policy] = ([], "recompute")
+#: The least seconds of an operator in so many runs count.
 _OPERATORS_TIMED = 3
 
 
@@ -137,10 +141,9 @@ class Profiler:
         # Times differ from call to call: they make no other structure.
         key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
         if key not in self._known:
+            may_rerun = not counts_calls(block, before, structure.written)
             with inputs.as_found(checks=False), _explained(name):
-                known, forward_bytes = _profiled(call, values)
-            is_rerun = known.rerun and not counts_calls(block, before, structure.written)
-            self._known[key] = dataclasses.replace(known, rerun=is_rerun), forward_bytes
+                self._known[key] = _profiled(call, values, may_rerun=may_rerun)
         costs, forward_bytes = self._known[key]
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
@@ -191,23 +194,6 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
 
 
-class _Run(NamedTuple):
-    """One run of a block that is set apart."""
-
-    forward: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    #: Where its backward ends.
-    leaves: list[Tensor]
-
-    def call(self) -> Any:
-        return self.forward(*self.args, **self.kwargs)
-
-    def backward(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
-        if roots and self.leaves:
-            torch.autograd.backward(roots, gradients, inputs=self.leaves)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """A call of a block that was recorded, and runs again on its own."""
@@ -220,37 +206,54 @@ class _Call:
     structure: BlockStructure
 
     @contextlib.contextmanager
-    def set_apart(self, forward: Callable[..., Any] | None = None) -> Iterator[_Run]:
+    def set_apart(self, forward: Callable[..., Any] | None = None) -> Iterator[Run]:
         """Set the block apart for one run of its forward, or of another one in its place."""
         written, exchanges = self.structure.written, self.structure.exchanges
-        with set_apart(self.block, self.arguments, written) as ((args, kwargs), leaves), Alone(exchanges):
-            yield _Run(forward or self.forward, args, kwargs, leaves)
+        alone = Alone(exchanges) if num_ranks() > 1 else contextlib.nullcontext()
+        with set_apart(self.block, self.arguments, written) as ((args, kwargs), leaves), alone:
+            yield Run(forward or self.forward, args, kwargs, leaves)
 
 
 @uncounted()
-def _profiled(call: _Call, values: tuple[Value, ...]) -> tuple[BlockClass, float]:
-    """Return what a block costs, and what its forward needs at most."""
-    structure, device = call.structure, call.structure.device
+def _profiled(call: _Call, values: tuple[Value, ...], *, may_rerun: bool) -> tuple[BlockClass, float]:
+    """Return what a block costs, and what its forward needs at most.
+
+    Args:
+        may_rerun: whether a rerun leaves behind what one forward does.
+    """
+    structure = call.structure
     held_bytes, (forward_bytes, peak_bytes) = _held_bytes(call), _peak_bytes(call)
-    recording = functools.partial(call.set_apart, _in_region(call.forward))
-    _seconds(recording, device)  # the first one is audited
-    forward_s, backward_s, recorded_s, replaying_s = _fastest(call.set_apart, recording, device)
-    values = _timed_again(call, values)
     given = storages_of(list(tensors_in(call.arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
+    may_rerun = may_rerun and not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers)
+    with modes.without_own():
+        times = _times(call, may_rerun=may_rerun)
+        values = _timed_again(call, values)
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
     costs = BlockClass(
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
         working_set_bytes=float(structure.input_bytes + peak_bytes),  # the input is the block's own
-        recording_s=max(recorded_s - forward_s, 0.0),
+        recording_s=max(times.recorded_s - times.forward_s, 0.0),
         values=(
-            *_scaled(values, forward_s, replaying_s - backward_s),
+            *_scaled(values, times.forward_s, times.replaying_s - times.backward_s),
             Value(OTHER, float(other), offloadable=False, replayable=False),
         ),
-        rerun=not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers),
+        rerun=times.rerun_s is not None,
+        rerun_s=times.rerun_s,
     )
     return costs, float(structure.input_bytes + forward_bytes)
+
+
+def _times(call: _Call, *, may_rerun: bool) -> Times:
+    ways = [functools.partial(call.set_apart, _in_region(call.forward, policy)) for policy in _POLICIES]
+    device = call.structure.device
+    if may_rerun:
+        try:
+            return fastest(call.set_apart, ways[0], ways[1], device)
+        except CheckpointError:  # each time other operators run
+            pass
+    return fastest(call.set_apart, ways[0], None, device)
 
 
 def _timed_again(call: _Call, values: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -272,9 +275,9 @@ def _held_elsewhere(call: _Call) -> frozenset[Place]:
         return held_elsewhere(run.forward, run.args, run.kwargs)
 
 
-def _in_region(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that runs as a block does of which a plan keeps nothing."""
-    options = CheckpointOptions(policy=[])
+def _in_region(forward: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Return a forward that runs as a block does in which a plan has this policy."""
+    options = CheckpointOptions(policy=policy)
     return lambda *args, **kwargs: checkpoint_call(forward, args, kwargs, options)
 
 
@@ -296,9 +299,6 @@ def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> t
         everything = sum(value.recompute_s for value in values)
         factor = min(1.0, forward_s / everything) if everything else 1.0
     return tuple(dataclasses.replace(value, recompute_s=factor * value.recompute_s) for value in values)
-
-
-_Runs = Callable[[], "contextlib.AbstractContextManager[_Run]"]
 
 
 def _held_bytes(call: _Call) -> int:
@@ -340,23 +340,3 @@ def _peak_of_run(call: _Call, device: torch.device) -> tuple[int, int]:
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _seconds(runs: _Runs, device: torch.device) -> tuple[float, float]:
-    """Return what forward and backward take: a device starts at rest."""
-    with runs() as run:
-        devices.synchronize(device)
-        start = devices.moment(device)
-        roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
-        middle = devices.moment(device)
-        run.backward(roots, [torch.ones_like(root) for root in roots])
-        end = devices.moment(device)
-        return devices.seconds_between(start, middle), devices.seconds_between(middle, end)
-
-
-def _fastest(run: _Runs, recording: _Runs, device: torch.device) -> tuple[float, ...]:
-    """Return the least seconds that forward and backward take, and both while recorded and replayed."""
-    times: list[tuple[float, ...]] = []
-    while len(times) < _LEAST_TIMED or (len(times) < _MOST_TIMED and sum(map(sum, times)) < _TIMED_S):
-        times.append((*_seconds(run, device), *_seconds(recording, device)))
-    return tuple(map(min, zip(*times, strict=True)))

@@ -7,6 +7,8 @@ return something else. What is recorded below such a mode is never replayed; and
 tensors behind the program's back, runs with such modes taken off. A rerun finds those of its forward, put on the stack
 as they were, and no others.
 
+What is timed runs with the modes of this package taken off: they see each operator, and that takes time.
+
 Modes known to change no results do not count, and stay: those of this package, of torch (`torch_private`), and those
 that `configure(observers=[...])` names. What counts is the class that has the handler: a subclass with one of its own
 is another mode. Torch's own infrastructure (fake tensors, tracing) stays as well.
@@ -20,7 +22,7 @@ from typing import Any
 from actckpt import config
 from actckpt._core import torch_private
 
-__all__ = ["name_of", "put_back", "replaced", "take_off", "unknown"]
+__all__ = ["name_of", "put_back", "replaced", "take_off", "unknown", "without_own"]
 
 Modes = tuple[Any, ...]
 
@@ -30,9 +32,13 @@ def _only_observes(kind: Any, observers: tuple[type, ...]) -> bool:
     if kind.is_infra_mode():
         return True
     owner = next(base for base in kind.__mro__ if "__torch_dispatch__" in vars(base))
-    if kind in observers or owner in observers or owner.__module__.split(".")[0] == "actckpt":
+    if kind in observers or owner in observers or _is_own(owner):
         return True
     return f"{owner.__module__}.{owner.__qualname__}" in torch_private.OBSERVING_MODES
+
+
+def _is_own(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "actckpt"
 
 
 def unknown() -> Modes:
@@ -69,6 +75,17 @@ def replaced(modes: Modes) -> Iterator[None]:
         yield
     finally:
         _put(outside)
+
+
+@contextmanager
+def without_own() -> Iterator[None]:
+    """Run the body without the modes of this package that are active."""
+    active = _active()
+    _put(tuple([mode for mode in active if not _is_own(type(mode))]))
+    try:
+        yield
+    finally:
+        _put(active)
 
 
 def _exchange(modes: Modes) -> Modes:

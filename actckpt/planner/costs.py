@@ -63,6 +63,13 @@ class BlockClass:
     values: tuple[Value, ...] = ()
     rerun: bool = False
     recording_s: float = 0.0
+    #: Seconds of a rerun, which may end before the forward does; None: `forward_s`.
+    rerun_s: float | None = None
+
+    @property
+    def rerun_seconds(self) -> float:
+        """Seconds that running the block again takes."""
+        return self.forward_s if self.rerun_s is None else self.rerun_s
 
     def is_recorded(self, actions: Iterable[Action]) -> bool:
         """Return whether the block must be recorded, if it is not run again as a whole: something is not kept.
@@ -85,12 +92,14 @@ class BlockClass:
             values=values,
             rerun=fields.flag("rerun", False),
             recording_s=fields.seconds("recording_s", 0.0),
+            rerun_s=fields.optional_seconds("rerun_s"),
         )
         fields.nothing_else()
         return found
 
     def _to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "values": [value._to_dict() for value in self.values]}
+        found = {**dataclasses.asdict(self), "values": [value._to_dict() for value in self.values]}
+        return {key: each for key, each in found.items() if each is not None}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,7 +157,7 @@ def _reruns(plan: Plan) -> Iterator[str]:
     for name, block in plan.costs.classes.items():
         chosen = [i for i, each in enumerate(plan.costs.stack) if each == name and plan.rerun[i]]
         if chosen:
-            seconds = format_seconds(len(chosen) * block.forward_s)
+            seconds = format_seconds(len(chosen) * block.rerun_seconds)
             yield f"Run again as a whole: {_blocks(plan, name, chosen)}: {seconds}."
 
 

@@ -80,6 +80,11 @@ class Fields:
         """Return seconds; None as default: it must be there."""
         return _number(self._get(name, default), f"{self.where}.{name}", "seconds", _MOST_SECONDS)
 
+    def optional_seconds(self, name: str) -> float | None:
+        """Return seconds, None where the field is left out."""
+        self._read.append(name)
+        return self.seconds(name) if name in self._table else None
+
     def rate(self, name: str) -> float:
         """Return bytes per second, 0 where there are none: no link."""
         return _number(self._get(name, 0), f"{self.where}.{name}", "bytes per second", _MOST_BYTES_PER_S)

@@ -68,7 +68,7 @@ def footprint(block: BlockClass, actions: Actions) -> Footprint | None:
         has_input = any(value.name == BLOCK_INPUT for value in block.values)
         replay = _replayed(block, actions, [BLOCK_INPUT] * has_input)
         if replay is not None:
-            ways.append((block.forward_s + _seconds(block, replay), True))
+            ways.append((block.rerun_seconds + _seconds(block, replay), True))
     if not ways:
         return None
     held = dict.fromkeys(Action, 0.0)

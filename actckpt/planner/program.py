@@ -83,7 +83,7 @@ class Program:
     def _block(self, index: int, block: BlockClass) -> dict[str, dict[Action, int]]:
         """Add the decisions of a block; a value that nobody can want has none."""
         users = {name for value in block.values for name in value.inputs} | ({BLOCK_INPUT} if block.rerun else set())
-        again = self._variable(1.0, block.forward_s * self._per_second, whole=True) if block.rerun else None
+        again = self._variable(1.0, block.rerun_seconds * self._per_second, whole=True) if block.rerun else None
         recorded = self._variable(1.0, block.recording_s * self._per_second) if block.recording_s else None
         self._recorded.append(recorded)
         decided: dict[str, dict[Action, int]] = {}

@@ -161,7 +161,7 @@ def _recompute_seconds(block: BlockClass, actions: Mapping[str, Action], rerun: 
     """Return how long it takes to get back what was dropped. Reads values backward: what uses a value comes first."""
     wanted = {value.name for value in block.values if value.needed} if not rerun else {BLOCK_INPUT}
     is_recorded = not rerun and block.is_recorded(actions[value.name] for value in block.values)
-    seconds = block.forward_s if rerun else block.recording_s * is_recorded
+    seconds = block.rerun_seconds if rerun else block.recording_s * is_recorded
     for value in reversed(block.values):
         if value.name in wanted and actions[value.name] is Action.RECOMPUTE:
             if not value.replayable:

@@ -60,6 +60,7 @@ def _random_class(rng: random.Random, num_values: int) -> Table:
         "values": values,
         "rerun": rng.random() < 0.2,
         **({"recording_s": rng.choice([0.25, 1.0, 2.0])} if rng.random() < 0.4 else {}),
+        **({"rerun_s": rng.choice([0.0, 0.25, 1.0, 6.0])} if rng.random() < 0.5 else {}),
     }
 
 
@@ -82,7 +83,7 @@ def triples(block: Table, *, last: bool, pins: dict[str, str]) -> list[Triple]:
         if block.get("rerun"):
             replay = _computed_again(values, held, {"x0"} & {v["name"] for v in values})
             if replay is not None:
-                seconds.append(block["forward_s"] + replay)
+                seconds.append(block.get("rerun_s", block["forward_s"]) + replay)
         if seconds:
             sizes = [sum(v["bytes"] for a, v in zip(actions, values, strict=True) if a == which) for which in "ko"]
             found[sizes[0], sizes[1], min(seconds)] = None

@@ -43,6 +43,17 @@ def test_defaults_offload_nothing_and_recompute_no_input() -> None:
     assert costs.blocks[0].values == (Value("x0", 1, replayable=False),)
 
 
+def test_reruns_take_a_forward_unless_a_table_says_otherwise(table: Table) -> None:
+    block = table["classes"]["attention"]
+    costs = CostTable.from_dict(table)
+    assert costs.blocks[0].rerun_s is None and costs.blocks[0].rerun_seconds == block["forward_s"]
+    assert "rerun_s" not in costs.to_dict()["classes"]["attention"]
+    block["rerun_s"] = 0.5
+    costs = CostTable.from_dict(table)
+    assert costs.blocks[0].rerun_seconds == 0.5
+    assert CostTable.from_dict(costs.to_dict()) == costs
+
+
 def test_numbers_of_numpy_are_numbers(table: Table) -> None:
     table["fixed_bytes"], table["d2h_bytes_per_s"] = numpy.int64(7), numpy.float32(4)
     assert CostTable.from_dict(table).to_dict() == CostTable.from_dict({**table, "fixed_bytes": 7}).to_dict()
@@ -102,6 +113,7 @@ _BAD: dict[str, tuple[Callable[[Table], Any], str]] = {
         _value(1, recompute_ms=3),
         f"{_VALUES}[1] has an unknown field 'recompute_ms'; nearest: 'recompute_s'",
     ),
+    "negative rerun": (_class(rerun_s=-2), "attention.rerun_s is -2. It must be a number of seconds from 0 on."),
     "misspelt class": (_class(foward_s=1), "attention has an unknown field 'foward_s'; nearest: 'forward_s'"),
     "misspelt top": (_table(d2h_bytes_per_sec=1), "nearest: 'd2h_bytes_per_s'"),
     "no seconds": (

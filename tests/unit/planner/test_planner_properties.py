@@ -37,7 +37,7 @@ def _classes(table: Table, change: Callable[[Table], None]) -> Table:
 @given(_tables, _budgets, st.sampled_from([1e-3, 0.5, 3.0, 1e3]))
 def test_scaled_seconds_give_scaled_overhead(table: Table, budget: int, factor: float) -> None:
     def change(block: Table) -> None:
-        for key in ("forward_s", "backward_s", *({"recording_s"} & block.keys())):
+        for key in ("forward_s", "backward_s", *({"recording_s", "rerun_s"} & block.keys())):
             block[key] *= factor
         for value in block.get("values", []):
             value["recompute_s"] *= factor

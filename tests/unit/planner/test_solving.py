@@ -164,6 +164,24 @@ def test_opaque_blocks_are_run_again_as_a_whole() -> None:
     _check_claims(_opaque(), plan)
 
 
+@pytest.mark.parametrize("rerun_s", [0.5, 2, 7])
+def test_a_rerun_takes_its_own_time_where_a_table_says_so(rerun_s: float) -> None:
+    table = _opaque(rerun_s=rerun_s)
+    plan = solve(table, budget=50)
+    assert plan.overhead_seconds == 2 * rerun_s and sum(plan.rerun) == 2
+    assert plan.plain_seconds == 4 * (3 + 5)
+    assert simulate(table, plan).recompute_seconds == 2 * rerun_s
+    assert f"Run again as a whole: 2 blocks 'a': {2 * rerun_s:.2f} s." in plan.explain()
+    _check_claims(table, plan)
+
+
+def test_a_rerun_that_ends_early_is_taken_before_slower_replays() -> None:
+    values = [{"name": "x0", "bytes": 1}, {"name": "up", "bytes": 10, "recompute_s": 2, "inputs": ["x0"]}]
+    for rerun_s, rerun in ((1, True), (3, False)):
+        plan = solve(_opaque(values=values, working_set_bytes=11, rerun_s=rerun_s), budget=30)
+        assert any(plan.rerun) is rerun and plan.overhead_seconds == 2 * min(rerun_s, 2)
+
+
 def test_blocks_that_may_not_be_run_again_keep_what_is_opaque() -> None:
     with pytest.raises(PlanInfeasibleError) as caught:
         solve(_opaque(rerun=False), budget=50)

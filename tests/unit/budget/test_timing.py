@@ -1,0 +1,62 @@
+"""What a rerun takes: as long as it is timed directly, and no more on top than saving tensors can take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from actckpt._budget import timing
+from actckpt._budget.timing import Times
+
+_CPU = torch.device("cpu")
+
+
+def _fastest(
+    monkeypatch: pytest.MonkeyPatch, turns: list[tuple[Any, Any, Any, Any]], *, has_rerun: bool = True
+) -> Times:
+    """Return the times of turns: plain, recorded and rerun, forward and backward each, and until the last of saves."""
+    ways: list[Any] = ["plain", "recorded", "rerun"]
+    left = {way: [turn[number] for turn in turns] for number, way in enumerate(ways)}
+    warmed: set[Any] = {"plain"}
+
+    def seconds(way: Any, _: Any) -> Any:
+        if way not in warmed:
+            warmed.add(way)
+            return 100.0, 100.0
+        return left[way].pop(0)
+
+    until = [turn[3] for turn in turns]
+    monkeypatch.setattr(timing, "_seconds", seconds)
+    monkeypatch.setattr(timing, "_until_last_saved", lambda *_: until.pop(0))
+    monkeypatch.setattr(timing, "_TIMED_S", 0.0)
+    return timing.fastest(ways[0], ways[1], ways[2] if has_rerun else None, _CPU)
+
+
+def test_the_least_of_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = ((2.0, 5.0), (3.0, 4.0), (2.5, 4.0), (1.5, 1000))
+    fast = ((1.0, 6.0), (2.0, 5.0), (3.0, 9.0), (0.5, 1000))
+    assert _fastest(monkeypatch, [slow, fast])[:4] == (1.0, 5.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("rerun", "until_s", "expected_s"),
+    [
+        ((1.0, 2.6), 0.6, 0.6),
+        ((1.0, 2.603), 0.6, 0.603),  # a thousand tensors take at most five milliseconds
+        ((1.0, 3.9), 0.6, 0.605),
+        ((0.5, 2.0), 0.6, 0.6),
+        ((1.0, 2.6), 1.4, 1.0),  # a forward takes no longer than itself
+    ],
+)
+def test_what_a_rerun_takes_is_bounded(
+    rerun: tuple[float, float], until_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = ((1.0, 2.0), (1.5, 2.5), rerun, (until_s, 1000))
+    assert _fastest(monkeypatch, [turn] * 2).rerun_s == pytest.approx(expected_s)
+
+
+def test_a_block_that_may_not_run_again_has_no_such_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = ((1.0, 2.0), (1.5, 2.5), None, None)
+    assert _fastest(monkeypatch, [turn] * 2, has_rerun=False) == (1.0, 2.0, 1.5, 2.5, None)
