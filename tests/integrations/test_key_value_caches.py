@@ -19,6 +19,10 @@ from actckpt.memory import LiveStorages
 
 Step = tuple[Any, list[torch.Tensor | None]]
 
+#: What plain training runs with where the blocks of ours are left without a cache: keys that a cache has joined lie
+#: elsewhere in memory than those that are used as they are, and kernels of some processors round differently.
+WITHOUT_CACHE = {"use_cache": False}
+
 
 @pytest.fixture(autouse=True)
 def _warns_anew() -> Iterator[None]:
@@ -57,7 +61,8 @@ def test_gradients_of_an_applied_model_are_equal_to_plain(
 ) -> None:
     plain, applied = make(name).train(is_training), make(name).train(is_training)
     actckpt.apply(applied)
-    expected, actual = _step(plain, name, **options), _step(applied, name, **options)
+    expected = _step(plain, name, **(WITHOUT_CACHE if is_training else options))
+    actual = _step(applied, name, **options)
     assert torch.equal(actual[0].loss, expected[0].loss)
     _assert_same(actual[1], expected[1])
 
@@ -66,7 +71,7 @@ def test_gradients_of_an_applied_model_are_equal_to_plain(
 def test_the_function_takes_the_place_of_torchs_in_the_library(name: str) -> None:
     plain, ours = make(name), make(name)
     _library_checkpointing(ours, actckpt.checkpoint)
-    _assert_same(_step(ours, name)[1], _step(plain, name)[1])
+    _assert_same(_step(ours, name)[1], _step(plain, name, **WITHOUT_CACHE)[1])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma 2", "gpt 2", "qwen3 next", "t5", "whisper"])
@@ -229,13 +234,13 @@ def test_forwards_in_evaluation_that_nobody_differentiates_leave_nothing_behind(
 
 @pytest.mark.parametrize("name", ["llama", "gpt 2", "t5"])
 def test_functional_call_of_an_applied_model_computes_plain_gradients(name: str) -> None:
-    def run(*, applies: bool) -> list[torch.Tensor | None]:
+    def run(*, applies: bool, **options: bool) -> list[torch.Tensor | None]:
         model = make(name)
         if applies:
             actckpt.apply(model)
         torch.manual_seed(2)
         weights = {key: (value.detach() * 0.9).requires_grad_() for key, value in model.named_parameters()}
-        torch.func.functional_call(model, weights, kwargs=batch(name), tie_weights=True).loss.backward()
+        torch.func.functional_call(model, weights, kwargs={**batch(name), **options}, tie_weights=True).loss.backward()
         return [weight.grad for weight in weights.values()]
 
-    _assert_same(run(applies=True), run(applies=False))
+    _assert_same(run(applies=True), run(applies=False, **WITHOUT_CACHE))

@@ -14,7 +14,7 @@ STEPS = 20
 _LET_GO_S = 0.3
 
 
-def train(model: Any, batch: Mapping[str, torch.Tensor], steps: int = STEPS) -> list[torch.Tensor]:
+def train(model: Any, batch: Mapping[str, Any], steps: int = STEPS) -> list[torch.Tensor]:
     """Train a model of Transformers on one batch."""
     return train_on(model, lambda: model(**batch).loss, steps)
 

@@ -208,7 +208,8 @@ class _Offload:
         self.leave_out = leave_out
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, torch.Event]:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        # The strides too: kernels may round differently where they differ.
+        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
         self.side.wait_stream(_current())
         with self.side:
             host.copy_(tensor, non_blocking=True)
@@ -218,7 +219,7 @@ class _Offload:
 
     def unpack(self, packed: tuple[Tensor, torch.Event]) -> Tensor:
         host, written = packed
-        target = torch.empty(host.shape, dtype=host.dtype, device="sim")
+        target = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="sim")
         self.side.wait_stream(_current())
         self.side.wait_event(written)
         with self.side:
