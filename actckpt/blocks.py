@@ -141,8 +141,8 @@ def apply(
             several ranks train, or the model is on a device) it takes turns with simple choices in the next steps, and
             the fastest stays. Each kind of step has a plan of its own, up to 16: sizes of inputs, autocast, training or
             evaluation mode, what is trained. `actckpt.report(model).plan` is the plan, None until it is made. What is
-            computed from the model's outputs is taken to need four times their bytes, unless a device's
-            allocator tells.
+            computed from outputs of the model is taken to need four times their bytes, unless a device's allocator
+            tells; of a loss that the model returns and backward begins with, nothing is.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.

@@ -18,6 +18,7 @@ from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import give_back_unused, is_linked, poll, prepare, with_links
+from actckpt._budget.loss import Loss
 from actckpt._budget.measuring import MeasuredStep, holding_outputs
 from actckpt._budget.meters import FixedBytes, Meter
 from actckpt._budget.observing import Observing
@@ -71,6 +72,7 @@ class AlikeSteps:
         self._watching: Watching | None = None
         self.measured: MeasuredStep | None = None
         self._first_step: FirstStep | None = None
+        self._loss: Loss | None = None
         self._fixed_bytes = self._grown_bytes = 0.0
         self._fixed: FixedBytes | None = None
         self._num_alive = self._most_alive = self._most_alive_planned = self._num_planned = 0
@@ -90,13 +92,15 @@ class AlikeSteps:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has steps of its own, and parameters.
-        state = {**vars(self), "_watching": None, "_first_step": None, "_num_alive": 0, "_fixed": None}
+        state = {**vars(self), "_watching": None, "_first_step": None, "_loss": None, "_num_alive": 0, "_fixed": None}
         return state if self._held_output_bytes is not None else {**state, "measured": None}
 
     def disturb(self) -> None:
         """A forward begins, of this size or of another one: while the first step runs, it is not alone."""
         if self._first_step is not None:
             self._first_step.disturb()
+        if self._loss is not None:
+            self._loss.disturb()
 
     def begin(self, *, keeps_gradients: bool) -> None:
         """A forward begins; gradients are there all the time, or not."""
@@ -166,8 +170,7 @@ class AlikeSteps:
                 self._tell(NO_OUTPUTS)
             return
         was_silent, self._is_silent = self._is_silent, False
-        if watching is not None:
-            self._take(watching.measured(outputs))
+        loss = None if watching is None else self._taken(watching, outputs)
         turn = None if self._race is None else self._race.turn()
         storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
         is_first = iter((True,))
@@ -177,6 +180,8 @@ class AlikeSteps:
                 if torch.is_grad_enabled():
                     self._tell(TWICE)
                 self._observing.note(is_head=True)
+                if loss is not None:
+                    loss.backward_begins()
                 _C.when_backward_ends(ended)
 
         def ended() -> None:
@@ -192,11 +197,14 @@ class AlikeSteps:
         for output in outputs:  # backward may not come to all of them
             output.register_hook(reached)
 
-    def _take(self, measured: MeasuredStep | None) -> None:
-        self.measured = measured
-        if measured is None:
+    def _taken(self, watching: Watching, outputs: list[torch.Tensor]) -> Loss:
+        """Take what a forward was measured to need; return what tells of the loss."""
+        self.measured = watching.measured(outputs)
+        if self.measured is None:
             self._is_unseen = True
             tell_compiled()
+        self._loss = Loss(outputs, watching.held_bytes())
+        return self._loss
 
     def _tell(self, words: str) -> None:
         if words not in self._told:
@@ -211,11 +219,12 @@ class AlikeSteps:
         self._observing.ended(self._given_bytes)
         if self._held_output_bytes is None:
             self._held_output_bytes = float(sum(storage.nbytes() for storage in held))
-            if self._first_step is not None and self.measured is not None:
-                self.measured = self._first_step.completed(self.measured, self._held_output_bytes)
+            if self._first_step is not None and self._loss is not None and self.measured is not None:
+                measured = self._loss.added(self.measured)
+                self.measured = self._first_step.completed(measured, self._held_output_bytes)
                 if self._wanted.budget is not None:  # else nothing is observed
                     self._observing.doubt_bytes = self._first_step.doubt_bytes
-            self._first_step = None
+            self._first_step = self._loss = None
         if turn is not None:
             turn.end()
 

@@ -36,7 +36,7 @@ from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
 from actckpt._core.subclasses import plain_parts
 
-__all__ = ["OutsideGraph", "Read"]
+__all__ = ["MOST_NODES", "OutsideGraph", "Read"]
 
 #: What these nodes give back are views of the gradient of their result (Rule 2).
 _GIVE_VIEWS = ("CatBackward", "StackBackward")
@@ -54,7 +54,7 @@ _MAKE_ANOTHER = (
     *("SqrtBackward", "StdBackward", "TanBackward", "VarBackward"),
 )
 #: So many nodes are looked at (Rule 4).
-_MOST_NODES = 5000
+MOST_NODES = 5000
 #: Of the gradient of a tensor: the node that takes it, or the id of a leaf, and which of its results the tensor is.
 _Key = tuple[Any, int]
 #: In place of which result: the gradient that a node takes, of which it gives views.
@@ -221,7 +221,7 @@ class _Walk:
                 continue
             made = bisect.bisect_right(self._numbers, torch_private.sequence_number(node))
             self._note_read((node, number), made, reader, torch_private.gradient_bytes(node, number), viewed)
-            if made % 2 == 0 and node not in self._seen and len(self._seen) < _MOST_NODES:
+            if made % 2 == 0 and node not in self._seen and len(self._seen) < MOST_NODES:
                 self._seen.add(node)
                 if self._made_before is not None:
                     needed = self._made_before(torch_private.sequence_number(node)) + _passing_bytes(node)

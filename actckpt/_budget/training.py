@@ -9,10 +9,10 @@ Rule 1. A step is a forward of the model with gradients, up to the end of the ba
 Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, autocast, training or
         evaluation mode, and which parameters and inputs are trained) everything is checkpointed, and blocks are
         profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are checkpointed as well.
-        What is computed from the model's outputs is taken to need four times their bytes (a loss, its intermediate
-        results, gradients), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive when that
-        backward has ended are held by the program, and taken to be in every backward. Where not everything fits, plans
-        are made for 2 % less than the budget.
+        What is computed from the model's outputs (a loss, its intermediate results, gradients) is guessed from which of
+        them are read (NOTE [ Loss ]), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive
+        when that backward has ended are held by the program, and taken to be in every backward. Where not everything
+        fits, plans are made for 2 % less than the budget.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
         once (pipelines), each gets its share of what is not fixed; a percentage of activations is one of what all of
         them make. Where more of them are alive than ever before, or what is fixed grows, or shrinks in the next steps,

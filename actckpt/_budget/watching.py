@@ -23,9 +23,6 @@ from actckpt._core.storages import tensors_in
 
 __all__ = ["Watching"]
 
-#: What is computed from the outputs of the model needs so many times their bytes.
-_LOSS = 4
-
 
 class Watching:
     """A forward in which everything is checkpointed and profiled."""
@@ -85,6 +82,11 @@ class Watching:
         for forward in self._forwards.values():
             forward.instead = None
 
+    def held_bytes(self) -> int:
+        """Return the bytes of what lives when the forward has ended, and was made after its last block."""
+        num_calls = len(self._profiled)
+        return held_after(self._marks.found, num_calls) if num_calls else 0
+
     def measured(self, outputs: list[torch.Tensor]) -> MeasuredStep | None:
         """Return what was found, None where no block ran."""
         num_calls = len(self._profiled)
@@ -93,11 +95,8 @@ class Watching:
         marks = self._marks.found
         read = self._graph.read(outputs, self._live.made_before())
         stem, head = outside_bytes(marks, num_calls, read.backward_bytes)
-        last, held = last_end(marks, num_calls), held_after(marks, num_calls)
-        loss = _LOSS * sum(tensor.nbytes for tensor in outputs if tensor.is_floating_point())
-        needed = max(head.working_set_bytes, float(held + loss))
-        forward_s = devices.seconds_between(last.moment, marks[-1].moment)
-        head = Outside(forward_s, 2 * forward_s, needed)
+        forward_s = devices.seconds_between(last_end(marks, num_calls).moment, marks[-1].moment)
+        head = Outside(forward_s, 2 * forward_s, head.working_set_bytes)
         flush(self._device)
         profiled = [each.with_input_kept() for each in as_given(self._profiled, begins(marks))]
         return cost_table(profiled, stem, between(marks, num_calls, read.backward_bytes), head, read)

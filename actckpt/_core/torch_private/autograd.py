@@ -1,9 +1,10 @@
 """Private names of torch for autograd: the backward under way, hooks of saved tensors, and nodes of the graph."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ function_node_type: type = torch._C._FunctionBase
 #: The code of `torch.autograd.Function.apply`, which is the innermost Python frame while autograd saves for a Function.
 apply_code: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
+#: The code of the frame in which every backward that Python begins runs.
+_run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
+
 
 def outer_hooks() -> Hooks | None:
     """Return the (pack, unpack) that a tensor saved now would go through, or None."""
@@ -93,6 +97,21 @@ def reads_filled_late() -> bool | None:
     """
     node = current_node()
     return None if node is None else node.name().startswith("RreluWithNoise")
+
+
+def backward_roots() -> list[Any] | None:
+    """Return the nodes with which the backward under way in this thread began, None where they are not known.
+
+    It is asked from a hook. `torch.autograd.graph._engine_run_backward` has them in its frame, whoever called it; a
+    thread of the engine, which runs nodes of devices, is not below that frame.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _run_backward_code:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    roots = frame.f_locals["t_outputs"]
+    return [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
 
 
 def gradient_bytes(node: Any, index: int) -> int:

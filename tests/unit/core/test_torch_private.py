@@ -65,6 +65,7 @@ NAMES = [
     (torch.utils.checkpoint, "_enable_checkpoint_early_stop"),
     (torch.utils.checkpoint, "_checkpoint_debug_enabled"),
     (torch._C._autograd, "_get_current_graph_task_keep_graph"),
+    (torch.autograd.graph, "_engine_run_backward"),
     (torch.Tensor, "__dlpack_c_exchange_api__"),
     (torch.ops.aten.mm.default, "_op"),
     (torch._C, "_AutoDispatchBelowAutograd"),
@@ -154,6 +155,17 @@ def test_nodes_tell_their_order_and_the_bytes_of_gradients() -> None:
     assert torch_private.gradient_bytes(y.grad_fn, 0) == 48
     assert torch_private.gradient_bytes(halves[1].grad_fn, halves[1].output_nr) == 12
     assert [torch_private.num_gradients(node) for node in (y.grad_fn, halves[0].grad_fn)] == [1, 2]
+
+
+def test_a_hook_is_told_with_which_nodes_backward_began() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y, found = x * 2, []
+    y.register_hook(lambda _: found.append(torch_private.backward_roots()))
+    loss, other = y.sum(), y.sin()
+    edge = torch.autograd.graph.get_gradient_edge(other)
+    torch.autograd.backward([loss, edge], [None, torch.ones(2)])  # type: ignore[list-item]
+    assert found == [[loss.grad_fn, other.grad_fn]]
+    assert torch_private.backward_roots() is None
 
 
 def test_installed_torch_has_the_flags_of_python_code() -> None:
@@ -255,6 +267,7 @@ CHECKED = {
     "SCRIPT_FAILURE",  # checked in tests/contract/rerun/test_keywords.py
     "any_autocast_enabled",
     "apply_code",
+    "backward_roots",  # checked below
     "below_autograd",
     "builtin_functions",  # checked in tests/unit/replay/test_direct.py
     "cuda_has_context",

@@ -1,0 +1,89 @@
+"""From which outputs of a model a program computes something, by the graph in which backward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actckpt._budget import loss as module
+from actckpt._budget.class_names import AFTER, BEFORE
+from actckpt._budget.loss import Loss
+from actckpt._budget.measuring import MeasuredStep
+from actckpt.planner.costs import BlockClass, CostTable
+
+#: Elements of the two outputs, of which the second is the model's own loss.
+SIZE = 100
+HELD, HEAD = 1000.0, 1200.0
+
+
+def _measured() -> MeasuredStep:
+    needed = {BEFORE: 0.0, AFTER: HEAD}
+    classes = {name: BlockClass(0.0, 0.0, nbytes, 0.0, ()) for name, nbytes in needed.items()}
+    return MeasuredStep(CostTable(classes=classes, stack=(BEFORE, AFTER)), (None, None), ({}, {}), (), ((), ()))
+
+
+def _needed_bytes(backward: Callable[[Tensor, Tensor], Any], *, is_disturbed: bool = False) -> float:
+    """Return what the head of a model needs whose outputs go through a backward."""
+    x = torch.randn(SIZE, requires_grad=True)
+    outputs = x * 2
+    own = outputs.sum()
+    found = Loss([outputs, own], HELD)
+    is_first = iter((True,))
+    for each in (outputs, own):
+        each.register_hook(lambda _: found.backward_begins() if next(is_first, False) else None)
+    if is_disturbed:
+        found.disturb()
+    backward(outputs, own)
+    return found.added(_measured()).costs.classes[AFTER].working_set_bytes
+
+
+BYTES, OWN = 4 * SIZE, 4
+ALL = HELD + 4 * BYTES + 4 * OWN
+
+
+def test_outputs_that_nothing_is_computed_from_count_once() -> None:
+    assert _needed_bytes(lambda outputs, own: own.backward()) == HELD + BYTES + OWN
+    assert _needed_bytes(lambda outputs, own: outputs.backward(torch.ones(SIZE))) == HELD + BYTES + OWN
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda outputs, own: outputs.square().mean(),
+        lambda outputs, own: outputs.view(10, 10).t()[1:].exp().sum(),
+        lambda outputs, own: outputs.mul_(2).sum(),
+        lambda outputs, own: torch.cat([torch.zeros(3), outputs]).sum() * 0.5,
+    ],
+)
+def test_outputs_that_something_is_computed_from_count_four_times(computed: Any) -> None:
+    assert _needed_bytes(lambda outputs, own: computed(outputs, own).backward()) == HELD + 4 * BYTES + OWN
+    assert _needed_bytes(lambda outputs, own: (computed(outputs, own) + own).backward()) == ALL
+
+
+def test_a_loss_of_the_model_that_is_scaled_is_what_something_is_computed_from() -> None:
+    assert _needed_bytes(lambda outputs, own: (own / 4).backward()) == HELD + BYTES + 4 * OWN
+
+
+def test_what_is_returned_by_grad_counts_like_what_backward_leaves() -> None:
+    def grad(outputs: Tensor, own: Tensor) -> None:
+        torch.autograd.grad(own, outputs)
+
+    assert _needed_bytes(grad) == HELD + BYTES + OWN
+
+
+def test_all_outputs_count_four_times_where_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _needed_bytes(lambda outputs, own: own.backward(), is_disturbed=True) == ALL
+    assert _needed_bytes(lambda outputs, own: own.backward(retain_graph=True)) == ALL
+    assert _needed_bytes(lambda outputs, own: None) == ALL
+    monkeypatch.setattr(module, "MOST_NODES", 3)
+    assert _needed_bytes(lambda outputs, own: own.sin().sin().sin().backward()) == HELD + BYTES + 4 * OWN
+    assert _needed_bytes(lambda outputs, own: own.sin().sin().sin().sin().backward()) == ALL
+
+
+def test_the_head_needs_no_less_than_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "HEAD", 10.0**6)
+    assert _needed_bytes(lambda outputs, own: outputs.sum().backward()) == 10.0**6
