@@ -4,8 +4,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-__all__ = ["calls_named", "listed"]
+__all__ = ["calls_named", "listed", "without_call"]
 
+_CALL = re.compile(r"@[1-9]\d*(?=\)?$)")
 _NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>0|[1-9]\d*)(?P<tail>\D*)", re.DOTALL)
 
 
@@ -52,3 +53,15 @@ def calls_named(blocks: Sequence[str | None]) -> list[str | None]:
         if name is not None:
             calls[name] += 1
     return found
+
+
+def without_call(name: str) -> str:
+    """Return the name of what is called, without the number of the call that `calls_named` gives.
+
+    Example::
+
+        >>> from actckpt._text.listed import without_call
+        >>> without_call("block@1"), without_call("(before block@1)")
+        ('block', '(before block)')
+    """
+    return _CALL.sub("", name)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy
 
 from actckpt._error_base import PlanInfeasibleError
-from actckpt._text.listed import listed
 from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt.action import Action
 from actckpt.planner.costs import Value
+from actckpt.planner.folding import folded, rows, say_blocks
 from actckpt.planner.improvement import candidate
 from actckpt.planner.plans import Plan
 from actckpt.planner.problem import Problem
@@ -109,56 +109,47 @@ def _entry(plan: Plan, index: int) -> str:
     return names[index].strip("()") if blocks[index] is None else f"of {names[index]}"
 
 
-def _blocks(plan: Plan, name: str, chosen: Sequence[int]) -> str:
-    """Say which blocks of a class these are: by name, where the plan knows a model, else how many."""
-    if plan.block_names is not None:
-        return listed(plan.block_names[index] for index in chosen)
-    return f"{len(chosen)} blocks {name!r}"
-
-
-def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Value, int]]:
-    """Yield which value of which blocks has an action, the value, and in how many blocks."""
-    for name, block in plan.costs.classes.items():
-        blocks = [index for index, each in enumerate(plan.costs.stack) if each == name]
-        for value in block.values:
-            chosen = [i for i in blocks if plan.actions[i][value.name] is action and not plan.rerun[i]]
-            where = f"of {name!r} in {len(chosen)} of {len(blocks)} blocks"
-            if chosen:
-                yield where if plan.blocks is None else f"in {_blocks(plan, name, chosen)}", value, len(chosen)
+def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Value, int, float]]:
+    """Yield which value of which blocks has an action, the value, in how many blocks, and what computing it takes."""
+    for row in rows(plan):
+        chosen = row.chosen(plan, action)
+        if chosen:
+            where = f"of {row.of!r} in {len(chosen)} of {len(row.entries)} blocks"
+            seconds = row.recompute_s(plan, chosen)
+            yield where if plan.blocks is None else f"in {say_blocks(plan, chosen)}", row.value, len(chosen), seconds
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:
-    for where, value, num in _groups(plan, Action.OFFLOAD):
-        other = f"computing it again would take {format_seconds(num * value.recompute_s)}, and what its inputs take"
+    for where, value, num, seconds in _groups(plan, Action.OFFLOAD):
+        other = f"computing it again would take {format_seconds(seconds)}, and what its inputs take"
         why = other if value.replayable else "it cannot be computed again"
         total = format_bytes(num * value.nbytes)
         yield f"Offloaded: {value.name} {where} ({total} out and back): {why}."
 
 
 def _recomputed(plan: Plan) -> Iterator[str]:
-    for where, value, num in _groups(plan, Action.RECOMPUTE):
+    for where, value, num, seconds in _groups(plan, Action.RECOMPUTE):
         if value.needed:
-            total, seconds = format_bytes(num * value.nbytes), format_seconds(num * value.recompute_s)
-            yield f"Recomputed: {value.name} {where} ({total}): {seconds}."
+            total = format_bytes(num * value.nbytes)
+            yield f"Recomputed: {value.name} {where} ({total}): {format_seconds(seconds)}."
 
 
 def _recorded(plan: Plan) -> Iterator[str]:
-    rows = zip(plan.costs.stack, plan.costs.blocks, plan.actions, plan.rerun, strict=True)
-    recorded: dict[str, list[int]] = {}
-    for index, (name, block, actions, rerun) in enumerate(rows):
-        if block.recording_s and not rerun and block.is_recorded(actions[value.name] for value in block.values):
-            recorded.setdefault(name, []).append(index)
-    for name, chosen in recorded.items():
-        seconds = format_seconds(len(chosen) * plan.costs.classes[name].recording_s)
-        yield f"Recorded, so that not all of it is kept: {_blocks(plan, name, chosen)}: {seconds}."
+    entries = zip(plan.costs.blocks, plan.actions, plan.rerun, strict=True)
+    recorded = [
+        index
+        for index, (block, actions, rerun) in enumerate(entries)
+        if block.recording_s and not rerun and block.is_recorded(actions[value.name] for value in block.values)
+    ]
+    for chosen in folded(plan, recorded):
+        seconds = format_seconds(sum(plan.costs.blocks[index].recording_s for index in chosen))
+        yield f"Recorded, so that not all of it is kept: {say_blocks(plan, chosen)}: {seconds}."
 
 
 def _reruns(plan: Plan) -> Iterator[str]:
-    for name, block in plan.costs.classes.items():
-        chosen = [i for i, each in enumerate(plan.costs.stack) if each == name and plan.rerun[i]]
-        if chosen:
-            seconds = format_seconds(len(chosen) * block.rerun_seconds)
-            yield f"Run again as a whole: {_blocks(plan, name, chosen)}: {seconds}."
+    for chosen in folded(plan, (index for index, rerun in enumerate(plan.rerun) if rerun)):
+        seconds = format_seconds(sum(plan.costs.blocks[index].rerun_seconds for index in chosen))
+        yield f"Run again as a whole: {say_blocks(plan, chosen)}: {seconds}."
 
 
 def _other_budgets(plan: Plan) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -10,8 +11,12 @@ from typing import Any
 
 import pytest
 
+import actckpt
 from actckpt import cli, planner
+from actckpt._text.listed import listed
+from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt._text.tables import aligned
+from actckpt.planner import explanation
 from actckpt.planner.pictures import frontier, simple_plans
 
 GIB, MIB = 2**30, 2**20
@@ -224,3 +229,63 @@ def test_without_matplotlib_one_line_says_what_to_install(
     with pytest.raises(SystemExit):
         cli.main(["plan", str(table), "--budget=2GiB", "--plot", str(table.with_name("plan.svg"))])
     assert "pip install 'actckpt[plot]' brings it. See" in capsys.readouterr().err
+
+
+def _of_a_loop() -> planner.Plan:
+    """A plan for twelve calls of two cells, of which the first and the last of each are classes of their own."""
+    costs = _costs()
+    block = costs["classes"].pop("block")
+    for number, kind in enumerate(("first", "inner", "last")):
+        costs["classes"][kind] = {
+            **block,
+            "values": [dict(value) for value in block["values"]],
+            "rerun": kind == "last",
+        }
+        costs["classes"][kind]["values"][2]["recompute_s"] = 2e-3 + number * 1e-4
+        costs["classes"][kind]["values"][3]["recompute_s"] = 1e-1
+    costs["stack"] = [*(["first"] * 2 + ["inner"] * 8 + ["last"] * 2), "head"]
+    del costs["d2h_bytes_per_s"], costs["h2d_bytes_per_s"]
+    plan = planner.solve(costs, budget="5GiB")
+    return dataclasses.replace(plan, blocks=(*["cells.0", "cells.1"] * 6, None))
+
+
+def test_all_calls_of_a_block_are_one_line() -> None:
+    plan = _of_a_loop()
+    names = plan.block_names
+    assert names is not None and names[10:12] == ("cells.0@5", "cells.1@5")
+    _, *lines = plan.table().splitlines()
+    found = {line.split()[0]: line for line in lines}
+    assert len(lines) == 4 + 2 and {"gelu", "norm", "up", "x0"} < set(found)
+    assert all("cells.0-1, 12 calls" in found[name] for name in ("up", "gelu"))
+    assert "192.00 MiB" in found["up"] and "2.25 GiB" in found["up"]
+    cells = {}
+    for name, action in itertools.product(("x0", "norm", "up", "gelu"), actckpt.Action):
+        having = [i for i in range(12) if plan.actions[i][name] is action and not plan.rerun[i]]
+        cells[name, action] = listed(names[i] for i in sorted(having, key=lambda i: i % 2))
+        assert cells[name, action] in found[name]
+    assert cells["up", actckpt.Action.RECOMPUTE] and cells["gelu", actckpt.Action.KEEP]
+    recomputed = [i for i in range(12) if plan.actions[i]["up"] is actckpt.Action.RECOMPUTE and not plan.rerun[i]]
+    cell = cells["up", actckpt.Action.RECOMPUTE]
+    seconds = sum(value.recompute_s for i in recomputed for value in plan.costs.blocks[i].values if value.name == "up")
+    assert found["up"].endswith(format_seconds(seconds))
+    assert f"Recomputed: up in {cell} ({format_bytes(len(recomputed) * 192 * MIB)}): {format_seconds(seconds)}." in (
+        plan.explain()
+    )
+
+
+def test_reruns_of_all_calls_of_a_block_are_one_line() -> None:
+    plan = _of_a_loop()
+    reruns = (True,) * 4 + (False,) * 6 + (True,) * 2 + (False,)
+    plan = dataclasses.replace(plan, rerun=reruns)
+    seconds = sum(plan.costs.blocks[i].rerun_seconds for i in range(12) if reruns[i])
+    cells = "cells.0, cells.0@1, 5, cells.1, cells.1@1, 5"
+    assert f"Run again as a whole: {cells}: {format_seconds(seconds)}." in "\n".join(explanation._reruns(plan))
+
+
+def test_calls_of_other_modules_stay_apart() -> None:
+    plan = dataclasses.replace(
+        _of_a_loop(), blocks=("stem", "cells.1", *["cells.0", "cells.1"] * 4, "last.0", "last.1", None)
+    )
+    _, *lines = plan.table().splitlines()
+    assert [line for line in lines if line.startswith("up ") and "cells.0-1, 8 calls" in line]
+    assert len([line for line in lines if line.startswith("up ")]) == 3
