@@ -38,17 +38,23 @@ class ProfiledBlock:
     held: tuple[tuple[weakref.ref[torch.UntypedStorage], int, str | None], ...] = ()
 
     def before(self, other: ProfiledBlock) -> ProfiledBlock:
-        """Return the block without the bytes of what it returned and the next block has for its input, which stays.
+        """Return the block that knows which of its values the next block has for its input, too.
 
-        Where that may be moved, it is gone only if both let go of it: then both have its bytes.
+        Where that stays, they have no bytes.
         """
         shared = {name for name, storage in self.returned.items() if storage is other.input}
-        if other.costs.values[0].offloadable:
-            return self
         if not shared:
             return self
+        may_go = other.costs.values[0].offloadable
         values = (
-            dataclasses.replace(value, nbytes=0.0, offloadable=False) if value.name in shared else value
+            dataclasses.replace(
+                value,
+                nbytes=value.nbytes if may_go else 0.0,
+                offloadable=value.offloadable and may_go,
+                next_input=may_go,
+            )
+            if value.name in shared
+            else value
             for value in self.costs.values
         )
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=tuple(values)))

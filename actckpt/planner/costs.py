@@ -30,6 +30,8 @@ class Value:
     needed: bool = True
     offloadable: bool = True
     replayable: bool = True
+    #: Whether the tensor is the input of the next block that has one, too (NOTE [ Shared inputs ]).
+    next_input: bool = False
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Value:
@@ -43,6 +45,7 @@ class Value:
             needed=fields.flag("needed", True),
             offloadable=fields.flag("offloadable", True),
             replayable=replayable,
+            next_input=fields.flag("next_input", False),
         )
         fields.nothing_else()
         return found

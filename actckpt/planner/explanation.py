@@ -15,6 +15,7 @@ from actckpt.planner.improvement import candidate
 from actckpt.planner.plans import Plan
 from actckpt.planner.problem import Problem
 from actckpt.planner.schedule import evaluate
+from actckpt.planner.shared_inputs import inputs_that_stay, where_staying
 from actckpt.planner.solving import solve
 
 __all__ = ["explained"]
@@ -80,7 +81,12 @@ def _share(plan: Plan, seconds: float) -> str:
 
 def _peak(plan: Plan) -> str:
     """Say when the peak is, and what is in memory then."""
-    problem = Problem.of(plan.costs, plan.budget_bytes, dict(plan.pins))
+    problem = Problem.of(
+        plan.costs,
+        plan.budget_bytes,
+        dict(plan.pins),
+        where_staying(plan.costs, inputs_that_stay(plan.costs, plan.actions)),
+    )
     actions = zip(problem.blocks, plan.actions, strict=True)
     best = candidate(problem, [tuple(each[value.name] for value in block.values) for block, each in actions])
     assert best is not None

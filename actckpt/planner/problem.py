@@ -101,13 +101,21 @@ class Problem:
     _others: dict[tuple[int, Actions], list[Choice]] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, costs: CostTable, budget_bytes: float, pins: Pins | None = None) -> Problem:
+    def of(
+        cls,
+        costs: CostTable,
+        budget_bytes: float,
+        pins: Pins | None = None,
+        blocks: tuple[BlockClass, ...] | None = None,
+    ) -> Problem:
         """Lay out a cost table.
 
+        Args:
+            blocks: of the stack, in place of those of the table (NOTE [ Shared inputs ]).
         Raises:
             ValueError: a pin names nothing, cannot be, or contradicts another.
         """
-        blocks = costs.blocks
+        blocks = costs.blocks if blocks is None else blocks
         working = numpy.array([block.working_set_bytes for block in blocks], float) + costs.fixed_bytes
         gradients = numpy.array([block.gradient_bytes for block in blocks], float)
         unlimited = numpy.full(len(blocks), numpy.inf)
@@ -143,8 +151,8 @@ class Problem:
 
     @functools.cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Per block, the first block of the same class with the same actions allowed."""
-        keys = list(zip(self.costs.stack, self.allowed, strict=True))
+        """Per block, the first one that costs the same with the same actions allowed."""
+        keys = list(zip(self.blocks, self.allowed, strict=True))
         first: dict[Any, int] = {}
         return tuple(first.setdefault(key, index) for index, key in enumerate(keys))
 

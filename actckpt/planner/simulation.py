@@ -172,9 +172,13 @@ def _recompute_seconds(block: BlockClass, actions: Mapping[str, Action], rerun: 
 
 
 class _Block:
-    """What a plan does in one block of the stack."""
+    """What a plan does in one block of the stack.
 
-    def __init__(self, index: int, block: BlockClass, plan: Plan) -> None:
+    Args:
+        following: what it does with the next input after that of the block, None: there is none.
+    """
+
+    def __init__(self, index: int, block: BlockClass, plan: Plan, following: Action | None) -> None:
         actions, where = plan.actions[index], f"Block {index} of the plan"
         names = [value.name for value in block.values]
         if set(actions) != set(names):
@@ -184,7 +188,9 @@ class _Block:
         if plan.rerun[index] and not block.rerun:
             raise ValueError(f"{where} is run again as a whole, which its class does not allow (rerun).")
         self.index, self.costs = index, block
-        self.kept = sum(value.nbytes for value in block.values if actions[value.name] is Action.KEEP)
+        elsewhere = {value.name for value in block.values if value.next_input and following is Action.KEEP}
+        kept = (value for value in block.values if actions[value.name] is Action.KEEP)
+        self.kept = sum(value.nbytes for value in kept if value.name not in elsewhere)
         self.offloaded = [(value.name, value.nbytes) for value in block.values if actions[value.name] is Action.OFFLOAD]
         self.recompute_s = _recompute_seconds(block, actions, plan.rerun[index], where)
 
@@ -198,7 +204,11 @@ class _Step:
                 f"The plan has {len(plan.actions)} blocks, the cost table {len(costs.stack)}: it is of another model."
             )
         self.costs, self.plan = costs, plan
-        self.blocks = [_Block(index, block, plan) for index, block in enumerate(costs.blocks)]
+        inputs = [actions.get(BLOCK_INPUT) for actions in plan.actions]
+        self.blocks = [
+            _Block(index, block, plan, next(filter(None, inputs[index + 1 :]), None))
+            for index, block in enumerate(costs.blocks)
+        ]
         self.queue = [(name, size, block.index) for block in self.blocks for name, size in block.offloaded]
         self.total = sum(size for _, size, _ in self.queue)
         if self.total and not (costs.d2h_bytes_per_s and costs.h2d_bytes_per_s):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 
+from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import parse_bytes
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, as_cost_table
@@ -19,6 +20,7 @@ from actckpt.planner.problem import Actions, Pins, Problem, recomputed
 from actckpt.planner.program import Program, Solution
 from actckpt.planner.rounding import rounded
 from actckpt.planner.schedule import Schedule, evaluate
+from actckpt.planner.shared_inputs import freed, inputs_that_stay, pairs, where_staying
 from actckpt.planner.smallest import infeasible, smallest
 
 __all__ = ["solve"]
@@ -34,6 +36,8 @@ _ROUNDING = 1e-9
 _INPUTS = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD)
 #: The smallest window is searched for in so many steps, each between so many.
 _WINDOW_ROUNDS, _WINDOWS = 3, 64
+#: So often is a table solved in which values are inputs of the next block.
+_MOST_TRIED = 4
 
 
 def solve(
@@ -63,11 +67,73 @@ def solve(
     if not isinstance(time_limit_s, numbers.Real) or not time_limit_s >= 0:
         raise ValueError(f"time_limit_s={time_limit_s!r} is no time. Pass a number of seconds from 0 on.")
     problem = Problem.of(as_cost_table(costs), _budget(budget), pins)
+    if not pairs(problem.costs):
+        return _solved(problem, pins or {}, time_limit_s)
+    return _solved_sharing(problem, pins or {}, time_limit_s)
+
+
+def _solved(problem: Problem, pins: Pins, time_limit_s: float) -> Plan:
     best, bound_s = candidate(problem, problem.plain), 0.0
     if best is None or best.rank > (0.0, 0.0):
         best, bound_s = _search(problem, time_limit_s)
     best = improved(problem, simplified(problem, best))
-    return _plan(problem, best, min(bound_s, best.overhead_s), pins or {})
+    return _plan(problem, best, min(bound_s, best.overhead_s), pins)
+
+
+def _solved_sharing(problem: Problem, pins: Pins, time_limit_s: float) -> Plan:
+    """Return the best plan that was found where values are inputs of the next block (NOTE [ Shared inputs ])."""
+    costs, budget = problem.costs, problem.budget_bytes
+    may_stay, must_stay = _inputs_that_stay(problem)
+    left, tried = [may_stay, must_stay], set[frozenset[int]]()
+    plans: list[Plan] = []
+    errors: list[PlanInfeasibleError] = []
+    while left and len(tried) < _MOST_TRIED and not (plans and plans[-1].overhead_seconds == 0.0):
+        staying = left.pop(0)
+        if staying in tried:
+            continue
+        tried.add(staying)
+        laid_out = Problem.of(costs, budget, pins, where_staying(costs, staying))
+        try:
+            plans.append(_solved(laid_out, pins, time_limit_s / _MOST_TRIED))
+        except PlanInfeasibleError as error:
+            errors.append(error.with_traceback(None))
+        else:
+            left.append(may_stay & inputs_that_stay(costs, plans[-1].actions))
+    if not plans:
+        raise min(errors, key=lambda error: math.inf if error.smallest_bytes is None else error.smallest_bytes)
+    return _as_it_is(problem, pins, min(plans, key=lambda plan: plan.overhead_seconds), is_bound=may_stay == must_stay)
+
+
+def _as_it_is(problem: Problem, pins: Pins, plan: Plan, *, is_bound: bool) -> Plan:
+    """Return a plan with what it needs, as some values that stay beside their inputs may be counted twice in it.
+
+    Args:
+        is_bound: whether no other plan can beat its bound, also where other inputs stay.
+    """
+    costs, budget = problem.costs, problem.budget_bytes
+    laid_out = Problem.of(costs, budget, pins, where_staying(costs, inputs_that_stay(costs, plan.actions)))
+    actions = zip(laid_out.blocks, plan.actions, strict=True)
+    best = candidate(laid_out, [tuple(each[value.name] for value in block.values) for block, each in actions])
+    assert best is not None
+    bound_s = plan.bound_seconds
+    if not is_bound and best.overhead_s > 0.0:
+        bound_s = Program(Problem.of(costs, budget, pins, freed(costs))).relax().bound
+    return _plan(laid_out, best, min(bound_s, best.overhead_s), pins)
+
+
+def _inputs_that_stay(problem: Problem) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the blocks whose inputs may stay as the same tensor does in the block before, and those whose must."""
+    may: set[int] = set()
+    must: set[int] = set()
+    for index, following in pairs(problem.costs):
+        values = zip(problem.blocks[index].values, problem.allowed[index], strict=True)
+        given = zip(problem.blocks[following].values, problem.allowed[following], strict=True)
+        allowed_input = next(allowed for value, allowed in given if value.name == BLOCK_INPUT)
+        can_stay = all(Action.KEEP in allowed for value, allowed in values if value.next_input)
+        if can_stay and Action.KEEP in allowed_input:
+            may.add(following)
+            must |= {following} if len(allowed_input) == 1 else set()
+    return frozenset(may), frozenset(must)
 
 
 def _budget(budget: object) -> float:
@@ -149,7 +215,7 @@ def _plan(problem: Problem, best: Candidate, bound_s: float, pins: Pins) -> Plan
     window, schedule = _windowed(problem, best)
     footprints = [problem.footprint(index, actions) for index, actions in enumerate(best.actions)]
     rerun = tuple(footprint is not None and footprint.rerun for footprint in footprints)
-    blocks = list(zip(problem.blocks, best.actions, rerun, strict=True))
+    blocks = list(zip(problem.costs.blocks, best.actions, rerun, strict=True))
     return Plan(
         budget_bytes=problem.budget_bytes,
         actions=tuple({v.name: a for v, a in zip(block.values, actions, strict=True)} for block, actions, _ in blocks),
