@@ -62,7 +62,7 @@ def planned(
         trials = _Trials(checked, model, state, meter, measured)
         others = [] if pins else [other for name, other in simple_plans(measured.costs) if name != NOTHING]
         found = fitted(measured.costs, nbytes, pins, trials.peak_of, others)
-        if race and not pins:
+        if race and not pins and found.overhead_seconds > 0.0:  # else there is nothing to gain
             found = race_plans(found, simple_plans(measured.costs), trials)
     finally:
         state.put_back()

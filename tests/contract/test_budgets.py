@@ -203,6 +203,13 @@ def test_the_race_names_what_fits_and_what_does_not_and_the_fastest_is_returned(
     assert training.peak() <= plan.budget_bytes
 
 
+def test_what_fits_does_not_race() -> None:
+    """On a busy machine, recomputing would win some races against doing nothing."""
+    training = Training()
+    plan = actckpt.plan(training.step, model=training.model, activation_budget="100%")
+    assert (plan.race, plan.chosen, plan.overhead_seconds) == ((), "plan", 0.0)
+
+
 def test_a_plan_that_was_saved_is_loaded_and_applied(tmp_path: Path) -> None:
     training = Training()
     plan = actckpt.plan(training.step, model=training.model, activation_budget="50%", race=False)
