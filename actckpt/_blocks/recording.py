@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _C
+from actckpt._core import torch_private
 from actckpt._core.region_report import READ, SMALL, Figures, TakenDown
 from actckpt._core.sites import module_name
 from actckpt._core.storages import storages_of
@@ -85,6 +86,7 @@ class RecordedCall:
             self._parameters = {id(storage) for storage in storages_of(tensors)}
         return id(storage) in self._parameters
 
+    @torch_private.untraced
     def _note(self, tensor: Tensor) -> None:
         for storage in storages_of(tensor):
             reference = weakref.ref(storage)

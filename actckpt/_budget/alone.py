@@ -10,7 +10,8 @@ Rule 1. In runs for profiling each collective returns at once what it would if t
         sends; where that has another size, zeros.
 Rule 2. Integers, on which sizes depend (how many tokens go to which expert), are what the recorded call received.
 Rule 3. What is not known to be a collective of some form raises: nothing is sent that nobody waits for.
-Rule 4. `actckpt.plan`, which runs whole steps as often as it must, raises after the first one where that exchanges
+Rule 4. Where a forward and its backward met no collective, later runs of the same block are not watched for any.
+Rule 5. `actckpt.plan`, which runs whole steps as often as it must, raises after the first one where that exchanges
         something: all ranks have run it once.
 """
 
@@ -99,6 +100,8 @@ class Exchanges(TorchDispatchMode):
         #: Of each collective, in their order, the integers.
         self.integers: list[list[Tensor]] = []
         self.has_units = False
+        #: Whether a run on its own met a collective, in forward or backward.
+        self.were_met = False
 
     @property
     def is_empty(self) -> bool:
@@ -125,7 +128,7 @@ class Alone(TorchDispatchMode):
 
     def __init__(self, exchanges: Exchanges) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._integers = iter(exchanges.integers)
+        self._exchanges, self._integers = exchanges, iter(exchanges.integers)
         self._without_others = agreement.without_others()
 
     def __enter__(self) -> Any:
@@ -143,6 +146,7 @@ class Alone(TorchDispatchMode):
             return NotImplemented
         if not _exchanges(func):
             return func(*args, **(kwargs or {}))
+        self._exchanges.were_met = True
         result = _alone(func, args)
         for mine, found in zip(_received(func, args, result), next(self._integers, ()), strict=False):
             if mine.shape == found.shape:

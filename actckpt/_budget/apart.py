@@ -17,7 +17,7 @@ from actckpt._core import torch_private
 from actckpt._core.storages import storages_of
 from actckpt._core.training_state import random_state, set_random_state
 
-__all__ = ["attributes_of", "counts_calls", "set_apart"]
+__all__ = ["attributes_of", "counts_calls", "set_apart", "without_cached_casts"]
 
 #: What every module has; the block's `forward` stands for its region.
 _NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward"}
@@ -107,6 +107,17 @@ def _without_outer_hooks() -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
     # The tensor itself would hold its graph where that saves a result.
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+
+
+@contextlib.contextmanager
+def without_cached_casts() -> Iterator[None]:
+    """Keep casts of what is lent out of the cache of autocast, which would hold them until the program leaves that."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _put_back(now: dict[str, Any], found: dict[str, Any]) -> None:

@@ -54,6 +54,7 @@ class Loss:
         """Another forward of the model begins (Rule 3)."""
         self._is_alone = False
 
+    @torch_private.untraced
     def backward_begins(self) -> None:
         """Backward has come to the first of the outputs, whose hook calls this."""
         roots = torch_private.backward_roots()

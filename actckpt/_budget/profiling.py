@@ -15,8 +15,8 @@ Rule 2. The first block of each structure (operators, shapes, dtypes) then runs 
 Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
         recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
         times of their operators. What reruns take is timed as NOTE [ Timing a rerun ] says. The modes that watch the
-        step are taken off (NOTE [ Modes ]), and where there is one rank nothing stands for others: a mode takes longer
-        than small operators do.
+        step are taken off (NOTE [ Modes ]), and what stands for other ranks where a block exchanges nothing with them:
+        a mode takes longer than small operators do.
 Rule 4. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
         always stays.
 """
@@ -32,20 +32,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.alone import Alone, num_ranks
-from actckpt._budget.apart import attributes_of, counts_calls, set_apart
+from actckpt._budget.alone import Alone
+from actckpt._budget.apart import attributes_of, counts_calls, set_apart, without_cached_casts
 from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import OTHER, ProfiledBlock
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._budget.timing import Run, Times, fastest
 from actckpt._budget.workspaces import WorkingStorages
 from actckpt._checkpointed_call import checkpoint_call
-from actckpt._core import devices, modes
+from actckpt._core import agreement, devices, modes
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
 from actckpt._rerun.packed import held_inputs
@@ -204,12 +203,14 @@ class _Call:
     #: args and kwargs
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     structure: BlockStructure
+    #: Whether a forward and its backward have shown that nothing is exchanged with other ranks.
+    is_local: bool = False
 
     @contextlib.contextmanager
     def set_apart(self, forward: Callable[..., Any] | None = None) -> Iterator[Run]:
         """Set the block apart for one run of its forward, or of another one in its place."""
         written, exchanges = self.structure.written, self.structure.exchanges
-        alone = Alone(exchanges) if num_ranks() > 1 else contextlib.nullcontext()
+        alone = agreement.without_others() if self.is_local else Alone(exchanges)
         with set_apart(self.block, self.arguments, written) as ((args, kwargs), leaves), alone:
             yield Run(forward or self.forward, args, kwargs, leaves)
 
@@ -226,8 +227,9 @@ def _profiled(call: _Call, values: tuple[Value, ...], *, may_rerun: bool) -> tup
     given = storages_of(list(tensors_in(call.arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
     may_rerun = may_rerun and not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers)
-    with modes.without_own():
-        times = _times(call, may_rerun=may_rerun)
+    call = dataclasses.replace(call, is_local=not structure.exchanges.were_met)
+    with modes.without_own(), without_cached_casts():
+        times = _times(call, may_rerun=may_rerun, num_values=len(values))
         values = _timed_again(call, values)
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
     costs = BlockClass(
@@ -245,15 +247,17 @@ def _profiled(call: _Call, values: tuple[Value, ...], *, may_rerun: bool) -> tup
     return costs, float(structure.input_bytes + forward_bytes)
 
 
-def _times(call: _Call, *, may_rerun: bool) -> Times:
+def _times(call: _Call, *, may_rerun: bool, num_values: int) -> Times:
     ways = [functools.partial(call.set_apart, _in_region(call.forward, policy)) for policy in _POLICIES]
-    device = call.structure.device
+    timed = functools.partial(
+        fastest, call.set_apart, recorded=ways[0], device=call.structure.device, num_values=num_values
+    )
     if may_rerun:
-        try:
-            return fastest(call.set_apart, ways[0], ways[1], device)
-        except CheckpointError:  # each time other operators run
-            pass
-    return fastest(call.set_apart, ways[0], None, device)
+        # What runs other operators each time fails in a rerun, and what does not run in backward, or is left half done:
+        # it is planned without one. What fails without a rerun fails again.
+        with contextlib.suppress(Exception):
+            return timed(rerun=ways[1])
+    return timed(rerun=None)
 
 
 def _timed_again(call: _Call, values: tuple[Value, ...]) -> tuple[Value, ...]:

@@ -2,22 +2,24 @@
 
 NOTE [ Timing a rerun ]
 
-Rule 1. A rerun ends at the last tensor that forward saves, so it takes what forward takes until then: timed directly.
-Rule 2. What is saved and brought back on top takes time for each tensor. It is what forward and backward take longer
+Rule 1. A rerun is timed from its begin to its end, which comes before that of the forward where it has all that it is
+        to bring back.
+Rule 2. What is saved and brought back on top takes time for each value. It is what forward and backward take longer
         than plain ones in a region that runs again, less the rerun. A difference of times is lost in what else the
-        machine does where a block takes long, but then it is small: no more counts than so much for each tensor.
+        machine does where a block takes long, but then it is small: no more counts than so much for each value.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from actckpt._core import devices
+from actckpt._core import devices, extensions
 from actckpt._core.storages import tensors_in
 
 __all__ = ["Run", "Runs", "Times", "fastest"]
@@ -25,7 +27,7 @@ __all__ = ["Run", "Runs", "Times", "fastest"]
 #: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
 #: others as long as all together take less than so many seconds.
 _LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 8, 0.3
-#: Most that saving and bringing back one more tensor takes.
+#: Most that saving and bringing back one more value takes.
 _MOST_PER_SAVED_S = 5e-6
 
 
@@ -64,29 +66,27 @@ class Times(NamedTuple):
     rerun_s: float | None
 
 
-def fastest(plain: Runs, recorded: Runs, rerun: Runs | None, device: torch.device) -> Times:
-    """Return the least times of some runs in turns, the first of each left out: it is audited, or meets what is new.
+def fastest(plain: Runs, *, recorded: Runs, rerun: Runs | None, device: torch.device, num_values: int) -> Times:
+    """Return the least times of some runs in turns.
 
     Args:
-        plain, recorded, rerun: the block as it is, in a region that replays, and in one that runs again.
+        plain, recorded, rerun: the block as it is, in a region that replays, and in one that runs again. The first run
+            in each region does not count: it is audited, or meets what is new.
+        device: of the block.
+        num_values: how many values it has.
     """
     ways = [plain, recorded, *([rerun] if rerun is not None else [])]
     for way in ways[1:]:
         _seconds(way, device)
     times: list[tuple[float, ...]] = []
-    num_saved = 0
     while len(times) < _LEAST_TIMED or (len(times) < _MOST_TIMED and sum(map(sum, times)) < _TIMED_S):
         turn = [seconds for way in ways for seconds in _seconds(way, device)]
-        if rerun is not None:
-            until_s, num_saved = _until_last_saved(plain, device)
-            turn.append(until_s)
-        times.append(tuple(turn))
+        times.append((*turn, *([_rerun_alone_s(rerun, device)] if rerun is not None else [])))
     forward_s, backward_s, recorded_s, replaying_s, *again = map(min, zip(*times, strict=True))
     rerun_s = None
     if again:
-        until_s = min(again[2], forward_s)
         longer_s = again[0] + again[1] - forward_s - backward_s
-        rerun_s = min(max(longer_s, until_s), until_s + num_saved * _MOST_PER_SAVED_S)
+        rerun_s = min(max(longer_s, again[2]), again[2] + num_values * _MOST_PER_SAVED_S)
     return Times(forward_s, backward_s, recorded_s, replaying_s, rerun_s)
 
 
@@ -102,19 +102,37 @@ def _seconds(runs: Runs, device: torch.device) -> tuple[float, float]:
         return devices.seconds_between(start, middle), devices.seconds_between(middle, end)
 
 
-def _until_last_saved(runs: Runs, device: torch.device) -> tuple[float, int]:
-    """Return what forward takes until it saves its last tensor, and how many it saves."""
-    saved: list[Tensor] = []
-    with runs() as run:
-        devices.synchronize(device)
-        start = last = devices.moment(device)
+def _rerun_alone_s(runs: Runs, device: torch.device) -> float:
+    """Return what the rerun of a block takes, which its forward is not a part of; 0 where none begins."""
+    timer = _Timer(device)
+    extensions.register(timer)
+    try:
+        _seconds(runs, device)
+    finally:
+        extensions.unregister(timer)
+    return 0.0 if timer.span is None else devices.seconds_between(*timer.span)
 
-        def note(tensor: Tensor) -> Tensor:
-            nonlocal last
-            last = devices.moment(device)
-            saved.append(tensor.detach())
-            return saved[-1]
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            run.call()
-        return devices.seconds_between(start, last), len(saved)
+class _Timer(extensions.Extension):
+    """Times the rerun of the first region that this thread opens: those inside of it are parts of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._thread = device, threading.get_ident()
+        self._is_taken = False
+        self.span: tuple[devices.Moment, devices.Moment] | None = None
+
+    def capture(self) -> Any:
+        """Take the first region."""
+        if self._is_taken or threading.get_ident() != self._thread:
+            return None
+        self._is_taken = True
+        return self
+
+    @contextlib.contextmanager
+    def rerun(self, _: Any, /) -> Iterator[None]:
+        """Time what runs inside."""
+        began = devices.moment(self._device)
+        try:
+            yield
+        finally:
+            self.span = began, devices.moment(self._device)

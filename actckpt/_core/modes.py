@@ -7,7 +7,7 @@ return something else. What is recorded below such a mode is never replayed; and
 tensors behind the program's back, runs with such modes taken off. A rerun finds those of its forward, put on the stack
 as they were, and no others.
 
-What is timed runs with the modes of this package taken off: they see each operator, and that takes time.
+What is timed of a block runs with the modes of this package taken off: they see each operator, and that takes time.
 
 Modes known to change no results do not count, and stay: those of this package, of torch (`torch_private`), and those
 that `configure(observers=[...])` names. What counts is the class that has the handler: a subclass with one of its own

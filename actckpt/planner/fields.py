@@ -82,8 +82,10 @@ class Fields:
 
     def optional_seconds(self, name: str) -> float | None:
         """Return seconds, None where the field is left out."""
-        self._read.append(name)
-        return self.seconds(name) if name in self._table else None
+        if self._table.get(name) is None:
+            self._read.append(name)
+            return None
+        return self.seconds(name)
 
     def rate(self, name: str) -> float:
         """Return bytes per second, 0 where there are none: no link."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import on_device
@@ -69,11 +70,18 @@ def test_budgets_hold_and_predict_what_is_needed(share: str, between: type[nn.Mo
             assert peak >= 0.91 * plan.peak_bytes
 
 
-def test_what_fits_needs_no_action_where_inputs_may_be_moved(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder, which may be set as `spill_dir`."""
+    yield tmp_path
+    actckpt.configure(spill_dir=None)
+
+
+def test_what_fits_needs_no_action_where_inputs_may_be_moved(folder: Path) -> None:
     size = 128  # results of 2 MiB: smaller ones stay
     plain, model = Model(nn.Identity()), Model(nn.Identity())
     _, most = plain.step(size)
-    actckpt.configure(spill_dir=tmp_path)
+    actckpt.configure(spill_dir=folder)
     actckpt.apply(model, activation_budget=int(1.08 * most), race=False)
     for _ in range(3):
         expected, _ = plain.step(size)

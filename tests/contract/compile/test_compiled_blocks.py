@@ -270,3 +270,36 @@ def test_what_an_autograd_function_makes_by_other_means_is_no_input() -> None:
     assert reasons["(input)"] == {"an input of the region": 1}
     (reason,) = reasons["(not recorded)"]
     assert reason.startswith("made by ") and reason.endswith("ByNumpy, whose kernels are not recorded")
+
+
+class _WithCompiled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+        self.inner = torch.compile(self._inner, backend="eager")
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_budget_profiles_blocks_with_compiled_code_and_the_compiler_traces_none_of_ours() -> None:
+    model = torch.nn.Sequential(*(_WithCompiled() for _ in range(3)))
+    x = torch.randn(8, 16)
+    for block in model:  # what is compiled is compiled before
+        block(x).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    actckpt.apply(model, activation_budget="2GiB", race=False)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        assert_equal([parameter.grad for parameter in model.parameters()], expected)
+    plan = actckpt.report(model).plan
+    assert plan is not None and any(block.rerun for block in plan.costs.blocks)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import actckpt
 from actckpt._budget.alone import Alone, Exchanges
+from actckpt._core import torch_private
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="a torch that is built without distributed")
 functional = torch.ops._c10d_functional
@@ -61,3 +64,47 @@ def test_what_is_not_known_sends_nothing() -> None:
     x = torch.randn(4, 3)
     with Alone(Exchanges()), pytest.raises(NotImplementedError, match=r"all_gather_into_tensor_out.*other ranks"):
         functional.all_gather_into_tensor_out(x, 2, "no group", out=torch.empty(8, 3))
+
+
+class _Exchanging(torch.autograd.Function):
+    """Sums over ranks in forward, in backward, or in neither."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, where: str, group: str) -> torch.Tensor:
+        ctx.where, ctx.group = where, group
+        return functional.wait_tensor(functional.all_reduce(x, "sum", group)) if where == "forward" else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.where == "backward":
+            gradient = functional.wait_tensor(functional.all_reduce(gradient, "sum", ctx.group))
+        return gradient, None, None
+
+
+class _Block(torch.nn.Module):
+    def __init__(self, where: str, group: str) -> None:
+        super().__init__()
+        self.linear, self.where, self.group = torch.nn.Linear(8, 8), where, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Exchanging.apply(self.linear(x).sin(), self.where, self.group)
+        return result.cos()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "neither"])
+def test_the_first_step_of_a_budget_exchanges_what_plain_training_does(where: str, group: str) -> None:
+    """Of the default group of one rank nothing says that others are not there: groups can be made by hand."""
+    model = torch.nn.Sequential(*(_Block(where, group) for _ in range(3)))
+    x = torch.randn(4, 8)
+
+    def num_exchanged() -> int:
+        before = torch_private.num_operations(dist.group.WORLD)
+        model(x).sum().backward()
+        after = torch_private.num_operations(dist.group.WORLD)
+        assert before is not None and after is not None
+        return after - before
+
+    plain = num_exchanged()
+    assert plain == (0 if where == "neither" else 3)
+    actckpt.apply(model, blocks=_Block, activation_budget="2GiB", race=False)
+    assert num_exchanged() == plain

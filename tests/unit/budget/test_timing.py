@@ -1,4 +1,4 @@
-"""What a rerun takes: as long as it is timed directly, and no more on top than saving tensors can take."""
+"""What a rerun takes: as long as it is timed alone, and no more on top than saving values can take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CPU = torch.device("cpu")
 def _fastest(
     monkeypatch: pytest.MonkeyPatch, turns: list[tuple[Any, Any, Any, Any]], *, has_rerun: bool = True
 ) -> Times:
-    """Return the times of turns: plain, recorded and rerun, forward and backward each, and until the last of saves."""
+    """Return the times of turns: plain, recorded and rerun, forward and backward each, and of the rerun alone."""
     ways: list[Any] = ["plain", "recorded", "rerun"]
     left = {way: [turn[number] for turn in turns] for number, way in enumerate(ways)}
     warmed: set[Any] = {"plain"}
@@ -27,33 +27,34 @@ def _fastest(
             return 100.0, 100.0
         return left[way].pop(0)
 
-    until = [turn[3] for turn in turns]
+    alone = [turn[3] for turn in turns]
     monkeypatch.setattr(timing, "_seconds", seconds)
-    monkeypatch.setattr(timing, "_until_last_saved", lambda *_: until.pop(0))
+    monkeypatch.setattr(timing, "_rerun_alone_s", lambda *_: alone.pop(0))
     monkeypatch.setattr(timing, "_TIMED_S", 0.0)
-    return timing.fastest(ways[0], ways[1], ways[2] if has_rerun else None, _CPU)
+    rerun = ways[2] if has_rerun else None
+    return timing.fastest(ways[0], recorded=ways[1], rerun=rerun, device=_CPU, num_values=1000)
 
 
 def test_the_least_of_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = ((2.0, 5.0), (3.0, 4.0), (2.5, 4.0), (1.5, 1000))
-    fast = ((1.0, 6.0), (2.0, 5.0), (3.0, 9.0), (0.5, 1000))
+    slow = ((2.0, 5.0), (3.0, 4.0), (2.5, 4.0), 1.5)
+    fast = ((1.0, 6.0), (2.0, 5.0), (3.0, 9.0), 0.5)
     assert _fastest(monkeypatch, [slow, fast])[:4] == (1.0, 5.0, 2.0, 4.0)
 
 
 @pytest.mark.parametrize(
-    ("rerun", "until_s", "expected_s"),
+    ("rerun", "alone_s", "expected_s"),
     [
         ((1.0, 2.6), 0.6, 0.6),
-        ((1.0, 2.603), 0.6, 0.603),  # a thousand tensors take at most five milliseconds
+        ((1.0, 2.603), 0.6, 0.603),  # a thousand values take at most five milliseconds
         ((1.0, 3.9), 0.6, 0.605),
         ((0.5, 2.0), 0.6, 0.6),
-        ((1.0, 2.6), 1.4, 1.0),  # a forward takes no longer than itself
+        ((1.0, 2.6), 1.4, 1.4),
     ],
 )
 def test_what_a_rerun_takes_is_bounded(
-    rerun: tuple[float, float], until_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
+    rerun: tuple[float, float], alone_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn = ((1.0, 2.0), (1.5, 2.5), rerun, (until_s, 1000))
+    turn = ((1.0, 2.0), (1.5, 2.5), rerun, alone_s)
     assert _fastest(monkeypatch, [turn] * 2).rerun_s == pytest.approx(expected_s)
 
 

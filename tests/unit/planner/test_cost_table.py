@@ -47,6 +47,10 @@ def test_reruns_take_a_forward_unless_a_table_says_otherwise(table: Table) -> No
     block = table["classes"]["attention"]
     costs = CostTable.from_dict(table)
     assert costs.blocks[0].rerun_s is None and costs.blocks[0].rerun_seconds == block["forward_s"]
+    assert (
+        CostTable.from_dict({**table, "classes": {**table["classes"], "attention": {**block, "rerun_s": None}}})
+        == costs
+    )
     assert "rerun_s" not in costs.to_dict()["classes"]["attention"]
     block["rerun_s"] = 0.5
     costs = CostTable.from_dict(table)
