@@ -17,7 +17,8 @@ Rule 4. The graph is walked from the outputs of the model and from what blocks a
         taken to be read by the head (parameters), or not to wait.
 Rule 5. What backward needs there, the graph tells before it has run, also on devices whose allocator tells more of it
         afterwards (NOTE [ The first backward ]): when a node runs, that lives which was made before its operator ran
-        and is alive when the forward ends, its result if it saved that, and the gradients that it takes and gives.
+        and is alive when the forward ends, its result if it saved that, and the gradients that it takes and gives. Once
+        it has run, what it gives is added to what waits, out of place: there is the sum, too.
 """
 
 from __future__ import annotations
@@ -46,13 +47,57 @@ _GIVE_WHAT_THEY_TAKE = (
     *("SqueezeBackward", "StackBackward", "TBackward", "TransposeBackward"),
     *("UnsafeViewBackward", "UnsqueezeBackward", "ViewBackward"),
 )
-#: These are several operators, and make another tensor of that size on the way; most others are one kernel.
-_MAKE_ANOTHER = (
-    *("AbsBackward", "AcosBackward", "AsinBackward", "AtanBackward", "ClampBackward", "CosBackward", "CoshBackward"),
-    *("DivBackward", "ErfBackward", "LinalgVectorNormBackward", "Log1PBackward", "MaximumBackward", "MinimumBackward"),
-    *("NormBackward", "PowBackward", "ReciprocalBackward", "RsqrtBackward", "SinBackward", "SinhBackward"),
-    *("SqrtBackward", "StdBackward", "TanBackward", "VarBackward"),
-)
+#: These are several operators. By how many tensors of the larger size they make on the way; most others are one kernel.
+#: Measured: tests/unit/budget/test_outside_graph.py has all of which torch has functions.
+_MAKE_MORE: dict[int, tuple[str, ...]] = {
+    1: (
+        *("AbsBackward", "AmaxBackward", "AminBackward", "BinaryCrossEntropyBackward"),
+        *("BinaryCrossEntropyWithLogitsBackward", "ClampBackward", "ClampMaxBackward", "ClampMinBackward"),
+        *("CopysignBackward", "CoshBackward", "DigammaBackward", "DivBackward", "Exp2Backward", "Expm1Backward"),
+        *("FmaxBackward", "FminBackward", "FmodBackward", "GatherBackward", "HypotBackward", "I0Backward"),
+        *("IndexBackward", "IndexSelectBackward", "LerpBackward", "LgammaBackward"),
+        *("LinalgEighBackward", "LinalgSolveExBackward", "LinalgSolveTriangularBackward", "LinalgSvdBackward"),
+        *("Log10Backward", "Log1PBackward", "Log2Backward", "MaskedSelectBackward", "MaxBackward", "MaximumBackward"),
+        *("MedianBackward", "MinBackward", "MinimumBackward", "NanToNumBackward", "NanmedianBackward"),
+        *(
+            "NansumBackward",
+            "NextafterBackward",
+            "NormBackward",
+            "PolygammaBackward",
+            "PowBackward2",
+            "PreluKernelBackward",
+        ),
+        *("RemainderBackward", "SinBackward", "SinhBackward", "SortBackward", "SqrtBackward", "StdBackward"),
+        *("TakeBackward", "UnsafeMaskedIndexBackward", "VarBackward"),
+    ),
+    2: (
+        *("AsStridedBackward", "AtanBackward", "CdistBackward", "CholeskyInverseBackward", "CholeskySolveBackward"),
+        *(
+            "CosBackward",
+            "CumsumBackward",
+            "DistBackward",
+            "LdexpBackward",
+            "LinalgInvExBackward",
+            "LogsumexpBackward",
+            "PowBackward0",
+        ),
+        *("ReciprocalBackward", "RsqrtBackward", "SpecialXlog1PyBackward", "TanBackward", "TraceBackward"),
+        "XlogyBackward",
+    ),
+    3: (
+        *("AcoshBackward", "AddcdivBackward", "AsinhBackward", "AtanhBackward", "LinalgDetBackward"),
+        *("Logaddexp2Backward", "LogaddexpBackward", "SpecialEntrBackward", "SpecialErfcxBackward"),
+    ),
+    4: (
+        *("AsinBackward", "ErfBackward", "ErfcBackward", "ErfinvBackward", "LinalgVectorNormBackward", "PowBackward1"),
+        *("SpecialI0EBackward", "SpecialNdtriBackward"),
+    ),
+    5: ("AcosBackward", "Atan2Backward", "ProdBackward", "SpecialI1Backward"),
+    6: ("MvlgammaBackward", "SpecialLogNdtrBackward"),
+    7: ("LogcumsumexpBackward", "SincBackward", "SpecialI1EBackward"),
+    8: ("CumprodBackward", "LinalgMatrixExpBackward", "RenormBackward"),
+    12: ("LinalgPinvBackward",),
+}
 #: So many nodes are looked at (Rule 4).
 MOST_NODES = 5000
 #: Of the gradient of a tensor: the node that takes it, or the id of a leaf, and which of its results the tensor is.
@@ -99,6 +144,10 @@ class _Waiting:
         begin = min((part.waits_from(read) for part in self.parts), default=self.made + 1)
         passes_by = self.made % 2 == 1 and read - self.made == 2
         return begin, begin if passes_by else max(read, begin)
+
+    def is_added(self, position: int) -> bool:
+        """Return whether a gradient that is given at a position may be added to another one."""
+        return sum(read >= position for read, _ in self.reads) > 1
 
     def waits_from(self, read: int) -> int:
         """Return from where on what is given at a position waits: something is added to it there, or it is taken."""
@@ -154,9 +203,9 @@ class OutsideGraph:
             changes[begin] += each.nbytes
             changes[end] -= each.nbytes
         waiting = tuple(itertools.accumulate(changes[: last + 1]))
-        positions = range(last + 1)
+        positions, backward_bytes = range(last + 1), walk.backward_bytes()
         parameters = tuple(tuple(walk.parameters.get(position, ())) for position in positions)
-        return Read(parameters, waiting, tuple(walk.backward_bytes.get(position, 0) for position in positions))
+        return Read(parameters, waiting, tuple(backward_bytes.get(position, 0) for position in positions))
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
@@ -172,17 +221,25 @@ def _edges(value: Any) -> list[_Edge]:
     return [(tensor if tensor.grad_fn is None else tensor.grad_fn, tensor.output_nr) for tensor in tensors]
 
 
-def _passing_bytes(node: Any) -> int:
-    """Return the bytes of the gradients that a node takes and gives, and of its result if it saved that."""
+def _passing_bytes(node: Any) -> tuple[int, int]:
+    """Return the bytes of the gradients that a node takes and gives, with its result if it saved that, and those left.
+
+    Returns:
+        While it runs, and once it has run.
+    """
     name = type(node).name(node)
-    taken = sum(torch_private.gradient_bytes(node, index) for index in range(torch_private.num_gradients(node)))
+    taken = _taken_bytes(node)
     if name.startswith(_GIVE_WHAT_THEY_TAKE):
-        return taken
+        return taken, taken
     given = sum(torch_private.gradient_bytes(*edge) for edge in node.next_functions if not _is_of_leaf(edge[0]))
     # Of the type: the node's own would unpack what was saved.
     saves_result = hasattr(type(node), "_saved_result") or isinstance(node, torch.autograd.function.BackwardCFunction)
-    another = max(taken, given) if name.startswith(_MAKE_ANOTHER) else 0
-    return taken + given + another + (taken if saves_result else 0)
+    num_more = next((num for num, names in _MAKE_MORE.items() if name.startswith(names)), 0)
+    return taken + given + num_more * max(taken, given) + (taken if saves_result else 0), given
+
+
+def _taken_bytes(node: Any) -> int:
+    return sum(torch_private.gradient_bytes(node, index) for index in range(torch_private.num_gradients(node)))
 
 
 def _is_of_leaf(node: Any) -> bool:
@@ -208,8 +265,8 @@ class _Walk:
         self.waiting: dict[_Key, _Waiting] = {}
         #: By position, names in the order in which they were found.
         self.parameters: dict[int, dict[str, None]] = {}
-        #: By position (`Read.backward_bytes`).
-        self.backward_bytes: dict[int, int] = {}
+        #: Of nodes outside of blocks: position, what lives before it, what passes, and what it gives to.
+        self._outside: list[tuple[int, int, tuple[int, int], list[_Key]]] = []
 
     def begin(self, edges: list[_Edge], position: int) -> None:
         """Walk from tensors that are read at a position."""
@@ -224,10 +281,22 @@ class _Walk:
             if made % 2 == 0 and node not in self._seen and len(self._seen) < MOST_NODES:
                 self._seen.add(node)
                 if self._made_before is not None:
-                    needed = self._made_before(torch_private.sequence_number(node)) + _passing_bytes(node)
-                    self.backward_bytes[made] = max(needed, self.backward_bytes.get(made, 0))
+                    lives = self._made_before(torch_private.sequence_number(node))
+                    given = [edge for edge in node.next_functions if edge[0] is not None]
+                    self._outside.append((made, lives, _passing_bytes(node), given))
                 viewed = node if type(node).name(node).startswith(_GIVE_VIEWS) else None
                 left.extend((made, each, index, viewed) for each, index in node.next_functions if each is not None)
+
+    def backward_bytes(self) -> dict[int, int]:
+        """Return `Read.backward_bytes`, by position, once all was walked."""
+        found: dict[int, int] = {}
+        for position, lives, (passing, given), keys in self._outside:
+            sums = [
+                self.waiting[key].nbytes for key in keys if key in self.waiting and self.waiting[key].is_added(position)
+            ]
+            needed = lives + max(passing, given + max(sums, default=0))
+            found[position] = max(needed, found.get(position, 0))
+        return found
 
     def _note_leaf(self, leaf: Tensor, reader: int) -> None:
         name = self._names.get(id(leaf))

@@ -107,7 +107,7 @@ def test_a_backward_through_a_backward_is_told_once_and_has_plain_gradients() ->
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_forward_inside_of_a_transform_is_no_step(at: int) -> None:
     plain, model = Model("loss"), Model("loss")
-    actckpt.apply(model, activation_budget="50%", race=False)
+    actckpt.apply(model, activation_budget="75%", race=False)
     x, tangent = torch.randn(2, 4, 16)
     for number in range(4):
         if number == at:
