@@ -5,6 +5,7 @@ this one instead.
 """
 
 import importlib as _importlib
+import importlib.util as _importlib_util
 import sys as _sys
 import types as _types
 import typing as _typing
@@ -26,6 +27,16 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
     set_device_states,
 )
+
+try:
+    from actckpt import _C  # noqa: F401 - built with the package
+except ImportError as _error:
+    if _importlib_util.find_spec("actckpt._C") is not None:
+        raise  # it says what is wrong with it
+    raise ImportError(
+        f"actckpt is imported from {__path__[0]}, where its C++ extension is not built: a clone hides the package that "
+        "is installed. Run in another folder, or build it in place: pip install -e ."
+    ) from _error
 
 from actckpt import (
     _bind,  # noqa: F401 - imported for its effect

@@ -1,6 +1,7 @@
 """What is built and shipped: no test code, every source, and a build that says what it lacks."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -51,3 +52,15 @@ def test_the_first_line_of_a_failed_build_says_what_to_install(tmp_path: Path, c
     assert first.startswith("actckpt is built with a C++17 compiler, and ") and str(compiler) in first
     for command in ("apt install g++", "dnf install gcc-c++", "conda install -c conda-forge gxx"):
         assert command in first
+
+
+def test_a_clone_that_is_not_built_says_so(tmp_path: Path) -> None:
+    """It hides the package that is installed from whoever runs Python in it."""
+    shutil.copytree(_ROOT / "actckpt", tmp_path / "actckpt", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    found = subprocess.run(
+        [sys.executable, "-c", "import actckpt"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 1
+    last = found.stderr.splitlines()[-1]
+    assert f"imported from {tmp_path / 'actckpt'}, where its C++ extension is not built" in last
+    assert "pip install -e ." in last

@@ -14,15 +14,20 @@ __all__ = ["PlannedSize"]
 
 
 class PlannedSize:
-    """What the first block of a plan was given when it was measured. A plan knows one size, and no other is planned."""
+    """What a block of a plan was given when it was measured. A plan knows one size, and no other is planned."""
 
     def __init__(self, plan: Plan) -> None:
         assert plan.blocks is not None
-        self.block = next(name for name in plan.blocks if name is not None)
-        calls = [block.values for block, name in zip(plan.costs.blocks, plan.blocks, strict=True) if name == self.block]
-        held = [next((value.nbytes for value in call if value.name == BLOCK_INPUT), 0.0) for call in calls]
-        #: Bytes of its hidden states, in the call that is given most; 0 where one held none, which says nothing.
-        self.nbytes = max(held) if all(held) else 0.0
+        held: dict[str, list[float]] = {}
+        for block, name in zip(plan.costs.blocks, plan.blocks, strict=True):
+            if name is not None:
+                given = (value.nbytes for value in block.values if value.name == BLOCK_INPUT)
+                held.setdefault(name, []).append(next(given, 0.0))
+        #: The first block that held its hidden states in each call, and the bytes of those in the call that is given
+        #: most; 0 where there is none. What is given to a model, the program holds.
+        self.block, self.nbytes = next(
+            ((name, max(found)) for name, found in held.items() if all(found)), (next(iter(held)), 0.0)
+        )
         self._budget_bytes = plan.budget_bytes
         self._is_told = self.nbytes == 0
 

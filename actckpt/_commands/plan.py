@@ -63,6 +63,8 @@ def _add_showing(parser: argparse.ArgumentParser) -> None:
 
 @in_one_line
 def _run_plan(args: argparse.Namespace) -> int:
+    if args.save is not None and not args.save.absolute().parent.is_dir():  # before steps run
+        raise ValueError(f"--save {args.save}: there is no folder {args.save.absolute().parent}. Make it first")
     plan = _of_script(args) if args.file.suffix == ".py" else _of_costs(args)
     if args.save is not None:
         plan.save(args.save)

@@ -11,6 +11,7 @@ import numpy
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 from actckpt.planner.problem import Actions, Problem
+from actckpt.planner.quiet import stdout_as_stderr
 
 __all__ = ["DECIDED", "Program", "Solution"]
 
@@ -245,13 +246,14 @@ class Program:
         num = len(self._costs) + 1  # the last variable is what is the same for all plans
         matrix = sparse.csr_matrix((factors, (rows, columns)), (len(self._rows), num))
         lower, upper = numpy.array(self._rows).T
-        result = optimize.milp(
-            numpy.append(self._costs, 1.0),
-            integrality=numpy.append(self._whole, 0) * whole,
-            bounds=optimize.Bounds(numpy.append(self._lower, plain), numpy.append(self._upper, plain)),
-            constraints=optimize.LinearConstraint(matrix, lower, upper),
-            options=options,
-        )
+        with stdout_as_stderr():
+            result = optimize.milp(
+                numpy.append(self._costs, 1.0),
+                integrality=numpy.append(self._whole, 0) * whole,
+                bounds=optimize.Bounds(numpy.append(self._lower, plain), numpy.append(self._upper, plain)),
+                constraints=optimize.LinearConstraint(matrix, lower, upper),
+                options=options,
+            )
         if result.status == 2:
             return Solution(None, numpy.inf)
         bound = result.mip_dual_bound if whole else result.fun

@@ -119,3 +119,15 @@ def test_compiled_blocks_are_those_inside() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert actckpt.apply(model, policy=_plan()) == ("0", "1", "2", "3")
+
+
+def test_a_larger_batch_is_told_also_where_the_program_holds_what_the_first_block_is_given() -> None:
+    model = _model()
+    actckpt.apply(model, policy=_plan())
+    x = torch.randn(64, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()
+    larger = torch.cat([x, x])
+    with pytest.warns(UserWarning, match=r"block '1' is given 8\.00 KiB of hidden states, .* made for 4\.00 KiB"):
+        model(larger).sum().backward()

@@ -242,3 +242,11 @@ def test_a_file_that_is_none_of_those_that_are_read_is_one_line(
     assert leaving.value.code == 2 and captured.out == ""
     assert captured.err.startswith(f"actckpt {command}: error: ") and message in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_a_plan_is_not_made_for_a_folder_that_is_not_there(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("raise RuntimeError('nothing of the script runs')\n")
+    missing = script.with_name("missing") / "plan.json"
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", str(script), "--activation-budget=60%", "--save", str(missing)])
+    assert f"--save {missing}: there is no folder {missing.parent}" in capsys.readouterr().err

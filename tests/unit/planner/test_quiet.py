@@ -1,0 +1,62 @@
+"""What a library prints while a plan is solved is not in the program's output."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import Any
+
+import pytest
+from scipy import optimize
+from test_plan_shown import _costs
+
+from actckpt import planner
+from actckpt.planner.quiet import stdout_as_stderr
+
+
+def _print_from_c(text: str) -> None:
+    ctypes.CDLL(None).printf(b"%s\n", text.encode())
+
+
+def test_what_the_solver_prints_goes_to_the_error_stream(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    milp, calls = optimize.milp, []
+
+    def printing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        _print_from_c("a line of HiGHS")
+        return milp(*args, **kwargs)
+
+    monkeypatch.setattr(optimize, "milp", printing)
+    _print_from_c("before")
+    planner.solve(_costs(), budget="2GiB")
+    _print_from_c("after")
+    ctypes.CDLL(None).fflush(None)
+    found = capfd.readouterr()
+    assert calls and found.out.split() == ["before", "after"]
+    assert found.err.count("a line of HiGHS") == len(calls)
+
+
+def test_threads_find_their_output_again(capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        for _ in range(50):
+            with stdout_as_stderr():
+                os.write(1, b"inside\n")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.write(1, b"outside\n")
+    found = capfd.readouterr()
+    assert found.out == "outside\n" and found.err == "inside\n" * 200
+
+
+def test_an_error_inside_puts_the_output_back(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OSError, match="in the middle"), stdout_as_stderr():
+        raise OSError("in the middle")
+    os.write(1, b"outside\n")
+    assert capfd.readouterr().out == "outside\n"
