@@ -253,8 +253,8 @@ def _times(call: _Call, *, may_rerun: bool, num_values: int) -> Times:
         fastest, call.set_apart, recorded=ways[0], device=call.structure.device, num_values=num_values
     )
     if may_rerun:
-        # What runs other operators each time fails in a rerun, and what does not run in backward, or is left half done:
-        # it is planned without one. What fails without a rerun fails again.
+        # What runs other operators each time fails in a rerun, and what does not run in backward: it is planned without
+        # one. What fails without a rerun, or since one has left something half done, fails again.
         with contextlib.suppress(Exception):
             return timed(rerun=ways[1])
     return timed(rerun=None)

@@ -30,7 +30,8 @@ def stdout_as_stderr() -> Iterator[None]:
             return
         try:
             _flush()
-            os.dup2(_STDERR, _STDOUT)
+            with contextlib.suppress(OSError):  # there is no standard error stream
+                os.dup2(_STDERR, _STDOUT)
             yield
         finally:
             _flush()

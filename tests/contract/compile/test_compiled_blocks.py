@@ -292,7 +292,6 @@ def test_a_budget_profiles_blocks_with_compiled_code_and_the_compiler_traces_non
     x = torch.randn(8, 16)
     for block in model:  # what is compiled is compiled before
         block(x).sum().backward()
-    expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     model(x).square().sum().backward()
     expected = [parameter.grad for parameter in model.parameters()]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,3 +63,13 @@ def test_an_error_inside_puts_the_output_back(capfd: pytest.CaptureFixture[str])
         raise OSError("in the middle")
     os.write(1, b"outside\n")
     assert capfd.readouterr().out == "outside\n"
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "1, 2"])
+def test_a_process_without_such_streams_solves_too(closed: str, tmp_path: Path) -> None:
+    marked = tmp_path / "done"
+    code = f"import os; [os.close(each) for each in ({closed},)]\n"
+    code += "from actckpt.planner.quiet import stdout_as_stderr\nwith stdout_as_stderr(): value = 1\n"
+    code += f"open({str(marked)!r}, 'w').close()\n"
+    subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[3])
+    assert marked.exists()
