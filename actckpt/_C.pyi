@@ -404,6 +404,7 @@ def strided_storage_of(tensor: Tensor) -> torch.UntypedStorage | None: ...
 def is_paused() -> bool: ...
 
 SMALL_WINDOW_BYTES: int
+FEW_VALUES: int
 
 dispatch: Callable[..., Any]
 #: The same as a method of its first argument.

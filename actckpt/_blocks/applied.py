@@ -248,7 +248,7 @@ class CheckpointedForward:
         options, is_planned = how.options, how.is_planned
         if is_planned and options.offload_inputs:
             keep_others_in_place((args, kwargs))
-        inside = Inside(matches, figures, is_planned)
+        inside = Inside(matches, figures, counts_anew=is_planned, is_block=True)
         result = checkpoint_call(original, args, kwargs, options, inside=inside)
         if record is not None and options.policy in (None, "recompute", Action.RECOMPUTE):
             record.holds((args, kwargs), Action.OFFLOAD if options.offload_inputs else Action.KEEP)

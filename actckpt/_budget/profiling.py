@@ -47,6 +47,7 @@ from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import agreement, devices, modes
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._options import CheckpointOptions
+from actckpt._replay.calls import Inside
 from actckpt._rerun.packed import held_inputs
 from actckpt._text.places import Place
 from actckpt.action import Action
@@ -59,6 +60,7 @@ from actckpt.statistics import uncounted
 
 __all__ = ["Profiler"]
 
+_BLOCK = Inside(is_block=True)
 #: Of a block of which a plan keeps nothing, and of one that it runs again.
 _POLICIES: tuple[Policy, Policy] = ([], "recompute")
 #: The least seconds of an operator in so many runs count.
@@ -282,7 +284,7 @@ def _held_elsewhere(call: _Call) -> frozenset[Place]:
 def _in_region(forward: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """Return a forward that runs as a block does in which a plan has this policy."""
     options = CheckpointOptions(policy=policy)
-    return lambda *args, **kwargs: checkpoint_call(forward, args, kwargs, options)
+    return lambda *args, **kwargs: checkpoint_call(forward, args, kwargs, options, inside=_BLOCK)
 
 
 def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> tuple[Value, ...]:

@@ -23,6 +23,8 @@ class Inside(NamedTuple):
     figures: Figures | None = None
     #: Places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
     counts_anew: bool = False
+    #: It is a block, through which backward goes at once: what it asks for again stays (NOTE [ Windows ]).
+    is_block: bool = False
 
 
 def run_in_region(
@@ -43,6 +45,7 @@ def run_in_region(
         runs_function=True,
         matches=inside.matches,
         counts_anew=inside.counts_anew,
+        is_block=inside.is_block,
     ) as opened:
         result = function(*args, **kwargs)
     if opened.compiled is not None:

@@ -81,6 +81,7 @@ class OpenRegion:
         runs_function: whether it is around the call of a function, which can be run again.
         matches: gets the operators that run, of those that the policy names; None: its site does, and warns.
         counts_anew: places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
+        is_block: what backward asks for again stays, whatever its size (NOTE [ Windows ]).
     """
 
     __slots__ = (
@@ -91,6 +92,7 @@ class OpenRegion:
         "_depth",
         "_figures",
         "_hooks",
+        "_is_block",
         "_outer_calls",
         "_outer_choice",
         "_outer_tape",
@@ -113,6 +115,7 @@ class OpenRegion:
         runs_function: bool = False,
         matches: Matches | None = None,
         counts_anew: bool = False,
+        is_block: bool = False,
     ) -> None:
         self._choice = choice
         self._caller = caller
@@ -120,6 +123,7 @@ class OpenRegion:
         self._respects_hooks = respects_hooks
         self._runs_function = runs_function
         self._counts_anew = counts_anew
+        self._is_block = is_block
         self._thread = threading.get_ident()
         self._hooks: torch_private.Hooks | None = None
         self._recorder: Recorder | None = None
@@ -176,6 +180,7 @@ class OpenRegion:
             tape.entries, tape.meter = self._figures.entries, self._figures.meter
             self._figures.site = site
         tape.hands_kept_out = self._respects_hooks
+        tape.window_follows = tape.window_follows and not self._is_block
         tape.pack_hook = functools.partial(pack_recorded, tape)
         tape.nesting = 0 if current is None else current.nesting + 1
         if self._choice.asks_places or tape.opaque_names or (self._figures is not None and site.asks_places(tape)):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actckpt import _C
-from actckpt._C import SMALL_WINDOW_BYTES, evict_leftovers, has_room, is_asked, is_pending
+from actckpt._C import FEW_VALUES, SMALL_WINDOW_BYTES, evict_leftovers, has_room, is_asked, is_pending
 from actckpt._replay import windows
 from actckpt._replay.lineage import Step, Value
 from actckpt._replay.replay_graph import ReplayGraph
@@ -64,17 +64,23 @@ def order(tape: Any, target: Value, task: int, clock: int) -> tuple[list[Step], 
     else:
         chosen = _checked(graph, plugged(graph))
     stay = set(graph.retained)
-    asked_bytes = sum(graph.nbytes[value] for value in stay if value != graph.target)
-    room = _room(tape, graph, chosen, asked_bytes, task, clock)
+    asked = [graph.nbytes[value] for value in stay if value != graph.target]
+    asked_bytes = sum(asked)
+    room = _room(tape, graph, chosen, asked, task, clock)
     if room is not None and asked_bytes > room:
         stay = windows.retained(graph, chosen, room) | ({graph.target} & graph.retained if has_room(tape) else set())
     return [steps[number] for number in chosen], {values[number] for number in stay}
 
 
-def _room(tape: Any, graph: ReplayGraph, order: list[int], asked_bytes: int, task: int, clock: int) -> int | None:
-    """Return how many bytes of what backward asks for again may stay, None: all."""
+def _room(tape: Any, graph: ReplayGraph, order: list[int], asked: list[int], task: int, clock: int) -> int | None:
+    """Return how many bytes of what backward asks for again may stay, None: all.
+
+    Args:
+        asked: bytes of each such value.
+    """
+    asked_bytes = sum(asked)
     if tape.window_bytes < 0:
-        if not tape.window_follows or asked_bytes <= SMALL_WINDOW_BYTES:
+        if not tape.window_follows or asked_bytes <= SMALL_WINDOW_BYTES or len(asked) < FEW_VALUES:
             return None
         found = windows.smallest_window(graph, order)
         if found * windows.LEAST_GAIN > asked_bytes:

@@ -11,6 +11,9 @@ Where to cut (Griewank and Walther 2000, with bytes in the place of steps): with
 stretch of F(R, 0) = R bytes is executed once. If each of its steps may run r times more, it may be as long as
 F(R, r) = F(R, r - 1) + F(R - k, r): up to the first cut with one repetition less, and from there with a cut less room.
 So with room for c values, n steps take at most n * r executions, n = (c + r)! / (c! r!): for c = log n, O(n log n).
+
+Backward goes through a block of `apply` at once, and takes as much memory as a checkpoint of it would: there, all stays
+where the setting follows the sizes seen.
 """
 
 import bisect

@@ -25,6 +25,7 @@ struct CachedBytes {
   long long bytes = 0;
   std::vector<ValueObject*> values;  // with cached bytes; borrowed
   std::vector<long long> tasks;      // backwards under way, whose ends release them
+  ValueObject* guest = nullptr;      // of these values: brought back, and has no room beyond its saved tensors in a row
 };
 
 // The saved tensors on a value, in the order in which they were saved; borrowed, null where one is gone. Not a list of

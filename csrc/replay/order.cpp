@@ -92,11 +92,13 @@ Values asked_again(const std::vector<py::object>& steps, const std::vector<Value
 // Whether so many bytes of what is asked for again may stay without a look at the window.
 bool all_may_stay(const TapeObject* tape, const ValueObject* target, const Values& again) {
   if (tape->window_bytes >= 0) return false;
-  long long nbytes = 0;
+  long long nbytes = 0, num_values = 0;
   for (const py::object& value : again) {
-    if (as_value(value) != target) nbytes += as_value(value)->nbytes;
+    if (as_value(value) == target) continue;
+    nbytes += as_value(value)->nbytes;
+    ++num_values;
   }
-  return tape->window_follows == 0 || nbytes <= kSmallWindowBytes;
+  return tape->window_follows == 0 || nbytes <= kSmallWindowBytes || num_values < kFewValues;
 }
 
 // The steps as a graph, and the numbers of values in it, which are what `made` holds first.

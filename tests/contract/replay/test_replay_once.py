@@ -430,3 +430,70 @@ def test_a_change_of_such_a_product_while_backward_has_it_raises(through: str) -
             h.register_hook(changed)  # the replay of `h` has read it by then, and backward of silu reads it next
             with pytest.raises(actckpt.SavedTensorChangedError):
                 y.square().sum().backward()
+
+
+class _Deep(torch.nn.Module):
+    """Drops many values, which take more than a window that follows the sizes leaves in any case."""
+
+    DEPTH = 160
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for _ in range(self.DEPTH):
+            x = (x + 0.01).sin()
+        return x
+
+
+def test_what_a_block_drops_is_replayed_once_whatever_its_size() -> None:
+    x = torch.linspace(0, 1, 1024 * 64).view(1024, 64)
+
+    def gradients(apply: Callable[[torch.nn.Module], object]) -> tuple[int, list[Tensor]]:
+        model = torch.nn.Sequential(_Deep(), _Deep())
+        apply(model)
+        found: list[Tensor] = []
+        step = lambda: found.extend(torch.autograd.grad(model(x).sum(), list(model.parameters())))  # noqa: E731
+        step()  # the first run of a region is audited
+        return _num_replayed(step), found
+
+    _, expected = gradients(lambda _: None)
+    num, found = gradients(lambda model: actckpt.apply(model, [], blocks=_Deep))
+    assert num == 2 * 2 * _Deep.DEPTH  # all but the last sine, whose result nothing saves
+    assert_equal(found, expected)
+
+
+def test_one_value_that_waits_is_not_replayed_twice_to_save_its_bytes() -> None:
+    x, w = torch.randn(8192, 256, requires_grad=True), torch.randn(256, 8, requires_grad=True)
+    for _ in range(2):
+        with actckpt.region([]):
+            loss = (x.sin().cos() @ w).sum()  # backward asks for the cosine, then for the sine
+        num = _num_replayed(loss.backward)
+    assert num == 2
+
+
+@pytest.mark.parametrize("window", [0, 1 << 20, None])
+def test_views_of_one_offloaded_value_that_one_operator_saves_are_brought_back_once(window: int | None) -> None:
+    """Also where what waits, here what attention returned, leaves no room for it."""
+    x, w, out = leaf(2, 8, 16), leaf(16, 48), leaf(16, 16)
+
+    def gradients(policy: Any) -> Any:
+        with actckpt.region(policy):
+            qkv = x @ w
+            q, k, v = qkv.view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 8, 16)
+            y = attended @ out
+        return torch.autograd.grad(y.square().sum(), [x, w, out])
+
+    attention = "::aten._scaled_dot_product_flash_attention_for_cpu.default#0.0"
+    expected = gradients("keep")
+    actckpt.configure(replay_window=window)
+    with store_of_kind("memory"):
+        for _ in range(3):
+            actckpt.reset_stats()
+            assert_equal(gradients({"::aten.mm.default#0.0": "offload", attention: "offload"}), expected)
+            flush()
+        moved = actckpt.stats()
+    assert moved.reloaded_bytes == moved.offloaded_bytes == 4 * 2 * 8 * (48 + 16)
