@@ -225,8 +225,9 @@ class Tape(TapeCore):
             why = self._prefer_offload(value, tensor)
             value.action = Action.KEEP if why else Action.OFFLOAD
             return why
-        with Paused():
-            packed = self._session(must=True).pack(whole(tensor))
+        session = self._session(must=True)
+        with Paused():  # to find out whether a module owns a storage takes longer than all else here
+            packed = (session.pack_made if value.is_made else session.pack)(whole(tensor))
         self._store(value, packed.unpack)
         return "" if isinstance(packed, Moved) else "no store takes it or had room for it"
 
@@ -240,13 +241,14 @@ class Tape(TapeCore):
         plan = self._plan
         place = value.key, value.index
         session = self._session(must=False)
+        pack = session.pack_made if value.is_made else session.pack
         if not plan.wants(place):
             if self.outer is None:
                 with Paused():
                     self._store(value, functools.partial(_read_kept, plan, session, unmoved(whole(tensor))))
             return "an earlier step waited for it"
         with Paused():
-            packed = session.pack(whole(tensor))
+            packed = pack(whole(tensor))
         if not isinstance(packed, Moved):
             return "no store takes it or had room for it at once"
         if packed.timing is not None:

@@ -202,6 +202,7 @@ PyMemberDef value_members[] = {
     FLAG(ValueObject, "needs_collective", needs_collective),
     FLAG(ValueObject, "is_input", is_input),
     FLAG(ValueObject, "is_parameter", is_parameter),
+    FLAG(ValueObject, "is_made", is_made),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(ValueObject, weak_references), READONLY, nullptr},
     END};
 PyMemberDef step_members[] = {OBJECT(StepObject, "operator", operator_),      OBJECT(StepObject, "args", args),

@@ -88,6 +88,7 @@ struct ValueObject {
   char is_needed;
   char is_input;
   char is_parameter;
+  char is_made;  // a recorded operator made the storage
 };
 
 // One recorded call of an operator.

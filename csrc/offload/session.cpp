@@ -87,7 +87,7 @@ void note_small(const SessionObject* session, PyObject* tensor, long long nbytes
 }
 
 // Whether a plain tensor stays because of what or where it is; otherwise sets storage and root.
-bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, py::object* root,
+bool stays(const SessionObject* session, PyObject* tensor, bool is_made, py::object* storage, py::object* root,
            py::object* device_type) {
   const bool is_leaf = reads().is_leaf.is_true(tensor);
   if (is_leaf && reads().requires_grad.is_true(tensor)) {
@@ -114,13 +114,13 @@ bool stays(const SessionObject* session, PyObject* tensor, py::object* storage, 
   }
   *storage = reachable_storage(tensor);
   if (!*storage || is_known_owned(storage->ptr())) return true;
-  if ((is_view ? reads().is_leaf.is_true(root->ptr()) : is_leaf) && call(names().is_owned, tensor).ptr() == Py_True) {
-    return true;
-  }
+  const bool may_be_owned = !is_made && (is_view ? reads().is_leaf.is_true(root->ptr()) : is_leaf);
+  if (may_be_owned && call(names().is_owned, tensor).ptr() == Py_True) return true;
   return is_traced();
 }
 
-py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
+// `is_made`: an operator made its storage, so that no module owns it.
+py::object pack(PyObject* self, PyObject* tensor, bool may_share, bool is_made) {
   SessionObject* session = session_of(self);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (is_in_rerun()) return new_unmoved(tensor);
@@ -133,7 +133,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share) {
     return comes_apart(tensor) ? call_with(names().pack_parts, self, tensor) : new_unmoved(tensor);
   }
   py::object storage, root, device_type;
-  if (stays(session, tensor, &storage, &root, &device_type)) return new_unmoved(tensor);
+  if (stays(session, tensor, is_made, &storage, &root, &device_type)) return new_unmoved(tensor);
   note_alive(session->record->meter.ptr(), storage.ptr());
   const TensorExtent extent = extent_of(tensor, root.ptr(), storage.ptr());
   Placed placed = place(destination_for(session, device_type), tensor, extent, may_share);
@@ -149,8 +149,13 @@ PyObject* session_pack(PyObject* self, PyObject* const* args, Py_ssize_t nargs, 
     const bool is_named =
         given == 2 && nargs == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, 0), "may_share") == 0;
     if (given != 1 && !is_named && nargs != 2) throw py::type_error("takes pack(tensor, may_share=True)");
-    return pack(self, args[0], given == 1 || PyObject_IsTrue(args[1]) == 1).release().ptr();
+    return pack(self, args[0], given == 1 || PyObject_IsTrue(args[1]) == 1, false).release().ptr();
   });
+}
+
+// pack_made(tensor)
+PyObject* session_pack_made(PyObject* self, PyObject* tensor) {
+  return guarded([&]() -> PyObject* { return pack(self, tensor, true, true).release().ptr(); });
 }
 
 // read_ahead()
@@ -217,6 +222,8 @@ void session_dealloc(PyObject* self) {
 PyMethodDef session_methods[] = {
     {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(session_pack)), METH_FASTCALL | METH_KEYWORDS,
      "pack(tensor, may_share=True) -> handle: the pack hook."},
+    {"pack_made", session_pack_made, METH_O,
+     "pack_made(tensor) -> handle: of what an operator made; no module owns it."},
     {"unpack", session_unpack, METH_O | METH_STATIC, "unpack(handle) -> Tensor: the unpack hook."},
     {"read_ahead", session_read_ahead, METH_NOARGS,
      "read_ahead(): a backward has come here; begin to bring back what it needs next."},

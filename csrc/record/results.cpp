@@ -52,6 +52,7 @@ void note_place(TapeObject* tape, ValueObject* value, PyObject* op, long kind, l
 void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject* op, long kind, long index,
                PyObject* tensor, Geometry* geometry, PyObject* action, PyObject* why_opaque) {
   assign(value->operator_, op);
+  value->is_made = kind == 0 ? 1 : 0;
   if (!is_none(op) && !is_none(tape->calls)) note_place(tape, value, op, kind, index);
   py::object found = py::reinterpret_borrow<py::object>(action);
   if (is_none(action) && value->module != nullptr) found = table_action(tape, op, value->result);
