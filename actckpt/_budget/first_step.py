@@ -12,7 +12,9 @@ Rule 3. What is held where backward reaches a block, and was not where its forwa
         of parameters, and others that wait for what ran before the block, of results that are read past blocks (the
         skips of a UNet). These are there while the block runs backward. Inputs that were brought back ahead are none,
         nor are outputs of the model that the program holds.
-Rule 4. Where another forward began before this backward had ended, where backward leaves no gradients in parameters
+Rule 4. From the end of the forward to the moment in which backward reaches the output of the last block, the loss and
+        the backward of the head run, no longer watched: neither that nor the head's forward takes longer than this.
+Rule 5. Where another forward began before this backward had ended, where backward leaves no gradients in parameters
         (`torch.autograd.grad` returns them), or where there is no such allocator, nothing is known.
 """
 
@@ -30,6 +32,7 @@ from actckpt._budget.measuring import MeasuredStep
 from actckpt._core import devices
 from actckpt._core.subclasses import plain_parts
 from actckpt._offload import stores
+from actckpt.planner.costs import BlockClass
 
 __all__ = ["FirstStep"]
 
@@ -68,6 +71,9 @@ class FirstStep:
         self._model, self._parameters = model, list(model.parameters())
         self._calls: list[_Call] = []
         self._reached: dict[int, _Reading] = {}
+        #: The end of the forward, and where backward reaches the last block.
+        self._end: devices.Moment | None = None
+        self._came: devices.Moment | None = None
         self._is_known = True
         #: What the head may need beyond what it is taken to need (Rule 2).
         self.doubt_bytes = 0.0
@@ -87,8 +93,15 @@ class FirstStep:
         self._calls.append(_Call(self._read(), weakref.ref(storage), storage.nbytes(), output_bytes))
         output.register_hook(lambda _: self._note(number))
 
+    def forward_ended(self) -> None:
+        """The forward of the model has ended."""
+        if self._allocator is not None:
+            self._end = devices.moment(self._device)
+
     def _note(self, number: int) -> None:
         if number not in self._reached:
+            if number == len(self._calls) - 1:
+                self._came = devices.moment(self._device)
             call = self._calls[number]
             gone = call.input_bytes if call.input() is None else 0
             self._reached[number] = dataclasses.replace(self._read(), gone=gone)
@@ -106,7 +119,7 @@ class FirstStep:
         )
 
     def disturb(self) -> None:
-        """Another forward begins (Rule 4)."""
+        """Another forward begins (Rule 5)."""
         self._is_known = False
 
     def completed(self, measured: MeasuredStep, held_bytes: float) -> MeasuredStep:
@@ -121,7 +134,8 @@ class FirstStep:
         pending, costs = self._pending_bytes(measured), measured.costs
         classes, stack = dict(costs.classes), list(costs.stack)
         head = classes[AFTER]
-        classes[AFTER] = dataclasses.replace(head, working_set_bytes=self._head_bytes(head.working_set_bytes))
+        head = dataclasses.replace(head, working_set_bytes=self._head_bytes(head.working_set_bytes))
+        classes[AFTER] = self._timed(head)
         places = [place for place, name in enumerate(measured.names) if name is not None]
         for number, (place, known) in enumerate(zip(places, measured.waiting_bytes, strict=True)):
             block = costs.blocks[place]
@@ -133,6 +147,13 @@ class FirstStep:
         classes = {name: classes[name] for name in dict.fromkeys(stack)}
         costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack))
         return dataclasses.replace(measured, costs=with_block_names(costs, measured.names))
+
+    def _timed(self, head: BlockClass) -> BlockClass:
+        """Return the head with no more seconds than it can take (Rule 4)."""
+        if self._end is None or self._came is None:
+            return head
+        most_s = devices.seconds_between(self._end, self._came)
+        return dataclasses.replace(head, forward_s=min(head.forward_s, most_s), backward_s=min(head.backward_s, most_s))
 
     def _pending_bytes(self, measured: MeasuredStep) -> list[int]:
         """Return per entry of the stack gradients of parameters that one after it reads, and it or one before it."""

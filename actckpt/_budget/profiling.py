@@ -335,7 +335,7 @@ def _peak_of_run(call: _Call, device: torch.device) -> tuple[int, int]:
             if parameter.requires_grad and parameter.is_leaf:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         with working.section():
-            roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
+            roots = run.roots()
         forward_bytes = working.peak_bytes
         # What came out stands for its gradient, which is as large and lives as long.
         gradients = [torch.ones_like(root) for root in roots]

@@ -7,6 +7,9 @@ Rule 1. A rerun is timed from its begin to its end, which comes before that of t
 Rule 2. What is saved and brought back on top takes time for each value. It is what forward and backward take longer
         than plain ones in a region that runs again, less the rerun. A difference of times is lost in what else the
         machine does where a block takes long, but then it is small: no more counts than so much for each value.
+Rule 3. In training a device is busy when a block begins, and computes while the host gives it more. So it is given the
+        same block once before, and nobody waits. What the host takes to give it all counts where that is longer than
+        what the device takes: in a row of such blocks the device waits for the host, in forward or in backward.
 """
 
 from __future__ import annotations
@@ -43,6 +46,10 @@ class Run(NamedTuple):
     def call(self) -> Any:
         """Run forward."""
         return self.forward(*self.args, **self.kwargs)
+
+    def roots(self) -> list[Tensor]:
+        """Run forward; return what backward begins with."""
+        return [tensor for tensor in tensors_in(self.call()) if tensor.requires_grad]
 
     def backward(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
         """Run backward to the leaves."""
@@ -90,27 +97,47 @@ def fastest(plain: Runs, *, recorded: Runs, rerun: Runs | None, device: torch.de
     return Times(forward_s, backward_s, recorded_s, replaying_s, rerun_s)
 
 
-def _seconds(runs: Runs, device: torch.device) -> tuple[float, float]:
-    """Return what forward and backward take: a device starts at rest."""
-    with runs() as run:
-        devices.synchronize(device)
-        start = devices.moment(device)
-        roots = [tensor for tensor in tensors_in(run.call()) if tensor.requires_grad]
-        middle = devices.moment(device)
-        run.backward(roots, [torch.ones_like(root) for root in roots])
-        end = devices.moment(device)
-        return devices.seconds_between(start, middle), devices.seconds_between(middle, end)
+class _Moment(NamedTuple):
+    """A point in the work of the host and in that of the device."""
+
+    host_s: float
+    device: devices.Moment
+
+    @classmethod
+    def now(cls, device: torch.device) -> _Moment:
+        return cls(devices.host_seconds(device), devices.moment(device))
+
+    def seconds_until(self, later: _Moment) -> float:
+        """Return what the slower one took (Rule 3)."""
+        return max(later.host_s - self.host_s, devices.seconds_between(self.device, later.device))
+
+
+def _seconds(
+    runs: Runs, device: torch.device, watch: contextlib.AbstractContextManager[object] | None = None
+) -> tuple[float, float]:
+    """Return what forward and backward take; `watch` is around the run that counts."""
+    devices.synchronize(device)
+    if devices.accelerator_of(device.type) is not None:  # Rule 3
+        with runs() as ahead:
+            _backward(ahead, ahead.roots())
+    with runs() as run, watch or contextlib.nullcontext():
+        start = _Moment.now(device)
+        roots = run.roots()
+        middle = _Moment.now(device)
+        _backward(run, roots)
+        end = _Moment.now(device)
+    return start.seconds_until(middle), middle.seconds_until(end)
+
+
+def _backward(run: Run, roots: list[Tensor]) -> None:
+    run.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def _rerun_alone_s(runs: Runs, device: torch.device) -> float:
     """Return what the rerun of a block takes, which its forward is not a part of; 0 where none begins."""
     timer = _Timer(device)
-    extensions.register(timer)
-    try:
-        _seconds(runs, device)
-    finally:
-        extensions.unregister(timer)
-    return 0.0 if timer.span is None else devices.seconds_between(*timer.span)
+    _seconds(runs, device, timer.registered())
+    return 0.0 if timer.span is None else timer.span[0].seconds_until(timer.span[1])
 
 
 class _Timer(extensions.Extension):
@@ -119,7 +146,16 @@ class _Timer(extensions.Extension):
     def __init__(self, device: torch.device) -> None:
         self._device, self._thread = device, threading.get_ident()
         self._is_taken = False
-        self.span: tuple[devices.Moment, devices.Moment] | None = None
+        self.span: tuple[_Moment, _Moment] | None = None
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """Watch what regions are opened inside."""
+        extensions.register(self)
+        try:
+            yield
+        finally:
+            extensions.unregister(self)
 
     def capture(self) -> Any:
         """Take the first region."""
@@ -131,8 +167,8 @@ class _Timer(extensions.Extension):
     @contextlib.contextmanager
     def rerun(self, _: Any, /) -> Iterator[None]:
         """Time what runs inside."""
-        began = devices.moment(self._device)
+        began = _Moment.now(self._device)
         try:
             yield
         finally:
-            self.span = began, devices.moment(self._device)
+            self.span = began, _Moment.now(self._device)

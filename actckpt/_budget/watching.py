@@ -79,6 +79,7 @@ class Watching:
         self._marks.note("done")
         self._marks.settle()
         self._live.__exit__(None, None, None)
+        self._first_step.forward_ended()
         for forward in self._forwards.values():
             forward.instead = None
 

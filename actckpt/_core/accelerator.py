@@ -6,6 +6,7 @@ See NOTE [ Accelerators ] in `devices`. Nothing here knows which kind it is.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -96,6 +97,10 @@ class Accelerator:
         except (RuntimeError, NotImplementedError):
             return False
         return True
+
+    def host_seconds(self) -> float:
+        """Return the time of the host, in seconds, by a clock that runs as that of events does."""
+        return time.perf_counter()
 
     def memory_labels(self) -> MemoryLabels | None:
         """Return what labels allocations in snapshots of the allocator; None where nothing does."""

@@ -41,6 +41,7 @@ __all__ = [
     "current_index",
     "generator_of",
     "has_passed",
+    "host_seconds",
     "is_capturing",
     "is_on_accelerator",
     "moment",
@@ -154,6 +155,12 @@ def moment(device: torch.device) -> Moment:
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))  # else that of the current device
     return event
+
+
+def host_seconds(device: torch.device) -> float:
+    """Return the time of the host, in seconds, to be compared with what moments of a device are apart."""
+    accelerator = accelerator_of(device.type)
+    return time.perf_counter() if accelerator is None else accelerator.host_seconds()
 
 
 def seconds_between(start: Moment, end: Moment) -> float:

@@ -57,7 +57,7 @@ def test_every_step_gives_plain_gradients_and_those_under_the_plan_fit(share: st
 
 
 def test_the_race_runs_in_real_steps_and_its_winner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_SURE", 1.0)  # nothing is sure: always race
+    monkeypatch.setattr(turns, "_SURE_ON_CPU", 1.0)  # nothing is sure: always race
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()
@@ -344,7 +344,7 @@ def test_copies_that_are_made_within_a_step_have_steps_of_their_own(
     num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first step, in the one after it, and in a race."""
-    monkeypatch.setattr(turns, "_SURE", 1.0)  # nothing is sure: always race
+    monkeypatch.setattr(turns, "_SURE_ON_CPU", 1.0)  # nothing is sure: always race
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()

@@ -153,7 +153,7 @@ def test_what_the_store_has_no_room_for_is_not_planned_to_leave() -> None:
 
 
 def test_the_race_in_training_is_timed_on_the_device_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_SURE", 1.0)  # nothing is sure: always race
+    monkeypatch.setattr(turns, "_SURE_ON_DEVICE", 1.0)  # nothing is sure: always race
     plainly = _Plainly()
     budget = plainly.budget(0.6)
     training = Training(layers=_LAYERS)

@@ -26,6 +26,9 @@ class Simulated(devices.Accelerator):
     def stream_handle(self, device_: torch.device) -> int:
         return device.stream_handle(device_)
 
+    def host_seconds(self) -> float:
+        return device.clock()
+
     def stream_at(self, handle: int, device_: torch.device) -> torch.Stream:
         return device.stream_at(handle, device_)
 

@@ -67,7 +67,7 @@ def test_toy_run_reports_equal_methods_a_saving_and_both_files(
 def test_a_budget_shows_plan_prediction_race_and_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_SURE", 1.0)  # nothing is sure: always race
+    monkeypatch.setattr(turns, "_SURE_ON_CPU", 1.0)  # nothing is sure: always race
     settings = _toy(tmp_path, methods=("none",), dim=64, seq=64, activation_budget="60%")
     assert run_demo(prepare_demo(settings)) == 0
     out = capsys.readouterr().out

@@ -1,0 +1,87 @@
+"""What a block takes on a device in training: what the device takes, or the host where that is longer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sim import device as sim
+from sim.device.accelerator import Simulated
+from torch import Tensor, nn
+
+import actckpt
+from actckpt._budget import timing
+from actckpt._core import devices
+
+_DEVICE = torch.device("sim", 0)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock of the host that programs advance, as `seconds`."""
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(Simulated, "host_seconds", lambda _: clock.seconds)
+    return clock
+
+
+class _Double(torch.autograd.Function):
+    """Takes the host and the device so many seconds in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, host: SimpleNamespace, host_s: float, device_s: float) -> Tensor:
+        ctx.host, ctx.host_s, ctx.device_s = host, host_s, device_s
+        host.seconds += host_s
+        sim.advance(device_s)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        ctx.host.seconds += 2 * ctx.host_s
+        sim.advance(2 * ctx.device_s)
+        return 2 * grad, None, None, None
+
+
+@pytest.mark.parametrize(("host_s", "device_s"), [(3.0, 1.0), (1.0, 3.0)])
+def test_the_slower_of_host_and_device_counts(host: SimpleNamespace, host_s: float, device_s: float) -> None:
+    assert isinstance(devices.accelerator_of("sim"), Simulated)
+
+    @contextlib.contextmanager
+    def runs() -> Iterator[timing.Run]:
+        x = torch.ones(4, device=_DEVICE, requires_grad=True)
+        yield timing.Run(_Double.apply, (x, host, host_s, device_s), {}, [x])
+
+    found = timing.fastest(runs, recorded=runs, rerun=None, device=_DEVICE, num_values=1)
+    assert [found.forward_s, found.recorded_s] == pytest.approx([3.0, 3.0])
+    assert [found.backward_s, found.replaying_s] == pytest.approx([6.0, 6.0])
+
+
+class _SlowAtFirst(nn.Module):
+    """A head whose first forward, which is watched, takes an hour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_calls = nn.Linear(16, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            sim.advance(3600.0)
+        return self.linear(x)
+
+
+def test_the_head_takes_no_longer_than_what_follows_its_forward() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)), _SlowAtFirst()).to(_DEVICE)
+    x = torch.randn(64, 16, device=_DEVICE)
+    actckpt.apply(model, blocks=["0", "1", "2"], budget=1 << 30, race=False)
+    with sim.timed(kernel_bytes_per_s=1e6):
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    head = plan.costs.blocks[-1]
+    assert 0.0 < head.forward_s < 1.0 > head.backward_s > 0.0
