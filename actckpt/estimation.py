@@ -42,7 +42,7 @@ class EstimatedPolicy:
 
     Attributes:
         name: as given to `estimate`.
-        seconds: of one step, by the rates of the target: a lower bound (docs/estimate.md).
+        seconds: of one step of large kernels, by the rates of the target (docs/estimate.md).
         recompute_seconds: of these, what runs again.
         stall_seconds: of these, what waits for the link.
         flops: floating-point operations of products, convolutions and attention.
@@ -118,7 +118,7 @@ class Estimate:
         parts.append(f"gradients {format_bytes(self.gradient_bytes)}")
         if self.optimizer_bytes:
             parts.append(f"optimizer {format_bytes(self.optimizer_bytes)}")
-        what = f"Estimated for {self.target.name}; seconds are a lower bound. all: with {', '.join(parts)}."
+        what = f"Estimated for {self.target.name}; seconds are those of large kernels. all: with {', '.join(parts)}."
         return "\n".join([aligned(lines, left=1), what, *self.notes])
 
     def __str__(self) -> str:

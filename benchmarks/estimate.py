@@ -4,7 +4,11 @@
 
 1. Held bytes and peak of five models under three policies: estimated for the CPU, and counted in steps that ran.
 2. The largest batch whose peak fits a limit: estimated, and found by running steps.
-3. Two layers of the shape of longchat-7b-16k (vocabulary 32000, hidden 4096, 32 heads, intermediate 11008), bfloat16,
+3. Models of `gpu_budgets.py`, beside what its results say that GPUs needed: bytes of their allocator, milliseconds.
+
+       python benchmarks/estimate.py --parts devices --measured RESULT.json --out OTHER.json
+
+4. Two layers of the shape of longchat-7b-16k (vocabulary 32000, hidden 4096, 32 heads, intermediate 11008), bfloat16,
    AdamW, 16384 tokens, for an H100: what a step holds with torch's checkpoint around each block, and with ours.
 """
 
@@ -30,7 +34,7 @@ from actckpt.demo.model import LanguageModel
 from actckpt.memory import LiveStorages
 
 Step = Callable[[], object]
-_PARTS = ("bytes", "batches", "longchat")
+_PARTS = ("bytes", "batches", "devices", "longchat")
 _aten = torch.ops.aten
 _EXPENSIVE = [_aten.mm, _aten.addmm, _aten.bmm, _aten.convolution, _aten._scaled_dot_product_flash_attention_for_cpu]
 POLICIES: dict[str, Any] = {"recompute": "recompute", "keep matmuls": _EXPENSIVE}
@@ -188,6 +192,49 @@ def compare_batches(*, limit_bytes: int, policy: Any) -> dict[str, Any]:
     return {"limit_bytes": limit_bytes, "estimated": found, "true": true, "estimate_seconds": seconds}
 
 
+def compare_devices(results: list[Path], names: list[str]) -> list[dict[str, Any]]:
+    """Estimate models of `gpu_budgets.py`, whole steps with their parameters, for the GPUs of its results.
+
+    Returns:
+        A row per result, model and policy that was measured.
+    """
+    import gpu_models
+
+    rows = []
+    for path in results:
+        result = json.loads(path.read_text())
+        gpu, figures = result["machine"]["gpu"], result["figures"]
+        for name in [name for name in names if name in figures]:
+            made = gpu_models.made(name, gpu_models.REAL, torch.device("meta"))
+            if made.kind != figures[name]["plain"]["model"]:
+                raise RuntimeError(
+                    f"{path} has {name} from {figures[name]['plain']['model']}, and here is {made.kind}."
+                )
+            choices = figures["choices"] if name == "llama" else {}
+            measured = {"none": choices.get("nothing", figures[name]["plain"]), "recompute": choices.get("recompute")}
+            found = actckpt.estimate(
+                lambda made=made: made.loss().backward(),
+                model=made.model,
+                target="h200" if "H200" in gpu else "h100",
+                policies={"recompute": "recompute"},
+            )
+            rows += [
+                {
+                    "gpu": gpu,
+                    "model": name,
+                    "policy": policy,
+                    "estimated_peak_bytes": found[policy].total_peak_bytes,
+                    "measured_peak_bytes": row["peak_bytes"],
+                    "estimated_ms": 1e3 * found[policy].seconds,
+                    "measured_ms": row["ms"],
+                    "measured_with": result["versions"],
+                }
+                for policy, row in measured.items()
+                if row is not None
+            ]
+    return rows
+
+
 class LongChatBlock(nn.Module):
     """A block of the shape of longchat-7b, with the norm and rotation that LitGPT writes out."""
 
@@ -289,6 +336,10 @@ def _print(figures: dict[str, Any]) -> None:
             print(f"{name:12} {row['policy']:13} peak {row['measured_peak_bytes']:>12}, estimated {ratio:.4f} of it")
     for name, row in figures.get("batches", {}).items():
         print(f"{name:13} largest batch {row['true']}, estimated {row['estimated']} in {row['estimate_seconds']:.1f} s")
+    for row in figures.get("devices", []):
+        sizes = ", ".join(f"{row[f'{kind}_peak_bytes'] / 1e9:.2f} GB" for kind in ("estimated", "measured"))
+        times = ", ".join(f"{row[f'{kind}_ms']:.0f} ms" for kind in ("estimated", "measured"))
+        print(f"{row['gpu']}, {row['model']}, {row['policy']}: estimated, measured: {sizes}; {times}")
     for name, row in figures.get("longchat", {}).items():
         gigabytes = ", ".join(f"{key} {row[f'{key}_bytes'] / 1e9:.2f} GB" for key in ("held", "peak", "total_peak"))
         print(f"{name:24} {gigabytes}, {1e3 * row['seconds']:.1f} ms ({row['times_none']:.3f} x)")
@@ -300,6 +351,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scale", type=int, default=4, help="size of the models that run")
     parser.add_argument("--tokens", type=int, default=16384, help="of the longchat shape")
     parser.add_argument("--parts", nargs="+", default=_PARTS, choices=_PARTS, help="what to find out")
+    parser.add_argument("--measured", nargs="+", type=Path, default=[], help="results of gpu_budgets.py, for devices")
+    parser.add_argument("--models", nargs="+", default=["llama", "vit", "unet"], help="of them, for devices")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
@@ -309,9 +362,12 @@ def main(arguments: list[str] | None = None) -> int:
             name: compare_batches(limit_bytes=args.scale * (32 << 20), policy=policy)
             for name, policy in {"none": None, **POLICIES}.items()
         },
+        "devices": lambda: compare_devices(args.measured, args.models),
         "longchat": lambda: longchat(tokens=args.tokens),
     }
-    figures = {name: part() for name, part in parts.items() if name in args.parts}
+    figures = {
+        name: part() for name, part in parts.items() if name in args.parts and (name != "devices" or args.measured)
+    }
     _print(figures)
     if args.out is not None:
         machine = {"processor": _processor(), "python": platform.python_version(), "torch": torch.__version__}

@@ -275,6 +275,22 @@ def test_estimates_of_the_shape_that_is_too_large_to_run(capsys: pytest.CaptureF
     assert held["actckpt, recompute"] <= held["torch checkpoint"] < held["actckpt, keep matmuls"]
 
 
+def test_estimates_are_put_beside_what_gpus_needed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(_BENCHMARKS)
+    main = runpy.run_path(str(_BENCHMARKS / "estimate.py"))["main"]
+    plain = {"model": "budget_models", "peak_bytes": 12265179648, "ms": 94.6}
+    result = {"machine": {"gpu": "NVIDIA H200"}, "versions": {}, "figures": {"unet": {"plain": plain}}}
+    measured, out = tmp_path / "measured.json", tmp_path / "out.json"
+    measured.write_text(json.dumps(result))
+    assert main(["--parts", "devices", "--measured", str(measured), "--out", str(out)]) == 0
+    assert "NVIDIA H200, unet, none" in capsys.readouterr().out
+    (row,) = json.loads(out.read_text())["figures"]["devices"]
+    # What is missing are workspaces of convolutions.
+    assert 0.94 * row["measured_peak_bytes"] < row["estimated_peak_bytes"] < row["measured_peak_bytes"]
+
+
 def test_the_cost_of_recording_is_measured_by_every_method(tmp_path: Path) -> None:
     out = tmp_path / "recording.json"
     command = [sys.executable, str(_BENCHMARKS / "recording.py"), "--models", "vit-tiny thin", "--pairs", "1"]

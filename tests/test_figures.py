@@ -133,6 +133,19 @@ def test_estimates_in_the_documentation_are_those_of_the_results() -> None:
             _says("docs/estimate.md", name, [*sizes, row["times_none"]])
 
 
+def test_estimates_for_gpus_are_those_of_the_results() -> None:
+    rows = _figures("gpu_estimates")["devices"]
+    assert len(rows) == 5
+    for row in rows:
+        name = "UNet" if row["model"] == "unet" else "Llama"
+        policy = "" if row["policy"] == "none" else f"{row['policy']}, "
+        sizes = [row[f"{kind}_peak_bytes"] / 1e9 for kind in ("estimated", "measured")]
+        times = [row[f"{kind}_ms"] for kind in ("estimated", "measured")]
+        _says("docs/estimate.md", f"{name}, {policy}{row['gpu'].split()[1]}", [*sizes, *times])
+        if name == "Llama":
+            assert sizes[0] == pytest.approx(sizes[1], rel=0.01) and times[0] == pytest.approx(times[1], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("model", "label"),
     [

@@ -14,6 +14,7 @@ Rule 4. Modules are moved and converted by making new parameters (`nn.Module.to`
 Rule 5. An optimizer may read numbers of its state (the count of steps): each is 0.5, which makes none divide by zero.
 Rule 6. Functions of torch are replaced for the thread that runs the step; other threads go on with real tensors.
 Rule 7. Kernels that the target has and the CPU has not are replaced (actckpt/_estimate/kernels.py).
+Rule 8. Integers whose numbers are known can be read (actckpt/_estimate/numbers.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from actckpt._core import torch_private
 from actckpt._core.training_state import random_state, set_random_state
 from actckpt._estimate import kernels
+from actckpt._estimate.numbers import Numbers, questions
 from actckpt._estimate.targets import Target
 
 __all__ = ["Fakes"]
@@ -56,6 +58,7 @@ class Fakes:
     def __init__(self, target: Target) -> None:
         self._target = target
         self.mode: Any = torch_private.fake_mode()
+        self._numbers = Numbers()
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._host: set[int] = set()
@@ -80,7 +83,10 @@ class Fakes:
             if not self._target.is_cpu:
                 for name, kernel in kernels.STAND_INS.items():
                     exits.enter_context(_replaced(nn.functional, name, kernel))
+            for module, name, answer in questions(self._numbers):
+                exits.enter_context(_replaced(module, name, answer))
             exits.enter_context(self.mode)
+            exits.enter_context(self._numbers)
             exits.enter_context(_Redirect(self, {} if self._target.is_cpu else kernels.by_function()))
             self._exits = exits.pop_all()
         return self
@@ -152,6 +158,7 @@ class Fakes:
         )
         if tensor.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
             self._host.add(id(fake.untyped_storage()))
+        self._numbers.note_outside(fake, tensor)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)

@@ -69,6 +69,7 @@ from actckpt._core.torch_private.fakes import (
 from actckpt._core.torch_private.modes import (
     OBSERVING_MODES,
     any_autocast_enabled,
+    below_modes,
     dispatch_mode_at,
     function_modes,
     is_function_mode_enabled,
@@ -112,6 +113,7 @@ __all__ = [
     "are_on_top",
     "backward_roots",
     "below_autograd",
+    "below_modes",
     "below_transforms",
     "builtin_functions",
     "called_while_traced",

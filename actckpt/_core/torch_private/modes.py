@@ -110,3 +110,9 @@ def _swap_function_modes(modes: tuple[Any, ...]) -> tuple[Any, ...]:
 def is_tracing() -> bool:
     """Whether operators are being written into a graph (`make_fx`), to run with other bytes later."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def below_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch; no mode of this thread sees it, nor the operators that it runs."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return function(*args, **kwargs)

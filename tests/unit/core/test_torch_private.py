@@ -311,6 +311,7 @@ CHECKED = {
     "set_precision",
     "set_tangents_enabled",
     "top_hooks",
+    "below_modes",
     "below_transforms",
     "called_while_traced",
     "is_tracing",

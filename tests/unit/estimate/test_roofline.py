@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from actckpt._estimate import roofline
 from actckpt._estimate.roofline import Clock
 from actckpt._estimate.targets import Target
 
-#: 1000 operations per second on 16-bit numbers, 100 on 32-bit ones, 10 bytes per second.
-_TARGET = Target("slow", 1000.0, 100.0, 10.0, 1.0, 1)
+#: 1000 operations per second on 16-bit numbers, 100 on 32-bit ones, 10 bytes per second; of a CPU all of them.
+_CPU, _GPU = (Target(name, 1000.0, 100.0, 10.0, 1.0, 1) for name in ("cpu", "slow"))
 
 
-def _clock(function: Callable[[], object]) -> Clock:
-    with Clock(_TARGET) as clock:
+def _clock(function: Callable[[], object], target: Target = _CPU) -> Clock:
+    with Clock(target) as clock:
         function()
     return clock
 
@@ -28,7 +29,7 @@ def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 A, B = _ones(8, 16), _ones(16, 4)
 HALF = _ones(8, 16, dtype=torch.bfloat16)
-WIDE = _ones(64, 64)
+WIDE, WIDER = _ones(64, 64), _ones(128, 128)
 TABLE, NUMBERS = _ones(1000, 4), torch.arange(3)
 
 
@@ -67,18 +68,35 @@ def test_operations_of_products_attention_and_their_backward_are_counted() -> No
 
 
 def test_products_of_32_bit_numbers_are_faster_where_tf32_is_allowed() -> None:
-    before = _clock(lambda: WIDE @ WIDE).busy_seconds
+    reached = roofline._REACHED
+    before = _clock(lambda: WIDER @ WIDER, _GPU).busy_seconds
     try:
         torch.set_float32_matmul_precision("high")
-        after = _clock(lambda: WIDE @ WIDE).busy_seconds
+        after = _clock(lambda: WIDER @ WIDER, _GPU).busy_seconds
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert before == pytest.approx(2 * 64**3 / 100)
-    assert after == pytest.approx(3 * 4 * 64 * 64 / 10)  # no longer the operations, but the bytes
+    assert before == pytest.approx(2 * 128**3 / (100 * reached.products))
+    # No longer the operations, but the bytes.
+    assert after == pytest.approx(3 * 4 * 128 * 128 / (10 * reached.bytes))
+
+
+def test_kernels_of_gpus_reach_a_share_of_the_peaks() -> None:
+    reached = roofline._REACHED
+    q = torch.ones(1, 1, 512, 64, requires_grad=True)
+    scores = 2 * 2 * 512 * 512 * 64
+    assert _clock(lambda: A + A, _GPU).busy_seconds == pytest.approx(3 * 4 * 8 * 16 / (10 * reached.bytes))
+    attention = functional.scaled_dot_product_attention
+    forward = _clock(lambda: attention(q, q, q), _GPU).busy_seconds
+    assert forward == pytest.approx(scores / (100 * reached.attention))
+    out = attention(q, q, q)
+    backward = _clock(lambda: torch.autograd.grad(out, q, torch.ones_like(out)), _GPU)
+    kernel = 2.5 * scores / (100 * reached.attention_backward)
+    assert kernel < backward.busy_seconds < 1.1 * kernel
+    assert all(0 < share < 1 for share in reached)
 
 
 def test_waiting_counts_apart() -> None:
-    clock = Clock(_TARGET)
+    clock = Clock(_CPU)
     clock.busy_seconds = 3.0
     clock.wait_until(5.0)
     clock.wait_until(4.0)
