@@ -6,18 +6,20 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actckpt import _C
+from actckpt._blocks.arguments import first_tensor
 from actckpt._core import torch_private
-from actckpt._core.storages import storages_of
+from actckpt._core.storages import storages_of, tensors_in
 from actckpt._core.training_state import random_state, set_random_state
 
-__all__ = ["attributes_of", "counts_calls", "set_apart", "without_cached_casts"]
+__all__ = ["attributes_of", "counts_calls", "holds_input", "set_apart", "without_cached_casts"]
 
 #: What every module has; the block's `forward` stands for its region.
 _NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward"}
@@ -74,7 +76,7 @@ def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iter
         for module in modules:
             lent.replace_in(module)
         with _without_outer_hooks():
-            yield lent.detached(arguments), lent.leaves
+            yield _with_tensors(arguments, lent.lend), lent.leaves
     finally:
         structure.swap_in()
         for now, found in [*attributes, *tensors]:
@@ -153,6 +155,10 @@ class _Lent:
             if isinstance(value, Tensor) and self._is_written(value):
                 vars(module)[name] = self._for(value)
 
+    def lend(self, tensor: Tensor) -> Any:
+        """Return what stands in for a tensor that the block is given."""
+        return self._for(tensor)
+
     def _for(self, tensor: Tensor, *, copied: bool = False) -> Any:
         if id(tensor) not in self._known:
             self._known[id(tensor)] = (tensor, self._made(tensor, copied or self._is_written(tensor)))
@@ -179,19 +185,45 @@ class _Lent:
     def _is_written(self, tensor: Tensor) -> bool:
         return any(id(storage) in self._written for storage in storages_of(tensor))
 
-    def detached(self, value: Any) -> Any:
-        """Return a value with other tensors."""
-        if isinstance(value, Tensor):
-            return self._for(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            own = copy.copy(value)
-            for field in dataclasses.fields(value):
-                object.__setattr__(own, field.name, self.detached(getattr(value, field.name)))
-            return own
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.detached(each) for each in value))
-        if isinstance(value, (tuple, list)):
-            return type(value)(self.detached(each) for each in value)
-        if isinstance(value, dict):
-            return {key: self.detached(each) for key, each in value.items()}
-        return value
+
+def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a value with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(own, field.name, _with_tensors(getattr(value, field.name), change))
+        return own
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_with_tensors(each, change) for each in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_tensors(each, change) for each in value)
+    if isinstance(value, dict):
+        return {key: _with_tensors(each, change) for key, each in value.items()}
+    return value
+
+
+def holds_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether anything holds a forward's input once it has run: autograd, a context, an attribute.
+
+    Gradients flow on to the input: so they do in most calls of a block, though not in the first one of a model.
+
+    Args:
+        args, kwargs: of a run that is set apart. Their first tensor is copied: what made it holds it, too.
+    """
+    given = first_tensor((args, kwargs))
+    if given is None:
+        return True
+    arguments, storage = _with_copy_of(given, (args, kwargs))
+    nodes = [tensor.grad_fn for tensor in tensors_in(forward(*arguments[0], **arguments[1]))]
+    del arguments
+    is_held = storage() is not None
+    del nodes
+    return is_held
+
+
+def _with_copy_of(given: Tensor, value: Any) -> tuple[Any, weakref.ref[torch.UntypedStorage]]:
+    """Return a value with a copy of one of its tensors, which is no leaf (the graph would hold it), and its storage."""
+    own = given.detach().requires_grad_(given.is_floating_point() or given.is_complex()).clone()
+    return _with_tensors(value, lambda each: own if each is given else each), weakref.ref(own.untyped_storage())

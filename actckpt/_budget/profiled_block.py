@@ -45,7 +45,7 @@ class ProfiledBlock:
         shared = {name for name, storage in self.returned.items() if storage is other.input}
         if not shared:
             return self
-        may_go = other.costs.values[0].offloadable
+        may_go = other.costs.values[0].offloadable or not other.costs.values[0].needed
         values = (
             dataclasses.replace(
                 value,
@@ -64,13 +64,15 @@ class ProfiledBlock:
         return self.input is not None and self.input() is None
 
     def with_input_kept(self) -> ProfiledBlock:
-        """Return the block without the choice to offload its input if that is still alive."""
-        return self if self.input is None or self.is_input_gone() else self._with_input(0)
+        """Return the block without the choice to offload its input if that is still alive, although it was moved."""
+        may_go = self.costs.values[0].offloadable
+        return self if not may_go or self.input is None or self.is_input_gone() else self._with_input(0)
 
     def _with_input(self, more_bytes: float) -> ProfiledBlock:
         """Return the block with an input that has so many more bytes, and stays."""
         given, *values = self.costs.values
-        given = dataclasses.replace(given, nbytes=max(given.nbytes + more_bytes, 0.0), offloadable=False)
+        nbytes = max(given.nbytes + more_bytes, 0.0)
+        given = dataclasses.replace(given, nbytes=nbytes, needed=True, offloadable=False)
         needed = max(self.costs.working_set_bytes + more_bytes, 0.0)
         costs = dataclasses.replace(self.costs, values=(given, *values), working_set_bytes=needed)
         return dataclasses.replace(self, costs=costs, forward_bytes=max(self.forward_bytes + more_bytes, 0.0))

@@ -37,7 +37,7 @@ from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import Alone
-from actckpt._budget.apart import attributes_of, counts_calls, set_apart, without_cached_casts
+from actckpt._budget.apart import attributes_of, counts_calls, holds_input, set_apart, without_cached_casts
 from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import OTHER, ProfiledBlock
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
@@ -233,6 +233,8 @@ def _profiled(call: _Call, values: tuple[Value, ...], *, may_rerun: bool) -> tup
     with modes.without_own(), without_cached_casts():
         times = _times(call, may_rerun=may_rerun, num_values=len(values))
         values = _timed_again(call, values)
+    if structure.bytes_held() == 0 and not _holds_input(call):
+        values = (dataclasses.replace(values[0], needed=False), *values[1:])
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
     costs = BlockClass(
         forward_s=times.forward_s,
@@ -315,6 +317,11 @@ def _held_bytes(call: _Call) -> int:
         held_bytes = live.live_bytes
         del nodes
         return held_bytes
+
+
+def _holds_input(call: _Call) -> bool:
+    with call.set_apart() as run:
+        return holds_input(run.forward, run.args, run.kwargs)
 
 
 def _peak_bytes(call: _Call) -> tuple[int, int]:

@@ -70,7 +70,9 @@ def _rerun(plain: Plan, inputs: Action) -> Plan:
 
 def _offloaded(plain: Plan) -> Plan:
     def action(value: Value) -> Action:
-        return Action.OFFLOAD if value.needed and value.offloadable else Action.KEEP
+        if not value.needed:
+            return Action.RECOMPUTE
+        return Action.OFFLOAD if value.offloadable else Action.KEEP
 
     return _predicted(plain, [{value.name: action(value) for value in block.values} for block in plain.costs.blocks])
 

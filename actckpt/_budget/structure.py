@@ -20,6 +20,8 @@ Rule 4. What has enough bytes may be offloaded where there is a store (NOTE [ Me
 Rule 5. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
         input, and what several blocks share (masks, angles), are held by whoever made them or by the region. The input
         is the first tensor that gradients flow through; the others stay, and count once, where they were made.
+Rule 6. Where a forward as it is, run on a copy of the input, leaves nothing that holds it, backward needs the input for
+        no more than to compute others again: those that were made from it say so.
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ class _Made:
     inputs: list[_Made]
     storage: weakref.ref[torch.UntypedStorage]
     replayable: bool = True
+    #: An operator that made it read the block's input.
+    reads_input: bool = False
     #: Another value was made from it.
     is_read: bool = False
     #: It was dropped, and lives (Rule 3).
@@ -163,6 +167,7 @@ class BlockStructure:
                 info = self._info(made)
                 replayable = made.replayable and (info is None or info.replayable)
                 inputs = tuple(dict.fromkeys(self._name(each) for each in made.inputs if id(each) in wanted))
+                inputs = (BLOCK_INPUT, *inputs) if made.reads_input else inputs
                 name = self._name(made)
                 replayable = replayable and lost.isdisjoint(inputs)
                 if info is None and not replayable:
@@ -265,15 +270,16 @@ class _Graph(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         seconds = devices.seconds_between(start, devices.moment(self._structure.device))
         read = [found for storage in before.values() if (found := self._known(storage)) is not None]
+        reads_input = self._structure.input is not None and id(self._structure.input()) in before
         results = result if isinstance(result, (tuple, list)) else (result,)
         new = {index: storage for index, each in enumerate(results) for storage in storages_of(each)}
         new = {index: storage for index, storage in new.items() if id(storage) not in before}
         if place is None:
             return result
         if new:
-            self._note_made(place, new, seconds, read)
+            self._note_made(place, new, seconds, read, reads_input)
         elif func._schema.is_mutable:
-            self._note_written(place, args, seconds, read)
+            self._note_written(place, args, seconds, read, reads_input)
         return result
 
     def _known(self, storage: torch.UntypedStorage) -> _Made | None:
@@ -288,18 +294,35 @@ class _Graph(TorchDispatchMode):
         module, call, occurrence = look_up_call(self._calls, operator)
         return Place(module, operator.name, occurrence, call=call)
 
-    def _note_made(self, place: Place, new: dict[int, torch.UntypedStorage], seconds: float, read: list[_Made]) -> None:
+    def _note_made(
+        self,
+        place: Place,
+        new: dict[int, torch.UntypedStorage],
+        seconds: float,
+        read: list[_Made],
+        reads_input: bool,
+    ) -> None:
         for result, storage in new.items():
             reference = weakref.ref(storage)
             places = [dataclasses.replace(place, result=result)]
-            made = _Made(places, self._num_made, storage.nbytes(), seconds, list(read), reference)
+            made = _Made(
+                places,
+                self._num_made,
+                storage.nbytes(),
+                seconds,
+                list(read),
+                reference,
+                reads_input=reads_input,
+            )
             for each in read:
                 each.is_read = True
             self._num_made += 1
             self._by_storage[id(storage)] = made
             self._structure.note_made(made)
 
-    def _note_written(self, place: Place, args: tuple[Any, ...], seconds: float, read: list[_Made]) -> None:
+    def _note_written(
+        self, place: Place, args: tuple[Any, ...], seconds: float, read: list[_Made], reads_input: bool
+    ) -> None:
         """An operator in place: its first argument is what it writes to (Rule 2)."""
         written = next(
             (found for storage in storages_of(args[:1]) if (found := self._known(storage)) is not None), None
@@ -311,6 +334,7 @@ class _Graph(TorchDispatchMode):
         if written.is_read:
             written.replayable = False
             return
+        written.reads_input = written.reads_input or reads_input
         for other in read:
             if other is not written:
                 written.inputs.append(other)
