@@ -3,15 +3,17 @@
 NOTE [ The first backward ]
 
 Rule 1. The allocator is read where the forward of a block ends, and where backward reaches its output: what is held,
-        what was given out in all, and the peak since the program last started that again. Nothing waits.
+        what was given out in all, and the peak since the program last started that again. The host does not wait. What
+        only a copy holds is not held: where a block ends, its stream waits for copies out, so that none holds an input
+        that the program holds as well.
 Rule 2. What the peak rises to between the end of the last block and the moment in which backward reaches its output,
         the head needs, with the loss. Where it does not rise, the head is taken to need what its forward and the graph
         show (NOTE [ Gradients that wait ]), but may need up to what was there already, or was given out meanwhile if
         that is less: the difference is in doubt. What else the program does in between, it does in every step.
 Rule 3. What is held where backward reaches a block, and was not where its forward ended, are gradients: of the output,
         of parameters, and others that wait for what ran before the block, of results that are read past blocks (the
-        skips of a UNet). These are there while the block runs backward. Inputs that were brought back ahead are none,
-        nor are outputs of the model that the program holds.
+        skips of a UNet). These are there while the block runs backward. What was read ahead is none, nor are outputs
+        of the model that the program holds.
 Rule 4. Where another forward began before this backward had ended, where backward leaves no gradients in parameters
         (`torch.autograd.grad` returns them), or where there is no such allocator, nothing is known.
 """
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 
+from actckpt import _C
 from actckpt._blocks.arguments import bytes_of, first_tensor
 from actckpt._budget.class_names import AFTER, with_block_names
 from actckpt._budget.measuring import MeasuredStep
@@ -39,13 +42,13 @@ _SHARE = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """Bytes at a moment: held, given out so far, the peak, gradients of parameters, and brought back so far."""
+    """Bytes at a moment: held, given out so far, the peak, gradients of parameters, and what was read ahead."""
 
     held: int
     given: int
     peak: int
     gradients: int
-    back: int
+    ahead: int
     #: Of the input of the block, which lived when its forward ended, and was moved: it lives no more.
     gone: int = 0
 
@@ -71,6 +74,13 @@ class FirstStep:
         self._is_known = True
         #: What the head may need beyond what it is taken to need (Rule 2).
         self.doubt_bytes = 0.0
+
+    def block_ends(self) -> None:
+        """The forward of a block ends: its stream waits for what is on its way out, which takes time (Rule 1)."""
+        if self._allocator is not None:
+            stores.limit_windows(self, 0)
+            stores.make_room(self._device)
+            stores.limit_windows(self, None)
 
     def block_ended(self, source: torch.Tensor | None, result: Any, output_bytes: int) -> None:
         """The forward of a block has ended.
@@ -102,7 +112,7 @@ class FirstStep:
             given=self._allocator.given_bytes(self._device),
             peak=self._allocator.peak_bytes(self._device),
             gradients=bytes_of(gradients),
-            back=stores.reloaded_bytes(self._device),
+            ahead=_C.read_ahead_bytes(),
         )
 
     def disturb(self) -> None:
@@ -168,5 +178,4 @@ class FirstStep:
     def _waiting_bytes(self, number: int) -> int:
         """Return what waits while a block runs backward (Rule 3)."""
         end, reached = self._calls[number].end, self._reached[number]
-        ahead = reached.back - end.back - sum(call.input_bytes for call in self._calls[number + 1 :])
-        return reached.held - (end.held - reached.gone) - (reached.gradients - end.gradients) - max(ahead, 0)
+        return reached.held - (end.held - reached.gone) - (reached.gradients - end.gradients) - reached.ahead
