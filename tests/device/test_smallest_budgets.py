@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import actckpt
 from actckpt import _checkpointed_call, config
+from actckpt._budget.first_step import FirstStep
 from actckpt._offload import session
 
 
@@ -23,6 +24,45 @@ def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     actckpt.configure(max_inflight="auto")
     yield
     actckpt.configure(max_inflight=before)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class _Patches(nn.Module):
+    """A convolution whose kernels need more inside of them than blocks do, before the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 32, 32, 32)
+        self.blocks = nn.ModuleList(_Block(32) for _ in range(3))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class _Narrowing(nn.Module):
+    """The same, between two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 1)
+        self.blocks = nn.ModuleList(_Block(16) for _ in range(2))
+        self.narrow = nn.Conv2d(16, 16, 32, 2, padding=14)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(images).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.blocks[1](self.narrow(x).permute(0, 2, 3, 1))
 
 
 class _ConvBlock(nn.Module):
@@ -58,7 +98,7 @@ class _Training:
     def __init__(self, model: nn.Module, *shape: int) -> None:
         torch.manual_seed(0)
         self.model, self.images = model.to("sim"), torch.randn(shape).to("sim")
-        self.blocks = [name for name, each in model.named_modules() if isinstance(each, _ConvBlock)]
+        self.blocks = [name for name, each in model.named_modules() if isinstance(each, (_Block, _ConvBlock))]
 
     def peak(self) -> int:
         self.model.zero_grad()
@@ -82,6 +122,8 @@ class _Training:
 
 
 _MODELS: dict[str, Callable[[], _Training]] = {
+    "before the blocks": lambda: _Training(_Patches(), 32, 3, 128, 128),
+    "between blocks": lambda: _Training(_Narrowing(), 32, 3, 12, 12),
     "in blocks": lambda: _Training(_UNet(), 2, 3, 48, 48),
 }
 
@@ -100,3 +142,21 @@ def test_the_smallest_budget_holds_wherever_kernels_need_most(place: str) -> Non
 def test_the_smallest_budget_is_the_same_where_the_store_has_been_used() -> None:
     training = _MODELS["in blocks"]()
     assert training.smallest() == pytest.approx(training.smallest(), rel=0.01)
+
+
+def test_nothing_is_taken_from_kernels_that_are_being_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = _MODELS["before the blocks"]()
+    expected = training.smallest()
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert training.smallest() < expected
+
+
+def test_what_runs_between_blocks_counts_with_the_block_after_it_where_it_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = _MODELS["before the blocks"]()
+    monkeypatch.setattr(FirstStep, "_bytes_before", lambda self, number, ended: 100 << 20 if number == 2 else 0)
+    with pytest.raises(actckpt.PlanInfeasibleError, match=r"'blocks.2': 100.[0-9]+ MiB its working set"):
+        actckpt.apply(training.model, budget="90MiB", blocks=training.blocks)
+        for _ in range(2):
+            training.peak()
