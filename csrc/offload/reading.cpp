@@ -302,7 +302,7 @@ void leave_window(SpanObject* span) noexcept {
 
 void note_moved(const RecordPointer& record, SpanObject* span) {
   sums().offloaded_bytes += span->nbytes;
-  if (record->num_alive == 0) {
+  if (record->num_alive == 0 && record->is_needed) {
     const RecordPointer last = last_record().lock();
     if (last != record) {
       record->previous = last;
@@ -331,7 +331,7 @@ py::object fetch(SpanObject* span) {
   leave_own_room(span->nbytes, task);
   const RecordPointer record = span->record;
   if (record != nullptr) note_alive(record->meter.ptr(), storage_behind(found.ptr()));
-  if (task != -1 && record != nullptr) {
+  if (task != -1 && record != nullptr && record->is_needed) {
     arrive(record, task);
     note_seen(record, span->place, task);
     read_on(record, task);

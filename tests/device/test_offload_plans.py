@@ -211,6 +211,19 @@ def test_nothing_is_read_into_the_room_of_what_a_block_has_asked_for() -> None:
     assert ahead == [0] * _LAYERS
 
 
+def test_originals_of_audits_are_moved_and_not_read_ahead() -> None:
+    store = stores.store_for("sim")
+    block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).to("sim")
+    inputs = torch.randn(1024, 64, device="sim", requires_grad=True)
+    moved, read = actckpt.stats().offloaded_bytes, store.engine.stats().reloaded_bytes
+    x = inputs * 2
+    for _ in range(2):  # what the second one asks for begins to read what the first one moved
+        x = actckpt.checkpoint(block, x, policy=[], offload_inputs=True)
+    x.sum().backward()
+    assert actckpt.stats().offloaded_bytes - moved > 2 * inputs.nbytes, "nothing was audited"
+    assert store.engine.stats().reloaded_bytes - read <= 2 * inputs.nbytes
+
+
 class _Small(devices.Accelerator):
     def memory_info(self, device: torch.device) -> tuple[int, int]:
         return 0, 9 << 20
