@@ -7,7 +7,9 @@ Rule 1. A plan's peak holds if no more is on its way than its simulation says (`
 Rule 2. When a block's forward ends, its stream (on a CPU the program) waits until no more is on its way out than what
         runs next has room for. When backward comes to the last block, nothing may be on its way out.
 Rule 3. When backward comes to a block's output, what the blocks before it moved is read ahead within its window; no
-        value of a block that keeps everything is unpacked by hooks of ours that could begin it.
+        value of a block that keeps everything is unpacked by hooks of ours that could begin it. What it moved itself is
+        read within room of its own: from where it is asked for it is part of what the block needs, and no other value
+        has that room (NOTE [ Reading ahead ], Rule 5).
 Rule 4. When a backward has ended, what else the process offloads is not limited any more.
 """
 
@@ -35,6 +37,8 @@ class Windows:
     """The windows of one block."""
 
     block: BlockWindows
+    #: What it moves itself.
+    own_bytes: int
     is_last: bool
 
     def run(self, blocks: AppliedBlocks, forward: Callable[[], Any]) -> Any:
@@ -56,7 +60,7 @@ class Windows:
                 blocks.limit_windows(0)
                 stores.make_room(gradient.device)
             blocks.limit_windows(self.block.back_bytes)
-            moved.read_ahead()
+            moved.read_ahead(self.own_bytes)
             when_backward_ends(ended)
 
         output.register_hook(reached)

@@ -2,19 +2,26 @@
 
 NOTE [ The first backward ]
 
-Rule 1. The allocator is read where the forward of a block ends, and where backward reaches its output: what is held,
-        what was given out in all, and the peak since the program last started that again. Nothing waits.
+Rule 1. The allocator is read where the forward of a block ends, where backward reaches its output and its input, and
+        where backward ends: what is held, what was given out in all, and the peak since the program last started that
+        again. The host does not wait. What only a copy holds is not held: where a block ends, its stream waits for
+        copies out, so that none holds an input that the program holds as well.
 Rule 2. What the peak rises to between the end of the last block and the moment in which backward reaches its output,
         the head needs, with the loss. Where it does not rise, the head is taken to need what its forward and the graph
         show (NOTE [ Gradients that wait ]), but may need up to what was there already, or was given out meanwhile if
         that is less: the difference is in doubt. What else the program does in between, it does in every step.
 Rule 3. What is held where backward reaches a block, and was not where its forward ended, are gradients: of the output,
         of parameters, and others that wait for what ran before the block, of results that are read past blocks (the
-        skips of a UNet). These are there while the block runs backward. Inputs that were brought back ahead are none,
-        nor are outputs of the model that the program holds.
-Rule 4. From the end of the forward to the moment in which backward reaches the output of the last block, the loss and
+        skips of a UNet). These are there while the block runs backward. What was read ahead is none, nor are outputs
+        of the model that the program holds.
+Rule 4. What the peak rises to between the moment in which backward reaches the input of a block and that in which it
+        reaches the output of the block before, or ends, what runs there needs, with what its kernels need inside of
+        them (the convolution that makes patches of an image). Where it does not rise, the graph alone tells: more than
+        the peak it cannot be. Where cuDNN looks for the fastest of its kernels, a first step needs more than any other:
+        then it tells nothing of this.
+Rule 5. From the end of the forward to the moment in which backward reaches the output of the last block, the loss and
         the backward of the head run, no longer watched: neither that nor the head's forward takes longer than this.
-Rule 5. Where another forward began before this backward had ended, where backward leaves no gradients in parameters
+Rule 6. Where another forward began before this backward had ended, where backward leaves no gradients in parameters
         (`torch.autograd.grad` returns them), or where there is no such allocator, nothing is known.
 """
 
@@ -26,13 +33,14 @@ from typing import Any
 
 import torch
 
+from actckpt import _C
 from actckpt._blocks.arguments import bytes_of, first_tensor
-from actckpt._budget.class_names import AFTER, with_block_names
+from actckpt._budget.class_names import with_block_names
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._core import devices
 from actckpt._core.subclasses import plain_parts
 from actckpt._offload import stores
-from actckpt.planner.costs import BlockClass
+from actckpt.planner.costs import BlockClass, CostTable
 
 __all__ = ["FirstStep"]
 
@@ -42,13 +50,13 @@ _SHARE = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """Bytes at a moment: held, given out so far, the peak, gradients of parameters, and brought back so far."""
+    """Bytes at a moment: held, given out so far, the peak, gradients of parameters, and what was read ahead."""
 
     held: int
     given: int
     peak: int
     gradients: int
-    back: int
+    ahead: int
     #: Of the input of the block, which lived when its forward ended, and was moved: it lives no more.
     gone: int = 0
 
@@ -70,13 +78,22 @@ class FirstStep:
         self._device, self._allocator = device, devices.counting(device)
         self._model, self._parameters = model, list(model.parameters())
         self._calls: list[_Call] = []
+        #: By the number of the call: where backward reaches its output, and where it reaches its input.
         self._reached: dict[int, _Reading] = {}
+        self._passed: dict[int, _Reading] = {}
         #: The end of the forward, and where backward reaches the last block.
         self._end: devices.Moment | None = None
         self._came: devices.Moment | None = None
-        self._is_known = True
+        self._is_known = self._allocator is not None
         #: What the head may need beyond what it is taken to need (Rule 2).
         self.doubt_bytes = 0.0
+
+    def block_ends(self) -> None:
+        """The forward of a block ends: its stream waits for what is on its way out, which takes time (Rule 1)."""
+        if self._is_known:
+            stores.limit_windows(self, 0)
+            stores.make_room(self._device)
+            stores.limit_windows(self, None)
 
     def block_ended(self, source: torch.Tensor | None, result: Any, output_bytes: int) -> None:
         """The forward of a block has ended.
@@ -86,16 +103,22 @@ class FirstStep:
             output_bytes: of its result, without what it was given beside its input and hands on.
         """
         output = first_tensor(result)
-        if self._allocator is None or source is None or output is None or not output.requires_grad:
+        if not self._is_known or source is None or output is None or not output.requires_grad:
             self._is_known = False
             return
         number, storage = len(self._calls), source.untyped_storage()
         self._calls.append(_Call(self._read(), weakref.ref(storage), storage.nbytes(), output_bytes))
         output.register_hook(lambda _: self._note(number))
+        if source.requires_grad:
+            source.register_hook(lambda _: self._note_passed(number))
+
+    def _note_passed(self, number: int) -> None:
+        if number not in self._passed:
+            self._passed[number] = self._read()
 
     def forward_ended(self) -> None:
         """The forward of the model has ended."""
-        if self._allocator is not None:
+        if self._is_known:
             self._end = devices.moment(self._device)
 
     def _note(self, number: int) -> None:
@@ -115,11 +138,11 @@ class FirstStep:
             given=self._allocator.given_bytes(self._device),
             peak=self._allocator.peak_bytes(self._device),
             gradients=bytes_of(gradients),
-            back=stores.reloaded_bytes(self._device),
+            ahead=_C.read_ahead_bytes(),
         )
 
     def disturb(self) -> None:
-        """Another forward begins (Rule 5)."""
+        """Another forward begins (Rule 6)."""
         self._is_known = False
 
     def completed(self, measured: MeasuredStep, held_bytes: float) -> MeasuredStep:
@@ -128,28 +151,28 @@ class FirstStep:
         Args:
             held_bytes: of the model's outputs that the program holds.
         """
+        ended = self._read() if self._is_known else None
         self._parameters = []
-        if not self._is_known or not len(self._reached) == len(self._calls) > 0 or not self._reached[0].gradients:
+        if ended is None or not len(self._reached) == len(self._calls) > 0 or not self._reached[0].gradients:
             return measured
-        pending, costs = self._pending_bytes(measured), measured.costs
-        classes, stack = dict(costs.classes), list(costs.stack)
-        head = classes[AFTER]
-        head = dataclasses.replace(head, working_set_bytes=self._head_bytes(head.working_set_bytes))
-        classes[AFTER] = self._timed(head)
+        pending = self._pending_bytes(measured)
+        needed = [block.working_set_bytes for block in measured.costs.blocks]
+        needed[-1] = self._head_bytes(needed[-1])
         places = [place for place, name in enumerate(measured.names) if name is not None]
         for number, (place, known) in enumerate(zip(places, measured.waiting_bytes, strict=True)):
-            block = costs.blocks[place]
             waiting = self._waiting_bytes(number) - held_bytes - known - pending[place]
-            if waiting > _SHARE * block.working_set_bytes:
-                stack[place] = f"{stack[place]}, {waiting:.0f} waiting"
-                needed = block.working_set_bytes + waiting
-                classes[stack[place]] = dataclasses.replace(block, working_set_bytes=needed)
-        classes = {name: classes[name] for name in dict.fromkeys(stack)}
-        costs = dataclasses.replace(costs, classes=classes, stack=tuple(stack))
-        return dataclasses.replace(measured, costs=with_block_names(costs, measured.names))
+            if waiting > _SHARE * needed[place]:
+                needed[place] += waiting
+            # What runs before it has an entry of its own, or counts with the block; outputs do not count in the stem.
+            before = place - (measured.names[place - 1] is None)
+            counted = held_bytes + pending[places[number - 1]] if number else -held_bytes
+            needed[before] = max(needed[before], self._bytes_before(number, ended) - counted)
+        costs = _needing(measured, needed)
+        classes = {**costs.classes, costs.stack[-1]: self._timed(costs.blocks[-1])}
+        return dataclasses.replace(measured, costs=dataclasses.replace(costs, classes=classes))
 
     def _timed(self, head: BlockClass) -> BlockClass:
-        """Return the head with no more seconds than it can take (Rule 4)."""
+        """Return the head with no more seconds than it can take (Rule 5)."""
         if self._end is None or self._came is None:
             return head
         most_s = devices.seconds_between(self._end, self._came)
@@ -186,8 +209,32 @@ class FirstStep:
             self.doubt_bytes = max(most - expected, 0.0)
         return most - self.doubt_bytes
 
+    def _bytes_before(self, number: int, ended: _Reading) -> float:
+        """Return what is needed in backward by what runs before a block (Rule 4), 0 where that is not known."""
+        begun, until = self._passed.get(number), self._reached[number - 1] if number else ended
+        if begun is None or until.peak <= begun.peak or torch.backends.cudnn.benchmark:
+            return 0.0
+        if number:
+            call = self._calls[number - 1]
+            held = call.end.held - call.output_bytes - until.gone + until.gradients - call.end.gradients
+        else:
+            held = until.held  # gradients, and what is there in the next step
+        return until.peak - held - until.ahead
+
     def _waiting_bytes(self, number: int) -> int:
         """Return what waits while a block runs backward (Rule 3)."""
         end, reached = self._calls[number].end, self._reached[number]
-        ahead = reached.back - end.back - sum(call.input_bytes for call in self._calls[number + 1 :])
-        return reached.held - (end.held - reached.gone) - (reached.gradients - end.gradients) - max(ahead, 0)
+        return reached.held - (end.held - reached.gone) - (reached.gradients - end.gradients) - reached.ahead
+
+
+def _needing(measured: MeasuredStep, needed: list[float]) -> CostTable:
+    """Return the costs of a step in which what is on the stack needs so many bytes."""
+    classes, stack = {}, []
+    for name, old, block, nbytes in zip(
+        measured.names, measured.costs.stack, measured.costs.blocks, needed, strict=True
+    ):
+        is_other = name is not None and nbytes != block.working_set_bytes
+        stack.append(f"{old}, {nbytes:.0f} needed" if is_other else old)
+        classes[stack[-1]] = dataclasses.replace(block, working_set_bytes=nbytes)
+    costs = dataclasses.replace(measured.costs, classes=classes, stack=tuple(stack))
+    return with_block_names(costs, measured.names)

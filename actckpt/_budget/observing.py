@@ -12,7 +12,8 @@ Rule 3. Where the peak exceeds the budget, or the prediction by more than a tent
         enlarged so that the prediction would have been right, and the plan is made again; once in a hundred steps.
 Rule 4. What is fixed may have grown before the step began: that is no part of working sets.
 Rule 5. What the head needs may be in doubt (NOTE [ The first backward ]). Then plans are made for the most that it may
-        be, where one fits, and again as soon as the peak tells that it is less, which happens once.
+        be, where one fits, and again as soon as the peak tells that it is less, which happens once. Of blocks and stem
+        it tells nothing then: what they need more than predicted, as long as it is within Rule 3, is in the reserve.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class Observing:
         allowed = plan.peak_bytes + _SHARE * (plan.peak_bytes - plan.costs.fixed_bytes)
         is_more = peak_bytes > min(budget_bytes, allowed)
         if is_more or self._has_room(plan):
-            self._found = plan, {is_head: peak - self._grown_bytes for is_head, peak in self._seen.items()}
+            # By less, it is what plans leave for what is not seen.
+            seen = self._seen if is_more else {True: self._seen[True]}
+            self._found = plan, {is_head: peak - self._grown_bytes for is_head, peak in seen.items()}
             self._num_to_wait = _STEPS_BETWEEN * is_more
 
     def _has_room(self, plan: Plan) -> bool:

@@ -22,7 +22,7 @@ from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable
 from actckpt.planner.plans import BlockWindows, Plan
 from actckpt.planner.simulation import simulate
 
-__all__ = ["solved", "with_windows"]
+__all__ = ["offloaded_bytes", "solved", "with_windows"]
 
 _RECOMPUTED = (Action.RECOMPUTE, Action.RECOMPUTE.value)
 
@@ -105,13 +105,17 @@ def _with_and_without(costs: CostTable, pins: Pins | None) -> Iterator[CostTable
     yield dataclasses.replace(costs, classes=classes)
 
 
+def offloaded_bytes(plan: Plan) -> list[float]:
+    """Return the bytes that each block offloads."""
+    return [
+        sum(value.nbytes for value in block.values if actions[value.name] is Action.OFFLOAD)
+        for block, actions in zip(plan.costs.blocks, plan.actions, strict=True)
+    ]
+
+
 def with_windows(plan: Plan) -> Plan:
     """Return a plan with its windows (Rule 2), as it is where it offloads nothing."""
-    blocks, costs = plan.costs.blocks, plan.costs
-    own = [
-        sum(value.nbytes for value in block.values if actions[value.name] is Action.OFFLOAD)
-        for block, actions in zip(blocks, plan.actions, strict=True)
-    ]
+    blocks, costs, own = plan.costs.blocks, plan.costs, offloaded_bytes(plan)
     if not any(own):
         return plan
     inflight = simulate(costs, plan).inflight

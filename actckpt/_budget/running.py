@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from actckpt._blocks.applied import (
 )
 from actckpt._blocks.key_value_caches import is_checkpointing_layer
 from actckpt._blocks.windows import Windows
+from actckpt._budget.offloading import offloaded_bytes
 from actckpt._core import devices
 from actckpt._core.training_state import TrainingState
 from actckpt._replay.operators import is_collective
@@ -83,8 +85,10 @@ def _within_windows(calls: list[dict[str, Any]], plan: Plan) -> list[dict[str, A
     assert plan.blocks is not None
     last = max(number for number, name in enumerate(plan.blocks) if name is not None)
     return [
-        {**found, "windows": Windows(windows, is_last=number == last)}
-        for number, (found, windows) in enumerate(zip(calls, plan.windows, strict=True))
+        {**found, "windows": Windows(windows, math.ceil(own_bytes), is_last=number == last)}
+        for number, (found, windows, own_bytes) in enumerate(
+            zip(calls, plan.windows, offloaded_bytes(plan), strict=True)
+        )
     ]
 
 

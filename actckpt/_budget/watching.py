@@ -67,6 +67,7 @@ class Watching:
         self._graph.call_ended()
         self.is_trained = self.is_trained or any(tensor.requires_grad for tensor in tensors_in(result))
         self._profiled.append(profiled)
+        self._first_step.block_ends()
         output_bytes = self._marks.ends(number, (args, kwargs), result)
         self._first_step.block_ended(source, result, output_bytes)
         return result

@@ -8,6 +8,10 @@ Rule 2. What is read ahead and not yet asked for stays within a window of bytes,
 Rule 3. What a backward read ahead in vain is released when it ends, also when it fails (csrc/core/task_end.h), or when
         room must be made (NOTE [ Pressure ]). Then it is read when it is asked for.
 Rule 4. An order is learnt when the last span is read: the spans may be gone before the backward has ended.
+Rule 5. Within the windows of a plan (NOTE [ Windows of a plan ]), what the block moved itself that backward has come to
+        has room of its own. Nothing else is read into that, also once it was asked for: it is there while operators
+        read it, and their workspaces and results may take its place.
+Rule 6. What backward does not need (originals of audits) is never read ahead, nor does it come in between.
 
 All but the setting is in csrc/offload: reading.h, orders.h.
 """

@@ -155,12 +155,6 @@ def inflight_bytes(device: torch.device) -> int:
     return int(made.engine.stats().inflight_bytes)
 
 
-def reloaded_bytes(device: torch.device) -> int:
-    """Return what the store has brought back to devices so far, in all."""
-    made = _stores.get(device.type, (0, None))[1]
-    return int(made.engine.stats().reloaded_bytes) if isinstance(made, DeviceStore) else 0
-
-
 def limited(nbytes: int) -> int:
     """Return a number of bytes, or less where that is what owners allow."""
     return min([nbytes, *_limits.values()])

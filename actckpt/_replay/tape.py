@@ -122,6 +122,11 @@ class Tape(TapeCore):
         """By whether packing may wait for room."""
         return {}
 
+    @functools.cached_property
+    def _originals(self) -> Session:
+        """What moves originals of audits, which backward does not need unless one of them fails."""
+        return self._watched(Session("auto", min_bytes=0, must=False, is_needed=False))
+
     # Values
 
     def new_value(self, nbytes: int, device: torch.device) -> Value:
@@ -259,9 +264,12 @@ class Tape(TapeCore):
     def _session(self, *, must: bool) -> Session:
         session = self._sessions.get(must)
         if session is None:
-            session = self._sessions[must] = Session("auto", min_bytes=0, must=must)
-            if self.meter is not None:
-                session.watch(self.meter)
+            session = self._sessions[must] = self._watched(Session("auto", min_bytes=0, must=must))
+        return session
+
+    def _watched(self, session: Session) -> Session:
+        if self.meter is not None:
+            session.watch(self.meter)
         return session
 
     @staticmethod
@@ -277,7 +285,7 @@ class Tape(TapeCore):
         if not stores.is_ready(tensor.device.type):
             return None
         try:
-            packed = self._session(must=False).pack(compact(tensor.detach()).clone())
+            packed = self._originals.pack(compact(tensor.detach()).clone())
         except (EngineError, torch.OutOfMemoryError):
             return None
         return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None

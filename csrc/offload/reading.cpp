@@ -26,6 +26,10 @@ struct {
   std::unordered_set<SpanObject*> spans;  // borrowed
   long long bytes = 0;
   long long limit = 0;  // the setting, as the last backward that began found it
+  // Where a backward runs within the windows of a plan: that backward, and what the block that it has come to moved
+  // itself and has not asked for. It has room of its own, which is part of the limit, and nobody else's (Rule 5).
+  long long planned_task = -1;
+  long long own = 0;
 } window;
 
 // Brought back for one saved tensor, and needed by others, each with a weak reference to the storage; borrowed.
@@ -85,6 +89,14 @@ bool read_ahead(SpanObject* span, long long task) {
   return true;
 }
 
+// The block that `task` has come to asked for so many bytes of its own: from now on they are part of what it needs.
+void leave_own_room(long long nbytes, long long task) {
+  if (window.planned_task != task) return;
+  const long long asked = std::min(window.own, nbytes);
+  window.own -= asked;
+  window.limit -= asked;
+}
+
 // Releases what `task` read ahead in vain.
 void release_unread(long long task, Unloading* unloading) {
   std::vector<py::object> unread;
@@ -114,6 +126,9 @@ PyObject* release_read_ahead(PyObject*, PyObject* wanted) {
     return PyLong_FromLongLong(released.nbytes());
   });
 }
+
+// read_ahead_bytes() -> bytes
+PyObject* read_ahead_bytes(PyObject*, PyObject*) { return PyLong_FromLongLong(window.bytes); }
 
 // release_reloads(nbytes) -> released bytes
 PyObject* release_reloads(PyObject*, PyObject* wanted) {
@@ -223,9 +238,11 @@ py::object fetch_once(SpanObject* span) {
   return found;
 }
 
+void limit_window() { window.limit = PyLong_AsLongLong(call(names().max_inflight).ptr()); }
+
 // A backward has come to `record`.
 void arrive(const RecordPointer& record, long long task) {
-  if (record->task != task) window.limit = PyLong_AsLongLong(call(names().max_inflight).ptr());
+  if (record->task != task && window.planned_task != task) limit_window();
   prepare(record.get(), task);
   if (!record->will_be_told) tell_end(record, task);
 }
@@ -246,6 +263,8 @@ PyMethodDef reading_functions[] = {
     {"offload_sums", offload_sums, METH_NOARGS, "offload_sums() -> dict of bytes and counts."},
     {"release_read_ahead", release_read_ahead, METH_O,
      "release_read_ahead(nbytes) -> released bytes of what was read ahead."},
+    {"read_ahead_bytes", read_ahead_bytes, METH_NOARGS,
+     "read_ahead_bytes() -> bytes that were read ahead and nobody asked for yet."},
     {"release_reloads", release_reloads, METH_O,
      "release_reloads(nbytes) -> released bytes of what waits for other saved tensors."},
     {nullptr, nullptr, 0, nullptr}};
@@ -254,11 +273,14 @@ PyMethodDef reading_functions[] = {
 struct Moved {
   std::weak_ptr<Record> record;
 
-  // A backward has come to what was computed then: begins to read ahead, within the window as it is now.
-  void read_ahead() const {
+  // A backward has come to what was computed then: begins to read ahead, within the window as it is now. Of that
+  // `own` bytes are for what the block moved itself.
+  void read_ahead(long long own) const {
     const RecordPointer found = record.lock();
     if (found == nullptr) return;
-    window.limit = PyLong_AsLongLong(call(names().max_inflight).ptr());
+    limit_window();
+    window.planned_task = current_task();
+    window.own = own;
     read_ahead_of(found);
   }
 };
@@ -280,7 +302,7 @@ void leave_window(SpanObject* span) noexcept {
 
 void note_moved(const RecordPointer& record, SpanObject* span) {
   sums().offloaded_bytes += span->nbytes;
-  if (record->num_alive == 0) {
+  if (record->num_alive == 0 && record->is_needed) {
     const RecordPointer last = last_record().lock();
     if (last != record) {
       record->previous = last;
@@ -306,9 +328,10 @@ py::object fetch(SpanObject* span) {
   }
   sums().reloaded_bytes += span->nbytes;
   leave_window(span);
+  leave_own_room(span->nbytes, task);
   const RecordPointer record = span->record;
   if (record != nullptr) note_alive(record->meter.ptr(), storage_behind(found.ptr()));
-  if (task != -1 && record != nullptr) {
+  if (task != -1 && record != nullptr && record->is_needed) {
     arrive(record, task);
     note_seen(record, span->place, task);
     read_on(record, task);
@@ -336,7 +359,7 @@ void add_reading_functions(py::module_& module) {
   if (PyModule_AddFunctions(module.ptr(), reading_functions) < 0) throw_pending();
   py::class_<Moved>(module, "LastMoved")
       .def(py::init([] { return Moved{last_record()}; }))
-      .def("read_ahead", &Moved::read_ahead);
+      .def("read_ahead", &Moved::read_ahead, py::arg("own_bytes"));
 }
 
 }  // namespace actckpt

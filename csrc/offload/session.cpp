@@ -185,11 +185,12 @@ PyObject* session_unpack(PyObject*, PyObject* handle) {
 }
 
 PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* keywords[] = {"to", "min_bytes", "must", nullptr};
+  static const char* keywords[] = {"to", "min_bytes", "must", "is_needed", nullptr};
   const char* to = nullptr;
   long long min_bytes = 0;
-  int must = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sL|p", const_cast<char**>(keywords), &to, &min_bytes, &must)) {
+  int must = 1, is_needed = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sL|pp", const_cast<char**>(keywords), &to, &min_bytes, &must,
+                                   &is_needed)) {
     return nullptr;
   }
   PyObject* self = type->tp_alloc(type, 0);
@@ -197,6 +198,7 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   SessionObject* session = session_of(self);
   new (&session->record) std::shared_ptr<Record>(std::make_shared<Record>());
   session->record->previous = last_moved();  // until it moves something itself
+  session->record->is_needed = is_needed != 0;
   session->min_bytes = min_bytes;
   session->must = must != 0;
   session->has_moved = false;

@@ -40,6 +40,7 @@ struct Record {
   long long small_bytes = 0;
   py::object meter;                // counts what of its values is alive; may be null
   std::weak_ptr<Record> previous;  // moved before it by this thread; backward reaches it after this one
+  bool is_needed = true;           // backward reads it; else it is read at most where something went wrong
 
   long long task = -1;        // backward that `order` and all below belong to
   bool will_be_told = false;  // of that backward's end

@@ -105,6 +105,25 @@ def test_a_peak_below_an_older_one_tells_nothing() -> None:
     assert _plan(training) is not first
 
 
+def test_blocks_that_need_a_little_more_are_left_to_the_reserve_where_the_head_needs_less() -> None:
+    training = _training(_BUDGET, _short_loss)
+    training.peak()
+    planned: list[actckpt.Plan] = []
+
+    def need_more(_: Tensor) -> None:
+        planned.append(_plan(training))
+        nbytes = int(planned[0].peak_bytes + 0.01 * _BUDGET) - torch.accelerator.memory_allocated()
+        torch.empty(nbytes, dtype=torch.uint8, device="sim")
+
+    hook = training.model.blocks[0].attention_norm.weight.register_hook(need_more)
+    peak = training.peak()
+    assert planned[0].peak_bytes < peak <= _BUDGET
+    hook.remove()
+    training.peak()
+    first, second = planned[0].costs.classes, _plan(training).costs.classes
+    assert {name for name, block in second.items() if block != first.get(name)} == {"(after the blocks)"}
+
+
 def test_plans_are_made_again_once_in_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observing, "_STEPS_BETWEEN", 5)
     training = _training(14 << 20, _short_loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 
@@ -11,11 +12,13 @@ from demo_training import Training
 from oracle import assert_equal
 
 import actckpt
-from actckpt import Action, _checkpointed_call, config
+from actckpt import _C, Action, _checkpointed_call, config
 from actckpt._budget import alike_steps as budgeted
 from actckpt._budget import links, turns
+from actckpt._budget.offloading import with_windows
 from actckpt._core import devices
 from actckpt._offload import session, stores
+from actckpt.planner.costs import BLOCK_INPUT
 
 _LAYERS = 8
 #: Of what plain training holds beyond parameters and what else is there all the time.
@@ -181,6 +184,44 @@ def test_links_are_measured_whatever_the_default_device_is_with_pieces_that_fit_
         rates = links._copied(accelerator, sim)
     assert rates == (pytest.approx(20e6), pytest.approx(20e6))
     assert links._piece_bytes(accelerator, sim) > links._piece_bytes(_Small("sim"), sim) == session.DEFAULT_MIN_BYTES
+
+
+def _inputs_offloaded(training: Training, budget: int) -> actckpt.Plan:
+    """Return a plan that runs all blocks again from inputs that it offloads, with nothing read ahead of others."""
+    plan = actckpt.plan(training.step, model=training.model, budget=budget, race=False)
+    is_block = [name is not None for name in plan.blocks or ()]
+    actions = [
+        {name: Action.OFFLOAD if name == BLOCK_INPUT else Action.RECOMPUTE for name in found} if runs_again else found
+        for found, runs_again in zip(plan.actions, is_block, strict=True)
+    ]
+    plan = dataclasses.replace(plan, actions=tuple(actions), rerun=tuple(is_block), max_inflight=0)
+    return with_windows(plan)
+
+
+def test_nothing_is_read_into_the_room_of_what_a_block_has_asked_for() -> None:
+    plainly = _Plainly()
+    training = Training(layers=_LAYERS)
+    plan = _inputs_offloaded(training, plainly.budget(0.5))
+    actckpt.apply(training.model, policy=plan)
+    assert_equal(training.gradients(), plainly.gradients)
+    ahead: list[int] = []
+    for block in training.model.blocks:  # the last parameter whose gradient is computed: its input was asked for
+        block.attention_norm.weight.register_post_accumulate_grad_hook(lambda _: ahead.append(_C.read_ahead_bytes()))
+    training.step()
+    assert ahead == [0] * _LAYERS
+
+
+def test_originals_of_audits_are_moved_and_not_read_ahead() -> None:
+    store = stores.store_for("sim")
+    block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).to("sim")
+    inputs = torch.randn(1024, 64, device="sim", requires_grad=True)
+    moved, read = actckpt.stats().offloaded_bytes, store.engine.stats().reloaded_bytes
+    x = inputs * 2
+    for _ in range(2):  # what the second one asks for begins to read what the first one moved
+        x = actckpt.checkpoint(block, x, policy=[], offload_inputs=True)
+    x.sum().backward()
+    assert actckpt.stats().offloaded_bytes - moved > 2 * inputs.nbytes, "nothing was audited"
+    assert store.engine.stats().reloaded_bytes - read <= 2 * inputs.nbytes
 
 
 class _Small(devices.Accelerator):
