@@ -182,8 +182,8 @@ def test_times_under_budgets_are_those_of_the_results(model: str) -> None:
     _says("docs/budgets.md", f"{label}, time", figures)
 
 
-def _result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((_ROOT / f"benchmarks/results/{name}_h100_2026-11-23.json").read_text())
+def _result(name: str, of: str = "h100_2026-11-23") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((_ROOT / f"benchmarks/results/{name}_{of}.json").read_text())
     return found
 
 
@@ -252,6 +252,24 @@ def test_budgets_on_a_gpu_are_those_of_the_results() -> None:
     turns = _result("gpu_budgets")["figures"]["in turns"].values()
     medians = [statistics.median(row["seconds"][name] for row in turns) for name in ("keep matmuls", "nothing")]
     assert f"{medians[0] / medians[1]:.2f}" == "1.08"
+
+
+def test_budgets_on_another_gpu_are_those_of_the_results() -> None:
+    figures = _result("gpu_budgets", "h200_2026-11-26")["figures"]
+    turns = figures["in turns"]["round 8"]["by_now"]
+    for number in range(1, 9):
+        row = figures["llama"][f"budget {number}"]
+        assert row["fits"]
+        ratio, (low, high) = turns[f"budget {number}"]["ratio_to_best_simple"]
+        values = [*(row[name] / 2**30 for name in ("peak_bytes", "predicted_peak_bytes"))]
+        values += [row["ratio_to_plain"], row["predicted_ratio_to_plain"], ratio, low, high]
+        _says("docs/gpu.md", f"H200, {row['budget_bytes'] / 2**30:.2f}", values)
+    again = _result("gpu_budgets_again_vit", "h200_2026-11-26")["figures"]["vit"]
+    vit = [again[f"budget {number}"] for number in range(1, 7)]
+    assert all(row["fits"] for row in vit)
+    for name, expected in (("ratio_to_plain", ["1.04", "1.64"]), ("predicted_ratio_to_plain", ["1.01", "1.33"])):
+        ratios = [row[name] for row in vit]
+        assert [f"{min(ratios):.2f}", f"{max(ratios):.2f}"] == expected
 
 
 @pytest.mark.parametrize(
