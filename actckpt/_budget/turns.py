@@ -19,7 +19,7 @@ NUM_STEPS = 6
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race: on a CPU, and on a
 #: device. There what the host takes hides behind what the device does, or not: of small blocks on an H200, plans were
 #: measured to add three times of what they were predicted to.
-_SURE_ON_CPU, _SURE_ON_DEVICE = 0.03, 0.5
+_SURE_ON_CPU, _SURE_ON_DEVICE = 0.03, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
