@@ -207,13 +207,14 @@ def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 def holds_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether anything holds a forward's input once it has run: autograd, a context, an attribute.
 
-    Gradients flow on to the input: so they do in most calls of a block, though not in the first one of a model.
+    Gradients flow on to the input: so they do in most calls of a block, though not in the first one of a model. Of an
+    input that is made of others, some of which may be held alone, it is taken that something does.
 
     Args:
         args, kwargs: of a run that is set apart. Their first tensor is copied: what made it holds it, too.
     """
     given = first_tensor((args, kwargs))
-    if given is None:
+    if given is None or hasattr(given, "__tensor_flatten__"):
         return True
     arguments, storage = _with_copy_of(given, (args, kwargs))
     nodes = [tensor.grad_fn for tensor in tensors_in(forward(*arguments[0], **arguments[1]))]

@@ -233,7 +233,7 @@ def _profiled(call: _Call, values: tuple[Value, ...], *, may_rerun: bool) -> tup
     with modes.without_own(), without_cached_casts():
         times = _times(call, may_rerun=may_rerun, num_values=len(values))
         values = _timed_again(call, values)
-    if structure.bytes_held() == 0 and not _holds_input(call):
+    if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
     costs = BlockClass(

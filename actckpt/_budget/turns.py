@@ -17,8 +17,8 @@ __all__ = ["NUM_STEPS", "Race", "Turn", "entries_of"]
 #: Steps of each plan; the first warms up.
 NUM_STEPS = 6
 #: A plan that is predicted to be faster than simple choices by this share of the step does not race: on a CPU, and on a
-#: device. There what the host takes hides behind what the device does, or not: of small blocks on an H200, plans were
-#: measured to add three times of what they were predicted to.
+#: device. There what the host takes hides behind what the device does, or not: of a ViT with small blocks on an H200,
+#: plans added 1.4 to 5 times what they were predicted to (docs/gpu.md).
 _SURE_ON_CPU, _SURE_ON_DEVICE = 0.03, 0.1
 
 
