@@ -254,14 +254,15 @@ def _race(module: str, kind: str) -> tuple[Any, ...]:
     """Train until a race is over; return what was measured and chosen."""
     _NOTED.clear()
     # Peaks predicted for experts vary by 4 KiB of 100 between runs; at 70 % that decides whether a choice fits.
-    sure, turns._SURE = turns._SURE, math.inf  # no gain is sure, however noisy the times of small blocks are
+    # No gain is sure, however noisy the times of small blocks are.
+    sure, turns._SURE_ON_CPU = turns._SURE_ON_CPU, math.inf
     try:
         kinds, steps = importlib.import_module(module).KINDS, 40
         found = train(kinds[kind], _noting(applied(activation_budget="80%")), steps)
         check_equal(found.gradients, train(kinds[kind], PLAIN, steps).gradients)
         report = actckpt.report(_NOTED[0])
     finally:
-        turns._SURE = sure
+        turns._SURE_ON_CPU = sure
     assert report.race_steps_left == 0
     return tuple((row.name, row.seconds) for row in report.plan.race), report.plan.chosen
 
