@@ -127,8 +127,19 @@ def flush() -> None:
     """Wait until every byte has left, so that backward must bring it back."""
     store = the_store()
     if store is not None:
-        store.flush()
+        settle(store)
+
+
+def settle(store: Tested) -> None:
+    """Wait until no copy holds anything: those out, and what was being read for a backward that has ended."""
+    store.flush()
+    store.poll()
+    deadline = time.monotonic() + 60
+    while store.engine.stats().graveyard_bytes:
+        assert time.monotonic() < deadline, "copies that nobody waits for have not ended in 60 s"
+        time.sleep(0.001)
         store.poll()
+    store.poll()  # what was released since
 
 
 def free_memory(h: torch.Tensor) -> None:
