@@ -203,7 +203,7 @@ def _solved_by_bytes(costs: CostTable, budget_bytes: float, pins: Pins | None) -
             backward_s=1.0,
             recording_s=0.0,
             rerun_s=None,
-            values=tuple(dataclasses.replace(value, recompute_s=1.0) for value in block.values),
+            values=tuple(dataclasses.replace(value, recompute_s=1.0, offload_s=0.0) for value in block.values),
         )
         for name, block in costs.classes.items()
     }

@@ -32,6 +32,7 @@ class Value:
     replayable: bool = True
     #: Whether the tensor is the input of the next block that has one, too (NOTE [ Shared inputs ]).
     next_input: bool = False
+    offload_s: float = 0.0
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Value:
@@ -46,6 +47,7 @@ class Value:
             offloadable=fields.flag("offloadable", True),
             replayable=replayable,
             next_input=fields.flag("next_input", False),
+            offload_s=fields.seconds("offload_s", 0.0),
         )
         fields.nothing_else()
         return found

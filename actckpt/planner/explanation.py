@@ -9,8 +9,7 @@ import numpy
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt.action import Action
-from actckpt.planner.costs import Value
-from actckpt.planner.folding import folded, rows, say_blocks
+from actckpt.planner.folding import Row, folded, rows, say_blocks
 from actckpt.planner.improvement import candidate
 from actckpt.planner.plans import Plan
 from actckpt.planner.problem import Problem
@@ -47,12 +46,18 @@ def _times(plan: Plan) -> str:
     if plan.overhead_seconds == 0.0:
         return f"{text}, no longer than with everything kept."
     parts = [
-        (plan.recompute_seconds, "computing again"),
+        (plan.recompute_seconds, f"computing again{_and_offloading(plan)}"),
         (plan.write_wait_seconds, "waiting for copies out"),
         (plan.read_wait_seconds, "waiting for copies back"),
     ]
     terms = ", ".join(f"{format_seconds(seconds)} {what}" for seconds, what in parts if seconds)
     return f"{text}, {_share(plan, plan.overhead_seconds)} more than with everything kept: {terms}. {_best(plan)}"
+
+
+def _and_offloading(plan: Plan) -> str:
+    pairs = zip(plan.costs.blocks, plan.actions, strict=True)
+    offloaded = (value for block, of in pairs for value in block.values if of[value.name] is Action.OFFLOAD)
+    return " and offloading" if any(value.offload_s for value in offloaded) else ""
 
 
 def _best(plan: Plan) -> str:
@@ -115,29 +120,32 @@ def _entry(plan: Plan, index: int) -> str:
     return names[index].strip("()") if blocks[index] is None else f"of {names[index]}"
 
 
-def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Value, int, float]]:
-    """Yield which value of which blocks has an action, the value, in how many blocks, and what computing it takes."""
+def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Row, list[int]]]:
+    """Yield which value of which blocks has an action, in words, its row, and these entries."""
     for row in rows(plan):
         chosen = row.chosen(plan, action)
         if chosen:
             where = f"of {row.of!r} in {len(chosen)} of {len(row.entries)} blocks"
-            seconds = row.recompute_s(plan, chosen)
-            yield where if plan.blocks is None else f"in {say_blocks(plan, chosen)}", row.value, len(chosen), seconds
+            yield where if plan.blocks is None else f"in {say_blocks(plan, chosen)}", row, chosen
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:
-    for where, value, num, seconds in _groups(plan, Action.OFFLOAD):
-        other = f"computing it again would take {format_seconds(seconds)}, and what its inputs take"
+    for where, row, chosen in _groups(plan, Action.OFFLOAD):
+        value = row.value
+        again_s, offload_s = row.recompute_s(plan, chosen), row.offload_s(plan, chosen)
+        other = f"computing it again would take {format_seconds(again_s)}, and what its inputs take"
         why = other if value.replayable else "it cannot be computed again"
-        total = format_bytes(num * value.nbytes)
-        yield f"Offloaded: {value.name} {where} ({total} out and back): {why}."
+        total = format_bytes(len(chosen) * value.nbytes)
+        beside = f", {format_seconds(offload_s)} beside the copies" if offload_s else ""
+        yield f"Offloaded: {value.name} {where} ({total} out and back{beside}): {why}."
 
 
 def _recomputed(plan: Plan) -> Iterator[str]:
-    for where, value, num, seconds in _groups(plan, Action.RECOMPUTE):
-        if value.needed:
-            total = format_bytes(num * value.nbytes)
-            yield f"Recomputed: {value.name} {where} ({total}): {format_seconds(seconds)}."
+    for where, row, chosen in _groups(plan, Action.RECOMPUTE):
+        if row.value.needed:
+            total = format_bytes(len(chosen) * row.value.nbytes)
+            seconds = format_seconds(row.recompute_s(plan, chosen))
+            yield f"Recomputed: {row.value.name} {where} ({total}): {seconds}."
 
 
 def _recorded(plan: Plan) -> Iterator[str]:

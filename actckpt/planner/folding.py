@@ -33,8 +33,15 @@ class Row:
 
     def recompute_s(self, plan: Plan, entries: Iterable[int]) -> float:
         """Return the seconds that computing the value again takes in these entries."""
+        return sum(value.recompute_s for value in self._values(plan, entries))
+
+    def offload_s(self, plan: Plan, entries: Iterable[int]) -> float:
+        """Return the seconds that offloading the value takes in these entries, beside its copies."""
+        return sum(value.offload_s for value in self._values(plan, entries))
+
+    def _values(self, plan: Plan, entries: Iterable[int]) -> Iterator[Value]:
         values = (value for i in entries for value in plan.costs.blocks[i].values)
-        return sum(value.recompute_s for value in values if value.name == self.value.name)
+        return (value for value in values if value.name == self.value.name)
 
 
 def folded(plan: Plan, entries: Iterable[int]) -> list[list[int]]:
@@ -53,7 +60,8 @@ def rows(plan: Plan) -> Iterator[Row]:
         found: dict[Value, list[int]] = {}
         for index in entries:
             for value in blocks[index].values:
-                found.setdefault(dataclasses.replace(value, recompute_s=0.0, inputs=()), []).append(index)
+                kind = dataclasses.replace(value, recompute_s=0.0, offload_s=0.0, inputs=())
+                found.setdefault(kind, []).append(index)
         for value, having in found.items():
             yield Row(value, _of(plan, having), having)
 

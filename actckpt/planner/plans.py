@@ -63,7 +63,8 @@ class Plan:
     rerun: tuple[bool, ...]
     #: Seconds of a step in which everything is kept.
     plain_seconds: float
-    #: What is added to them: computing again, and waiting for copies out and back.
+    #: What is added to them: computing again, with what recording and offloading take, and waiting for copies out and
+    #: back.
     recompute_seconds: float
     write_wait_seconds: float
     read_wait_seconds: float

@@ -25,7 +25,7 @@ class Footprint(NamedTuple):
 
     kept_bytes: float
     offloaded_bytes: float
-    #: Seconds to get back what was dropped, and to record what is needed for that.
+    #: Seconds to get back what was dropped, to record what is needed for that, and to hand over what is offloaded.
     recompute_s: float
     #: Whether that is by running the whole block again.
     rerun: bool
@@ -60,19 +60,21 @@ def _replayed(block: BlockClass, actions: Actions, wanted: list[str]) -> frozens
 def footprint(block: BlockClass, actions: Actions) -> Footprint | None:
     """Return what actions come to, by replay or by a rerun, whichever is faster; None where neither can do it."""
     ways = []
+    pairs = list(zip(block.values, actions, strict=True))
+    offload_s = sum(value.offload_s for value, action in pairs if action is Action.OFFLOAD)
     replay = recomputed(block, actions)
     if replay is not None:
         recording_s = block.recording_s if block.is_recorded(actions) else 0.0
-        ways.append((recording_s + _seconds(block, replay), False))
+        ways.append((recording_s + offload_s + _seconds(block, replay), False))
     if block.rerun:
         has_input = any(value.name == BLOCK_INPUT for value in block.values)
         replay = _replayed(block, actions, [BLOCK_INPUT] * has_input)
         if replay is not None:
-            ways.append((block.rerun_seconds + _seconds(block, replay), True))
+            ways.append((block.rerun_seconds + offload_s + _seconds(block, replay), True))
     if not ways:
         return None
     held = dict.fromkeys(Action, 0.0)
-    for value, action in zip(block.values, actions, strict=True):
+    for value, action in pairs:
         held[action] += value.nbytes
     return Footprint(held[Action.KEEP], held[Action.OFFLOAD], *min(ways))
 

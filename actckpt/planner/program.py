@@ -93,8 +93,9 @@ class Program:
                 continue
             most = {action: float(action in allowed) for action in DECIDED}
             most[Action.RECOMPUTE] *= value.replayable
-            cost = {Action.RECOMPUTE: value.recompute_s * self._per_second}
-            decided[value.name] = {a: self._variable(most[a], cost.get(a, 0.0), whole=True) for a in DECIDED}
+            seconds = {Action.RECOMPUTE: value.recompute_s, Action.OFFLOAD: value.offload_s}
+            cost = {action: seconds.get(action, 0.0) * self._per_second for action in DECIDED}
+            decided[value.name] = {a: self._variable(most[a], cost[a], whole=True) for a in DECIDED}
             terms = [(variable, 1.0) for variable in decided[value.name].values()]
             self._row(terms, upper=1.0)
             if Action.RECOMPUTE not in allowed:
@@ -205,11 +206,11 @@ class Program:
         return then
 
     def _recompute(self, index: int, factor: float) -> list[tuple[int, float]]:
-        """Return the seconds that a block's recomputation takes, times a factor."""
-        variables = [decided[Action.RECOMPUTE] for decided in self._decided[index].values()]
+        """Return the seconds that a block takes longer for its actions, times a factor."""
+        variables = [variable for decided in self._decided[index].values() for variable in decided.values()]
         if (recorded := self._recorded[index]) is not None:
             variables.append(recorded)
-        return [(variable, self._costs[variable] * factor) for variable in variables]
+        return [(variable, self._costs[variable] * factor) for variable in variables if self._costs[variable]]
 
     def _sized(self, base: Any) -> None:
         """Minimise the budget: what it must hold, and nothing about time."""

@@ -50,7 +50,8 @@ class Simulation:
 
     #: Of the whole step.
     seconds: float
-    #: Over a step in which everything is kept: computing again, and waiting for copies out and back.
+    #: Over a step in which everything is kept: computing again, with what recording and offloading take, and waiting
+    #: for copies out and back.
     overhead_seconds: float
     recompute_seconds: float
     write_wait_seconds: float
@@ -158,11 +159,16 @@ class _Pipe:
 
 
 def _recompute_seconds(block: BlockClass, actions: Mapping[str, Action], rerun: bool, where: str) -> float:
-    """Return how long it takes to get back what was dropped. Reads values backward: what uses a value comes first."""
+    """Return how long it takes to get back what was dropped, and to hand over what is offloaded.
+
+    Reads values backward: what uses a value comes first.
+    """
     wanted = {value.name for value in block.values if value.needed} if not rerun else {BLOCK_INPUT}
     is_recorded = not rerun and block.is_recorded(actions[value.name] for value in block.values)
     seconds = block.rerun_seconds if rerun else block.recording_s * is_recorded
     for value in reversed(block.values):
+        if actions[value.name] is Action.OFFLOAD:
+            seconds += value.offload_s
         if value.name in wanted and actions[value.name] is Action.RECOMPUTE:
             if not value.replayable:
                 raise ValueError(f"{where} drops {value.name!r}, which backward needs and nothing can compute again.")

@@ -50,6 +50,7 @@ def _random_class(rng: random.Random, num_values: int) -> Table:
             "needed": rng.random() < 0.75,
             "offloadable": rng.random() < 0.8,
             "replayable": rng.random() < (0.8 if i else 0.3),
+            **({"offload_s": rng.choice([0.25, 0.5, 1.0])} if rng.random() < 0.3 else {}),
         }
         for i, name in enumerate(names)
     ]
@@ -85,8 +86,9 @@ def triples(block: Table, *, last: bool, pins: dict[str, str]) -> list[Triple]:
             if replay is not None:
                 seconds.append(block.get("rerun_s", block["forward_s"]) + replay)
         if seconds:
+            beside = sum(v.get("offload_s", 0.0) for a, v in zip(actions, values, strict=True) if a == "o")
             sizes = [sum(v["bytes"] for a, v in zip(actions, values, strict=True) if a == which) for which in "ko"]
-            found[sizes[0], sizes[1], min(seconds)] = None
+            found[sizes[0], sizes[1], min(seconds) + beside] = None
     return list(found)
 
 

@@ -40,7 +40,8 @@ def test_scaled_seconds_give_scaled_overhead(table: Table, budget: int, factor: 
         for key in ("forward_s", "backward_s", *({"recording_s", "rerun_s"} & block.keys())):
             block[key] *= factor
         for value in block.get("values", []):
-            value["recompute_s"] *= factor
+            for key in {"recompute_s", "offload_s"} & value.keys():
+                value[key] *= factor
 
     scaled = _classes(table, change)
     for key in ("d2h_bytes_per_s", "h2d_bytes_per_s", "disk_write_bytes_per_s", "disk_read_bytes_per_s"):
