@@ -16,7 +16,8 @@ Rule 3. The same runs are timed in a region that recomputes everything it can. W
         recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
         times of their operators. What reruns take is timed as NOTE [ Timing a rerun ] says. The modes that watch the
         step are taken off (NOTE [ Modes ]), and what stands for other ranks where a block exchanges nothing with them:
-        a mode takes longer than small operators do.
+        a mode takes longer than small operators do. On a device they are timed in a region that offloads some values,
+        too, small ones, for which host memory has room (NOTE [ Timing a rerun ] Rule 4).
 Rule 4. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
         always stays.
 """
@@ -26,8 +27,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ from actckpt._budget.apart import attributes_of, counts_calls, holds_input, set_
 from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import OTHER, ProfiledBlock
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
-from actckpt._budget.timing import Run, Times, fastest
+from actckpt._budget.timing import Offloading, Run, Times, fastest
 from actckpt._budget.workspaces import WorkingStorages
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import agreement, devices, modes
@@ -65,6 +67,8 @@ _BLOCK = Inside(is_block=True)
 _POLICIES: tuple[Policy, Policy] = ([], "recompute")
 #: The least seconds of an operator in so many runs count.
 _OPERATORS_TIMED = 3
+#: Most that is offloaded to time that, or one value.
+_MOVED_BYTES = 64 << 20
 
 
 class Profiler:
@@ -144,7 +148,7 @@ class Profiler:
         if key not in self._known:
             may_rerun = not counts_calls(block, before, structure.written)
             with inputs.as_found(checks=False), _explained(name):
-                self._known[key] = _profiled(call, values, may_rerun=may_rerun)
+                self._known[key] = _profiled(call, values, _moved(recorded), may_rerun=may_rerun)
         costs, forward_bytes = self._known[key]
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
@@ -218,10 +222,13 @@ class _Call:
 
 
 @uncounted()
-def _profiled(call: _Call, values: tuple[Value, ...], *, may_rerun: bool) -> tuple[BlockClass, float]:
+def _profiled(
+    call: _Call, values: tuple[Value, ...], moved: Mapping[str, Action], *, may_rerun: bool
+) -> tuple[BlockClass, float]:
     """Return what a block costs, and what its forward needs at most.
 
     Args:
+        moved: a policy that offloads some of the values; empty where none may be.
         may_rerun: whether a rerun leaves behind what one forward does.
     """
     structure = call.structure
@@ -231,8 +238,9 @@ def _profiled(call: _Call, values: tuple[Value, ...], *, may_rerun: bool) -> tup
     may_rerun = may_rerun and not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers)
     call = dataclasses.replace(call, is_local=not structure.exchanges.were_met)
     with modes.without_own(), without_cached_casts():
-        times = _times(call, may_rerun=may_rerun, num_values=len(values))
+        times = _times(call, values, moved, may_rerun=may_rerun)
         values = _timed_again(call, values)
+    values = tuple(dataclasses.replace(each, offload_s=times.offload_s * each.offloadable) for each in values)
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
     other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
@@ -251,10 +259,33 @@ def _profiled(call: _Call, values: tuple[Value, ...], *, may_rerun: bool) -> tup
     return costs, float(structure.input_bytes + forward_bytes)
 
 
-def _times(call: _Call, *, may_rerun: bool, num_values: int) -> Times:
-    ways = [functools.partial(call.set_apart, _in_region(call.forward, policy)) for policy in _POLICIES]
+def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
+    """Return a policy that offloads the smallest of these values, and keeps the others; empty where none may go.
+
+    Args:
+        values: by their places.
+    """
+    may = sorted((v for v in values if v.offloadable and v.name != BLOCK_INPUT), key=lambda value: value.nbytes)
+    total = itertools.accumulate(value.nbytes for value in may)
+    some = {value.name for value, nbytes in zip(may, total, strict=True) if value is may[0] or nbytes <= _MOVED_BYTES}
+    names = (value.name for value in values if value.needed and value.name != BLOCK_INPUT)
+    return {name: Action.OFFLOAD if name in some else Action.KEEP for name in names} if some else {}
+
+
+def _times(call: _Call, values: tuple[Value, ...], moved: Mapping[str, Action], *, may_rerun: bool) -> Times:
+    device = call.structure.device
+    ways = [functools.partial(call.set_apart, _in_region(call.forward, policy)) for policy in (*_POLICIES, moved)]
+    offloading = None
+    if moved and devices.accelerator_of(device.type) is not None:
+        num_moved = sum(action is Action.OFFLOAD for action in moved.values())
+        offloading = Offloading(ways[2], num_moved, sum(value.offloadable for value in values))
     timed = functools.partial(
-        fastest, call.set_apart, recorded=ways[0], device=call.structure.device, num_values=num_values
+        fastest,
+        call.set_apart,
+        recorded=ways[0],
+        device=device,
+        num_values=len(values),
+        offloading=offloading,
     )
     if may_rerun:
         # What runs other operators each time fails in a rerun, and what does not run in backward: it is planned without

@@ -10,13 +10,17 @@ Rule 2. What is saved and brought back on top takes time for each value. It is w
 Rule 3. In training a device is busy when a block begins, and computes while the host gives it more. So it is given the
         same block once before, and nobody waits. What the host takes to give it all counts where that is longer than
         what the device takes: in a row of such blocks the device waits for the host, in forward or in backward.
+Rule 4. What the host takes longer for each value that is offloaded is measured with some of them. How much longer a
+        block takes where all are offloaded, since the device no longer hides it, is shared out to them: a sum over
+        values cannot say that the first ones are free. Copies are not part of it, nor is waiting for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +29,7 @@ from torch import Tensor
 from actckpt._core import devices, extensions
 from actckpt._core.storages import tensors_in
 
-__all__ = ["Run", "Runs", "Times", "fastest"]
+__all__ = ["Offloading", "Run", "Runs", "Times", "fastest"]
 
 #: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
 #: others as long as all together take less than so many seconds.
@@ -71,9 +75,28 @@ class Times(NamedTuple):
     replaying_s: float
     #: What the block takes longer where it runs again in backward; None: it may not.
     rerun_s: float | None
+    #: What it takes longer for each value that is offloaded, beside the copies.
+    offload_s: float = 0.0
 
 
-def fastest(plain: Runs, *, recorded: Runs, rerun: Runs | None, device: torch.device, num_values: int) -> Times:
+class Offloading(NamedTuple):
+    """A block that offloads some of its values, and keeps the others."""
+
+    runs: Runs
+    #: How many it offloads, and how many it could.
+    num_offloaded: int
+    num_offloadable: int
+
+
+def fastest(
+    plain: Runs,
+    *,
+    recorded: Runs,
+    rerun: Runs | None,
+    device: torch.device,
+    num_values: int,
+    offloading: Offloading | None = None,
+) -> Times:
     """Return the least times of some runs in turns.
 
     Args:
@@ -81,20 +104,57 @@ def fastest(plain: Runs, *, recorded: Runs, rerun: Runs | None, device: torch.de
             in each region does not count: it is audited, or meets what is new.
         device: of the block.
         num_values: how many values it has.
+        offloading: the block in a region that offloads; None: what that takes the host is not asked for.
     """
-    ways = [plain, recorded, *([rerun] if rerun is not None else [])]
+    ways = [plain, recorded, *(way for way in (rerun, offloading and offloading.runs) if way is not None)]
     for way in ways[1:]:
-        _seconds(way, device)
-    times: list[tuple[float, ...]] = []
-    while len(times) < _LEAST_TIMED or (len(times) < _MOST_TIMED and sum(map(sum, times)) < _TIMED_S):
-        turn = [seconds for way in ways for seconds in _seconds(way, device)]
-        times.append((*turn, *([_rerun_alone_s(rerun, device)] if rerun is not None else [])))
-    forward_s, backward_s, recorded_s, replaying_s, *again = map(min, zip(*times, strict=True))
-    rerun_s = None
-    if again:
-        longer_s = again[0] + again[1] - forward_s - backward_s
-        rerun_s = min(max(longer_s, again[2]), again[2] + num_values * _MOST_PER_SAVED_S)
-    return Times(forward_s, backward_s, recorded_s, replaying_s, rerun_s)
+        _timed(way, device)
+    timed: list[Callable[[], tuple[_Span, ...]]] = [functools.partial(_timed, way, device) for way in ways]
+    if rerun is not None:
+        timed.append(functools.partial(_rerun_alone, rerun, device))
+    (forward, backward), (recording, replaying), *others = _in_turns(timed)
+    rerun_s, offload_s = None, 0.0
+    if rerun is not None:
+        longer_s = sum(span.seconds for span in others.pop(0)) - forward.seconds - backward.seconds
+        alone_s = others.pop()[0].seconds
+        rerun_s = min(max(longer_s, alone_s), alone_s + num_values * _MOST_PER_SAVED_S)
+    if offloading is not None:
+        pairs = zip((recording, backward), others.pop(), strict=True)
+        offload_s = sum(_per_offloaded_s(usual, with_some, offloading) for usual, with_some in pairs)
+    return Times(forward.seconds, backward.seconds, recording.seconds, replaying.seconds, rerun_s, offload_s)
+
+
+def _per_offloaded_s(usual: _Span, with_some: _Span, offloading: Offloading) -> float:
+    """Return what forward or backward takes longer for each value that is offloaded (Rule 4).
+
+    Args:
+        usual: what it takes where none is.
+        with_some: the same with some.
+    """
+    host_s = max(with_some.host_s - usual.host_s, 0.0) / offloading.num_offloaded
+    num = offloading.num_offloadable
+    return max(usual.host_s + num * host_s - usual.seconds, 0.0) / num
+
+
+def _in_turns(timed: Sequence[Callable[[], tuple[_Span, ...]]]) -> list[tuple[_Span, ...]]:
+    """Return the least that each of these takes, in several turns."""
+    turns: list[list[tuple[_Span, ...]]] = []
+    spent_s = 0.0
+    while len(turns) < _LEAST_TIMED or (len(turns) < _MOST_TIMED and spent_s < _TIMED_S):
+        turns.append([each() for each in timed])
+        spent_s += sum(span.seconds for spans in turns[-1] for span in spans)
+    return [tuple(map(_least, zip(*found, strict=True))) for found in zip(*turns, strict=True)]
+
+
+class _Span(NamedTuple):
+    """What some work took the host, and the slower one of host and device (Rule 3)."""
+
+    host_s: float
+    seconds: float
+
+
+def _least(spans: Iterable[_Span]) -> _Span:
+    return _Span(*map(min, zip(*spans, strict=True)))
 
 
 class _Moment(NamedTuple):
@@ -107,14 +167,15 @@ class _Moment(NamedTuple):
     def now(cls, device: torch.device) -> _Moment:
         return cls(devices.host_seconds(device), devices.moment(device))
 
-    def seconds_until(self, later: _Moment) -> float:
-        """Return what the slower one took (Rule 3)."""
-        return max(later.host_s - self.host_s, devices.seconds_between(self.device, later.device))
+    def until(self, later: _Moment) -> _Span:
+        """Return what the work between two moments took."""
+        host_s = later.host_s - self.host_s
+        return _Span(host_s, max(host_s, devices.seconds_between(self.device, later.device)))
 
 
-def _seconds(
+def _timed(
     runs: Runs, device: torch.device, watch: contextlib.AbstractContextManager[object] | None = None
-) -> tuple[float, float]:
+) -> tuple[_Span, _Span]:
     """Return what forward and backward take; `watch` is around the run that counts."""
     devices.synchronize(device)
     if devices.accelerator_of(device.type) is not None:  # Rule 3
@@ -126,18 +187,18 @@ def _seconds(
         middle = _Moment.now(device)
         _backward(run, roots)
         end = _Moment.now(device)
-    return start.seconds_until(middle), middle.seconds_until(end)
+    return start.until(middle), middle.until(end)
 
 
 def _backward(run: Run, roots: list[Tensor]) -> None:
     run.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _rerun_alone_s(runs: Runs, device: torch.device) -> float:
-    """Return what the rerun of a block takes, which its forward is not a part of; 0 where none begins."""
+def _rerun_alone(runs: Runs, device: torch.device) -> tuple[_Span]:
+    """Return what the rerun of a block takes, which its forward is not a part of; nothing where none begins."""
     timer = _Timer(device)
-    _seconds(runs, device, timer.registered())
-    return 0.0 if timer.span is None else timer.span[0].seconds_until(timer.span[1])
+    _timed(runs, device, timer.registered())
+    return (_Span(0.0, 0.0) if timer.span is None else timer.span[0].until(timer.span[1]),)
 
 
 class _Timer(extensions.Extension):

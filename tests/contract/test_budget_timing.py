@@ -140,15 +140,15 @@ class NotesModes(Block):
 def test_blocks_are_timed_below_the_modes_of_the_program_alone(
     is_applied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed, seconds = [], timing._seconds
+    timed, run = [], timing._timed
 
     def noted(*args: Any) -> Any:
         NotesModes.found.clear()
-        found = seconds(*args)
+        found = run(*args)
         timed.extend(NotesModes.found)  # of the forward, and of its rerun
         return found
 
-    monkeypatch.setattr(timing, "_seconds", noted)
+    monkeypatch.setattr(timing, "_timed", noted)
     model, x = Model(NotesModes), torch.randn(8, 16, 32)
     actckpt.configure(observers=[_Seen])
     with _Seen():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 
 import actckpt
 from actckpt._budget import timing
+from actckpt._budget.profiled_block import OTHER
 from actckpt._core import devices
+from actckpt._offload import session, stores
+from actckpt._offload.device import DeviceStore
 
 _DEVICE = torch.device("sim", 0)
 
@@ -85,3 +89,52 @@ def test_the_head_takes_no_longer_than_what_follows_its_forward() -> None:
     assert plan is not None
     head = plan.costs.blocks[-1]
     assert 0.0 < head.forward_s < 1.0 > head.backward_s > 0.0
+
+
+@pytest.mark.parametrize(
+    ("host_s", "device_s", "expected_s"),
+    [
+        (
+            3.0,
+            1.0,
+            0.75,
+        ),  # forward and backward wait for the host: a quarter of a second for each value, and half of one
+        (1.0, 3.0, 0.0),  # the device hides 2 s and 4 s, and eight values take 2 s and 4 s
+        (1.0, 2.0, 0.375),  # it hides half of that
+    ],
+)
+def test_what_the_device_does_not_hide_is_shared_out_to_what_is_offloaded(
+    host: SimpleNamespace, host_s: float, device_s: float, expected_s: float
+) -> None:
+    @contextlib.contextmanager
+    def runs(more_s: float = 0.0) -> Iterator[timing.Run]:
+        x = torch.ones(4, device=_DEVICE, requires_grad=True)
+        yield timing.Run(_Double.apply, (x, host, host_s + more_s, device_s), {}, [x])
+
+    offloading = timing.Offloading(functools.partial(runs, 2 * 0.25), num_offloaded=2, num_offloadable=8)
+    found = timing.fastest(runs, recorded=runs, rerun=None, device=_DEVICE, num_values=9, offloading=offloading)
+    assert found.offload_s == pytest.approx(expected_s)
+
+
+def _num_puts() -> float:
+    """A clock that goes on by a second for each tensor that is offloaded, and stands still otherwise."""
+    store = stores.store_for("sim")
+    assert isinstance(store, DeviceStore)
+    return float(store.engine.stats().num_puts)
+
+
+def test_offloading_takes_the_host_its_time_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "DEFAULT_MIN_BYTES", 0)
+    monkeypatch.setattr(Simulated, "host_seconds", lambda _: _num_puts())
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU()) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(16, 4)).to(_DEVICE)
+    x = torch.randn(64, 16, device=_DEVICE)
+    actckpt.apply(model, blocks=["0", "1", "2"], budget=1 << 30, race=False)
+    for _ in range(2):
+        model(x).square().mean().backward()
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    found = [value for block in plan.costs.blocks for value in block.values]
+    assert {value.offload_s for value in found if value.name == OTHER} == {0.0}
+    moved = [value.offload_s for value in found if value.offloadable]
+    assert len(moved) > 4 and moved == pytest.approx([1.0] * len(moved), rel=0.1)

@@ -13,6 +13,11 @@ from actckpt._budget.timing import Times
 _CPU = torch.device("cpu")
 
 
+def _spans(*seconds: float) -> tuple[timing._Span, ...]:
+    """Return what takes the host so many seconds."""
+    return tuple(timing._Span(each, each) for each in seconds)
+
+
 def _fastest(
     monkeypatch: pytest.MonkeyPatch, turns: list[tuple[Any, Any, Any, Any]], *, has_rerun: bool = True
 ) -> Times:
@@ -24,12 +29,12 @@ def _fastest(
     def seconds(way: Any, _: Any) -> Any:
         if way not in warmed:
             warmed.add(way)
-            return 100.0, 100.0
-        return left[way].pop(0)
+            return _spans(100.0, 100.0)
+        return _spans(*left[way].pop(0))
 
     alone = [turn[3] for turn in turns]
-    monkeypatch.setattr(timing, "_seconds", seconds)
-    monkeypatch.setattr(timing, "_rerun_alone_s", lambda *_: alone.pop(0))
+    monkeypatch.setattr(timing, "_timed", seconds)
+    monkeypatch.setattr(timing, "_rerun_alone", lambda *_: _spans(alone.pop(0)))
     monkeypatch.setattr(timing, "_TIMED_S", 0.0)
     rerun = ways[2] if has_rerun else None
     return timing.fastest(ways[0], recorded=ways[1], rerun=rerun, device=_CPU, num_values=1000)
@@ -60,4 +65,4 @@ def test_what_a_rerun_takes_is_bounded(
 
 def test_a_block_that_may_not_run_again_has_no_such_time(monkeypatch: pytest.MonkeyPatch) -> None:
     turn = ((1.0, 2.0), (1.5, 2.5), None, None)
-    assert _fastest(monkeypatch, [turn] * 2, has_rerun=False) == (1.0, 2.0, 1.5, 2.5, None)
+    assert _fastest(monkeypatch, [turn] * 2, has_rerun=False) == (1.0, 2.0, 1.5, 2.5, None, 0.0)
