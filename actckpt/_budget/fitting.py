@@ -181,10 +181,10 @@ class _Search:
         except PlanInfeasibleError as error:
             if smallest_bytes <= self._smallest_other:
                 return error
-        smallest_bytes = min(smallest_bytes, self._smallest_other, *self._tried.values())
+        smallest_bytes = math.ceil(min(smallest_bytes, self._smallest_other, *self._tried.values()))
         return PlanInfeasibleError(
             f"No plan that was tried fits into {format_bytes(self._budget)}: the smallest peak was "
-            f"{format_bytes(smallest_bytes)} ({smallest_bytes:.0f} bytes). Pass that budget or a larger one, or make "
+            f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes). Pass that budget or a larger one, or make "
             "the batch smaller.",
             smallest_bytes,
         )

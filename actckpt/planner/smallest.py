@@ -20,7 +20,7 @@ _TIME_LIMIT_S = 10.0
 _ROUNDING = 1e-11
 
 
-def smallest(problem: Problem) -> tuple[float, Candidate] | None:
+def smallest(problem: Problem) -> tuple[int, Candidate] | None:
     """Return the smallest budget and actions that fit into it; None where no budget is large enough."""
     unlimited = problem.with_budget(math.inf)
     actions = Program(unlimited, minimise="budget").solve(time_limit_s=_TIME_LIMIT_S, gap=0.0).actions()
@@ -36,7 +36,7 @@ def smallest(problem: Problem) -> tuple[float, Candidate] | None:
         assert start is not None
         lower = improved(less, start)
         if lower.excess_bytes > 0.0:
-            return float(budget) if budget % 1 else int(budget), best
+            return math.ceil(budget), best
         best = lower
     return None
 
