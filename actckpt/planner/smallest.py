@@ -20,7 +20,7 @@ _TIME_LIMIT_S = 10.0
 _ROUNDING = 1e-11
 
 
-def smallest(problem: Problem) -> tuple[int, Candidate] | None:
+def smallest(problem: Problem) -> tuple[float, Candidate] | None:
     """Return the smallest budget and actions that fit into it; None where no budget is large enough."""
     unlimited = problem.with_budget(math.inf)
     actions = Program(unlimited, minimise="budget").solve(time_limit_s=_TIME_LIMIT_S, gap=0.0).actions()
@@ -36,7 +36,7 @@ def smallest(problem: Problem) -> tuple[int, Candidate] | None:
         assert start is not None
         lower = improved(less, start)
         if lower.excess_bytes > 0.0:
-            return math.ceil(budget), best
+            return float(budget), best
         best = lower
     return None
 
@@ -47,7 +47,7 @@ def infeasible(problem: Problem) -> PlanInfeasibleError:
     found = smallest(problem)
     if found is None:
         return PlanInfeasibleError(f"No plan fits, whatever the budget: {_beyond_budget(problem)}.", None)
-    smallest_bytes, best = found
+    smallest_bytes, best = math.ceil(found[0]), found[1]
     holds = _holds(problem, best)
     return PlanInfeasibleError(
         f"No plan fits into {given}: the smallest budget is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes). "

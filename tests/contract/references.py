@@ -32,9 +32,8 @@ _NAMES_HEADER = Path(__file__).parents[2] / "csrc" / "core" / "names.h"
 _SINGLETONS = ("None", "True", "False", "()")
 #: References to singletons that come and go with the interpreter's own; other counts must be the same.
 _SLACK = {f"references to {name}": 5 for name in _SINGLETONS}
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # a thread of the worker waits for words from outside, with a view of its buffer
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # A thread of the worker waits for words from outside, with a view of its buffer.
     _SLACK |= {"objects of type memoryview": 1, "objects of type managedbuffer": 1}
 _INTERNED = re.compile(r'X\((\w+), (?:\\\n\s*)?"([^"]*)"\)')
 

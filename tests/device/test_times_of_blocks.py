@@ -94,13 +94,12 @@ def test_the_head_takes_no_longer_than_what_follows_its_forward() -> None:
 @pytest.mark.parametrize(
     ("host_s", "device_s", "expected_s"),
     [
-        (
-            3.0,
-            1.0,
-            0.75,
-        ),  # forward and backward wait for the host: a quarter of a second for each value, and half of one
-        (1.0, 3.0, 0.0),  # the device hides 2 s and 4 s, and eight values take 2 s and 4 s
-        (1.0, 2.0, 0.375),  # it hides half of that
+        # A value takes the host 0.25 s in forward and 0.5 s in backward, and the device hides nothing.
+        (3.0, 1.0, 0.75),
+        # It hides 2 s and 4 s, which is what eight values take.
+        (1.0, 3.0, 0.0),
+        # It hides half of that.
+        (1.0, 2.0, 0.375),
     ],
 )
 def test_what_the_device_does_not_hide_is_shared_out_to_what_is_offloaded(

@@ -189,6 +189,15 @@ def test_blocks_that_may_not_be_run_again_keep_what_is_opaque() -> None:
     assert "x0 can only be kept, kernel can only be kept" in str(caught.value)
 
 
+def test_the_smallest_budget_is_a_whole_number_where_bytes_are_not() -> None:
+    block = {"forward_s": 1, "backward_s": 1, "working_set_bytes": 80.25, "values": []}
+    table = {"version": 1, "classes": {"block": block}, "stack": ["block"] * 2, "fixed_bytes": 7.5}
+    with pytest.raises(PlanInfeasibleError, match=r"\(88 bytes\)") as caught:
+        solve(table, budget=20)
+    assert caught.value.smallest_bytes == 88 and isinstance(caught.value.smallest_bytes, int)
+    assert solve(table, budget=87.75).peak_bytes == solve(table, budget=88).peak_bytes == 87.75
+
+
 def test_pinning_an_opaque_value_to_recompute_runs_its_block_again() -> None:
     plan = solve(_opaque(), budget=1000, pins={(1, "kernel"): "recompute"})
     assert plan.rerun == (False, True, False, False) and plan.overhead_seconds == 3.0
