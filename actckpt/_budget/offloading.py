@@ -76,7 +76,9 @@ def _with_pinned_stay(costs: CostTable, pins: Pins | None) -> CostTable:
         key[-1] if isinstance(key, tuple) else key for key, action in (pins or {}).items() if action not in _RECOMPUTED
     }
     classes = {
-        name: dataclasses.replace(block, rerun=block.rerun and held.isdisjoint(_names_made(block)))
+        name: block
+        if held.isdisjoint(_names_made(block))
+        else dataclasses.replace(block, rerun=False, no_rerun=block.no_rerun or "what is pinned in it stays")
         for name, block in costs.classes.items()
     }
     return dataclasses.replace(costs, classes=classes) if held else costs

@@ -69,6 +69,7 @@ _POLICIES: tuple[Policy, Policy] = ([], "recompute")
 _OPERATORS_TIMED = 3
 #: Most that is offloaded to time that, or one value.
 _MOVED_BYTES = 64 << 20
+_COUNTS_CALLS = "it changes its attributes at each call"
 
 
 class Profiler:
@@ -146,9 +147,9 @@ class Profiler:
         # Times differ from call to call: they make no other structure.
         key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
         if key not in self._known:
-            may_rerun = not counts_calls(block, before, structure.written)
+            no_rerun = _COUNTS_CALLS if counts_calls(block, before, structure.written) else None
             with inputs.as_found(checks=False), _explained(name):
-                self._known[key] = _profiled(call, values, _moved(recorded), may_rerun=may_rerun)
+                self._known[key] = _profiled(call, values, _moved(recorded), no_rerun=no_rerun)
         costs, forward_bytes = self._known[key]
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
@@ -223,22 +224,22 @@ class _Call:
 
 @uncounted()
 def _profiled(
-    call: _Call, values: tuple[Value, ...], moved: Mapping[str, Action], *, may_rerun: bool
+    call: _Call, values: tuple[Value, ...], moved: Mapping[str, Action], *, no_rerun: str | None
 ) -> tuple[BlockClass, float]:
     """Return what a block costs, and what its forward needs at most.
 
     Args:
         moved: a policy that offloads some of the values; empty where none may be.
-        may_rerun: whether a rerun leaves behind what one forward does.
+        no_rerun: why the block may not be run again; None: nothing is known that speaks against it.
     """
     structure = call.structure
     held_bytes, (forward_bytes, peak_bytes) = _held_bytes(call), _peak_bytes(call)
     given = storages_of(list(tensors_in(call.arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
-    may_rerun = may_rerun and not (writes_to_input or structure.holds_twice_in_rerun() or structure.exchanges.integers)
+    no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
     call = dataclasses.replace(call, is_local=not structure.exchanges.were_met)
     with modes.without_own(), without_cached_casts():
-        times = _times(call, values, moved, may_rerun=may_rerun)
+        times, no_rerun = _times(call, values, moved, no_rerun)
         values = _timed_again(call, values)
     values = tuple(dataclasses.replace(each, offload_s=times.offload_s * each.offloadable) for each in values)
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
@@ -255,8 +256,17 @@ def _profiled(
         ),
         rerun=times.rerun_s is not None,
         rerun_s=times.rerun_s,
+        no_rerun=no_rerun,
     )
     return costs, float(structure.input_bytes + forward_bytes)
+
+
+def _why_no_rerun(structure: BlockStructure, *, writes_to_input: bool) -> str | None:
+    if writes_to_input:
+        return "it writes to its input"
+    if structure.holds_twice_in_rerun():
+        return "something else holds what it makes, and would hold what a rerun makes, too"
+    return "it runs collectives" if structure.exchanges.integers else None
 
 
 def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
@@ -272,7 +282,10 @@ def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
     return {name: Action.OFFLOAD if name in some else Action.KEEP for name in names} if some else {}
 
 
-def _times(call: _Call, values: tuple[Value, ...], moved: Mapping[str, Action], *, may_rerun: bool) -> Times:
+def _times(
+    call: _Call, values: tuple[Value, ...], moved: Mapping[str, Action], no_rerun: str | None
+) -> tuple[Times, str | None]:
+    """Return what a block takes, and why it may not be run again."""
     device = call.structure.device
     ways = [functools.partial(call.set_apart, _in_region(call.forward, policy)) for policy in (*_POLICIES, moved)]
     offloading = None
@@ -287,12 +300,15 @@ def _times(call: _Call, values: tuple[Value, ...], moved: Mapping[str, Action], 
         num_values=len(values),
         offloading=offloading,
     )
-    if may_rerun:
+    if no_rerun is None:
         # What runs other operators each time fails in a rerun, and what does not run in backward: it is planned without
         # one. What fails without a rerun, or since one has left something half done, fails again.
-        with contextlib.suppress(Exception):
-            return timed(rerun=ways[1])
-    return timed(rerun=None)
+        try:
+            return timed(rerun=ways[1]), None
+        except Exception as error:
+            first_line = next(iter(str(error).splitlines()), "").rstrip(".")
+            no_rerun = f"it failed with {type(error).__name__}: {first_line}"
+    return timed(rerun=None), no_rerun
 
 
 def _timed_again(call: _Call, values: tuple[Value, ...]) -> tuple[Value, ...]:

@@ -70,6 +70,8 @@ class BlockClass:
     recording_s: float = 0.0
     #: Seconds of a rerun, which may end before the forward does; None: `forward_s`.
     rerun_s: float | None = None
+    #: Why the block may not be run again, for explanations.
+    no_rerun: str | None = None
 
     @property
     def rerun_seconds(self) -> float:
@@ -98,7 +100,12 @@ class BlockClass:
             rerun=fields.flag("rerun", False),
             recording_s=fields.seconds("recording_s", 0.0),
             rerun_s=fields.optional_seconds("rerun_s"),
+            no_rerun=fields.optional_text("no_rerun"),
         )
+        if found.rerun and found.no_rerun is not None:
+            raise CostTableError(
+                f"{fields.where}.no_rerun says why there is no rerun, and rerun is true. Leave out one of them."
+            )
         fields.nothing_else()
         return found
 

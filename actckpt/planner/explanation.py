@@ -28,7 +28,7 @@ _ROUNDING, _LEFT = 1e-6, 0.01
 def explained(plan: Plan) -> str:
     """Say what sets the peak, what is done with which values and why, and what more memory would buy."""
     lines = [_times(plan), _peak(plan), *_offloaded(plan), *_recomputed(plan), *_recorded(plan), *_reruns(plan)]
-    return "\n".join([*lines, *_raced(plan), *_other_budgets(plan)])
+    return "\n".join([*lines, *_without_reruns(plan), *_raced(plan), *_other_budgets(plan)])
 
 
 def _raced(plan: Plan) -> Iterator[str]:
@@ -164,6 +164,18 @@ def _reruns(plan: Plan) -> Iterator[str]:
     for chosen in folded(plan, (index for index, rerun in enumerate(plan.rerun) if rerun)):
         seconds = format_seconds(sum(plan.costs.blocks[index].rerun_seconds for index in chosen))
         yield f"Run again as a whole: {say_blocks(plan, chosen)}: {seconds}."
+
+
+def _without_reruns(plan: Plan) -> Iterator[str]:
+    """Say which blocks could not be run again, where that might have been of use."""
+    found: dict[tuple[str, str], list[int]] = {}
+    if plan.overhead_seconds:
+        for index, block in enumerate(plan.costs.blocks):
+            if block.no_rerun:
+                class_name = plan.costs.stack[index] if plan.block_names is None else ""
+                found.setdefault((block.no_rerun, class_name), []).append(index)
+    for (why, _), chosen in found.items():
+        yield f"Never run again as a whole: {say_blocks(plan, chosen)}: {why}."
 
 
 def _other_budgets(plan: Plan) -> Iterator[str]:

@@ -65,6 +65,13 @@ class Fields:
             raise CostTableError(f"{self.where}.{name} is {found!r}. It must be a text that is not empty.")
         return found
 
+    def optional_text(self, name: str) -> str | None:
+        """Return a text that is not empty, None where the field is left out."""
+        if self._table.get(name) is None:
+            self._read.append(name)
+            return None
+        return self.text(name)
+
     def flag(self, name: str, default: bool) -> bool:
         """Return true or false."""
         found = self._get(name, default)

@@ -267,8 +267,16 @@ def test_profiling_leaves_nothing_behind(kind: type[nn.Module]) -> None:
     assert actckpt.report(models[1]).plan is not None
 
 
-@pytest.mark.parametrize("kind", [InPlace, Count, DrawsFromObject, TensorAttribute])
-def test_blocks_that_a_rerun_would_change_are_planned_without_one(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (InPlace, "it writes to its input"),
+        (Count, "it changes its attributes at each call"),
+        (DrawsFromObject, "it changes its attributes at each call"),
+        (TensorAttribute, "it changes its attributes at each call"),
+    ],
+)
+def test_blocks_that_a_rerun_would_change_are_planned_without_one(kind: type[nn.Module], why: str) -> None:
     model = Model(kind)
     actckpt.apply(model, blocks="blocks.*", activation_budget="80%")
     for _ in range(2):
@@ -276,6 +284,9 @@ def test_blocks_that_a_rerun_would_change_are_planned_without_one(kind: type[nn.
     plan = actckpt.report(model).plan
     assert plan is not None and not any(plan.rerun)
     assert not any(plan.costs.classes[name].rerun for name in plan.costs.stack)
+    named = zip(plan.costs.blocks, plan.blocks or (), strict=True)
+    assert {block.no_rerun for block, name in named if name is not None} == {why}
+    assert plan.overhead_seconds == 0 or f": {why}." in plan.explain()
 
 
 @pytest.mark.parametrize("kind", [Draws, DrawsFromList])

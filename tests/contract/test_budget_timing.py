@@ -69,6 +69,8 @@ def test_blocks_of_which_a_rerun_fails_are_planned_without_one() -> None:
         model(torch.randn(8, 16, 32)).backward()
     plan = actckpt.report(model).plan
     assert plan is not None and not any(block.rerun for block in plan.costs.blocks)
+    assert plan.overhead_seconds > 0
+    assert "Never run again as a whole: blocks.0-3: it failed with RerunMismatchError: " in plan.explain()
 
 
 class RunsForwardAlone(Block):

@@ -58,6 +58,18 @@ def test_reruns_take_a_forward_unless_a_table_says_otherwise(table: Table) -> No
     assert CostTable.from_dict(costs.to_dict()) == costs
 
 
+def test_why_there_is_no_rerun_ends_a_sentence_of_explanations(table: Table) -> None:
+    block = {**table["classes"]["attention"], "rerun": False, "no_rerun": "it writes to its input"}
+    explained = CostTable.from_dict({**table, "classes": {**table["classes"], "attention": block}})
+    assert CostTable.from_dict(explained.to_dict()) == explained
+    line = "Never run again as a whole: 2 blocks 'attention': it writes to its input."
+    least = solve(explained, budget=1e6).peak_bytes
+    for budget, is_said in ((least - 1, True), (least, False)):
+        plan = solve(explained, budget=budget)
+        assert (plan.overhead_seconds > 0) == is_said == (line in plan.explain().splitlines())
+    assert "Never run" not in solve(table, budget=least - 1).explain()
+
+
 def test_numbers_of_numpy_are_numbers(table: Table) -> None:
     table["fixed_bytes"], table["d2h_bytes_per_s"] = numpy.int64(7), numpy.float32(4)
     assert CostTable.from_dict(table).to_dict() == CostTable.from_dict({**table, "fixed_bytes": 7}).to_dict()
@@ -117,6 +129,11 @@ _BAD: dict[str, tuple[Callable[[Table], Any], str]] = {
         _value(1, recompute_ms=3),
         f"{_VALUES}[1] has an unknown field 'recompute_ms'; nearest: 'recompute_s'",
     ),
+    "a rerun, and why not": (
+        _class(rerun=True, no_rerun="it counts"),
+        "attention.no_rerun says why there is no rerun, and rerun is true. Leave out one",
+    ),
+    "no reason": (_class(no_rerun=""), "attention.no_rerun is ''. It must be a text that is not empty."),
     "negative rerun": (_class(rerun_s=-2), "attention.rerun_s is -2. It must be a number of seconds from 0 on."),
     "misspelt class": (_class(foward_s=1), "attention has an unknown field 'foward_s'; nearest: 'forward_s'"),
     "misspelt top": (_table(d2h_bytes_per_sec=1), "nearest: 'd2h_bytes_per_s'"),
@@ -190,5 +207,5 @@ def test_the_page_describes_every_field(table: Table) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (?:required|false|true|none|no limit|the budget|0)", _PAGE, re.MULTILINE)
     costs = CostTable.from_dict(table).to_dict()
     attention = costs["classes"]["attention"]
-    known = {*costs, *attention, *attention["values"][0]}
+    known = {*costs, *attention, *attention["values"][0], "no_rerun"}
     assert sorted(rows) == sorted(known)
