@@ -4,14 +4,14 @@ NOTE [ Profiling a block ]
 
 Rule 1. The call itself is recorded (NOTE [ Structure of a block ]) under a policy that recomputes everything it can, so
         that a step in which all blocks are profiled needs little more than one in which all are checkpointed.
-Rule 2. The first block of each structure (operators, shapes, dtypes) then runs forward and backward a few times more,
-        on its own: on detached inputs, aliases of its parameters and copies of its buffers, so that no gradient, no
-        hook of a parameter and no other block is touched. Backward goes to those inputs and parameters alone: what
-        else the block leads to is somebody's graph. Containers and objects are as the forward found them (NOTE [
-        Found by the forward ]). Afterwards random state, attributes of modules, and the containers
-        and objects that these and the arguments lead to are what they were. Other tensors that the recorded call
-        wrote to in place get their bytes back. Nothing is exchanged with other ranks (NOTE [ Alone ]), and
-        `actckpt.stats` does not count what these runs do.
+Rule 2. The first block of each structure (operators, shapes, dtypes, what gradients flow to) then runs forward and
+        backward a few times more, on its own: on detached inputs, aliases of its parameters and copies of its buffers,
+        so that no gradient, no hook of a parameter and no other block is touched. Backward goes to those inputs and
+        parameters alone: what else the block leads to is somebody's graph. Containers and objects are as the forward
+        found them (NOTE [ Found by the forward ]). Afterwards random state, attributes of modules, and the containers
+        and objects that these and the arguments lead to are what they were. Other tensors that the recorded call wrote
+        to in place get their bytes back. Nothing is exchanged with other ranks (NOTE [ Alone ]), and `actckpt.stats`
+        does not count what these runs do.
 Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
         recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
         times of their operators. What reruns take is timed as NOTE [ Timing a rerun ] says. The modes that watch the
@@ -145,7 +145,9 @@ class Profiler:
         if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and nothing before it is trained
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
         # Times differ from call to call: they make no other structure.
-        key = (type(block), block.training, *(dataclasses.replace(value, recompute_s=0.0) for value in values))
+        same = (dataclasses.replace(value, recompute_s=0.0) for value in values)
+        trained = (tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *block.parameters()))
+        key = (type(block), block.training, *same, *trained)
         if key not in self._known:
             no_rerun = _COUNTS_CALLS if counts_calls(block, before, structure.written) else None
             with inputs.as_found(checks=False), _explained(name):
