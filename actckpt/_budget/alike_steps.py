@@ -24,11 +24,13 @@ from actckpt._budget.meters import FixedBytes, Meter
 from actckpt._budget.observing import Observing
 from actckpt._budget.offloading import solved
 from actckpt._budget.outside_graph import OutsideGraph
+from actckpt._budget.pace import Pace
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.rank_races import RaceNumbers, race_of
 from actckpt._budget.running import device_of, settings_of, use_settings
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes
+from actckpt._budget.stalls import Stalls
 from actckpt._budget.turns import Race, Turn, entries_of
 from actckpt._budget.unmeasured import Unmeasured
 from actckpt._budget.unread import UnreadForwards
@@ -46,6 +48,8 @@ __all__ = ["AlikeSteps", "tell_compiled"]
 
 #: What is fixed has changed where it has by more than this share; less than planned only counts in so many steps.
 _CHANGE, _WATCHED_STEPS = 0.01, 3
+#: What is free has where it has by more than this share; it is asked for in one of so many steps.
+_FREE_CHANGE, _STEPS_PER_LOOK = 0.1, 20
 
 
 @torch_private.called_while_traced
@@ -84,8 +88,10 @@ class AlikeSteps:
         self._is_unseen = self._is_silent = False
         self._device = device_of(model)
         self._offloads = is_linked(self._device, wanted.pins)
-        self._observing, self.unmeasured = Observing(self._device), Unmeasured(model, forwards)
-        self._given_bytes = math.inf
+        self._pace = Pace()
+        self._observing, self._stalls = Observing(self._device, self._pace), Stalls(self._device, self._pace)
+        self.unmeasured = Unmeasured(model, forwards)
+        self._given_bytes = self._budget_bytes = math.inf
         #: Of the plan that ran last.
         self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
         self.plan: Plan | None = None
@@ -120,8 +126,10 @@ class AlikeSteps:
         if self.plan is None and self._held_output_bytes is None:
             use_settings(self._forwards, {})
             return
+        self._pace.step()
         is_changed = self._most_alive > self._most_alive_planned or self._is_changed() or self.unmeasured.wants_plan
-        if self.plan is None or is_changed or self._observing.wants_plan:
+        is_observed = self._observing.wants_plan or self._stalls.wants_plan or self._is_free_memory_changed()
+        if self.plan is None or is_changed or is_observed:
             self._make_plan()
         self._num_planned += 1
         if self._race is not None:
@@ -134,6 +142,7 @@ class AlikeSteps:
         use_settings(self._forwards, self._settings[1])
         if self._wanted.budget is not None:
             self._observing.begin(self.plan, is_alone=self._num_alive == 1, grown_bytes=self._grown_bytes)
+        self._stalls.begin(self.plan, counts=self._num_alive == 1 and self._race is None)
 
     @property
     def race_steps_left(self) -> int:
@@ -217,6 +226,7 @@ class AlikeSteps:
 
     def _backward_ended(self, turn: Turn | None, held: list[torch.UntypedStorage]) -> None:
         self._observing.ended(self._given_bytes)
+        self._stalls.ended()
         if self._held_output_bytes is None:
             self._held_output_bytes = float(sum(storage.nbytes() for storage in held))
             if self._first_step is not None and self._loss is not None and self.measured is not None:
@@ -244,6 +254,17 @@ class AlikeSteps:
         has_shrunk = self._num_planned < _WATCHED_STEPS and -more_bytes > _CHANGE * self._fixed_bytes
         return has_shrunk or more_bytes > _CHANGE * self._fixed_bytes
 
+    def _is_free_memory_changed(self) -> bool:
+        """Return whether a budget that is what is free is another one now."""
+        is_asked = self._wanted.is_what_is_free and self._num_planned % _STEPS_PER_LOOK == 0 and self._pace.is_due
+        if self.plan is None or not is_asked or self._num_alive > 1:
+            return False
+        now = self._meter().budget_bytes(self._wanted.budget)
+        if abs(now - self._budget_bytes) <= _FREE_CHANGE * self._budget_bytes:
+            return False
+        self._pace.use()
+        return True
+
     def _make_plan(self) -> None:
         assert self.measured is not None
         poll(self._device)
@@ -267,7 +288,8 @@ class AlikeSteps:
 
     def _linked(self, costs: CostTable, meter: Meter) -> tuple[CostTable, Share]:
         share = self._share(costs, meter)
-        return with_links(costs, self._device) if share.has_reserve and self._offloads else costs, share
+        costs = with_links(costs, self._device) if share.has_reserve and self._offloads else costs
+        return self._stalls.corrected(costs), share
 
     def _share(self, costs: CostTable, meter: Meter) -> Share:
         """Return what a forward may use."""
@@ -275,7 +297,7 @@ class AlikeSteps:
 
         plain_bytes = plain_plan(costs).peak_bytes
         if self._wanted.activation_budget is None:
-            nbytes = meter.budget_bytes(self._wanted.budget)
+            nbytes = self._budget_bytes = meter.budget_bytes(self._wanted.budget)
         else:
             all_bytes = self._most_alive * plain_bytes
             nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=all_bytes)

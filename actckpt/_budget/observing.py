@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from actckpt._blocks.arguments import first_tensor
 from actckpt._budget.class_names import AFTER
+from actckpt._budget.pace import Pace
 from actckpt._core import devices
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
@@ -35,7 +36,6 @@ __all__ = ["Observing"]
 _SHARE = 0.1
 #: What the head needs less than at most is worth another plan from this share of what is not fixed.
 _ROOM = 0.02
-_STEPS_BETWEEN = 100
 #: More bytes than any machine has; sums with it are exact.
 _HUGE = 2.0**50
 
@@ -43,7 +43,8 @@ _HUGE = 2.0**50
 class Observing:
     """Reads the peaks of steps (NOTE [ Observed peaks ]); on a CPU, which has no allocator to ask, it does nothing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pace: Pace) -> None:
+        self._pace = pace
         self._device, self._allocator = device, devices.counting(device)
         self._plan: Plan | None = None
         self._last_bytes = 0
@@ -52,7 +53,6 @@ class Observing:
         self._more = {True: 0.0, False: 0.0}
         self._found: tuple[Plan, dict[bool, float]] | None = None
         self._grown_bytes = 0.0
-        self._num_to_wait = 0
         self._hook: RemovableHandle | None = None
         #: Of the head, beyond what it is taken to need.
         self.doubt_bytes = 0.0
@@ -89,7 +89,6 @@ class Observing:
     def begin(self, plan: Plan, *, is_alone: bool, grown_bytes: float) -> None:
         """A forward begins under a plan; what is fixed has grown by so much since that was made."""
         self._grown_bytes = grown_bytes
-        self._num_to_wait = max(self._num_to_wait - 1, 0)
         self._plan = plan if is_alone and self._allocator is not None else None
         self._seen = {}
         if self._allocator is not None:
@@ -107,7 +106,7 @@ class Observing:
         """Backward has ended."""
         self.note(is_head=False)
         plan, self._plan = self._plan, None
-        if plan is None or self._num_to_wait or not self._seen:
+        if plan is None or not self._pace.is_due or not self._seen:
             return
         peak_bytes = max(self._seen.values())
         allowed = plan.peak_bytes + _SHARE * (plan.peak_bytes - plan.costs.fixed_bytes)
@@ -116,7 +115,8 @@ class Observing:
             # By less, it is what plans leave for what is not seen.
             seen = self._seen if is_more else {True: self._seen[True]}
             self._found = plan, {is_head: peak - self._grown_bytes for is_head, peak in seen.items()}
-            self._num_to_wait = _STEPS_BETWEEN * is_more
+            if is_more:
+                self._pace.use()
 
     def _has_room(self, plan: Plan) -> bool:
         """Return whether the head needs clearly less than it was taken to need at most (Rule 5)."""

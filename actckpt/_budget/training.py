@@ -19,7 +19,8 @@ Rule 3. At the next forward the plan is made: by then the optimizer has its stat
         the plan is made again. Where any forward but the first begins with gradients (of another micro-batch, or set to
         zero in place), all gradients are fixed from then on, for plans of all sizes.
         Inside of a checkpoint, which would run the forward again, it raises.
-Rule 4. On a device the allocator tells where a step needed more than that (NOTE [ Observed peaks ]).
+Rule 4. On a device the allocator tells where a step needed more than that (NOTE [ Observed peaks ]). Stores tell how
+        long steps waited for copies (NOTE [ Observed stalls ]). A budget of what is free is looked at now and then.
 Rule 5. Where the plan is not predicted to be much faster than the best simple choice that fits, they take turns in the
         next steps, and the fastest stays. All give the same gradients. Ranks race together (NOTE [ Races of ranks ]).
 """

@@ -27,6 +27,11 @@ class Wanted:
     race: bool
 
     @property
+    def is_what_is_free(self) -> bool:
+        """Whether the budget follows what memory is free."""
+        return isinstance(self.budget, str) and self.budget.strip() == "auto"
+
+    @property
     def text(self) -> str:
         """The budget as it was written, with its keyword."""
         if self.activation_budget is not None:

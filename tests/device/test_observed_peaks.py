@@ -11,7 +11,7 @@ from oracle import assert_equal
 from torch import Tensor
 
 import actckpt
-from actckpt._budget import observing
+from actckpt._budget import pace
 
 _LAYERS = 4
 #: The model takes 5.4 MiB of it with everything recomputed, and what follows it 8 MiB.
@@ -125,7 +125,7 @@ def test_blocks_that_need_a_little_more_are_left_to_the_reserve_where_the_head_n
 
 
 def test_plans_are_made_again_once_in_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observing, "_STEPS_BETWEEN", 5)
+    monkeypatch.setattr(pace, "STEPS_BETWEEN", 5)
     training = _training(14 << 20, _short_loss)
     plans = []
     for number in range(12):
