@@ -52,12 +52,15 @@ def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: 
 
 
 @contextlib.contextmanager
-def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iterator[tuple[Any, list[Tensor]]]:
+def set_apart(
+    block: torch.nn.Module, arguments: Any, written: _Written, drawn: Iterable[torch.Generator]
+) -> Iterator[tuple[Any, list[Tensor]]]:
     """Lend arguments, parameters and buffers of their own to one run of a block, and put back what it changes.
 
     Args:
         arguments: tensors in tuples, lists, dicts and dataclasses.
         written: storages that it writes to in place.
+        drawn: generators that its operators are given.
     Yields:
         The arguments, detached, and the leaves among these and the parameters.
     """
@@ -71,7 +74,7 @@ def set_apart(block: torch.nn.Module, arguments: Any, written: _Written) -> Iter
     bits = [(storage, storage.clone()) for storage in written.values()]
     lent = _Lent(written)
     before = random_state()
-    generators = [(generator, generator.get_state()) for generator in _generators_in(own)]
+    generators = [(generator, generator.get_state()) for generator in {*_generators_in(own), *drawn}]
     try:
         for module in modules:
             lent.replace_in(module)

@@ -28,7 +28,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,8 +39,10 @@ from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import Alone
 from actckpt._budget.apart import attributes_of, counts_calls, holds_input, set_apart, without_cached_casts
+from actckpt._budget.draws import Draws
 from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import OTHER, ProfiledBlock
+from actckpt._budget.sharded import check_units, check_wrapped
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._budget.timing import Offloading, Run, Times, fastest
 from actckpt._budget.workspaces import WorkingStorages
@@ -99,7 +100,7 @@ class Profiler:
             name: the block's qualified name.
             forward: the forward of the block.
         """
-        _check_wrapped(name, block)
+        check_wrapped(name, block)
         with self._alone(name):
             return self._call(name, block, forward, *(without_cache(block, forward, args, kwargs) or (args, kwargs)))
 
@@ -132,9 +133,11 @@ class Profiler:
         inputs = held_inputs(forward, args, kwargs, None)
         before = attributes_of(block)
         argument = first_tensor((args, kwargs))
+        draws = Draws()
         result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
+        drawn = draws.unrestored(block, structure.generators.values())
         inputs.forward_done()
-        _check_units(name, structure)
+        check_units(name, structure)
         call = _Call(name, block, forward, (args, kwargs), structure)
         if structure.note_alive(result):
             with inputs.as_found(checks=False), _explained(name):
@@ -147,9 +150,9 @@ class Profiler:
         # Times differ from call to call: they make no other structure.
         same = (dataclasses.replace(value, recompute_s=0.0) for value in values)
         trained = (tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *block.parameters()))
-        key = (type(block), block.training, *same, *trained)
+        key = (type(block), block.training, drawn, *same, *trained)
         if key not in self._known:
-            no_rerun = _COUNTS_CALLS if counts_calls(block, before, structure.written) else None
+            no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
             with inputs.as_found(checks=False), _explained(name):
                 self._known[key] = _profiled(call, values, _moved(recorded), no_rerun=no_rerun)
         costs, forward_bytes = self._known[key]
@@ -158,25 +161,6 @@ class Profiler:
         held = tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held())
         given = structure.input, structure.input_bytes
         return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held)
-
-
-def _check_units(name: str, structure: BlockStructure) -> None:
-    if structure.exchanges.has_units:
-        raise BlocksError(
-            f"block {name!r} has modules that FSDP2 shards, and cannot be profiled on its own: that would gather their "
-            "parameters once more. Shard the blocks themselves (fully_shard(block)), pass these modules as blocks=, or "
-            "a policy in place of a budget."
-        )
-
-
-def _check_wrapped(name: str, block: torch.nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who wraps with it has imported it
-    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in block.modules()):
-        raise BlocksError(
-            f"block {name!r} has modules that FullyShardedDataParallel wraps, and cannot be profiled on its own: that "
-            "would gather their parameters once more. Call apply first and then wrap the blocks, or pass a policy in "
-            "place of a budget."
-        )
 
 
 def _renamed(value: Value, names: dict[str, str]) -> Value:
@@ -218,9 +202,10 @@ class _Call:
     @contextlib.contextmanager
     def set_apart(self, forward: Callable[..., Any] | None = None) -> Iterator[Run]:
         """Set the block apart for one run of its forward, or of another one in its place."""
-        written, exchanges = self.structure.written, self.structure.exchanges
+        exchanges = self.structure.exchanges
+        outside = self.structure.written, self.structure.generators.values()
         alone = agreement.without_others() if self.is_local else Alone(exchanges)
-        with set_apart(self.block, self.arguments, written) as ((args, kwargs), leaves), alone:
+        with set_apart(self.block, self.arguments, *outside) as ((args, kwargs), leaves), alone:
             yield Run(forward or self.forward, args, kwargs, leaves)
 
 

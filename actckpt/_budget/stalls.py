@@ -7,9 +7,9 @@ Rule 1. Stores count how long callers and streams wait for copies. What they cou
         plans take turns, tell nothing.
 Rule 2. The first steps of a plan are slower than others. Of those that follow several count together: a device tells
         later how long it waited, and a busy machine makes single steps wait.
-Rule 3. Where they waited longer than predicted, by more than a tenth of the step that was predicted, copies are taken to
-        be slower, in both directions, by the factor with which the simulator finds the stalls that were observed. The
-        plan is made again with that; once in a hundred steps. Copies that are faster than they were measured change
+Rule 3. Where they waited longer than predicted, by more than a tenth of the step that was predicted, copies are taken
+        to be slower, in both directions, by the factor with which the simulator finds the stalls that were observed.
+        The plan is made again with that; once in a hundred steps. Copies that are faster than they were measured change
         nothing: they were measured with nothing else running.
 """
 
@@ -82,7 +82,7 @@ class Stalls:
                 self._pace.use()
 
     def _stall_seconds(self) -> float:
-        return stores.store_for(self._device.type).stats().stall_seconds
+        return float(stores.store_for(self._device.type).stats().stall_seconds)
 
     def corrected(self, costs: CostTable) -> CostTable:
         """Return costs with copies as slow as they were observed to be."""
@@ -96,7 +96,7 @@ def _factor_for(plan: Plan, waited_s: float) -> float:
     """Return the factor for the speed of copies with which a step of a plan waits so long, or nearly."""
     from actckpt.planner.simulation import simulate
 
-    factors = [2.0 ** (-number / _PARTS) for number in range(1, _MOST_HALVINGS * _PARTS + 1)]
+    factors: list[float] = [2.0 ** (-number / _PARTS) for number in range(1, _MOST_HALVINGS * _PARTS + 1)]
     waits = (abs(simulate(_slowed(plan.costs, factor), plan).wait_seconds - waited_s) for factor in factors)
     return min(zip(waits, factors, strict=True))[1]
 

@@ -91,6 +91,8 @@ class BlockStructure:
         self._made: list[_Made] = []
         #: Storages from outside that operators of the block wrote to, by id.
         self.written: dict[int, torch.UntypedStorage] = {}
+        #: Generators that its operators were given, by id.
+        self.generators: dict[int, torch.Generator] = {}
 
     def note_saved(self, info: SavedTensorInfo) -> Action:
         """Take down what autograd saves; a policy that recomputes everything."""
@@ -263,6 +265,8 @@ class _Graph(TorchDispatchMode):
         if is_paused():  # the recorder's own: checksums
             return func(*args, **(kwargs or {}))
         before = {id(storage): storage for storage in storages_of((args, kwargs or {}))}
+        given = (*args, *(kwargs or {}).values())
+        self._structure.generators.update((id(each), each) for each in given if isinstance(each, torch.Generator))
         written = storages_of(written_tensors(func, args, kwargs or {})) if func._schema.is_mutable else ()
         self._structure.written.update((id(each), each) for each in written if self._known(each) is None)
         place = self._place(func)

@@ -43,7 +43,15 @@ from actckpt._core import devices, extensions
 from actckpt._core.extensions import Tracker
 from actckpt.errors import ActckptError
 
-__all__ = ["RandomState", "numpy_random", "python_random", "register_tracker", "unregister_tracker"]
+__all__ = [
+    "RandomState",
+    "TrackerState",
+    "numpy_random",
+    "python_random",
+    "register_tracker",
+    "tracker_states",
+    "unregister_tracker",
+]
 
 GetTracker = Callable[[], Tracker]
 Generator = torch.Generator | devices.DeviceGenerator
@@ -102,6 +110,11 @@ def known_trackers(get_trackers: Sequence[GetTracker]) -> list[Tracker]:
     return list({id(tracker): tracker for tracker in found if tracker is not None}.values())
 
 
+def tracker_states() -> "list[TrackerState]":
+    """Return the states of all trackers that are registered."""
+    return [TrackerState(tracker) for tracker in known_trackers(())]
+
+
 class RandomState:
     """Random state at the start of one region's forward. See NOTE [ Random state ]."""
 
@@ -114,7 +127,7 @@ class RandomState:
         trackers: Sequence[GetTracker],
     ) -> None:
         self._generators = _C.capture_generators_of_rerun((*generators_of_region(of_inputs), *generators))
-        self._trackers = [_TrackerState(tracker) for tracker in known_trackers(trackers)]
+        self._trackers = [TrackerState(tracker) for tracker in known_trackers(trackers)]
         #: The swap within whose rerun the region is made (Rule 6).
         self.outer_swap = _C.current_swap()
 
@@ -131,7 +144,7 @@ def capture(generators: tuple[Generator, ...]) -> "_C.GeneratorStates":
 
 
 @contextmanager
-def swapped_in(states: "_C.GeneratorStates", trackers: "Sequence[_TrackerState]" = ()) -> Iterator[None]:
+def swapped_in(states: "_C.GeneratorStates", trackers: "Sequence[TrackerState]" = ()) -> Iterator[None]:
     """Run the body with these states, then put back what was there. The caller owns the swap (Rule 5)."""
     outside = states.now()
     outside_trackers = [tracker.now() for tracker in trackers]
@@ -164,7 +177,7 @@ def capturing_error(name: str) -> ActckptError:
     )
 
 
-class _TrackerState:
+class TrackerState:
     """The states of one tracker by value (Rules 1 and 3)."""
 
     __slots__ = ("_states", "_tracker")
@@ -173,8 +186,8 @@ class _TrackerState:
         self._tracker = tracker
         self._states = {name: (value, _copied(value)) for name, value in tracker.get_states().items()}
 
-    def now(self) -> "_TrackerState":
-        return _TrackerState(self._tracker)
+    def now(self) -> "TrackerState":
+        return TrackerState(self._tracker)
 
     def restore(self) -> None:
         states: dict[Any, Any] = {}

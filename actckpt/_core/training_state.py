@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from actckpt import _C
 from actckpt._core import devices
 from actckpt._core.optimizers import trained_by
+from actckpt._core.random_state import tracker_states
 from actckpt._core.subclasses import plain_parts
 
 __all__ = ["TrainingState", "random_state", "random_state_put_back", "set_random_state"]
@@ -185,21 +186,23 @@ class TrainingState:
 
 
 def random_state() -> tuple[Any, ...]:
-    """Return the states of all default generators: of torch per device, of Python and NumPy."""
+    """Return the states of all default generators: of torch per device, of Python and NumPy; and of known trackers."""
     accelerator = devices.available()
     generators = [] if accelerator is None else accelerator.generators()
     of_devices = [(generator, generator.get_state()) for generator in generators]
-    return torch.get_rng_state(), of_devices, random.getstate(), numpy.random.get_state()
+    return torch.get_rng_state(), of_devices, random.getstate(), numpy.random.get_state(), tracker_states()
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:
-    """Make the states of all default generators what they were."""
-    of_cpu, of_devices, of_python, of_numpy = state
+    """Make the states of all default generators what they were, and those of trackers."""
+    of_cpu, of_devices, of_python, of_numpy, of_trackers = state
     torch.set_rng_state(of_cpu)
     for generator, of_device in of_devices:
         generator.set_state(of_device)
     random.setstate(of_python)
     numpy.random.set_state(of_numpy)
+    for tracker in of_trackers:
+        tracker.restore()
 
 
 @contextmanager

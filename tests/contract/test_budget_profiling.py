@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import itertools
+import random
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from oracle import assert_equal
@@ -273,7 +275,10 @@ def test_profiling_leaves_nothing_behind(kind: type[nn.Module]) -> None:
     [
         (InPlace, "it writes to its input"),
         (Count, "it changes its attributes at each call"),
-        (DrawsFromObject, "it changes its attributes at each call"),
+        (
+            DrawsFromObject,
+            "it draws from a generator that is in no attribute of a module, which a rerun would go on with",
+        ),
         (TensorAttribute, "it changes its attributes at each call"),
     ],
 )
@@ -323,6 +328,103 @@ def test_blocks_of_which_other_gradients_are_computed_are_profiled_apart(
     named = zip(plan.costs.blocks, plan.blocks or (), strict=True)
     assert len({block.forward_s for block, name in named if name is not None}) == num_profiled
     assert next(num_calls) == 1 + num_profiled
+
+
+class Drawing(Block):
+    """Draws from somewhere that no module knows of."""
+
+    draw: ClassVar[Callable[[], float | Tensor]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * Drawing.draw())
+
+
+_generator = torch.Generator()
+_DRAWS: dict[str, tuple[Callable[[], float | Tensor], str]] = {
+    "python": (lambda: 1 + random.random(), "random"),
+    "numpy": (lambda: 1 + float(numpy.random.rand()), "numpy.random"),
+    "generator": (lambda: torch.rand((), generator=_generator), "a generator that is in no attribute of a module"),
+}
+
+
+class _Tracker:
+    def get_states(self) -> dict[Any, Any]:
+        return {"generator": _generator.get_state()}
+
+    def set_states(self, states: dict[Any, Any], /) -> None:
+        _generator.set_state(states["generator"])
+
+
+def _drawn(**options: Any) -> tuple[list[list[Tensor]], actckpt.Plan | None]:
+    torch.manual_seed(0)
+    _generator.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    model = Model(Drawing)
+    if options:
+        actckpt.apply(model, blocks="blocks.*", race=False, **options)
+    found = []
+    for _ in range(4):
+        model.zero_grad()
+        loss = model(torch.randn(8, 16, 32))
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.blocks.parameters())])
+    return found, actckpt.report(model).plan if options else None
+
+
+@pytest.mark.parametrize("source", list(_DRAWS))
+@pytest.mark.parametrize("budget", ["60%", "100%"])
+def test_blocks_that_draw_where_reruns_restore_nothing_are_planned_without_one(
+    source: str, budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, where = _DRAWS[source]
+    monkeypatch.setattr(Drawing, "draw", draw, raising=False)
+    found, plan = _drawn(activation_budget=budget)
+    assert_equal(found, _drawn()[0])
+    assert plan is not None
+    named = zip(plan.costs.blocks, plan.blocks or (), strict=True)
+    assert {block.no_rerun for block, name in named if name is not None} == {
+        f"it draws from {where}, which a rerun would go on with"
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "tracker"), [("python", actckpt.rng.python_random), ("numpy", actckpt.rng.numpy_random)]
+)
+def test_blocks_that_draw_where_a_tracker_restores_are_planned_with_a_rerun(
+    source: str, tracker: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drawing, "draw", _DRAWS[source][0], raising=False)
+    expected = _drawn()[0]
+    actckpt.rng.register_tracker(tracker)
+    try:
+        found, plan = _drawn(activation_budget="60%")
+    finally:
+        actckpt.rng.unregister_tracker(tracker)
+    assert_equal(found, expected)
+    assert plan is not None
+    named = zip(plan.costs.blocks, plan.blocks or (), strict=True)
+    assert all(block.rerun for block, name in named if name is not None)
+
+
+@pytest.mark.parametrize("budget", ["60%", "100%"])
+def test_profiling_leaves_the_states_of_registered_trackers_alone(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw() -> Tensor:  # no operator is given the generator
+        state = torch.get_rng_state()
+        torch.set_rng_state(_generator.get_state())
+        drawn = torch.rand(())
+        _generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(state)
+        return drawn
+
+    monkeypatch.setattr(Drawing, "draw", draw, raising=False)
+    expected = _drawn()[0]
+    actckpt.rng.register_tracker(_Tracker)
+    try:
+        found, _ = _drawn(activation_budget=budget)
+    finally:
+        actckpt.rng.unregister_tracker(_Tracker)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", [Draws, DrawsFromList])

@@ -1,4 +1,4 @@
-"""Plans are made again where copies are slower than measured, and where other memory is free than when they were made."""
+"""Plans are made again where copies are slower than measured, and where other memory is free than before."""
 
 from __future__ import annotations
 
