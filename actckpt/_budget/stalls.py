@@ -82,7 +82,7 @@ class Stalls:
                 self._pace.use()
 
     def _stall_seconds(self) -> float:
-        return float(stores.store_for(self._device.type).stats().stall_seconds)
+        return float(stores.store_for(self._device.type).engine.stats().stall_seconds)
 
     def corrected(self, costs: CostTable) -> CostTable:
         """Return costs with copies as slow as they were observed to be."""
