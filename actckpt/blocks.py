@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from actckpt._blocks.applied import (
     blocks_of,
+    check_all_of_budget,
     check_no_copy,
     count_calls,
     find_blocks,
@@ -245,10 +246,12 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
     Returns:
         The qualified names of the blocks that were checkpointed; where `model` is itself one, the name of its type.
     Raises:
-        BlocksError: there are none, or `model` is a shallow copy of the one that was given to `apply`.
+        BlocksError: there are none, or `model` is a shallow copy of the one that was given to `apply`, or a part of one
+            that has a budget, whose plan is for all of its blocks.
     """
     applied = blocks_of(model, "remove")
     check_no_copy(model, applied, "remove")
+    check_all_of_budget(model, applied, "remove")
     unpatch(applied)
     return tuple(_readable(applied))
 

@@ -27,6 +27,7 @@ from actckpt._blocks.windows import Windows
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._options import CheckpointOptions
 from actckpt._replay.calls import Inside
+from actckpt._text.listed import listed
 from actckpt.action import Action
 from actckpt.api import offload
 from actckpt.errors import BlocksError
@@ -293,6 +294,21 @@ def check_no_copy(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) 
                 f"{what}: this {type(model).__name__} is a shallow copy (copy.copy) of the one given to apply. "
                 f"Block {name!r} and the others are the same modules in both: call {what} on that one, which does it "
                 "for both, or copy with copy.deepcopy."
+            )
+
+
+def check_all_of_budget(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) -> None:
+    """Raise where blocks are some of those for which a plan is made together, and the model has the others still."""
+    chosen = {id(block) for block in blocks.values()}
+    for together in {block.forward.together for block in blocks.values()}:
+        given = together.model() if together.model is not None and together.training is not None else None
+        inside = applied_blocks(given) if given is not None else {}
+        left = [name for name, b in inside.items() if id(b) not in chosen and b.forward.together is together]
+        if left:
+            raise BlocksError(
+                f"{what}: this {type(model).__name__} is a part of a {type(given).__name__} with a budget, whose plan "
+                f"is for all of its blocks together: {listed(left)} would be left. Call {what} on that model, and then "
+                "apply again with other blocks=."
             )
 
 

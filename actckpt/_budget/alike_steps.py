@@ -36,7 +36,7 @@ from actckpt._budget.unmeasured import Unmeasured
 from actckpt._budget.unread import UnreadForwards
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
-from actckpt._budget.words import COMPILED, EXCEEDED, NO_OUTPUTS, TWICE
+from actckpt._budget.words import COMPILED, EXCEEDED, NO_OUTPUTS, RETAINED, TWICE
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import storages_of, tensors_in
@@ -188,6 +188,8 @@ class AlikeSteps:
             if next(is_first, False):
                 if torch.is_grad_enabled():
                     self._tell(TWICE)
+                elif torch_private.keeps_graph():
+                    self._tell(RETAINED)
                 self._observing.note(is_head=True)
                 if loss is not None:
                     loss.backward_begins()

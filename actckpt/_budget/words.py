@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHECKPOINTED", "COMPILED", "EXCEEDED", "NO_OUTPUTS", "TWICE"]
+__all__ = ["CHECKPOINTED", "COMPILED", "EXCEEDED", "NO_OUTPUTS", "RETAINED", "TWICE"]
 
 EXCEEDED = (
     "apply: steps need more memory than was known when their plan was made, or less of it is free, and with that no "
@@ -24,6 +24,12 @@ NO_OUTPUTS = (
     "a graph: where its step ends cannot be told. Its blocks stay checkpointed until it returns one. Does it call "
     "backward itself, or return an object that is no tuple, list, mapping or dataclass? Give apply the part of {0} "
     "that returns what backward begins with, or pass a policy in place of the budget. Told once."
+)
+RETAINED = (
+    "apply: a backward with retain_graph=True ran through a {} with a budget. What blocks keep stays then until the "
+    "last backward, and plans count on its release as backward goes, so that steps may need more than the budget: see "
+    "what they need (actckpt.memory.measure_step), and pass a smaller budget; or add up losses and call backward once. "
+    "Told once."
 )
 TWICE = (
     "apply: a backward with create_graph=True ran through a {} with a budget. What it saves for the next backward is "
