@@ -170,9 +170,7 @@ def test_what_a_loop_needs_is_predicted(loop: _Loop) -> None:
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7])
 def test_smaller_budgets_of_loops_hold(loop: _Loop, share: float) -> None:
     _, plain_bytes = _step(_Model(loop))
-    if (
-        loop is _others
-    ):  # predicted to need more, so that the smallest budget is no smaller than what plain training does
+    if loop is _others:  # predicted to need more (above): the smallest budget is more than plain training needs
         plain_bytes = round(_trained(loop, "100%")[0].peak_bytes)
     with pytest.raises(actckpt.PlanInfeasibleError) as raised:
         _trained(loop, 1000)
