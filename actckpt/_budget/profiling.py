@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt._blocks.arguments import first_tensor
+from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import Alone
@@ -149,8 +149,8 @@ class Profiler:
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
         # Times differ from call to call: they make no other structure.
         same = (dataclasses.replace(value, recompute_s=0.0) for value in values)
-        trained = (tensor.requires_grad for tensor in (*tensors_in((args, kwargs)), *block.parameters()))
-        key = (type(block), block.training, drawn, *same, *trained)
+        trained = (parameter.requires_grad for parameter in block.parameters())
+        key = (type(block), block.training, drawn, _passes_on((args, kwargs)), *same, *trained)
         if key not in self._known:
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
             with inputs.as_found(checks=False), _explained(name):
@@ -161,6 +161,12 @@ class Profiler:
         held = tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held())
         given = structure.input, structure.input_bytes
         return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held)
+
+
+def _passes_on(arguments: Any) -> bool:
+    """Return whether a block computes the gradient of its input alone; those of others count with what waits."""
+    argument = first_tensor(arguments)
+    return argument is not None and argument.requires_grad and not any(o.requires_grad for o in others(arguments))
 
 
 def _renamed(value: Value, names: dict[str, str]) -> Value:

@@ -160,9 +160,8 @@ def _trained(loop: _Loop, budget: str | int) -> tuple[actckpt.Plan, int]:
 @pytest.mark.parametrize("loop", _MAKES)
 def test_what_a_loop_needs_is_predicted(loop: _Loop) -> None:
     plan, peak = _trained(loop, "100%")
-    # Reruns hold what a call is given beside its input, which plain training does where backward needs it. The
-    # gradient of the last other, which is summed up, takes 4 bytes, and is taken to be as large as that.
-    more = {_states_in_attributes: 1.2, _others: 1.36}.get(loop, 1.06)
+    # Reruns hold what a call is given beside its input, which plain training does where backward needs it.
+    more = {_states_in_attributes: 1.2, _others: 1.3}.get(loop, 1.06)
     assert 0.999 * peak <= plan.peak_bytes <= more * peak  # some scalars are not known
 
 
@@ -170,8 +169,6 @@ def test_what_a_loop_needs_is_predicted(loop: _Loop) -> None:
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7])
 def test_smaller_budgets_of_loops_hold(loop: _Loop, share: float) -> None:
     _, plain_bytes = _step(_Model(loop))
-    if loop is _others:  # predicted to need more (above): the smallest budget is more than plain training needs
-        plain_bytes = round(_trained(loop, "100%")[0].peak_bytes)
     with pytest.raises(actckpt.PlanInfeasibleError) as raised:
         _trained(loop, 1000)
     least_bytes = raised.value.smallest_bytes
