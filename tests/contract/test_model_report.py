@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -351,10 +352,12 @@ def test_blocks_that_a_plan_keeps_are_in_the_report(group_by: str) -> None:
         if {actions[value.name] for value in block.values if value.needed} == {actckpt.Action.KEEP}
     }
     assert 0 < len(kept) < 6
-    names = list(kept)
-    as_it_is = {"operator": "(as it is)", "module": folded(names), "type": "Sequential"}[group_by]
-    row = next(row for row in found.rows if row.name == as_it_is)
-    assert row.kept_bytes >= sum(kept.values()) and row.num_blocks >= len(kept)
+    # Times decide which blocks are kept, and of those the first one, whose input is given, has a row of its own.
+    modules = {folded(some) for size in range(1, 7) for some in combinations(kept, size)}
+    as_it_is = {"operator": {"(as it is)"}, "module": modules, "type": {"Sequential"}}[group_by]
+    rows = [row for row in found.rows if row.name in as_it_is]
+    assert sum(row.kept_bytes for row in rows) >= sum(kept.values())
+    assert sum(row.num_blocks for row in rows) >= len(kept)
     assert found.kept_bytes >= sum(kept.values()) and found.plain_bytes > 0
 
 
