@@ -133,8 +133,8 @@ def _one_policy_overhead(table: Table, budget: int) -> float:
             key = found.kept_bytes - away, away
             ways[key] = min(ways.get(key, numpy.inf), found.recompute_s)
     best = numpy.inf
-    candidates = numpy.array([(*key, seconds) for key, seconds in ways.items()])
-    last = numpy.array([sum(value["bytes"] for value in values if value["needed"]), 0.0, 0.0])
+    candidates = numpy.array([(*key, seconds, 0.0) for key, seconds in ways.items()])
+    last = numpy.array([sum(value["bytes"] for value in values if value["needed"]), 0.0, 0.0, 0.0])
     for some in numpy.array_split(candidates, len(candidates) // 4096 + 1):
         footprints = numpy.repeat(some[:, None], num_blocks, axis=1)
         footprints[:, -1] = last

@@ -20,6 +20,10 @@ Rule 3. The same runs are timed in a region that recomputes everything it can. W
         too, small ones, for which host memory has room (NOTE [ Timing a rerun ] Rule 4).
 Rule 4. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
         always stays.
+Rule 5. Replays make operands that backward does not read while gradients are there, and what is kept: more at once than
+        a block ever needs of which everything is kept. So the peak is also taken of runs that drop everything, and that
+        drop the one value which takes the most of such operands; the larger counts wherever something is dropped. That
+        of a rerun, which runs while the gradient of the output is there, counts where the block is run again.
 """
 
 from __future__ import annotations
@@ -32,30 +36,24 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.alone import Alone
-from actckpt._budget.apart import attributes_of, counts_calls, holds_input, set_apart, without_cached_casts
+from actckpt._budget.apart import attributes_of, counts_calls, holds_input, without_cached_casts
+from actckpt._budget.block_bytes import held_bytes, more_bytes, peak_bytes
+from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.draws import Draws
-from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import OTHER, ProfiledBlock
 from actckpt._budget.sharded import check_units, check_wrapped
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
-from actckpt._budget.timing import Offloading, Run, Times, fastest
-from actckpt._budget.workspaces import WorkingStorages
-from actckpt._checkpointed_call import checkpoint_call
-from actckpt._core import agreement, devices, modes
+from actckpt._budget.timing import Offloading, Times, fastest
+from actckpt._core import devices, modes
 from actckpt._core.storages import storages_of, tensors_in
-from actckpt._options import CheckpointOptions
-from actckpt._replay.calls import Inside
 from actckpt._rerun.packed import held_inputs
 from actckpt._text.places import Place
 from actckpt.action import Action
 from actckpt.errors import BlocksError
-from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
 from actckpt.planner.problem import recomputed
 from actckpt.policies import Policy
@@ -63,7 +61,6 @@ from actckpt.statistics import uncounted
 
 __all__ = ["Profiler"]
 
-_BLOCK = Inside(is_block=True)
 #: Of a block of which a plan keeps nothing, and of one that it runs again.
 _POLICIES: tuple[Policy, Policy] = ([], "recompute")
 #: The least seconds of an operator in so many runs count.
@@ -138,7 +135,7 @@ class Profiler:
         drawn = draws.unrestored(block, structure.generators.values())
         inputs.forward_done()
         check_units(name, structure)
-        call = _Call(name, block, forward, (args, kwargs), structure)
+        call = BlockCall(name, block, forward, (args, kwargs), structure)
         if structure.note_alive(result):
             with inputs.as_found(checks=False), _explained(name):
                 structure.note_held(_held_elsewhere(call))
@@ -154,7 +151,8 @@ class Profiler:
         if key not in self._known:
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
             with inputs.as_found(checks=False), _explained(name):
-                self._known[key] = _profiled(call, values, _moved(recorded), no_rerun=no_rerun)
+                policies = _moved(recorded), _replaying(recorded)
+                self._known[key] = _profiled(call, values, *policies, no_rerun=no_rerun)
         costs, forward_bytes = self._known[key]
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
@@ -192,41 +190,24 @@ def _explained(name: str) -> Iterator[None]:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call of a block that was recorded, and runs again on its own."""
-
-    name: str
-    block: torch.nn.Module
-    forward: Callable[..., Any]
-    #: args and kwargs
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    structure: BlockStructure
-    #: Whether a forward and its backward have shown that nothing is exchanged with other ranks.
-    is_local: bool = False
-
-    @contextlib.contextmanager
-    def set_apart(self, forward: Callable[..., Any] | None = None) -> Iterator[Run]:
-        """Set the block apart for one run of its forward, or of another one in its place."""
-        exchanges = self.structure.exchanges
-        outside = self.structure.written, self.structure.generators.values()
-        alone = agreement.without_others() if self.is_local else Alone(exchanges)
-        with set_apart(self.block, self.arguments, *outside) as ((args, kwargs), leaves), alone:
-            yield Run(forward or self.forward, args, kwargs, leaves)
-
-
 @uncounted()
 def _profiled(
-    call: _Call, values: tuple[Value, ...], moved: Mapping[str, Action], *, no_rerun: str | None
+    call: BlockCall,
+    values: tuple[Value, ...],
+    moved: Mapping[str, Action],
+    replaying: list[Policy],
+    *,
+    no_rerun: str | None,
 ) -> tuple[BlockClass, float]:
     """Return what a block costs, and what its forward needs at most.
 
     Args:
         moved: a policy that offloads some of the values; empty where none may be.
+        replaying: policies under which replays need most.
         no_rerun: why the block may not be run again; None: nothing is known that speaks against it.
     """
     structure = call.structure
-    held_bytes, (forward_bytes, peak_bytes) = _held_bytes(call), _peak_bytes(call)
+    held, (forward_bytes, kept_bytes) = held_bytes(call), peak_bytes(call)
     given = storages_of(list(tensors_in(call.arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
     no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
@@ -234,14 +215,15 @@ def _profiled(
     with modes.without_own(), without_cached_casts():
         times, no_rerun = _times(call, values, moved, no_rerun)
         values = _timed_again(call, values)
+    more = functools.partial(more_bytes, call, kept_bytes)
     values = tuple(dataclasses.replace(each, offload_s=times.offload_s * each.offloadable) for each in values)
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
-    other = max(held_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
+    other = max(held - structure.saved_bytes() - structure.bytes_held(), 0)
     costs = BlockClass(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
-        working_set_bytes=float(structure.input_bytes + peak_bytes),  # the input is the block's own
+        working_set_bytes=float(structure.input_bytes + kept_bytes),  # the input is the block's own
         recording_s=max(times.recorded_s - times.forward_s, 0.0),
         values=(
             *_scaled(values, times.forward_s, times.replaying_s - times.backward_s),
@@ -250,6 +232,8 @@ def _profiled(
         rerun=times.rerun_s is not None,
         rerun_s=times.rerun_s,
         no_rerun=no_rerun,
+        recompute_bytes=max(more(policy) for policy in replaying),
+        rerun_bytes=more("recompute") if times.rerun_s is not None else 0.0,
     )
     return costs, float(structure.input_bytes + forward_bytes)
 
@@ -260,6 +244,20 @@ def _why_no_rerun(structure: BlockStructure, *, writes_to_input: bool) -> str | 
     if structure.holds_twice_in_rerun():
         return "something else holds what it makes, and would hold what a rerun makes, too"
     return "it runs collectives" if structure.exchanges.integers else None
+
+
+def _replaying(values: tuple[Value, ...]) -> list[Policy]:
+    """Return policies under which replays need most at once (Rule 5).
+
+    Args:
+        values: by their places.
+    """
+    unread = {value.name: value.nbytes for value in values if not value.needed}
+    needed = [value for value in values if value.needed and value.name != BLOCK_INPUT]
+    beside = {value.name: sum(unread.get(name, 0) for name in value.inputs) for value in needed if value.replayable}
+    most = max(beside, key=beside.__getitem__, default="")
+    one = {value.name: Action.RECOMPUTE if value.name == most else Action.KEEP for value in needed}
+    return [[], one] if beside.get(most) else [[]]
 
 
 def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
@@ -276,11 +274,11 @@ def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
 
 
 def _times(
-    call: _Call, values: tuple[Value, ...], moved: Mapping[str, Action], no_rerun: str | None
+    call: BlockCall, values: tuple[Value, ...], moved: Mapping[str, Action], no_rerun: str | None
 ) -> tuple[Times, str | None]:
     """Return what a block takes, and why it may not be run again."""
     device = call.structure.device
-    ways = [functools.partial(call.set_apart, _in_region(call.forward, policy)) for policy in (*_POLICIES, moved)]
+    ways = [functools.partial(call.set_apart, call.in_region(policy)) for policy in (*_POLICIES, moved)]
     offloading = None
     if moved and devices.accelerator_of(device.type) is not None:
         num_moved = sum(action is Action.OFFLOAD for action in moved.values())
@@ -304,7 +302,7 @@ def _times(
     return timed(rerun=None), no_rerun
 
 
-def _timed_again(call: _Call, values: tuple[Value, ...]) -> tuple[Value, ...]:
+def _timed_again(call: BlockCall, values: tuple[Value, ...]) -> tuple[Value, ...]:
     """Return values with the least seconds of their operators: the solver would find those that seemed too fast."""
     for _ in range(_OPERATORS_TIMED):
         with call.set_apart() as run:
@@ -318,15 +316,9 @@ def _timed_again(call: _Call, values: tuple[Value, ...]) -> tuple[Value, ...]:
 
 
 @uncounted()
-def _held_elsewhere(call: _Call) -> frozenset[Place]:
+def _held_elsewhere(call: BlockCall) -> frozenset[Place]:
     with call.set_apart() as run:
         return held_elsewhere(run.forward, run.args, run.kwargs)
-
-
-def _in_region(forward: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """Return a forward that runs as a block does in which a plan has this policy."""
-    options = CheckpointOptions(policy=policy)
-    return lambda *args, **kwargs: checkpoint_call(forward, args, kwargs, options, inside=_BLOCK)
 
 
 def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> tuple[Value, ...]:
@@ -349,47 +341,6 @@ def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> t
     return tuple(dataclasses.replace(value, recompute_s=factor * value.recompute_s) for value in values)
 
 
-def _held_bytes(call: _Call) -> int:
-    """Return the bytes that a forward holds for backward."""
-    with call.set_apart() as run:
-        with LiveStorages() as live:
-            nodes = [tensor.grad_fn for tensor in tensors_in(run.call())]
-        held_bytes = live.live_bytes
-        del nodes
-        return held_bytes
-
-
-def _holds_input(call: _Call) -> bool:
+def _holds_input(call: BlockCall) -> bool:
     with call.set_apart() as run:
         return holds_input(run.forward, run.args, run.kwargs)
-
-
-def _peak_bytes(call: _Call) -> tuple[int, int]:
-    """Return the peak of forward, and of both, in bytes, without gradients of parameters once they are computed.
-
-    The first kernels of some kinds on a device leave something behind, or try others: the lesser of two runs counts.
-    """
-    device = call.structure.device
-    runs = [_peak_of_run(call, device) for _ in range(1 if devices.counting(device) is None else 2)]
-    return min(forward for forward, _ in runs), min(peak for _, peak in runs)
-
-
-def _peak_of_run(call: _Call, device: torch.device) -> tuple[int, int]:
-    flush(device)
-    working = WorkingStorages(device)
-    with call.set_apart() as run:
-        for parameter in call.block.parameters():
-            if parameter.requires_grad and parameter.is_leaf:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        with working.section():
-            roots = run.roots()
-        forward_bytes = working.peak_bytes
-        # What came out stands for its gradient, which is as large and lives as long.
-        gradients = [torch.ones_like(root) for root in roots]
-        with working.section():
-            run.backward(roots, gradients)
-        return forward_bytes, working.peak_bytes
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None

@@ -72,6 +72,9 @@ class BlockClass:
     rerun_s: float | None = None
     #: Why the block may not be run again, for explanations.
     no_rerun: str | None = None
+    #: Beyond the working set, in backward: where something is not kept and replayed, and where the block is run again.
+    recompute_bytes: float = 0.0
+    rerun_bytes: float = 0.0
 
     @property
     def rerun_seconds(self) -> float:
@@ -101,6 +104,8 @@ class BlockClass:
             recording_s=fields.seconds("recording_s", 0.0),
             rerun_s=fields.optional_seconds("rerun_s"),
             no_rerun=fields.optional_text("no_rerun"),
+            recompute_bytes=fields.size("recompute_bytes", 0),
+            rerun_bytes=fields.size("rerun_bytes", 0),
         )
         if found.rerun and found.no_rerun is not None:
             raise CostTableError(

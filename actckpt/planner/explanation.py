@@ -99,9 +99,11 @@ def _peak(plan: Plan) -> str:
     index = int(numpy.maximum(schedule.forward_bytes, schedule.backward_bytes)[0].argmax())
     backward = bool(schedule.backward_bytes[0, index] >= schedule.forward_bytes[0, index])
     gradients = float((problem.backward_base - problem.forward_base)[index]) if backward else 0.0
+    again = float(best.footprints[index, 3]) if backward else 0.0
     moving = schedule.ahead_bytes[0, index] if backward else schedule.backlog_bytes[0, index]
     parts = [
-        (problem.blocks[index].working_set_bytes, "the block's working set"),
+        (problem.blocks[index].working_set_bytes, _working_set(plan, index)),
+        (again, "for what is computed again"),
         (float(best.footprints[:index, 0].sum()), "kept by the blocks before it"),
         (plan.costs.fixed_bytes, "fixed"),
         (gradients, "gradients made by then"),
@@ -110,6 +112,10 @@ def _peak(plan: Plan) -> str:
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
     where = f"{'backward' if backward else 'forward'} {_entry(plan, index)}"
     return f"Peak {format_bytes(plan.peak_bytes)}, in {where}: {held}."
+
+
+def _working_set(plan: Plan, index: int) -> str:
+    return "its working set" if plan.blocks is not None and plan.blocks[index] is None else "the block's working set"
 
 
 def _entry(plan: Plan, index: int) -> str:

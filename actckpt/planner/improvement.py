@@ -29,7 +29,7 @@ class Candidate:
     """Actions of all blocks, and what they come to."""
 
     actions: tuple[Actions, ...]
-    #: Per block: kept bytes, offloaded bytes, recompute seconds.
+    #: Per block: kept bytes, offloaded bytes, recompute seconds, recompute bytes.
     footprints: Array
     #: Of this one candidate.
     schedule: Schedule
@@ -55,7 +55,7 @@ def candidate(problem: Problem, actions: Sequence[Actions]) -> Candidate | None:
     found = [problem.footprint(index, each) for index, each in enumerate(actions)]
     if None in found:
         return None
-    footprints = numpy.array([each[:3] for each in found if each is not None], float)
+    footprints = numpy.array([each[:4] for each in found if each is not None], float)
     return Candidate(tuple(actions), footprints, evaluate(problem, footprints[None]))
 
 
@@ -127,7 +127,8 @@ def _without_remains(problem: Problem, start: Candidate) -> Candidate:
 def _useful(problem: Problem, start: Candidate) -> list[_Changes]:
     """Return the changes of one value that may gain something."""
     room = numpy.minimum(
-        problem.forward_capacity - problem.forward_base, problem.backward_capacity - problem.backward_base
+        problem.forward_capacity - problem.forward_base,
+        problem.backward_capacity - problem.backward_base - start.footprints[:, 3],
     )
     kept_before = numpy.cumsum(start.footprints[:, 0]) - start.footprints[:, 0]
     later = numpy.minimum.accumulate((room - kept_before)[::-1])[::-1]
@@ -136,7 +137,7 @@ def _useful(problem: Problem, start: Candidate) -> list[_Changes]:
     changes: list[_Changes] = []
     footprints, fits = start.footprints.tolist(), start.excess_bytes == 0.0
     for index, actions in enumerate(start.actions):
-        kept, _, recompute_s = footprints[index]
+        kept, _, recompute_s, _ = footprints[index]
         most_kept, most_s = kept + spare[index], recompute_s + waits
         for other in problem.others(index, actions):
             found = other.footprint
@@ -154,7 +155,7 @@ def _scores(problem: Problem, start: Candidate, changes: Sequence[_Changes]) -> 
         footprints = numpy.repeat(start.footprints[None], len(some), axis=0)
         for number, change in enumerate(some):
             for index, choice in change.items():
-                footprints[number, index] = choice.footprint[:3]
+                footprints[number, index] = choice.footprint[:4]
         schedule = evaluate(problem, footprints)
         parts.append((schedule.overhead_s, schedule.excess_bytes))
     return numpy.concatenate([part[0] for part in parts]), numpy.concatenate([part[1] for part in parts])

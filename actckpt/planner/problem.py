@@ -13,7 +13,7 @@ from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable
 from actckpt.planner.pins import Pins, checked_pins, names_nothing
 
-__all__ = ["Actions", "Array", "Choice", "Footprint", "Pins", "Problem", "footprint", "recomputed"]
+__all__ = ["Actions", "Array", "Choice", "Footprint", "Pins", "Problem", "droppable", "footprint", "recomputed"]
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 #: What becomes of each value of a block, in the order of its class.
@@ -27,6 +27,8 @@ class Footprint(NamedTuple):
     offloaded_bytes: float
     #: Seconds to get back what was dropped, to record what is needed for that, and to hand over what is offloaded.
     recompute_s: float
+    #: Beyond the working set of the block, while it runs backward.
+    recompute_bytes: float
     #: Whether that is by running the whole block again.
     rerun: bool
 
@@ -57,26 +59,60 @@ def _replayed(block: BlockClass, actions: Actions, wanted: list[str]) -> frozens
     return frozenset(found)
 
 
-def footprint(block: BlockClass, actions: Actions) -> Footprint | None:
-    """Return what actions come to, by replay or by a rerun, whichever is faster; None where neither can do it."""
-    ways = []
+def footprint(block: BlockClass, actions: Actions, allowed: tuple[Actions, ...]) -> Footprint | None:
+    """Return what actions come to, by replay or by a rerun; None where neither can do it.
+
+    A rerun makes all again, so what is held beside it is held in vain: it is the way where nothing is that need not be,
+    and it takes less memory or less time.
+
+    Args:
+        allowed: the actions that each value may have.
+    """
     pairs = list(zip(block.values, actions, strict=True))
     offload_s = sum(value.offload_s for value, action in pairs if action is Action.OFFLOAD)
-    replay = recomputed(block, actions)
-    if replay is not None:
-        recording_s = block.recording_s if block.is_recorded(actions) else 0.0
-        ways.append((recording_s + offload_s + _seconds(block, replay), False))
-    if block.rerun:
-        has_input = any(value.name == BLOCK_INPUT for value in block.values)
-        replay = _replayed(block, actions, [BLOCK_INPUT] * has_input)
-        if replay is not None:
-            ways.append((block.rerun_seconds + offload_s + _seconds(block, replay), True))
-    if not ways:
+    is_recorded = block.is_recorded(actions)
+    replay_s, rerun_s = _replay_seconds(block, actions), _rerun_seconds(block, actions)
+    if rerun_s is None:
+        rerun = False
+    elif replay_s is None:
+        rerun = True
+    else:
+        is_better = block.rerun_bytes < block.recompute_bytes or rerun_s < replay_s
+        rerun = (
+            is_better
+            and is_recorded
+            and not any(actions[position] is not Action.RECOMPUTE for position in droppable(block, allowed))
+        )
+    seconds, nbytes = (rerun_s, block.rerun_bytes) if rerun else (replay_s, block.recompute_bytes * is_recorded)
+    if seconds is None:
         return None
     held = dict.fromkeys(Action, 0.0)
     for value, action in pairs:
         held[action] += value.nbytes
-    return Footprint(held[Action.KEEP], held[Action.OFFLOAD], *min(ways))
+    return Footprint(held[Action.KEEP], held[Action.OFFLOAD], offload_s + seconds, nbytes, rerun)
+
+
+def droppable(block: BlockClass, allowed: tuple[Actions, ...]) -> list[int]:
+    """Return the positions of what a block holds or drops: what something reads, that may be dropped, but its input."""
+    read = {name for value in block.values for name in value.inputs}
+    return [
+        position
+        for position, (value, may) in enumerate(zip(block.values, allowed, strict=True))
+        if value.name != BLOCK_INPUT and Action.RECOMPUTE in may and (value.needed or value.name in read)
+    ]
+
+
+def _replay_seconds(block: BlockClass, actions: Actions) -> float | None:
+    replay = recomputed(block, actions)
+    if replay is None:
+        return None
+    return (block.recording_s if block.is_recorded(actions) else 0.0) + _seconds(block, replay)
+
+
+def _rerun_seconds(block: BlockClass, actions: Actions) -> float | None:
+    has_input = any(value.name == BLOCK_INPUT for value in block.values)
+    replay = _replayed(block, actions, [BLOCK_INPUT] * has_input) if block.rerun else None
+    return None if replay is None else block.rerun_seconds + _seconds(block, replay)
 
 
 def _seconds(block: BlockClass, replayed: frozenset[str]) -> float:
@@ -162,7 +198,7 @@ class Problem:
         """Return what actions of one block come to, None where they leave out what backward needs."""
         key = self.kinds[index], actions
         if key not in self._footprints:
-            self._footprints[key] = footprint(self.blocks[index], actions)
+            self._footprints[key] = footprint(self.blocks[index], actions, self.allowed[index])
         return self._footprints[key]
 
     def others(self, index: int, actions: Actions) -> list[Choice]:

@@ -10,7 +10,7 @@ import numpy
 
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
-from actckpt.planner.problem import Actions, Problem
+from actckpt.planner.problem import Actions, Problem, droppable
 from actckpt.planner.quiet import stdout_as_stderr
 
 __all__ = ["DECIDED", "Program", "Solution"]
@@ -55,9 +55,10 @@ class Program:
         # units, some versions print a line of their own where a solution is beyond tolerance after presolving.
         base = numpy.maximum(problem.forward_base, problem.backward_base)
         held = sum(value.nbytes for block in problem.blocks for value in block.values)
+        base += max(max(block.recompute_bytes, block.rerun_bytes) for block in problem.blocks)
         self._per_byte = 1.0 / (min(problem.budget_bytes, held + base.max()) or 1.0)
         self._per_second = 1.0 / problem.scale_s
-        #: Per block, the variable that says that it is recorded.
+        #: Per block, the variable that says that it is recorded: something is not kept, and it is not run again.
         self._recorded: list[int | None] = []
         self._decided = [self._block(index, block) for index, block in enumerate(problem.blocks)]
         self._kept, self._offloaded = self._sums(Action.KEEP), self._sums(Action.OFFLOAD)
@@ -66,7 +67,7 @@ class Program:
             self._timed()
         else:
             self._unit = self._per_byte
-            self._sized(base)
+            self._sized()
 
     # What is below makes variables and rows. A variable is its number.
 
@@ -85,7 +86,8 @@ class Program:
         """Add the decisions of a block; a value that nobody can want has none."""
         users = {name for value in block.values for name in value.inputs} | ({BLOCK_INPUT} if block.rerun else set())
         again = self._variable(1.0, block.rerun_seconds * self._per_second, whole=True) if block.rerun else None
-        recorded = self._variable(1.0, block.recording_s * self._per_second) if block.recording_s else None
+        marks = block.recording_s or block.recompute_bytes
+        recorded = self._variable(1.0, block.recording_s * self._per_second) if marks else None
         self._recorded.append(recorded)
         decided: dict[str, dict[Action, int]] = {}
         for value, allowed in zip(block.values, self._problem.allowed[index], strict=True):
@@ -108,6 +110,7 @@ class Program:
                 self._row([(way, 1.0) for way in ways], lower=1.0)
         self._closure(block, decided, again)
         if again is not None:
+            self._in_vain(index, decided, again)
             decided[""] = {Action.RECOMPUTE: again}
         return decided
 
@@ -120,6 +123,20 @@ class Program:
                     self._row([*there, (decided[value.name][Action.RECOMPUTE], -1.0)], lower=0.0)
         if again is not None and BLOCK_INPUT in decided:
             self._row([*((variable, 1.0) for variable in decided[BLOCK_INPUT].values()), (again, -1.0)], lower=0.0)
+
+    def _in_vain(self, index: int, decided: dict[str, dict[Action, int]], again: int) -> None:
+        """What is held beside a rerun is held in vain, and where nothing is, a block runs again if that is its way."""
+        block, allowed = self._problem.blocks[index], self._problem.allowed[index]
+        names = [block.values[position].name for position in droppable(block, allowed)]
+        held = {name: [(decided[name][action], 1.0) for action in (Action.KEEP, Action.OFFLOAD)] for name in names}
+        for terms in held.values():
+            self._row([*terms, (again, 1.0)], upper=1.0)
+        nothing = tuple(
+            Action.RECOMPUTE if value.name in held else may[0] for value, may in zip(block.values, allowed, strict=True)
+        )
+        found = self._problem.footprint(index, nothing)
+        if found is not None and found.rerun:
+            self._row([(again, 1.0), *(term for terms in held.values() for term in terms)], lower=1.0)
 
     def _sums(self, action: Action) -> list[int]:
         """Add the bytes of an action in the blocks before each, and in all."""
@@ -183,7 +200,8 @@ class Program:
                 upper=rates[0] * block.backward_s * self._per_second,
             )
             room = (problem.backward_capacity - problem.backward_base)[index] * self._per_byte
-            self._row([(self._kept[index], 1.0), (end, 1.0), (total, -1.0), (before, 1.0)], upper=room)
+            held = [(self._kept[index], 1.0), (end, 1.0), (total, -1.0), (before, 1.0)]
+            self._row([*held, *self._recompute_bytes(index)], upper=room)
             if self._upper[on_disk] > 0 and costs.host_bytes is not None:
                 disk = self._from_disk(index, (on_disk, disk, wait, start, end), rates[1])
             back = end
@@ -212,16 +230,28 @@ class Program:
             variables.append(recorded)
         return [(variable, self._costs[variable] * factor) for variable in variables if self._costs[variable]]
 
-    def _sized(self, base: Any) -> None:
+    def _recompute_bytes(self, index: int) -> list[tuple[int, float]]:
+        """Return the bytes that a block needs in backward for what is computed again."""
+        block, again = self._problem.blocks[index], self._decided[index].get("")
+        ways = [
+            (self._recorded[index], block.recompute_bytes),
+            (None if again is None else again[Action.RECOMPUTE], block.rerun_bytes),
+        ]
+        return [(variable, nbytes * self._per_byte) for variable, nbytes in ways if nbytes and variable is not None]
+
+    def _sized(self) -> None:
         """Minimise the budget: what it must hold, and nothing about time."""
         problem = self._problem
         self._costs = [0.0] * len(self._costs)
         self._disk_total()
         budget = self._variable(cost=1.0)
-        ends = problem.forward_capacity - problem.forward_base, problem.backward_capacity - problem.backward_base
+        ends = (problem.forward_base, problem.forward_capacity), (problem.backward_base, problem.backward_capacity)
         for index, kept in enumerate(self._kept[:-1]):
-            self._row([(budget, 1.0), (kept, -1.0)], lower=base[index] * self._per_byte)
-            self._row([(kept, 1.0)], upper=min(room[index] for room in ends) * self._per_byte)
+            again = self._recompute_bytes(index)
+            for terms, (base, capacity) in zip(([(kept, 1.0)], [(kept, 1.0), *again]), ends, strict=True):
+                below = [(each, -nbytes) for each, nbytes in terms]
+                self._row([(budget, 1.0), *below], lower=base[index] * self._per_byte)
+                self._row(terms, upper=(capacity - base)[index] * self._per_byte)
 
     # What is below solves it.
 

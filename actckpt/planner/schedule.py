@@ -8,13 +8,13 @@ Q_l = O_L - O_(l-1) what of it blocks l..L need back. D counts bytes written out
     write-out   D_l <= O_(l-1),  D_l <= D_(l-1) + d2h (forward_l + wait_l),  D_L = O_(L-1): out before backward begins
     forward     K_(l-1) + O_(l-1) - D_l + working set_l <= capacity, at the end of block l
     read-back   P'_l <= P_l + h2d (recompute_l + backward_l),  P_(l-1) <= P'_l + h2d wait'_(l-1),  P_l >= Q_l
-    backward    K_(l-1) + P'_l - Q_l + working set_l <= capacity
+    backward    K_(l-1) + P'_l - Q_l + working set_l + recompute bytes_l <= capacity
     host        O_L <= host bytes; with a disk, W <= D of them go on to it and R <= W come back, on links of its own,
                 so that D - W <= host bytes and O - W + R - P <= host bytes at any time
 
 The working set holds the block's own values, so its actions count for other blocks only, and the last block offloads
-nothing. Where something of a block is not kept, recompute_l has recording_l. The step takes its plain seconds and the
-sum of recompute_l, wait_l and wait'_l.
+nothing. Where something of a block is not kept, recompute_l has recording_l, and recompute bytes_l count: those of a
+rerun where it is run again. The step takes its plain seconds and the sum of recompute_l, wait_l and wait'_l.
 
 For given actions, writing as early as it can and waiting as late as it can is best, and so is reading back as early as
 the room of this and of all later moments allows; what goes to the disk is what the host has no room for.
@@ -67,11 +67,11 @@ def evaluate(problem: Problem, footprints: Array, windows: Array | None = None) 
     """Return what candidates come to.
 
     Args:
-        footprints: kept bytes, offloaded bytes and recompute seconds, of shape (candidate, block, 3).
+        footprints: kept bytes, offloaded bytes, recompute seconds and recompute bytes, of shape (candidate, block, 4).
         windows: most bytes that wait to be written out, and most bytes read ahead, per candidate; None: no limit.
     """
-    kept, offloaded, recompute_s = (numpy.ascontiguousarray(footprints[..., i]) for i in range(3))
-    run = _Run(problem, kept, offloaded, recompute_s, windows)
+    kept, offloaded, recompute_s, recompute_bytes = (numpy.ascontiguousarray(footprints[..., i]) for i in range(4))
+    run = _Run(problem, kept, offloaded, recompute_s, recompute_bytes, windows)
     run.forward()
     run.backward()
     return run.schedule()
@@ -81,13 +81,20 @@ class _Run:
     """One step of every candidate, block by block. Arrays are (block, candidate), or (candidate)."""
 
     def __init__(
-        self, problem: Problem, kept: Array, offloaded: Array, recompute_s: Array, windows: Array | None
+        self,
+        problem: Problem,
+        kept: Array,
+        offloaded: Array,
+        recompute_s: Array,
+        recompute_bytes: Array,
+        windows: Array | None,
     ) -> None:
         costs = problem.costs
         self.problem, self.costs = problem, costs
         self.recompute_s = recompute_s.T
         self.num_blocks, self.num = self.recompute_s.shape
         self.kept = _before(kept.T)
+        self.backward_base = problem.backward_base[:, None] + recompute_bytes.T
         self.offloaded = _before(offloaded.T)
         self.total = offloaded.sum(axis=1)
         self.needed_back = self.total - self.offloaded
@@ -99,9 +106,9 @@ class _Run:
         self.any_on_disk = bool((self.to_disk > 0.0).any())
         lost = numpy.maximum(self.to_disk - (costs.disk_bytes if with_disk else 0.0), 0.0)
         self.forward_room = (problem.forward_capacity - problem.forward_base)[:, None] - self.kept
-        self.backward_room = (problem.backward_capacity - problem.backward_base)[:, None] - self.kept
+        self.backward_room = problem.backward_capacity[:, None] - self.backward_base - self.kept
         over = -numpy.minimum(self.forward_room, self.backward_room)
-        over[over <= _ROUNDING * (problem.backward_base[:, None] + self.kept)] = 0.0
+        over[over <= _ROUNDING * (self.backward_base + self.kept)] = 0.0
         self.excess = over.max(axis=0) + lost * (lost > _ROUNDING * self.total)
         self.written, self.read, self.write_wait, self.read_wait = (
             numpy.zeros((self.num_blocks, self.num)) for _ in range(4)
@@ -156,7 +163,7 @@ class _Run:
 
     def schedule(self) -> Schedule:
         """Return what came of it."""
-        base = self.problem.forward_base[:, None], self.problem.backward_base[:, None]
+        base = self.problem.forward_base[:, None], self.backward_base
         backlog, ahead = self.offloaded - self.written, self.read - self.needed_back
         forward, backward = base[0] + self.kept + backlog, base[1] + self.kept + ahead
         fits = self.excess == 0.0  # then what is beyond capacity is rounding

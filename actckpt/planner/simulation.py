@@ -199,6 +199,9 @@ class _Block:
         self.kept = sum(value.nbytes for value in kept if value.name not in elsewhere)
         self.offloaded = [(value.name, value.nbytes) for value in block.values if actions[value.name] is Action.OFFLOAD]
         self.recompute_s = _recompute_seconds(block, actions, plan.rerun[index], where)
+        is_all_kept = all(actions[value.name] is Action.KEEP for value in block.values if value.needed)
+        replay_bytes = 0.0 if is_all_kept else block.recompute_bytes
+        self.recompute_bytes = block.rerun_bytes if plan.rerun[index] else replay_bytes
 
 
 class _Step:
@@ -296,7 +299,7 @@ class _Step:
         kept, gone, most, plans = 0.0, 0.0, math.inf, []
         gradients = sum(block.costs.gradient_bytes for block in self.blocks)
         for block in self.blocks:
-            base = self.costs.fixed_bytes + block.costs.working_set_bytes + gradients + kept
+            base = self.costs.fixed_bytes + block.costs.working_set_bytes + block.recompute_bytes + gradients + kept
             room = self._capacity(block.index, True) - base
             needed = self.total - gone
             most = min(most, needed + max(min(room, self.plan.max_inflight), 0.0))

@@ -60,7 +60,8 @@ def infeasible(problem: Problem) -> PlanInfeasibleError:
 def _needed(problem: Problem, best: Candidate) -> Array:
     """Return the bytes that must be there while each block runs, after all waits."""
     kept_before = numpy.cumsum(best.footprints[:, 0]) - best.footprints[:, 0]
-    needed: Array = numpy.maximum(problem.forward_base, problem.backward_base) + kept_before
+    backward = problem.backward_base + best.footprints[:, 3]
+    needed: Array = numpy.maximum(problem.forward_base, backward) + kept_before
     return needed
 
 
@@ -69,15 +70,16 @@ def _holds(problem: Problem, best: Candidate) -> str:
     worst = int(_needed(problem, best).argmax())
     block, stack = problem.blocks[worst], problem.costs.stack
     gradients = float(problem.backward_base[worst] - problem.forward_base[worst])
-    kept = float(best.footprints[:worst, 0].sum())
+    kept, again = float(best.footprints[:worst, 0].sum()), float(best.footprints[worst, 3])
     parts = [
         (block.working_set_bytes, "its working set"),
+        (again, "for what is computed again"),
         (problem.costs.fixed_bytes, "fixed"),
         (gradients, "gradients made by then"),
         (kept, f"kept by the blocks before it ({_kept_names(problem, best, worst)})"),
     ]
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
-    when = "backward" if gradients else "forward and backward"
+    when = "backward" if gradients or again else "forward and backward"
     number = f", number {stack[: worst + 1].count(stack[worst])} of {stack.count(stack[worst])}"
     return f"What holds it, in {when} of {stack[worst]!r}{number if stack.count(stack[worst]) > 1 else ''}: {held}"
 

@@ -181,5 +181,5 @@ def test_what_is_timed_leaves_no_casts_in_the_cache_of_autocast() -> None:
         loss = model(torch.randn(8, 16, 32))
         assert torch.is_autocast_cache_enabled()
     loss.float().backward()
-    # All but the calls of the step, and the few runs that show how many bytes a block needs.
-    assert NotesCache.found.count(False) >= 15 and NotesCache.found.count(True) <= 2 * len(model.blocks) + 4
+    # All but the calls of the step, and the few runs that show how many bytes a block needs: kept, replayed and rerun.
+    assert NotesCache.found.count(False) >= 15 and NotesCache.found.count(True) <= 2 * len(model.blocks) + 6

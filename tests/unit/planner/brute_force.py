@@ -8,8 +8,8 @@ import numpy
 from scipy import optimize
 
 Table = dict[str, Any]
-#: Kept bytes, offloaded bytes and recompute seconds of a block.
-Triple = tuple[float, float, float]
+#: Kept bytes, offloaded bytes, recompute seconds and recompute bytes of a block.
+Footprint = tuple[float, float, float, float]
 
 
 def random_table(seed: int) -> Table:
@@ -36,6 +36,10 @@ def random_table(seed: int) -> Table:
         table["fixed_bytes"] = rng.randint(0, 5)
         for block in classes.values():
             block["gradient_bytes"] = rng.randint(0, 4)
+    if seed % 4 == 3:
+        for block in classes.values():
+            block["recompute_bytes"], block["rerun_bytes"] = rng.randint(0, 6), rng.randint(0, 6)
+            block["rerun"] = rng.random() < 0.6
     return table
 
 
@@ -65,10 +69,11 @@ def _random_class(rng: random.Random, num_values: int) -> Table:
     }
 
 
-def triples(block: Table, *, last: bool, pins: dict[str, str]) -> list[Triple]:
+def footprints(block: Table, *, last: bool, pins: dict[str, str]) -> list[Footprint]:
     """Return what each way to treat the values of a block comes to, once each."""
     values = block.get("values", [])
-    found: dict[Triple, None] = {}
+    read = {v["name"] for v in values if v["needed"]} | {name for v in values for name in v["inputs"]}
+    found: dict[Footprint, None] = {}
     for actions in itertools.product("kor", repeat=len(values)):
         barred = last or any(a == "o" and not v["offloadable"] for a, v in zip(actions, values, strict=True))
         if ("o" in actions and barred) or any(
@@ -76,19 +81,24 @@ def triples(block: Table, *, last: bool, pins: dict[str, str]) -> list[Triple]:
         ):
             continue
         held = {v["name"] for a, v in zip(actions, values, strict=True) if a != "r"}
-        seconds = []
+        ways: dict[str, tuple[float, float]] = {}
+        is_kept = all(a == "k" for a, v in zip(actions, values, strict=True) if v["needed"])
         replay = _computed_again(values, held, {v["name"] for v in values if v["needed"]})
         if replay is not None:
-            is_kept = all(a == "k" for a, v in zip(actions, values, strict=True) if v["needed"])
-            seconds.append(replay + (0.0 if is_kept else block.get("recording_s", 0.0)))
+            again = 0.0 if is_kept else block.get("recompute_bytes", 0.0)
+            ways["replay"] = (replay + (0.0 if is_kept else block.get("recording_s", 0.0)), again)
         if block.get("rerun"):
             replay = _computed_again(values, held, {"x0"} & {v["name"] for v in values})
             if replay is not None:
-                seconds.append(block.get("rerun_s", block["forward_s"]) + replay)
-        if seconds:
+                ways["rerun"] = (block.get("rerun_s", block["forward_s"]) + replay, block.get("rerun_bytes", 0.0))
+        if len(ways) == 2:
+            gains = [ways["rerun"][i] < ways["replay"][i] for i in (0, 1)]
+            in_vain = is_kept or (held - {"x0"} - pins.keys()) & read
+            ways.pop("replay" if any(gains) and not in_vain else "rerun")
+        for seconds, again in ways.values():
             beside = sum(v.get("offload_s", 0.0) for a, v in zip(actions, values, strict=True) if a == "o")
             sizes = [sum(v["bytes"] for a, v in zip(actions, values, strict=True) if a == which) for which in "ko"]
-            found[sizes[0], sizes[1], min(seconds) + beside] = None
+            found[sizes[0], sizes[1], seconds + beside, again] = None
     return list(found)
 
 
@@ -108,14 +118,14 @@ def best_overhead(table: Table, budget: float, pins: dict[Any, str] | None = Non
 
 
 def all_triples(table: Table, pins: dict[Any, str] | None = None) -> Any:
-    """Return every plan, as an array (block, plan, 3). Pins are letters, by block and name."""
+    """Return every plan, as an array (block, plan, 4). Pins are letters, by block and name."""
     blocks = [table["classes"][name] for name in table["stack"]]
     ways = []
     for i, block in enumerate(blocks):
         pinned = {name: letter for (index, name), letter in (pins or {}).items() if index == i}
-        ways.append(numpy.array(triples(block, last=i == len(blocks) - 1, pins=pinned)))
+        ways.append(numpy.array(footprints(block, last=i == len(blocks) - 1, pins=pinned)))
     if not all(len(each) for each in ways):
-        return numpy.empty((len(blocks), 0, 3))
+        return numpy.empty((len(blocks), 0, 4))
     numbers = numpy.meshgrid(*(numpy.arange(len(each)) for each in ways), indexing="ij")
     return numpy.stack([each[number.ravel()] for each, number in zip(ways, numbers, strict=True)])
 
@@ -145,7 +155,7 @@ def overheads(table: Table, budget: float, plans: Any) -> Any:
     rooms = capacities(table, budget)
     fits = on_disk <= (table.get("disk_bytes", 0) if table.get("disk_write_bytes_per_s") else 0)
     for i in range(len(blocks)):
-        fits &= (before[i][:, 0] <= rooms[0][i]) & (before[i][:, 0] <= rooms[1][i])
+        fits &= (before[i][:, 0] <= rooms[0][i]) & (before[i][:, 0] + plans[i, :, 3] <= rooms[1][i])
     seconds = again.sum(axis=0)
     out, written = zero, zero
     for i, block in enumerate(blocks):
@@ -162,7 +172,8 @@ def overheads(table: Table, budget: float, plans: Any) -> Any:
     back, read = zero, zero
     for i in reversed(range(len(blocks))):
         needed = total - before[i][:, 1]
-        most = numpy.min([total - before[j][:, 1] - before[j][:, 0] + rooms[1][j] for j in range(i + 1)], axis=0)
+        left = [rooms[1][j] - plans[j, :, 3] for j in range(i + 1)]
+        most = numpy.min([total - before[j][:, 1] - before[j][:, 0] + left[j] for j in range(i + 1)], axis=0)
         waits = [(needed - back) / table["h2d_bytes_per_s"], zero]
         if table.get("disk_read_bytes_per_s"):
             waits.append((needed - (total - on_disk) - read) / table["disk_read_bytes_per_s"])
@@ -183,7 +194,7 @@ def smallest_budget(table: Table) -> float:
     bare = {key: value for key, value in table.items() if key != "capacity_bytes"}
     rooms = capacities(bare, 0.0)
     kept = numpy.cumsum(plans[..., 0], axis=0) - plans[..., 0]
-    needed = (kept - numpy.minimum(*rooms)[:, None]).max(axis=0)
+    needed = numpy.maximum(kept - rooms[0][:, None], kept + plans[..., 3] - rooms[1][:, None]).max(axis=0)
     return float(numpy.where(numpy.isfinite(unlimited), needed, numpy.inf).min())
 
 
@@ -214,7 +225,7 @@ def linear_overhead(table: Table, budget: float, plan: Any) -> float:
         at_most(up * (plan[i, 2] + block["backward_s"]), E={i: 1}, P={i: -1})
         at_most(0, E={i: -1}, P={i: 1})
         at_most(gone[i] - total, P={i: -1})
-        at_most(rooms[1][i] - kept[i] + total - gone[i], E={i: 1})
+        at_most(rooms[1][i] - plan[i, 3] - kept[i] + total - gone[i], E={i: 1})
         at_most(0, P={i: 1}, V={i: -up}, **({"E": {i + 1: -1}} if i < num - 1 else {}))
     at_most(-gone[-1], D={num - 1: -1})
     costs = numpy.repeat([0.0, 1.0, 0.0, 0.0, 1.0], num)

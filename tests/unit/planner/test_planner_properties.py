@@ -54,7 +54,8 @@ def test_scaled_seconds_give_scaled_overhead(table: Table, budget: int, factor: 
 def test_scaled_bytes_change_nothing(table: Table, budget: int, factor: int) -> None:
     def change(block: Table) -> None:
         block["working_set_bytes"] *= factor
-        block["gradient_bytes"] = block.get("gradient_bytes", 0) * factor
+        for key in {"gradient_bytes", "recompute_bytes", "rerun_bytes"} & block.keys():
+            block[key] *= factor
         for value in block.get("values", []):
             value["bytes"] *= factor
 

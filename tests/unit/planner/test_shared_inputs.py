@@ -36,27 +36,27 @@ def _random_table(seed: int) -> Table:
 
 
 def _coupled(table: Table) -> Any:
-    """Return every plan, as an array (block, plan, 3): what is the next input has no bytes where that stays."""
+    """Return every plan, as an array (block, plan, 4): what is the next input has no bytes where that stays."""
     blocks = [table["classes"][name] for name in table["stack"]]
-    ways: list[list[tuple[dict[str, str], tuple[float, float, float]]]] = []
+    ways: list[list[tuple[dict[str, str], brute_force.Footprint]]] = []
     for index, block in enumerate(blocks):
         names = [value["name"] for value in block.get("values", [])]
         found = []
         for letters in itertools.product("kor", repeat=len(names)):
             pins = dict(zip(names, letters, strict=True))
-            for triple in brute_force.triples(block, last=index == len(blocks) - 1, pins=pins):
-                found.append((pins, triple))
+            for footprint in brute_force.footprints(block, last=index == len(blocks) - 1, pins=pins):
+                found.append((pins, footprint))
         ways.append(found)
     plans = []
     for chosen in itertools.product(*ways):
-        kept = [triple[0] for _, triple in chosen]
+        kept = [footprint[0] for _, footprint in chosen]
         for index, block in enumerate(blocks):
             following = next((pins["x0"] for pins, _ in chosen[index + 1 :] if "x0" in pins), None)
             for value in block.get("values", []):
                 if value.get("next_input") and following == "k" and chosen[index][0][value["name"]] == "k":
                     kept[index] -= value["bytes"]
-        plans.append([(nbytes, *triple[1:]) for nbytes, (_, triple) in zip(kept, chosen, strict=True)])
-    return numpy.array(plans, float).transpose(1, 0, 2) if plans else numpy.empty((len(blocks), 0, 3))
+        plans.append([(nbytes, *footprint[1:]) for nbytes, (_, footprint) in zip(kept, chosen, strict=True)])
+    return numpy.array(plans, float).transpose(1, 0, 2) if plans else numpy.empty((len(blocks), 0, 4))
 
 
 def _doubled(table: Table) -> Table:

@@ -1,0 +1,65 @@
+"""How many bytes a block holds for backward, and needs at most, as runs on its own show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actckpt._budget.block_calls import BlockCall
+from actckpt._budget.links import flush
+from actckpt._budget.workspaces import WorkingStorages
+from actckpt._core import devices
+from actckpt._core.storages import tensors_in
+from actckpt.memory import LiveStorages
+from actckpt.policies import Policy
+
+__all__ = ["held_bytes", "more_bytes", "peak_bytes"]
+
+
+def held_bytes(call: BlockCall) -> int:
+    """Return the bytes that a forward holds for backward."""
+    with call.set_apart() as run:
+        with LiveStorages() as live:
+            nodes = [tensor.grad_fn for tensor in tensors_in(run.call())]
+        nbytes = live.live_bytes
+        del nodes
+        return nbytes
+
+
+def peak_bytes(call: BlockCall, forward: Callable[..., Any] | None = None) -> tuple[int, int]:
+    """Return the peak of forward, and of both, in bytes, without gradients of parameters once they are computed.
+
+    The first kernels of some kinds on a device leave something behind, or try others: the lesser of two runs counts.
+    """
+    device = call.structure.device
+    runs = [_peak_of_run(call, forward, device) for _ in range(1 if devices.counting(device) is None else 2)]
+    return min(forward for forward, _ in runs), min(peak for _, peak in runs)
+
+
+def more_bytes(call: BlockCall, kept_bytes: int, policy: Policy) -> float:
+    """Return what a block needs in a region with a policy beyond what it does where all is kept."""
+    return float(max(peak_bytes(call, call.in_region(policy))[1] - kept_bytes, 0))
+
+
+def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: torch.device) -> tuple[int, int]:
+    flush(device)
+    working = WorkingStorages(device)
+    with call.set_apart(forward) as run:
+        for parameter in call.block.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        with working.section():
+            roots = run.roots()
+        forward_bytes = working.peak_bytes
+        # What came out stands for its gradient, which is as large and lives as long.
+        gradients = [torch.ones_like(root) for root in roots]
+        with working.section():
+            run.backward(roots, gradients)
+        return forward_bytes, working.peak_bytes
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None

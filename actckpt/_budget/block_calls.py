@@ -1,0 +1,52 @@
+"""A call of a block that runs again on its own, to be measured."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from actckpt._budget.alone import Alone
+from actckpt._budget.apart import set_apart
+from actckpt._budget.structure import BlockStructure
+from actckpt._budget.timing import Run
+from actckpt._checkpointed_call import checkpoint_call
+from actckpt._core import agreement
+from actckpt._options import CheckpointOptions
+from actckpt._replay.calls import Inside
+from actckpt.policies import Policy
+
+__all__ = ["BlockCall"]
+
+_BLOCK = Inside(is_block=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCall:
+    """A call of a block that was recorded, and runs again on its own (NOTE [ Profiling a block ] Rule 2)."""
+
+    name: str
+    block: torch.nn.Module
+    forward: Callable[..., Any]
+    #: args and kwargs
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    structure: BlockStructure
+    #: Whether a forward and its backward have shown that nothing is exchanged with other ranks.
+    is_local: bool = False
+
+    @contextlib.contextmanager
+    def set_apart(self, forward: Callable[..., Any] | None = None) -> Iterator[Run]:
+        """Set the block apart for one run of its forward, or of another one in its place."""
+        exchanges = self.structure.exchanges
+        outside = self.structure.written, self.structure.generators.values()
+        alone = agreement.without_others() if self.is_local else Alone(exchanges)
+        with set_apart(self.block, self.arguments, *outside) as ((args, kwargs), leaves), alone:
+            yield Run(forward or self.forward, args, kwargs, leaves)
+
+    def in_region(self, policy: Policy) -> Callable[..., Any]:
+        """Return a forward that runs as the block does in which a plan has this policy."""
+        options = CheckpointOptions(policy=policy)
+        return lambda *args, **kwargs: checkpoint_call(self.forward, args, kwargs, options, inside=_BLOCK)
