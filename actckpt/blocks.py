@@ -24,7 +24,7 @@ from actckpt._blocks.applied import (
 )
 from actckpt._blocks.choosing import Blocks, check_model
 from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, stayed, sums_of
-from actckpt._blocks.planned_size import PlannedSize
+from actckpt._blocks.planned_size import warns_of_larger
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
@@ -219,8 +219,9 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
     count_calls(model, forwards.values())
     for forward in forwards.values():
         forward.together.plan = plan
-    size = PlannedSize(plan)
-    forwards[size.block].planned_size = size
+    if (found := warns_of_larger(plan)) is not None:
+        block, size = found
+        forwards[block].planned_size = size
     watch(chosen)
     return names
 

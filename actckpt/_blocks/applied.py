@@ -152,8 +152,8 @@ class CheckpointedForward:
         self.has_run = False
         #: Takes calls in place of this: `instead(self, args, kwargs)`.
         self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
-        #: What a plan was made for, where this is its first block.
-        self.planned_size: PlannedSize | None = None
+        #: What it is given under a plan, where this is the block that shows that.
+        self.planned_size: PlannedSize | None
         self.use(settings)
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
@@ -165,6 +165,7 @@ class CheckpointedForward:
 
     def use(self, settings: Settings) -> None:
         """Run with these settings from the next call on, which is the first one in a forward of the model."""
+        self.planned_size = None
         self._calls = tuple(_How(each) for each in (settings if isinstance(settings, tuple) else (settings,)))
         self.begin()
         if all(how.windows is None for how in self._calls):
@@ -218,7 +219,7 @@ class CheckpointedForward:
         if self.instead is not None and not torch.compiler.is_compiling():
             return self.instead(self, args, kwargs)
         if self.planned_size is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.planned_size.check(args, kwargs)
+            self.planned_size.check(self.together.training, args, kwargs)
         how = self._how()
         if how.is_unplanned and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.together.tell_unplanned(self.name)

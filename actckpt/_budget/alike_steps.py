@@ -17,6 +17,7 @@ import torch
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.first_step import FirstStep
+from actckpt._budget.growth import Growth
 from actckpt._budget.links import give_back_unused, is_linked, poll, prepare, with_links
 from actckpt._budget.loss import Loss
 from actckpt._budget.measuring import MeasuredStep, holding_outputs
@@ -91,6 +92,9 @@ class AlikeSteps:
         self._pace = Pace()
         self._observing, self._stalls = Observing(self._device, self._pace), Stalls(self._device, self._pace)
         self.unmeasured = Unmeasured(model, forwards)
+        self._growth = Growth()
+        #: Of the step that was measured before, while it is measured again.
+        self._before: tuple[MeasuredStep, float] | None = None
         self._given_bytes = self._budget_bytes = math.inf
         #: Of the plan that ran last.
         self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
@@ -116,6 +120,9 @@ class AlikeSteps:
         if self._is_unseen or self._is_silent:
             use_settings(self._forwards, {})
             return
+        if self._growth.wants_measuring and self.measured is not None and self._num_alive == 1:
+            self._before = self.measured, self._held_output_bytes or 0.0
+            self.measured = self._held_output_bytes = self.plan = self._race = None
         if self.measured is None:
             if self._offloads:
                 prepare(self._device)
@@ -127,7 +134,8 @@ class AlikeSteps:
             use_settings(self._forwards, {})
             return
         self._pace.step()
-        is_changed = self._most_alive > self._most_alive_planned or self._is_changed() or self.unmeasured.wants_plan
+        is_other = self.unmeasured.wants_plan or self._growth.wants_plan
+        is_changed = self._most_alive > self._most_alive_planned or self._is_changed() or is_other
         is_observed = self._observing.wants_plan or self._stalls.wants_plan or self._is_free_memory_changed()
         if self.plan is None or is_changed or is_observed:
             self._make_plan()
@@ -140,9 +148,18 @@ class AlikeSteps:
         if self._settings is None or self._settings[0] is not self.plan:
             self._settings = self.plan, settings_of(self.plan, self._model)
         use_settings(self._forwards, self._settings[1])
+        if self._growth.measured_bytes:
+            self._forwards[self._growth.block].planned_size = self._growth.planned_size
         if self._wanted.budget is not None:
             self._observing.begin(self.plan, is_alone=self._num_alive == 1, grown_bytes=self._grown_bytes)
         self._stalls.begin(self.plan, counts=self._num_alive == 1 and self._race is None)
+
+    def ran_larger(self, nbytes: int) -> None:
+        """The first block was given so many bytes, more than the plan was made for."""
+        self._growth.ran(nbytes)
+        use_settings(self._forwards, {})
+        self._observing.give_up()
+        self._stalls.give_up()
 
     @property
     def race_steps_left(self) -> int:
@@ -214,6 +231,8 @@ class AlikeSteps:
         if self.measured is None:
             self._is_unseen = True
             tell_compiled()
+        elif self._growth.was_measured(watching.first_block, watching.given_bytes):
+            self._before = None
         self._loss = Loss(outputs, watching.held_bytes())
         return self._loss
 
@@ -236,6 +255,8 @@ class AlikeSteps:
                 self.measured = self._first_step.completed(measured, self._held_output_bytes)
                 if self._wanted.budget is not None:  # else nothing is observed
                     self._observing.doubt_bytes = self._first_step.doubt_bytes
+            if self._before is not None:
+                (self.measured, self._held_output_bytes), self._before = self._before, None
             self._first_step = self._loss = None
         if turn is not None:
             turn.end()
@@ -273,8 +294,8 @@ class AlikeSteps:
         if self.plan is None:
             give_back_unused(self._device)
         meter = self._meter()
-        measured = meter.complete(self.unmeasured.added(self.measured))
-        measured = holding_outputs(measured, self._held_output_bytes or 0.0)
+        measured = meter.complete(self.unmeasured.added(self._growth.scaled(self.measured)))
+        measured = holding_outputs(measured, self._growth.factor * (self._held_output_bytes or 0.0))
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
         self._most_alive_planned = self._most_alive
         plan, share = self._solved([self._linked(each, meter) for each in self._observing.corrected(measured.costs)])
@@ -318,7 +339,8 @@ class AlikeSteps:
             except PlanInfeasibleError as error:
                 errors.append(share.infeasible(error).with_traceback(None))
                 smallest_bytes = error.smallest_bytes
-        is_late = self._num_planned > _WATCHED_STEPS or self._observing.has_corrected or self.unmeasured.has_calls
+        is_late = self._growth.has_grown or self._num_planned > _WATCHED_STEPS
+        is_late = is_late or self._observing.has_corrected or self.unmeasured.has_calls
         if not is_late or smallest_bytes is None:
             raise errors.pop(0) from None
         warn_user(EXCEEDED.format(errors[0]))  # where the model is called

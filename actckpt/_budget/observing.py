@@ -94,6 +94,10 @@ class Observing:
         if self._allocator is not None:
             self._last_bytes = self._allocator.peak_bytes(self._device)
 
+    def give_up(self) -> None:
+        """The step that runs does not count."""
+        self._plan = None
+
     def note(self, *, is_head: bool) -> None:
         """Backward has reached the outputs of the model, or of the last block in it, or has ended."""
         if self._plan is None or self._allocator is None:

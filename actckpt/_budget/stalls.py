@@ -65,6 +65,10 @@ class Stalls:
             self._offloads = any(action is Action.OFFLOAD for each in plan.actions for action in each.values())
         self._began_s = self._stall_seconds() if counts and self._offloads else None
 
+    def give_up(self) -> None:
+        """The step that runs does not count."""
+        self._began_s = None
+
     def ended(self) -> None:
         """Backward has ended."""
         if self._began_s is None or self._plan is None:

@@ -6,9 +6,10 @@ Rule 1. A step is a forward of the model with gradients, up to the end of the ba
         gradients (evaluation, generation) count for nothing. Where the program calls a part of the model in place of
         the model, or that returns nothing with a graph, no step or no end of it is seen, which is told once. So is a
         backward with `create_graph=True` or `retain_graph=True`, which is planned as any other one.
-Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, autocast, training or
-        evaluation mode, and which parameters and inputs are trained) everything is checkpointed, and blocks are
-        profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are checkpointed as well.
+Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, its keywords and flags,
+        autocast, training or evaluation mode, and which parameters and inputs are trained) everything is checkpointed,
+        and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
+        checkpointed as well. Sizes that these do not show are seen later (NOTE [ Sizes inside of a model ]).
         What is computed from the model's outputs (a loss, its intermediate results, gradients) is guessed from which of
         them are read (NOTE [ Loss ]), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive
         when that backward has ended are held by the program, and taken to be in every backward. Where not everything
@@ -27,6 +28,7 @@ Rule 5. Where the plan is not predicted to be much faster than the best simple c
 
 from __future__ import annotations
 
+import enum
 import threading
 import weakref
 from typing import Any
@@ -91,6 +93,11 @@ class BudgetedTraining:
         size = None if self._wanted.pins else self._current  # pins name calls by their number
         return size is not None and size.measured is not None and size.unmeasured.note(name, size.measured)
 
+    def ran_larger(self, nbytes: int) -> None:
+        """The first block was given so many bytes, more than the plan was made for."""
+        if self._current is not None:
+            self._current.ran_larger(nbytes)
+
     def close(self) -> None:
         """Watch the model no more."""
         for hook in self._hooks:
@@ -147,7 +154,10 @@ class BudgetedTraining:
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         trained = bytes(found is None or found.requires_grad for ref in self._parameters for found in (ref(),))
         inputs = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors_in((args, kwargs)))
-        return self._model.training, autocast, trained, *inputs
+        # Numbers and texts may be others in each step, as data is.
+        flags = ((name, v) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
+        keywords = frozenset(name for name, value in kwargs.items() if value is not None)
+        return self._model.training, autocast, trained, keywords, frozenset(flags), *inputs
 
     def _has_gradients(self) -> bool:
         assert self._parameters is not None

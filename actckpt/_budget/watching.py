@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward
-from actckpt._blocks.arguments import first_tensor
+from actckpt._blocks.arguments import bytes_of, first_tensor
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Marks, Outside, begins, between, held_after, last_end, outside_bytes
@@ -43,6 +43,8 @@ class Watching:
         self._live = NumberedStorages(device)
         self._marks = Marks(self._live, device)
         self._is_closed = False
+        #: The block that ran first, and the most bytes that it was given.
+        self.first_block, self.given_bytes = "", 0
         #: Whether a block returned what backward may begin with.
         self.is_trained = False
         self.thread = threading.get_ident()
@@ -56,6 +58,9 @@ class Watching:
         if not torch.is_grad_enabled():
             return forward.original()(*args, **kwargs)
         number, source = len(self._profiled), first_tensor((args, kwargs))
+        self.first_block = self.first_block or name
+        if name == self.first_block:
+            self.given_bytes = max(self.given_bytes, bytes_of(source))
         self._marks.begins(number, (args, kwargs), _gathered_bytes(forward.block))
         self._graph.call_begins((args, kwargs))
         try:

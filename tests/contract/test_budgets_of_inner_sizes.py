@@ -1,0 +1,215 @@
+"""Budgets where the arguments of the model do not show how large a step is, or what it does."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal
+from peaks import counted
+from torch import Tensor, nn
+from torch.nn import functional
+
+import actckpt
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Scores(Block):
+    """Needs memory that grows faster than its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (x @ x.transpose(-1, -2) / 64).softmax(-1)
+        return super().forward(x + scores @ x)
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(block() for _ in range(6)), nn.Linear(64, 1)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Unpadded(Model):
+    """Takes padding out before its blocks, as ModernBERT does."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.run(x[mask])
+
+
+class Batch:
+    """An object that is no container of tensors."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class OfObject(Model):
+    def forward(self, batch: Batch) -> Tensor:
+        return self.run(batch.x)
+
+
+def _arguments(model: nn.Module, size: int) -> tuple[Any, ...]:
+    x = torch.randn(1024, 64, generator=torch.Generator().manual_seed(size))
+    return (x, torch.arange(1024) < size) if isinstance(model, Unpadded) else (Batch(x[:size].clone()),)
+
+
+def _made(kind: type[Model], block: type[Block] = Block) -> Model:
+    torch.manual_seed(0)
+    return kind(block)
+
+
+def _step(model: nn.Module, size: int) -> tuple[list[Tensor], int]:
+    """Return gradients, and the peak."""
+    args = _arguments(model, size)
+    model.zero_grad()
+    with counted(model, total=False) as count:
+        model(*args).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()], count.peak_bytes
+
+
+def _smallest_bytes(kind: type[Model], size: int, block: type[Block] = Block) -> int:
+    model = _made(kind, block)
+    actckpt.apply(model, activation_budget=1)
+    _step(model, size)
+    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+        _step(model, size)
+    assert raised.value.smallest_bytes is not None
+    return raised.value.smallest_bytes
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [Unpadded, OfObject])
+@pytest.mark.parametrize("sizes", [[300, 300, 300, 1024, 1024, 200, 1024], [900, 900, 900, 1024, 1024, 1024, 50]])
+def test_steps_that_grow_stay_in_the_budget(kind: type[Model], sizes: list[int]) -> None:
+    budget = _smallest_bytes(kind, 1024) + 200_000
+    plain, model = _made(kind), _made(kind)
+    actckpt.apply(model, activation_budget=budget, race=False)
+    for size in sizes:
+        expected, _ = _step(plain, size)
+        found, peak = _step(model, size)
+        assert_equal(found, expected)
+        assert peak <= budget
+    plan = actckpt.report(model).plan
+    assert plan is not None and plan.overhead_seconds > 0.0 and plan.peak_bytes <= budget
+    assert max(_step(plain, size)[1] for size in sizes) > budget
+
+
+def test_what_grows_faster_than_the_input_is_measured_again() -> None:
+    budget = _smallest_bytes(Unpadded, 1024, Scores) + 200_000
+    model = _made(Unpadded, Scores)
+    actckpt.apply(model, activation_budget=budget, race=False)
+    peaks = [_step(model, size)[1] for size in (128, 128, 128, 700, 700, 700, 1024, 1024, 1024, 600)]
+    assert max(peaks) <= budget
+    plan = actckpt.report(model).plan
+    assert plan is not None and plan.peak_bytes >= 0.95 * max(peaks[-4:])
+
+
+def test_sizes_that_differ_in_each_step_are_measured_a_few_times() -> None:
+    model = _made(Unpadded)
+    actckpt.apply(model, activation_budget="60%", race=False)
+    plans: list[actckpt.Plan | None] = []
+    for size in (100, 100, 180, 90, 300, 50, 500, 90, 800, 50, 1024, 20, 20, 1024):
+        _step(model, size)
+        plans.append(actckpt.report(model).plan)
+    assert 1 + sum(plan is None for plan in plans[1:]) == 4  # steps that were measured
+    assert plans[-1] is not None and plans[-1] is plans[-2] and plans[-1].peak_bytes > _step(model, 1024)[1] * 0.95
+
+
+def test_a_step_that_no_plan_fits_is_told() -> None:
+    budget = _smallest_bytes(Unpadded, 300) + 100_000
+    plain, model = _made(Unpadded), _made(Unpadded)
+    actckpt.apply(model, activation_budget=budget)
+    for _ in range(3):
+        _step(model, 300)
+    with pytest.warns(UserWarning, match="steps need more memory than was known when their plan was made"):
+        for _ in range(3):
+            found, peak = _step(model, 1024)
+            assert_equal(found, _step(plain, 1024)[0])
+    plan = actckpt.report(model).plan
+    assert plan is not None and peak <= plan.peak_bytes + 4096
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_notice_what_is_larger(copied: Callable[[Any], Any]) -> None:
+    model = _made(Unpadded)
+    actckpt.apply(model, activation_budget="60%", race=False)
+    for _ in range(3):
+        _step(model, 300)
+    other, block = copied(model), copied(model.layers[0])
+    assert not isinstance(block.forward.together.training, Model) and block.forward.together.training is None
+    x = torch.randn(1024, 64)
+    torch.testing.assert_close(block(x), _made(Unpadded).layers[0](x), rtol=0, atol=0)  # of a larger size, on its own
+    for _ in range(3):
+        assert_equal(_step(other, 1024)[0], _step(_made(Unpadded), 1024)[0])
+    then, now = actckpt.report(model).plan, actckpt.report(other).plan
+    assert then is not None and now is not None and now.peak_bytes > 2 * then.peak_bytes
+
+
+class Task(enum.Enum):
+    LIGHT, HEAVY = 0, 1
+
+
+class Flagged(Model):
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__(block)
+        self.wide = nn.Linear(64, 2048)
+
+    def forward(self, x: Tensor, heavy: bool = False, *, task: Task = Task.LIGHT, wide: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if heavy or task is Task.HEAVY:
+            return self.wide(x).log_softmax(-1).mean()
+        return self.head(x).square().mean()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((True,), {}), ((), {"heavy": True}), ((), {"task": Task.HEAVY})], ids=["arg", "kwarg", "enum"]
+)
+def test_steps_of_another_flag_have_plans_of_their_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, budget = torch.randn(512, 64), 15_000_000
+    model = _made(Flagged)
+    actckpt.apply(model, activation_budget=budget)
+    for step in range(9):
+        with counted(model, total=False) as count:
+            loss = model(x) if step < 3 else model(x, *args, **kwargs)
+            loss.backward()
+        assert count.peak_bytes <= budget
+    with counted(model, total=False) as count:
+        model(x).backward()
+    assert count.peak_bytes < 10_000_000
+
+
+def test_numbers_and_texts_are_data_and_make_no_plans_of_their_own() -> None:
+    class Numbered(Model):
+        def forward(self, x: Tensor, number: int, name: str, scale: float, absent: Tensor | None = None) -> Tensor:
+            return self.run(x) * scale
+
+    model = _made(Numbered)
+    actckpt.apply(model, activation_budget="60%", race=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plans = set()
+        for step in range(20):
+            absent = {"absent": None} if step % 2 else {}
+            model(torch.randn(64, 64), step, f"sample {step}", 1.0 / (step + 1), **absent).sum().backward()
+            plans.add(id(actckpt.report(model).plan))
+    assert len(plans) == 2  # none, and one
