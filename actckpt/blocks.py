@@ -316,8 +316,9 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     if plan is not None:
         note = "Recorded: a step of the plan. Of blocks that run as they are, it has what the plan says."
     trainings = [blocks.training for blocks in together.values() if blocks.training is not None]
-    if plan is None and trainings:
-        note, found = _NO_PLAN, []  # the calls that were measured were none of training
+    is_unplanned = plan is None and len(trainings) > 0
+    if is_unplanned:  # the calls that were measured were none of training
+        note, found = next((each.refused for each in trainings if each.refused), _NO_PLAN), []
     is_plain = plan is not None and plan.overhead_seconds == 0.0
     is_copy = not trainings and any(blocks.are_of_other_training for blocks in together.values())
     nothing = "" if is_plain else _NOT_RUN if not ran else _NOTHING_OF_COPY if is_copy else _NOTHING_RECORDED
@@ -328,7 +329,7 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         plan=plan,
         rows=rows_of(model, applied, found, group_by, top),
         group_by=group_by,
-        race_steps_left=None if note is _NO_PLAN else max((each.race_steps_left for each in trainings), default=0),
-        note=note if found or note is _NO_PLAN else nothing,
+        race_steps_left=None if is_unplanned else max((each.race_steps_left for each in trainings), default=0),
+        note=note if found or is_unplanned else nothing,
         **sums_of(found),
     )

@@ -57,6 +57,10 @@ class Training(Protocol):
         """The plan; None: not made yet."""
 
     @property
+    def refused(self) -> str:
+        """Why there is none: no plan fits; empty: not known."""
+
+    @property
     def model_name(self) -> str:
         """The type of the model, for messages."""
 

@@ -99,6 +99,8 @@ class AlikeSteps:
         #: Of the plan that ran last.
         self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
         self.plan: Plan | None = None
+        #: Why the last one could not be made.
+        self.refused = ""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has steps of its own, and parameters.
@@ -342,6 +344,7 @@ class AlikeSteps:
         is_late = self._growth.has_grown or self._num_planned > _WATCHED_STEPS
         is_late = is_late or self._observing.has_corrected or self.unmeasured.has_calls
         if not is_late or smallest_bytes is None:
+            self.refused = str(errors[0])
             raise errors.pop(0) from None
         warn_user(EXCEEDED.format(errors[0]))  # where the model is called
         return smallest_plan(costs, smallest_bytes, self._wanted.pins), share

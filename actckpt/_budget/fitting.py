@@ -176,17 +176,20 @@ class _Search:
 
     def _infeasible(self) -> PlanInfeasibleError:
         smallest_bytes, less = self._smallest
+        holds = ""
         try:
             solved(_with_less(self._costs, less), self._budget, self._pins)
         except PlanInfeasibleError as error:
             if smallest_bytes <= self._smallest_other:
                 return error
+            holds = error.holds
         smallest_bytes = math.ceil(min(smallest_bytes, self._smallest_other, *self._tried.values()))
         return PlanInfeasibleError(
             f"No plan that was tried fits into {format_bytes(self._budget)}: the smallest peak was "
-            f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes). Pass that budget or a larger one, or make "
-            "the batch smaller.",
+            f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes).{f' {holds}.' if holds else ''} Pass that budget "
+            "or a larger one, or make the batch smaller.",
             smallest_bytes,
+            holds,
         )
 
 

@@ -69,7 +69,7 @@ def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
         if not 0 < share <= 1:
             raise ValueError(f"activation_budget={budget!r} is no share. Pass a percentage above 0, up to '100%'.")
         return float(math.ceil(share * plain_bytes / _ROUND_BYTES) * _ROUND_BYTES)
-    if isinstance(budget, float) and 0 < budget < 1:
+    if isinstance(budget, float) and 0 < budget <= 1:
         raise ValueError(
             f"activation_budget={budget!r} is no size. For a share pass a percentage: '{100 * budget:g}%'."
         )
@@ -90,7 +90,11 @@ def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
 
 def _is_percentage(budget: str) -> str:
     percent = number_in(budget.strip()[:-1])
-    percent = percent if percent is not None and 0 < percent <= 100 else 40
+    if percent is None or not 0 < percent <= 100:
+        return (
+            f"budget={budget!r} is no share. For one of the device pass a number in (0, 1], for one of the activations "
+            "activation_budget= with a percentage up to '100%'."
+        )
     return (
         f"budget={budget!r} is a percentage. For a share of the device pass budget={percent / 100:g}, for one of the "
         f"activations activation_budget='{percent:g}%'."

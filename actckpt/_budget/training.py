@@ -79,6 +79,11 @@ class BudgetedTraining:
         return None if self._current is None else self._current.plan
 
     @property
+    def refused(self) -> str:
+        """Why the size that ran last has no plan: none fits; empty where it has one, or none is made yet."""
+        return "" if self._current is None or self._current.plan is not None else self._current.refused
+
+    @property
     def race_steps_left(self) -> int:
         """In how many more steps of the size that ran last plans take turns (Rule 5)."""
         return 0 if self._current is None else self._current.race_steps_left

@@ -35,7 +35,9 @@ class Wanted:
     def text(self) -> str:
         """The budget as it was written, with its keyword."""
         if self.activation_budget is not None:
-            return f"activation_budget={self.activation_budget!r}"
+            is_share = isinstance(self.activation_budget, int) and 1 < self.activation_budget <= 100
+            hint = f", which is bytes; a share is '{self.activation_budget}%'" if is_share else ""
+            return f"activation_budget={self.activation_budget!r}{hint}"
         return f"budget={self.budget!r}"
 
 

@@ -243,6 +243,11 @@ def _check_values(values: tuple[Value, ...], where: str) -> None:
     if len(inputs) < len(values):
         twice = next(value.name for index, value in enumerate(values) if value.name in list(inputs)[:index])
         raise CostTableError(f"{where}.values has two values named {twice!r}. Give each a name of its own.")
+    if len(both := [value.name for value in values if value.next_input]) > 1:
+        raise CostTableError(
+            f"{where}.values has {both[0]!r} and {both[1]!r}, both of which say next_input: one tensor is the input of "
+            "the next block. Leave out one of them."
+        )
     for index, value in enumerate(values):
         Fields.check_names(value.inputs, inputs, f"{where}.values[{index}].inputs")
     if cycle := _cycle(inputs):

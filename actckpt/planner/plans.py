@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import numbers
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt._version import __version__
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
+from actckpt.planner.readers import checked_facts, checked_flags, checked_names, checked_number, checked_text
 
 __all__ = ["PLAN_VERSION", "BlockWindows", "Plan", "Raced"]
 
@@ -184,6 +184,7 @@ class Plan:
                 raise ValueError(f"This plan has no {name!r} that makes sense: {why}. Make the plan again.") from None
         found = cls(**fields)
         found._check_lengths()
+        found._check_actions()
         return found
 
     def _check_lengths(self) -> None:
@@ -194,6 +195,16 @@ class Plan:
                 raise ValueError(
                     f"This plan has {len(entries)} entries in {name!r}, and its costs have a stack of {num}. Make the "
                     "plan again."
+                )
+
+    def _check_actions(self) -> None:
+        for index, (block, actions) in enumerate(zip(self.costs.blocks, self.actions, strict=True)):
+            values = {value.name for value in block.values}
+            if other := sorted(values ^ actions.keys()):
+                side = "'costs' know" if other[0] in values else "'actions' give one to"
+                raise ValueError(
+                    f"This plan has no 'actions' that makes sense: of block {index} {side} {other[0]!r} alone. Make "
+                    "the plan again."
                 )
 
     def save(self, path: str | Path) -> None:
@@ -224,12 +235,6 @@ class Plan:
             raise type(error)(f"{path}: {error}") from None
 
 
-def _number(found: object) -> float:
-    if not isinstance(found, numbers.Real) or isinstance(found, bool):
-        raise ValueError(f"{found!r} is no number.")
-    return found  # type: ignore[return-value]
-
-
 def _pins(found: Any) -> tuple[tuple[Any, Action], ...]:
     return tuple((tuple(key) if isinstance(key, list) else key, Action(each)) for key, each in found)
 
@@ -238,15 +243,35 @@ def _tables(found: Any) -> tuple[dict[str, Any], ...] | None:
     return None if found is None else tuple(map(dict, found))
 
 
+def _windows(found: Any) -> tuple[BlockWindows, ...] | None:
+    return (
+        None
+        if found is None
+        else tuple(BlockWindows(*(int(checked_number(nbytes)) for nbytes in each)) for each in found)
+    )
+
+
+def _raced(found: Any) -> Raced:
+    raced = Raced(**found)
+    checked_text(raced.name)
+    checked_flags([raced.fits])
+    for each in (raced.peak_bytes, raced.seconds, raced.ratio):
+        checked_number(0 if each is None else each)
+    return raced
+
+
 #: How fields of a plan are read from plain data.
 _READ: dict[str, Callable[[Any], Any]] = {
-    **{field.name: _number for field in dataclasses.fields(Plan) if field.type in ("float", "int")},
+    **{field.name: checked_number for field in dataclasses.fields(Plan) if field.type in ("float", "int")},
     "costs": CostTable.from_dict,
     "actions": lambda found: tuple({name: Action(each) for name, each in block.items()} for block in found),
-    "rerun": tuple,
+    "rerun": checked_flags,
     "pins": _pins,
-    "blocks": lambda found: None if found is None else tuple(found),
+    "blocks": checked_names,
     "places": _tables,
-    "windows": lambda found: None if found is None else tuple(BlockWindows(*each) for each in found),
-    "race": lambda found: tuple(Raced(**raced) for raced in found),
+    "model": checked_facts,
+    "windows": _windows,
+    "race": lambda found: tuple(map(_raced, found)),
+    "chosen": checked_text,
+    "version": checked_text,
 }

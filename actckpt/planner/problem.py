@@ -270,13 +270,14 @@ def _pin(costs: CostTable, free: list[list[Actions]], key: Any, action: Action, 
     places = list(_places(costs, key))
     if not places:
         raise names_nothing(key, (value.name for block in costs.classes.values() for value in block.values))
-    one = isinstance(key, tuple) and isinstance(key[0], int)
+    one = isinstance(key, tuple) and _is_number(key[0])
     for index, position in places:
         if action not in free[index][position]:
             if action is Action.OFFLOAD and index == len(free) - 1 and not one:
                 continue  # a pin of many values leaves out the last block, which offloads nothing
             can = ", ".join(each.value for each in free[index][position])
-            raise ValueError(f"pins: {key!r} cannot be {action.value!r} in block {index}: it can be {can}.")
+            why = _why_not(costs, index, position, action)
+            raise ValueError(f"pins: {key!r} cannot be {action.value!r} in block {index}, {why}: it can be {can}.")
         other, other_key = pinned.setdefault((index, position), (action, key))
         if other is not action:
             raise ValueError(
@@ -285,10 +286,25 @@ def _pin(costs: CostTable, free: list[list[Actions]], key: Any, action: Action, 
             )
 
 
+def _why_not(costs: CostTable, index: int, position: int, action: Action) -> str:
+    value = costs.blocks[index].values[position]
+    if action is Action.RECOMPUTE:
+        return "since nothing computes it again"
+    if index == len(costs.stack) - 1:
+        return "since the last block offloads nothing"
+    if not costs.d2h_bytes_per_s:
+        return "since there is no link to host memory or a disk"
+    return "since it may not be offloaded" if not value.offloadable else "since it is pinned otherwise"
+
+
+def _is_number(where: object) -> bool:
+    return isinstance(where, int) and not isinstance(where, bool)
+
+
 def _places(costs: CostTable, key: Any) -> Iterator[tuple[int, int]]:
     where, name = key if isinstance(key, tuple) and len(key) == 2 else (None, key)
     for index, class_name in enumerate(costs.stack):
-        if where is None or where == class_name or (isinstance(where, int) and where == index):
+        if where is None or where == class_name or (_is_number(where) and where == index):
             for position, value in enumerate(costs.classes[class_name].values):
                 if value.name == name:
                     yield index, position

@@ -37,11 +37,14 @@ def _line(plan: Plan, row: Row) -> tuple[str, ...]:
     reruns = [index for index in row.entries if plan.rerun[index]]
     by_action = {action: row.chosen(plan, action) for action in (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD)}
     seconds = row.recompute_s(plan, by_action[Action.RECOMPUTE]) if row.value.needed else 0.0
+    columns = [listed_entries(plan, found) for found in (*by_action.values(), reruns)]
+    if not row.value.needed and columns[1]:
+        columns[1] = "not needed"
     return (
         row.value.name,
         row.of,
         format_bytes(row.value.nbytes),
         format_bytes(len(row.entries) * row.value.nbytes),
-        *(listed_entries(plan, found) for found in (*by_action.values(), reruns)),
+        *columns,
         format_seconds(seconds) if seconds else "",
     )

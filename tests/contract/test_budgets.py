@@ -103,6 +103,7 @@ def _bounds() -> tuple[int, int]:
     with pytest.raises(actckpt.PlanInfeasibleError) as error:
         actckpt.plan(training.step, model=training.model, activation_budget=1, race=False)
     assert error.value.smallest_bytes is not None
+    assert " What holds it, in " in str(error.value) and "its working set" in error.value.holds
     return int(error.value.smallest_bytes), training.peak()
 
 

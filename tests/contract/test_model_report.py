@@ -367,3 +367,15 @@ def _budgeted() -> tuple[nn.Module, Tensor]:
     model = nn.Sequential(*(block() for _ in range(6)))
     actckpt.apply(model, activation_budget="60%", race=False)
     return model, torch.randn(128, 64)
+
+
+def test_a_budget_that_no_plan_fits_is_in_the_report() -> None:
+    model, x = _budgeted()
+    actckpt.remove(model)
+    actckpt.apply(model, activation_budget=70)
+    model(x).sum().backward()
+    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+        model(x)
+    assert "(activation_budget=70, which is bytes; a share is '70%')" in str(raised.value)
+    found = actckpt.report(model)
+    assert found.plan is None and str(raised.value) in str(found) and found.race_steps_left is None

@@ -155,3 +155,10 @@ def test_the_field_is_kept_in_files_and_checked() -> None:
     wrong["classes"]["block"]["values"][2]["next_input"] = 1
     with pytest.raises(planner.CostTableError, match=r"next_input is 1\. It must be true or false"):
         planner.CostTable.from_dict(wrong)
+
+
+def test_one_value_is_the_next_input() -> None:
+    wrong = _chain()
+    wrong["classes"]["block"]["values"][1]["next_input"] = True
+    with pytest.raises(planner.CostTableError, match=r"'conv' and 'relu', both of which say next_input: one tensor is"):
+        planner.CostTable.from_dict(wrong)
