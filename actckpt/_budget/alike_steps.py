@@ -28,6 +28,7 @@ from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._budget.pace import Pace
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.rank_races import RaceNumbers, race_of
+from actckpt._budget.retained_graphs import retaining
 from actckpt._budget.running import device_of, settings_of, use_settings
 from actckpt._budget.shares import Share
 from actckpt._budget.sizes import activation_budget_bytes
@@ -84,6 +85,8 @@ class AlikeSteps:
         self._keeps_gradients = False
         self._held_output_bytes: float | None = None
         self._race: Race | None = None
+        #: A backward retained its graph, and whether the plan knows.
+        self._retains = self._retains_planned = False
         #: No block was seen to run; the last forward did not tell where its step ends, and none is
         #: watched before one that does.
         self._is_unseen = self._is_silent = False
@@ -136,7 +139,7 @@ class AlikeSteps:
             use_settings(self._forwards, {})
             return
         self._pace.step()
-        is_other = self.unmeasured.wants_plan or self._growth.wants_plan
+        is_other = self.unmeasured.wants_plan or self._growth.wants_plan or self._retains != self._retains_planned
         is_changed = self._most_alive > self._most_alive_planned or self._is_changed() or is_other
         is_observed = self._observing.wants_plan or self._stalls.wants_plan or self._is_free_memory_changed()
         if self.plan is None or is_changed or is_observed:
@@ -205,13 +208,7 @@ class AlikeSteps:
 
         def reached(_: torch.Tensor) -> None:
             if next(is_first, False):
-                if torch.is_grad_enabled():
-                    self._tell(TWICE)
-                elif torch_private.keeps_graph():
-                    self._tell(RETAINED)
-                self._observing.note(is_head=True)
-                if loss is not None:
-                    loss.backward_begins()
+                self._backward_begins(loss)
                 _C.when_backward_ends(ended)
 
         def ended() -> None:
@@ -237,6 +234,17 @@ class AlikeSteps:
             self._before = None
         self._loss = Loss(outputs, watching.held_bytes())
         return self._loss
+
+    def _backward_begins(self, loss: Loss | None) -> None:
+        if torch.is_grad_enabled():
+            self._tell(TWICE)
+        elif torch_private.keeps_graph():
+            self._retains = True
+            if self.plan is not None and not self._retains_planned:
+                self._tell(RETAINED)
+        self._observing.note(is_head=True)
+        if loss is not None:
+            loss.backward_begins()
 
     def _tell(self, words: str) -> None:
         if words not in self._told:
@@ -299,7 +307,8 @@ class AlikeSteps:
         measured = meter.complete(self.unmeasured.added(self._growth.scaled(self.measured)))
         measured = holding_outputs(measured, self._growth.factor * (self._held_output_bytes or 0.0))
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
-        self._most_alive_planned = self._most_alive
+        measured = retaining(measured) if self._retains else measured
+        self._most_alive_planned, self._retains_planned = self._most_alive, self._retains
         plan, share = self._solved([self._linked(each, meter) for each in self._observing.corrected(measured.costs)])
         facts = facts_of(self._model, measured.names)
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places, model=facts)
@@ -341,7 +350,7 @@ class AlikeSteps:
             except PlanInfeasibleError as error:
                 errors.append(share.infeasible(error).with_traceback(None))
                 smallest_bytes = error.smallest_bytes
-        is_late = self._growth.has_grown or self._num_planned > _WATCHED_STEPS
+        is_late = self._growth.has_grown or self._num_planned > (0 if self._retains else _WATCHED_STEPS)
         is_late = is_late or self._observing.has_corrected or self.unmeasured.has_calls
         if not is_late or smallest_bytes is None:
             self.refused = str(errors[0])

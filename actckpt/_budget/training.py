@@ -5,7 +5,8 @@ NOTE [ A budget in training ]
 Rule 1. A step is a forward of the model with gradients, up to the end of the backward that reads it. Forwards without
         gradients (evaluation, generation) count for nothing. Where the program calls a part of the model in place of
         the model, or that returns nothing with a graph, no step or no end of it is seen, which is told once. So is a
-        backward with `create_graph=True` or `retain_graph=True`, which is planned as any other one.
+        backward with `create_graph=True`, which is planned as any other one. One with `retain_graph=True` is planned as
+        what it is from the next step on.
 Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, its keywords and flags,
         autocast, training or evaluation mode, and which parameters and inputs are trained) everything is checkpointed,
         and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are

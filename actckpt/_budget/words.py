@@ -27,8 +27,8 @@ NO_OUTPUTS = (
 )
 RETAINED = (
     "apply: a backward with retain_graph=True ran through a {} with a budget. What blocks keep stays then until the "
-    "last backward, and plans count on its release as backward goes, so that steps may need more than the budget: see "
-    "what they need (actckpt.memory.measure_step), and pass a smaller budget; or add up losses and call backward once. "
+    "last backward, and the plan counted on its release as backward goes: this step may have needed more than the "
+    "budget. From the next one on the plan counts all of it; adding up losses and calling backward once takes less. "
     "Told once."
 )
 TWICE = (

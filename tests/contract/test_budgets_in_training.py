@@ -361,7 +361,6 @@ def test_copies_that_are_made_within_a_step_have_steps_of_their_own(
         assert actckpt.report(copied).plan is not None
 
 
-@pytest.mark.filterwarnings("ignore:apply. a backward with retain_graph=True:UserWarning")
 def test_accumulation_and_retain_graph_give_plain_gradients() -> None:
     def train(model: Model, tokens: Tensor) -> list[Tensor]:
         torch.manual_seed(1)

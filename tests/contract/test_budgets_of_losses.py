@@ -84,7 +84,6 @@ OWN = [_own, _own_with_accuracy, _own_by_edge]
 OTHERS = [_squares, _squares_of_part, _one_after_the_other]
 
 
-@pytest.mark.filterwarnings("ignore:apply. a backward with retain_graph=True:UserWarning")
 @pytest.mark.parametrize("backward", [*OWN, *OTHERS])
 def test_the_smallest_budget_has_room_for_what_is_computed_from_outputs(backward: Any) -> None:
     expected, plain_bytes = _step(Classifier(), backward)

@@ -104,24 +104,6 @@ def test_a_backward_through_a_backward_is_told_once_and_has_plain_gradients() ->
     assert len(told) == 1
 
 
-def test_a_backward_that_retains_its_graph_is_told_once_and_has_plain_gradients() -> None:
-    def step(model: Model) -> list[Tensor]:
-        model.zero_grad()
-        torch.manual_seed(1)
-        loss = model(torch.ones(8, 16))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    expected = step(Model("loss"))
-    model = Model("loss")
-    actckpt.apply(model, activation_budget="90%")
-    with pytest.warns(UserWarning, match=r"retain_graph=True ran through a Model with a budget") as told:
-        for _ in range(3):
-            assert_equal(step(model), expected)
-    assert len(told) == 1
-
-
 def test_some_blocks_of_a_plan_cannot_be_removed_alone() -> None:
     model = Model("loss")
     names = actckpt.apply(model, activation_budget="90%")

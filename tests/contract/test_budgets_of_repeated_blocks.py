@@ -277,7 +277,6 @@ def test_more_and_fewer_calls_than_planned_have_plain_gradients(num_calls: int) 
     assert peak < plain_peak
 
 
-@pytest.mark.filterwarnings("ignore:apply. a backward with retain_graph=True:UserWarning")
 def test_several_forwards_that_are_alive_at_once() -> None:
     def train(model: Looped) -> list[Tensor]:
         torch.manual_seed(1)

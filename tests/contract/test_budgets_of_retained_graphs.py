@@ -1,0 +1,109 @@
+"""Budgets of steps whose backward retains its graph: what blocks keep is there until the last one."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from oracle import assert_equal
+from peaks import counted
+from torch import Tensor, nn
+from torch.nn import functional
+
+import actckpt
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(8)), nn.Linear(64, 2))
+
+
+def _step(model: nn.Module, kind: str, *, total: bool = False) -> tuple[list[Tensor], int]:
+    """Return gradients, and the peak."""
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    with counted(model, total=total, held=list(model.parameters())) as count:
+        found = model(x).square()
+        if kind == "again":
+            loss = found.mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        elif kind == "two losses":
+            found[:, 0].mean().backward(retain_graph=True)
+            found[:, 1].mean().backward()
+        else:
+            found.mean().backward()
+    return [p.grad.clone() for p in model.parameters()], count.peak_bytes
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["again", "two losses"])
+@pytest.mark.parametrize("keyword", ["budget", "activation_budget"])
+def test_steps_that_retain_their_graph_from_the_first_one_on_stay_in_the_budget(kind: str, keyword: str) -> None:
+    total = keyword == "budget"
+    expected, plain_bytes = _step(_model(), kind, total=total)
+    model = _model()
+    actckpt.apply(model, **{keyword: 2**20 if total else 1})
+    _step(model, kind)
+    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+        _step(model, kind)
+    smallest_bytes = raised.value.smallest_bytes
+    assert smallest_bytes is not None and smallest_bytes < 0.5 * plain_bytes
+    for share in (0.0, 0.2, 0.5, 0.8):
+        budget = int(smallest_bytes + share * (plain_bytes - smallest_bytes))
+        model = _model()
+        actckpt.apply(model, **{keyword: budget}, race=False)
+        for step in range(4):
+            found, peak_bytes = _step(model, kind, total=total)
+            assert_equal(found, expected)
+            assert peak_bytes <= budget or not step
+        plan = actckpt.report(model).plan
+        assert plan is not None and plan.overhead_seconds > 0.0
+
+
+def test_a_backward_that_retains_its_graph_for_the_first_time_is_told_and_planned_for() -> None:
+    plain_bytes = _step(_model(), "once")[1]
+    budget = plain_bytes * 6 // 10
+    model = _model()
+    actckpt.apply(model, activation_budget=budget, race=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            _step(model, "once")
+    before = actckpt.report(model).plan
+    with pytest.warns(UserWarning, match=r"retain_graph=True ran through a Sequential with a budget") as told:
+        peaks = [_step(model, "again")[1] for _ in range(4)]
+    assert len(told) == 1
+    assert max(peaks[1:]) <= budget < peaks[0]
+    assert_equal(_step(model, "once")[0], _step(_model(), "once")[0])
+    after = actckpt.report(copy.deepcopy(model)).plan
+    assert before is not None and after is not None and after.overhead_seconds > before.overhead_seconds
+
+
+def test_a_budget_that_is_too_small_for_a_retained_graph_is_told_in_training() -> None:
+    model = _model()
+    actckpt.apply(model, activation_budget=1, race=False)
+    _step(model, "once")
+    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+        _step(model, "once")
+    assert raised.value.smallest_bytes is not None
+    model = _model()
+    actckpt.apply(model, activation_budget=int(raised.value.smallest_bytes), race=False)
+    for _ in range(2):
+        _step(model, "once")
+    with pytest.warns(UserWarning) as told:
+        for _ in range(3):
+            assert_equal(_step(model, "again")[0], _step(_model(), "again")[0])
+    assert ["retain_graph=True" in str(each.message) for each in told] == [True, False]
+    assert "From now on the plan runs that needs least" in str(told[1].message)
