@@ -99,7 +99,7 @@ def measure(
         offloads: whether plans may offload.
     Raises:
         BlocksError: a block does not run, or several times in several forwards of the model.
-    Cost: four steps, and of each distinct block 20 to 56 more.
+    Cost: four steps, and of each distinct block 21 to 62 more.
     """
     watched = _Watched(step, blocks, state, model)
     with state.checked("plan"):
