@@ -177,7 +177,7 @@ def test_times_under_budgets_are_those_of_the_results(model: str) -> None:
     lowest = max(row["interval_95"][0] for row in raced)
     assert lowest <= 1.01
     off = [100 * abs(row["predicted_ratio_to_plain"] / row["ratio_to_plain"] - 1) for row in rows]
-    assert sum(each > 10 for each in off) == (model == "vit")  # as the page says
+    assert max(off) <= 10
     figures = [min(ratios), statistics.median(ratios), max(ratios), lowest, statistics.median(off), max(off)]
     _says("docs/budgets.md", f"{label}, time", figures)
 
