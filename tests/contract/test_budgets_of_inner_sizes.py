@@ -13,22 +13,13 @@ import pytest
 import torch
 from oracle import assert_equal
 from peaks import counted
+from residual_mlp import Mlp
 from torch import Tensor, nn
-from torch.nn import functional
 
 import actckpt
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
-class Scores(Block):
+class Scores(Mlp):
     """Needs memory that grows faster than its input."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,9 +28,9 @@ class Scores(Block):
 
 
 class Model(nn.Module):
-    def __init__(self, block: type[Block] = Block) -> None:
+    def __init__(self, block: type[Mlp] = Mlp) -> None:
         super().__init__()
-        self.layers, self.head = nn.ModuleList(block() for _ in range(6)), nn.Linear(64, 1)
+        self.layers, self.head = nn.ModuleList(block(64) for _ in range(6)), nn.Linear(64, 1)
 
     def run(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -71,7 +62,7 @@ def _arguments(model: nn.Module, size: int) -> tuple[Any, ...]:
     return (x, torch.arange(1024) < size) if isinstance(model, Unpadded) else (Batch(x[:size].clone()),)
 
 
-def _made(kind: type[Model], block: type[Block] = Block) -> Model:
+def _made(kind: type[Model], block: type[Mlp] = Mlp) -> Model:
     torch.manual_seed(0)
     return kind(block)
 
@@ -85,7 +76,7 @@ def _step(model: nn.Module, size: int) -> tuple[list[Tensor], int]:
     return [p.grad.clone() for p in model.parameters()], count.peak_bytes
 
 
-def _smallest_bytes(kind: type[Model], size: int, block: type[Block] = Block) -> int:
+def _smallest_bytes(kind: type[Model], size: int, block: type[Mlp] = Mlp) -> int:
     model = _made(kind, block)
     actckpt.apply(model, activation_budget=1)
     _step(model, size)
@@ -168,7 +159,7 @@ class Task(enum.Enum):
 
 
 class Flagged(Model):
-    def __init__(self, block: type[Block] = Block) -> None:
+    def __init__(self, block: type[Mlp] = Mlp) -> None:
         super().__init__(block)
         self.wide = nn.Linear(64, 2048)
 

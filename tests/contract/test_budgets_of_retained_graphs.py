@@ -9,29 +9,20 @@ import pytest
 import torch
 from oracle import assert_equal
 from peaks import counted
+from residual_mlp import Mlp
 from torch import Tensor, nn
-from torch.nn import functional
 
 import actckpt
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(8)), nn.Linear(64, 2))
+    return nn.Sequential(*(Mlp(128) for _ in range(8)), nn.Linear(128, 2))
 
 
 def _step(model: nn.Module, kind: str, *, total: bool = False) -> tuple[list[Tensor], int]:
     """Return gradients, and the peak."""
-    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1024, 128, generator=torch.Generator().manual_seed(0))
     model.zero_grad()
     with counted(model, total=total, held=list(model.parameters())) as count:
         found = model(x).square()
