@@ -152,7 +152,7 @@ class CheckpointedForward:
         self.has_run = False
         #: Takes calls in place of this: `instead(self, args, kwargs)`.
         self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
-        #: What it is given under a plan, where this is the block that shows that.
+        #: What it is given under a plan, where it may be the one that shows that.
         self.planned_size: PlannedSize | None
         self.use(settings)
         #: A forward that the instance had of its own, for example from another library's patch.
@@ -219,7 +219,7 @@ class CheckpointedForward:
         if self.instead is not None and not torch.compiler.is_compiling():
             return self.instead(self, args, kwargs)
         if self.planned_size is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.planned_size.check(self.together.training, args, kwargs)
+            self.planned_size.check(self.name, self.together.training, (args, kwargs))
         how = self._how()
         if how.is_unplanned and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.together.tell_unplanned(self.name)

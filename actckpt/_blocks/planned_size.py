@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from actckpt._blocks.arguments import bytes_of, first_tensor
 from actckpt._core.sites import warn_user
+from actckpt._core.storages import tensors_in
 from actckpt._text.sizes import format_bytes
 from actckpt.planner.costs import BLOCK_INPUT
 from actckpt.planner.plans import Plan
 
-__all__ = ["PlannedSize", "warns_of_larger"]
+__all__ = ["PlannedSize", "given_bytes", "warns_of_larger"]
+
+
+def given_bytes(arguments: Any) -> int:
+    """Return the bytes of all tensors among arguments, of parts of others and of expanded ones as they are."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
 
 
 class PlannedSize:
-    """What a block is given under a plan.
+    """What the block that runs first in a forward is given under a plan. One object for all blocks of a model.
 
     Args:
-        nbytes: of hidden states.
-        exceeded: is told, once, how many bytes they are where they are more, with the training whose block it is.
+        nbytes: what each block may be given; others tell nothing.
+        count: returns the bytes of the arguments of a block.
+        exceeded: is told of a block that is given more, by its name, with the training whose block it is.
+        is_for_one: it looks at one forward; else at all up to the first that is larger.
     """
 
-    def __init__(self, nbytes: float, exceeded: Callable[[Any, int], None]) -> None:
-        self._nbytes, self._exceeded = nbytes, exceeded
-        self._is_told = False
+    def __init__(
+        self,
+        nbytes: Mapping[str, float],
+        count: Callable[[Any], int],
+        exceeded: Callable[[Any, str, int], None],
+        *,
+        is_for_one: bool,
+    ) -> None:
+        self._nbytes, self._count, self._exceeded, self._is_for_one = nbytes, count, exceeded, is_for_one
+        self._is_over = False
 
-    def check(self, training: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare it with what the block is given now."""
-        if self._is_told:
+    def close(self) -> None:
+        """Look at nothing more."""
+        self._is_over = True
+
+    def check(self, name: str, training: Any, arguments: Any) -> None:
+        """Compare it with what a block is given now."""
+        if self._is_over or name not in self._nbytes:
             return
-        nbytes = bytes_of(first_tensor((args, kwargs)))
-        if nbytes > self._nbytes:
-            self._is_told = True
-            self._exceeded(training, nbytes)
+        nbytes = self._count(arguments)
+        is_larger = nbytes > self._nbytes[name]
+        self._is_over = is_larger or self._is_for_one
+        if is_larger:
+            self._exceeded(training, name, nbytes)
+
+
+def _hidden_bytes(arguments: Any) -> int:
+    return bytes_of(first_tensor(arguments))
 
 
 class _Warning:
@@ -42,7 +66,7 @@ class _Warning:
     def __init__(self, block: str, nbytes: float, plan: Plan) -> None:
         self._block, self._nbytes, self._budget_bytes = block, nbytes, plan.budget_bytes
 
-    def __call__(self, _: Any, nbytes: int) -> None:
+    def __call__(self, _: Any, __: str, nbytes: int) -> None:
         warn_user(
             f"apply: block {self._block!r} is given {format_bytes(nbytes)} of hidden states, and the plan was made for "
             f"{format_bytes(self._nbytes)}: memory may be above its budget of {format_bytes(self._budget_bytes)}. Make "
@@ -63,4 +87,7 @@ def warns_of_larger(plan: Plan) -> tuple[str, PlannedSize] | None:
             given = (value.nbytes for value in block.values if value.name == BLOCK_INPUT)
             held.setdefault(name, []).append(next(given, 0.0))
     found = next(((name, max(sizes)) for name, sizes in held.items() if all(sizes)), None)
-    return None if found is None else (found[0], PlannedSize(found[1], _Warning(*found, plan)))
+    if found is None:
+        return None
+    shown, nbytes = found
+    return shown, PlannedSize({shown: nbytes}, _hidden_bytes, _Warning(shown, nbytes, plan), is_for_one=False)

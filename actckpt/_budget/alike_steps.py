@@ -9,7 +9,7 @@ import dataclasses
 import math
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,13 @@ def tell_compiled() -> bool:
     """Warn that compiled code runs, of which nothing is measured."""
     warn_user(COMPILED)
     return True
+
+
+def _after(something: object, call: Callable[[], None]) -> weakref.finalize[..., Any]:
+    """Call once that something is gone, but not at the end of the process."""
+    found = weakref.finalize(something, call)
+    found.atexit = False
+    return found
 
 
 class AlikeSteps:
@@ -128,12 +135,9 @@ class AlikeSteps:
         if self._growth.wants_measuring and self.measured is not None and self._num_alive == 1:
             self._before = self.measured, self._held_output_bytes or 0.0
             self.measured = self._held_output_bytes = self.plan = self._race = None
+            use_settings(self._forwards, {})
         if self.measured is None:
-            if self._offloads:
-                prepare(self._device)
-            self._first_step = FirstStep(self._model, self._device)
-            graph = OutsideGraph(self._model)
-            self._watching = Watching(self._forwards, self._device, self._first_step, graph, offloads=self._offloads)
+            self._watch()
             return
         if self.plan is None and self._held_output_bytes is None:
             use_settings(self._forwards, {})
@@ -153,15 +157,23 @@ class AlikeSteps:
         if self._settings is None or self._settings[0] is not self.plan:
             self._settings = self.plan, settings_of(self.plan, self._model)
         use_settings(self._forwards, self._settings[1])
-        if self._growth.measured_bytes:
-            self._forwards[self._growth.block].planned_size = self._growth.planned_size
+        size = self._growth.planned_size()
+        for forward in self._forwards.values():
+            forward.planned_size = size
         if self._wanted.budget is not None:
             self._observing.begin(self.plan, is_alone=self._num_alive == 1, grown_bytes=self._grown_bytes)
         self._stalls.begin(self.plan, counts=self._num_alive == 1 and self._race is None)
 
-    def ran_larger(self, nbytes: int) -> None:
-        """The first block was given so many bytes, more than the plan was made for."""
-        self._growth.ran(nbytes)
+    def _watch(self) -> None:
+        if self._offloads:
+            prepare(self._device)
+        self._first_step = FirstStep(self._model, self._device)
+        parts = self._forwards, self._device, self._first_step, OutsideGraph(self._model)
+        self._watching = Watching(*parts, offloads=self._offloads, least_bytes=self._growth.least_bytes)
+
+    def ran_larger(self, name: str, nbytes: int) -> None:
+        """A block that runs first was given so many bytes, more than the plan was made for."""
+        self._growth.ran(name, nbytes)
         use_settings(self._forwards, {})
         self._observing.give_up()
         self._stalls.give_up()
@@ -190,10 +202,12 @@ class AlikeSteps:
 
     def end(self, result: Any) -> None:
         """A forward has ended, also where it failed."""
+        self._growth.forward_ended()
         watching, self._watching = self._watching, None
         outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
         if watching is not None:
             watching.close()
+            watching = None if self._is_too_small(watching) else watching
         if not outputs:  # it failed, or nothing is to be trained
             self._num_alive -= 1
             if watching is not None and watching.is_trained and sys.exc_info()[0] is None:
@@ -210,28 +224,51 @@ class AlikeSteps:
             if next(is_first, False):
                 self._backward_begins(loss)
                 _C.when_backward_ends(ended)
+            if not torch_private.keeps_graph():
+                _C.when_backward_ends(released)
 
         def ended() -> None:
+            self._unread.backward_ended()
+            dropped_unread.detach()
+            if not was_silent:
+                self._backward_ended(turn, [held for ref in storages.values() if (held := ref()) is not None])
+
+        def released() -> None:
             if dropped.detach() is not None:
                 self._num_alive -= 1
-                self._unread.backward_ended()
-                if not was_silent:
-                    self._backward_ended(turn, [held for ref in storages.values() if (held := ref()) is not None])
 
-        # It lives as long as the graph: where that goes without a backward, so does the forward.
-        dropped = weakref.finalize(reached, self._dropped)
-        dropped.atexit = False
+        # It lives as long as the graph: where that goes without a last backward, so does the forward.
+        dropped, dropped_unread = _after(reached, self._dropped), _after(reached, self._unread.forward_dropped)
         for output in outputs:  # backward may not come to all of them
             output.register_hook(reached)
+
+    def _is_too_small(self, watching: Watching) -> bool:
+        """Return whether a forward was not measured, since it was too small: what was known before is known again."""
+        if watching.is_too_small:
+            self._growth.was_too_small()
+            self._put_back()
+        return watching.is_too_small
+
+    def _put_back(self) -> None:
+        """Go on with what was measured before."""
+        assert self._before is not None
+        (self.measured, self._held_output_bytes), self._before = self._before, None
+        self._first_step = self._loss = None
 
     def _taken(self, watching: Watching, outputs: list[torch.Tensor]) -> Loss:
         """Take what a forward was measured to need; return what tells of the loss."""
         self.measured = watching.measured(outputs)
-        if self.measured is None:
+        if self.measured is not None:
+            self._growth.was_measured(watching.given_bytes)
+            if self._before is not None:
+                self.unmeasured = Unmeasured(self._model, self._forwards)
+            self._before = None
+        elif self._before is not None:
+            self._growth.was_too_small()
+            self._put_back()
+        else:
             self._is_unseen = True
             tell_compiled()
-        elif self._growth.was_measured(watching.first_block, watching.given_bytes):
-            self._before = None
         self._loss = Loss(outputs, watching.held_bytes())
         return self._loss
 
@@ -253,7 +290,6 @@ class AlikeSteps:
 
     def _dropped(self) -> None:
         self._num_alive -= 1
-        self._unread.forward_dropped()
 
     def _backward_ended(self, turn: Turn | None, held: list[torch.UntypedStorage]) -> None:
         self._observing.ended(self._given_bytes)
@@ -265,8 +301,6 @@ class AlikeSteps:
                 self.measured = self._first_step.completed(measured, self._held_output_bytes)
                 if self._wanted.budget is not None:  # else nothing is observed
                     self._observing.doubt_bytes = self._first_step.doubt_bytes
-            if self._before is not None:
-                (self.measured, self._held_output_bytes), self._before = self._before, None
             self._first_step = self._loss = None
         if turn is not None:
             turn.end()

@@ -99,10 +99,10 @@ class BudgetedTraining:
         size = None if self._wanted.pins else self._current  # pins name calls by their number
         return size is not None and size.measured is not None and size.unmeasured.note(name, size.measured)
 
-    def ran_larger(self, nbytes: int) -> None:
-        """The first block was given so many bytes, more than the plan was made for."""
+    def ran_larger(self, name: str, nbytes: int) -> None:
+        """A block that runs first was given so many bytes, more than the plan was made for."""
         if self._current is not None:
-            self._current.ran_larger(nbytes)
+            self._current.ran_larger(name, nbytes)
 
     def close(self) -> None:
         """Watch the model no more."""
@@ -161,7 +161,7 @@ class BudgetedTraining:
         trained = bytes(found is None or found.requires_grad for ref in self._parameters for found in (ref(),))
         inputs = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors_in((args, kwargs)))
         # Numbers and texts may be others in each step, as data is.
-        flags = ((name, v) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
+        flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
         return self._model.training, autocast, trained, keywords, frozenset(flags), *inputs
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward
-from actckpt._blocks.arguments import bytes_of, first_tensor
+from actckpt._blocks.arguments import first_tensor
+from actckpt._blocks.planned_size import given_bytes
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Marks, Outside, begins, between, held_after, last_end, outside_bytes
@@ -25,7 +27,11 @@ __all__ = ["Watching"]
 
 
 class Watching:
-    """A forward in which everything is checkpointed and profiled."""
+    """A forward in which everything is checkpointed and profiled.
+
+    Args:
+        least_bytes: by the name of the block: it is given up where the one that runs first is given less.
+    """
 
     def __init__(
         self,
@@ -35,16 +41,20 @@ class Watching:
         graph: OutsideGraph,
         *,
         offloads: bool,
+        least_bytes: Mapping[str, float],
     ) -> None:
         self._graph = graph
+        self._least_bytes = least_bytes
+        #: Whether the first block was given less: then blocks run as they are set.
+        self.is_too_small = False
         self._forwards, self._device, self._first_step = forwards, device, first_step
         self._profiler = Profiler(offloads=offloads)
         self._profiled: list[ProfiledBlock] = []
         self._live = NumberedStorages(device)
         self._marks = Marks(self._live, device)
         self._is_closed = False
-        #: The block that ran first, and the most bytes that it was given.
-        self.first_block, self.given_bytes = "", 0
+        #: What each block was given in its first call.
+        self.given_bytes: dict[str, int] = {}
         #: Whether a block returned what backward may begin with.
         self.is_trained = False
         self.thread = threading.get_ident()
@@ -58,9 +68,11 @@ class Watching:
         if not torch.is_grad_enabled():
             return forward.original()(*args, **kwargs)
         number, source = len(self._profiled), first_tensor((args, kwargs))
-        self.first_block = self.first_block or name
-        if name == self.first_block:
-            self.given_bytes = max(self.given_bytes, bytes_of(source))
+        if not number and given_bytes((args, kwargs)) < self._least_bytes.get(name, 0.0):
+            self.is_too_small = True
+            self.close()
+            return forward.run(args, kwargs, None)
+        self.given_bytes.setdefault(name, given_bytes((args, kwargs)))
         self._marks.begins(number, (args, kwargs), _gathered_bytes(forward.block))
         self._graph.call_begins((args, kwargs))
         try:

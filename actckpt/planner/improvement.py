@@ -92,7 +92,7 @@ def _gains(problem: Problem, start: Candidate, overhead_s: Array, excess: Array)
 
 def simplified(problem: Problem, start: Candidate) -> Candidate:
     """Drop what need not be held and keep what need not be brought back, where that costs no time."""
-    start = _without_remains(problem, start)
+    start = _without_free_reruns(problem, _without_remains(problem, start))
     footprints = [problem.footprint(index, actions) for index, actions in enumerate(start.actions)]
     places = [(index, position) for index, block in enumerate(problem.blocks) for position in range(len(block.values))]
     places.reverse()  # what is kept late is kept for a short time
@@ -122,6 +122,20 @@ def _without_remains(problem: Problem, start: Candidate) -> Candidate:
         if now is not None and now.rerun and then is not None:
             changes[index] = Choice(dropped, then)
     return _changed(problem, start, changes) if changes else start
+
+
+def _without_free_reruns(problem: Problem, start: Candidate) -> Candidate:
+    """Keep all of blocks that run again as a whole, the last ones first, where that costs neither time nor room."""
+    changes: dict[int, Choice] = {}
+    growing: list[_Changes] = []
+    for index in reversed(range(len(start.actions))):
+        now, then = (problem.footprint(index, each[index]) for each in (start.actions, problem.plain))
+        if now is not None and now.rerun and then is not None and not then.rerun:
+            changes[index] = Choice(problem.plain[index], then)
+            growing.append(dict(changes))
+    free = _free(problem, start, growing)
+    number = free.index(False) if False in free else len(free)
+    return _changed(problem, start, growing[number - 1]) if number else start
 
 
 def _useful(problem: Problem, start: Candidate) -> list[_Changes]:

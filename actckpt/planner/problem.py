@@ -78,11 +78,8 @@ def footprint(block: BlockClass, actions: Actions, allowed: tuple[Actions, ...])
         rerun = True
     else:
         is_better = block.rerun_bytes < block.recompute_bytes or rerun_s < replay_s
-        rerun = (
-            is_better
-            and is_recorded
-            and not any(actions[position] is not Action.RECOMPUTE for position in droppable(block, allowed))
-        )
+        is_any = any(v.needed and v.name != BLOCK_INPUT and a is Action.RECOMPUTE for v, a in pairs)
+        rerun = is_better and is_any and all(actions[at] is Action.RECOMPUTE for at in droppable(block, allowed))
     seconds, nbytes = (rerun_s, block.rerun_bytes) if rerun else (replay_s, block.recompute_bytes * is_recorded)
     if seconds is None:
         return None

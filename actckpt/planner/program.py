@@ -136,7 +136,13 @@ class Program:
         )
         found = self._problem.footprint(index, nothing)
         if found is not None and found.rerun:
-            self._row([(again, 1.0), *(term for terms in held.values() for term in terms)], lower=1.0)
+            ways = [(again, 1.0), *(term for terms in held.values() for term in terms)]
+            source = next((value for value in block.values if value.name == BLOCK_INPUT), None)
+            if source is None or source.replayable or BLOCK_INPUT not in decided:
+                self._row(ways, lower=1.0)
+            else:  # without its input it cannot run again
+                kept = (decided[BLOCK_INPUT][action] for action in (Action.KEEP, Action.OFFLOAD))
+                self._row([*ways, *((variable, -1.0) for variable in kept)], lower=0.0)
 
     def _sums(self, action: Action) -> list[int]:
         """Add the bytes of an action in the blocks before each, and in all."""

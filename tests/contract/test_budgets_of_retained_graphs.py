@@ -82,6 +82,39 @@ def test_a_backward_that_retains_its_graph_for_the_first_time_is_told_and_planne
     assert before is not None and after is not None and after.overhead_seconds > before.overhead_seconds
 
 
+def test_a_graph_that_the_program_goes_on_to_hold_counts_in_the_next_step() -> None:
+    """It is retained, and its loss lives while the next forward runs."""
+    plain_bytes = _step(_model(), "again")[1]
+    x = torch.randn(1024, 128, generator=torch.Generator().manual_seed(0))
+    model = _model()
+    actckpt.apply(model, activation_budget=plain_bytes, race=False)
+    for _ in range(4):
+        with counted(model, total=False) as count:
+            loss = model(x).square().mean()
+            loss.backward(retain_graph=True)
+            held = [parameter.grad.clone() for parameter in model.parameters()]
+            model.zero_grad()
+            again = model(x).square().mean()
+            again.backward(retain_graph=True)
+        assert_equal([parameter.grad for parameter in model.parameters()], held)
+        del loss, again, held
+        model.zero_grad()
+    assert count.peak_bytes <= plain_bytes
+
+
+def test_a_graph_that_a_last_backward_released_counts_no_more() -> None:
+    plain_bytes = _step(_model(), "again")[1]
+    x = torch.randn(1024, 128, generator=torch.Generator().manual_seed(0))
+    model = _model()
+    actckpt.apply(model, activation_budget=plain_bytes * 5 // 4, race=False)
+    for _ in range(4):
+        loss = model(x).square().mean()  # that of the step before lives until now
+        loss.backward(retain_graph=True)
+        loss.backward()
+    plan = actckpt.report(model).plan
+    assert plan is not None and plan.overhead_seconds == 0.0
+
+
 def test_a_budget_that_is_too_small_for_a_retained_graph_is_told_in_training() -> None:
     model = _model()
     actckpt.apply(model, activation_budget=1, race=False)

@@ -69,8 +69,10 @@ def _random_class(rng: random.Random, num_values: int) -> Table:
     }
 
 
-def footprints(block: Table, *, last: bool, pins: dict[str, str]) -> list[Footprint]:
-    """Return what each way to treat the values of a block comes to, once each."""
+def footprints(
+    block: Table, *, last: bool, pins: dict[str, str], free: frozenset[str] = frozenset()
+) -> list[Footprint]:
+    """Return what each way to treat the values of a block comes to, once each; `free` ones are pinned by the caller."""
     values = block.get("values", [])
     read = {v["name"] for v in values if v["needed"]} | {name for v in values for name in v["inputs"]}
     found: dict[Footprint, None] = {}
@@ -93,7 +95,8 @@ def footprints(block: Table, *, last: bool, pins: dict[str, str]) -> list[Footpr
                 ways["rerun"] = (block.get("rerun_s", block["forward_s"]) + replay, block.get("rerun_bytes", 0.0))
         if len(ways) == 2:
             gains = [ways["rerun"][i] < ways["replay"][i] for i in (0, 1)]
-            in_vain = is_kept or (held - {"x0"} - pins.keys()) & read
+            may_go = read - {"x0"} - (pins.keys() - free)
+            in_vain = held & may_go or not {v["name"] for v in values if v["needed"]} - held - {"x0"}
             ways.pop("replay" if any(gains) and not in_vain else "rerun")
         for seconds, again in ways.values():
             beside = sum(v.get("offload_s", 0.0) for a, v in zip(actions, values, strict=True) if a == "o")

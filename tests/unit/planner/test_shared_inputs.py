@@ -44,7 +44,8 @@ def _coupled(table: Table) -> Any:
         found = []
         for letters in itertools.product("kor", repeat=len(names)):
             pins = dict(zip(names, letters, strict=True))
-            for footprint in brute_force.footprints(block, last=index == len(blocks) - 1, pins=pins):
+            last = index == len(blocks) - 1
+            for footprint in brute_force.footprints(block, last=last, pins=pins, free=frozenset(names)):
                 found.append((pins, footprint))
         ways.append(found)
     plans = []
