@@ -15,26 +15,26 @@ from actckpt.planner.plans import Plan
 __all__ = ["PlannedSize", "given_bytes", "warns_of_larger"]
 
 
-def given_bytes(arguments: Any) -> int:
-    """Return the bytes of all tensors among arguments, of parts of others and of expanded ones as they are."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
+def given_bytes(arguments: Any) -> tuple[float, ...]:
+    """Return the bytes of each tensor among arguments, of parts of others and of expanded ones as they are."""
+    return tuple(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
 
 
 class PlannedSize:
     """What the block that runs first in a forward is given under a plan. One object for all blocks of a model.
 
     Args:
-        nbytes: what each block may be given; others tell nothing.
-        count: returns the bytes of the arguments of a block.
+        nbytes: what each block may be given, tensor by tensor; others tell nothing.
+        count: returns the bytes of the tensors that a block is given.
         exceeded: is told of a block that is given more, by its name, with the training whose block it is.
         is_for_one: it looks at one forward; else at all up to the first that is larger.
     """
 
     def __init__(
         self,
-        nbytes: Mapping[str, float],
-        count: Callable[[Any], int],
-        exceeded: Callable[[Any, str, int], None],
+        nbytes: Mapping[str, tuple[float, ...]],
+        count: Callable[[Any], tuple[float, ...]],
+        exceeded: Callable[[Any, str, tuple[float, ...]], None],
         *,
         is_for_one: bool,
     ) -> None:
@@ -49,15 +49,15 @@ class PlannedSize:
         """Compare it with what a block is given now."""
         if self._is_over or name not in self._nbytes:
             return
-        nbytes = self._count(arguments)
-        is_larger = nbytes > self._nbytes[name]
+        given = self._count(arguments)
+        is_larger = any(now > most for now, most in zip(given, self._nbytes[name], strict=False))
         self._is_over = is_larger or self._is_for_one
         if is_larger:
-            self._exceeded(training, name, nbytes)
+            self._exceeded(training, name, given)
 
 
-def _hidden_bytes(arguments: Any) -> int:
-    return bytes_of(first_tensor(arguments))
+def _hidden_bytes(arguments: Any) -> tuple[float, ...]:
+    return (bytes_of(first_tensor(arguments)),)
 
 
 class _Warning:
@@ -66,12 +66,12 @@ class _Warning:
     def __init__(self, block: str, nbytes: float, plan: Plan) -> None:
         self._block, self._nbytes, self._budget_bytes = block, nbytes, plan.budget_bytes
 
-    def __call__(self, _: Any, __: str, nbytes: int) -> None:
+    def __call__(self, _: Any, __: str, given: tuple[float, ...]) -> None:
         warn_user(
-            f"apply: block {self._block!r} is given {format_bytes(nbytes)} of hidden states, and the plan was made for "
-            f"{format_bytes(self._nbytes)}: memory may be above its budget of {format_bytes(self._budget_bytes)}. Make "
-            "the plan with the largest batch, or use actckpt.apply(model, budget=...), which makes a plan for each "
-            "size. Told once."
+            f"apply: block {self._block!r} is given {format_bytes(given[0])} of hidden states, and the plan was made "
+            f"for {format_bytes(self._nbytes)}: memory may be above its budget of {format_bytes(self._budget_bytes)}. "
+            "Make the plan with the largest batch, or use actckpt.apply(model, budget=...), which makes a plan for "
+            "each size. Told once."
         )
 
 
@@ -90,4 +90,4 @@ def warns_of_larger(plan: Plan) -> tuple[str, PlannedSize] | None:
     if found is None:
         return None
     shown, nbytes = found
-    return shown, PlannedSize({shown: nbytes}, _hidden_bytes, _Warning(shown, nbytes, plan), is_for_one=False)
+    return shown, PlannedSize({shown: (nbytes,)}, _hidden_bytes, _Warning(shown, nbytes, plan), is_for_one=False)

@@ -38,7 +38,7 @@ from actckpt._budget.unmeasured import Unmeasured
 from actckpt._budget.unread import UnreadForwards
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
-from actckpt._budget.words import COMPILED, EXCEEDED, NO_OUTPUTS, RETAINED, TWICE
+from actckpt._budget.words import COMPILED, EXCEEDED, GROWS, NO_OUTPUTS, RETAINED, TWICE
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import storages_of, tensors_in
@@ -143,7 +143,7 @@ class AlikeSteps:
             use_settings(self._forwards, {})
             return
         self._pace.step()
-        is_other = self.unmeasured.wants_plan or self._growth.wants_plan or self._retains != self._retains_planned
+        is_other = self.unmeasured.wants_plan or self._retains != self._retains_planned
         is_changed = self._most_alive > self._most_alive_planned or self._is_changed() or is_other
         is_observed = self._observing.wants_plan or self._stalls.wants_plan or self._is_free_memory_changed()
         if self.plan is None or is_changed or is_observed:
@@ -171,9 +171,11 @@ class AlikeSteps:
         parts = self._forwards, self._device, self._first_step, OutsideGraph(self._model)
         self._watching = Watching(*parts, offloads=self._offloads, least_bytes=self._growth.least_bytes)
 
-    def ran_larger(self, name: str, nbytes: int) -> None:
-        """A block that runs first was given so many bytes, more than the plan was made for."""
-        self._growth.ran(name, nbytes)
+    def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
+        """A block that runs first was given tensors of so many bytes, more than when it was measured."""
+        self._growth.ran(name, given)
+        if self._growth.has_given_up:
+            self._tell(GROWS)
         use_settings(self._forwards, {})
         self._observing.give_up()
         self._stalls.give_up()
@@ -338,8 +340,8 @@ class AlikeSteps:
         if self.plan is None:
             give_back_unused(self._device)
         meter = self._meter()
-        measured = meter.complete(self.unmeasured.added(self._growth.scaled(self.measured)))
-        measured = holding_outputs(measured, self._growth.factor * (self._held_output_bytes or 0.0))
+        measured = meter.complete(self.unmeasured.added(self.measured))
+        measured = holding_outputs(measured, self._held_output_bytes or 0.0)
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
         measured = retaining(measured) if self._retains else measured
         self._most_alive_planned, self._retains_planned = self._most_alive, self._retains

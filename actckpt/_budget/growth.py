@@ -4,83 +4,93 @@ NOTE [ Sizes inside of a model ]
 
 Rule 1. A plan is for the shapes that the model is called with. Where sizes are inside (padding that the model takes
         out, tensors in an object of the program), what the block is given that runs first stands for that of a step:
-        the bytes of all tensors, in its first call. It may be another one in each step (layer dropout).
-Rule 2. Where it is given more than the plan was made for, that forward recomputes everything from there on. The next
-        plan is for that size, and smaller steps run it as well. Bytes and seconds that were measured are taken to grow
-        in proportion.
-Rule 3. What grows faster (scores of attention) needs more than that: where a step is larger by more than a quarter than
-        the one that was measured, the next step that is nearly as large is measured as the first one was. Until then
-        steps recompute everything, but so many at most; and steps are measured so often at most.
+        the bytes of each tensor, in its first call. It may be another block in each step (layer dropout).
+Rule 2. Where one of these tensors is larger than in the step that was measured, that forward recomputes everything
+        from there on: what it needs is not known, and not in proportion (scores of attention). Smaller steps run the
+        plan.
+Rule 3. The next step that is nearly as large as the largest one is measured as the first one was, and planned for.
+        Until it comes steps recompute everything, but so many at most, and so often; and steps are measured so often at
+        most. After that, which is told, what is larger than the plan goes on to recompute everything.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
 from actckpt._blocks.planned_size import PlannedSize, given_bytes
-from actckpt._budget.measuring import MeasuredStep
-from actckpt.planner.costs import BlockClass
 
 __all__ = ["Growth"]
 
-_SHARE, _MOST_MEASURED = 1.25, 16
-#: From this share of the largest step on one is nearly as large; so many others are waited through.
-_NEARLY, _MOST_SMALL = 0.9, 20
+_MOST_MEASURED = 16
+#: From this share of the largest step on one is nearly as large; so many others are waited through, so often.
+_NEARLY, _MOST_SMALL, _MOST_WAITS = 0.9, 20, 3
+
+_Sizes = tuple[float, ...]
 
 
 class _Training(Protocol):
-    def ran_larger(self, name: str, nbytes: int) -> None:
-        """A block that runs first was given so many bytes."""
+    def ran_larger(self, name: str, given: _Sizes) -> None:
+        """A block that runs first was given tensors of so many bytes."""
 
 
 class Growth:
-    """What blocks were given when they were measured, and how much more it is at most."""
+    """What blocks were given when they were measured, and what the largest step gave them since then."""
 
     def __init__(self) -> None:
-        self._measured: Mapping[str, int] = {}
-        #: Of the largest step, the block that ran first, and what it was given.
-        self._largest = "", 0
-        #: How much larger that is than the one that was measured.
-        self.factor = 1.0
-        #: Whether a forward was larger than the plan, ever, and since that was made.
-        self.has_grown = self.wants_plan = False
-        self._num_measured = self._num_small = 0
+        self._measured: Mapping[str, _Sizes] = {}
+        #: Of blocks that ran first in steps that were larger; no step was where there is none.
+        self._largest: dict[str, _Sizes] = {}
+        #: Whether a forward was larger than the one that was measured, ever.
+        self.has_grown = False
+        self._num_measured = self._num_small = self._num_waits = 0
         self._size: PlannedSize | None = None
 
-    def was_measured(self, given: Mapping[str, int]) -> None:
+    def was_measured(self, given: Mapping[str, _Sizes]) -> None:
         """A forward was measured, the first one or a larger one, in which blocks were given so many bytes."""
         self._num_measured += 1
         self._num_small = 0
-        self._measured = given
-        name, nbytes = self._largest
-        self.factor = max(nbytes / given[name], 1.0) if given.get(name) else 1.0
+        self._measured, self._largest = given, {}
 
     def was_too_small(self) -> None:
         """A forward that was to be measured was smaller than that."""
         self._num_small += 1
 
-    @property
-    def least_bytes(self) -> dict[str, float]:
-        """What blocks that run first must be given in a forward that is measured."""
-        return {name: _NEARLY * self.factor * nbytes for name, nbytes in self._measured.items()}
-
-    def ran(self, name: str, nbytes: int) -> None:
-        """A block that runs first was given so many bytes, more than the plan was made for."""
-        self._largest, self.factor = (name, nbytes), nbytes / self._measured[name]
-        self.has_grown = self.wants_plan = True
+    def ran(self, name: str, given: _Sizes) -> None:
+        """A block that runs first was given more than when it was measured."""
+        self.has_grown = True
+        before = self._largest.get(name, ())
+        self._largest[name] = given if len(before) != len(given) else tuple(map(max, before, given))
+        if self._num_small >= _MOST_SMALL and self._num_waits < _MOST_WAITS:
+            self._num_waits += 1
+            self._num_small = 0
 
     @property
     def wants_measuring(self) -> bool:
-        """Whether the next forward is measured (Rule 3)."""
-        is_far = self.factor > _SHARE
-        return is_far and self._num_measured < _MOST_MEASURED and self._num_small < _MOST_SMALL
+        """Whether the next forward is measured, if it is large (Rule 3)."""
+        return bool(self._largest) and self._num_measured < _MOST_MEASURED and self._num_small < _MOST_SMALL
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether no step that is larger will be measured."""
+        is_waiting = self._num_small < _MOST_SMALL or self._num_waits < _MOST_WAITS
+        return self._num_measured >= _MOST_MEASURED or not is_waiting
+
+    @property
+    def least_bytes(self) -> dict[str, _Sizes]:
+        """What blocks that run first must be given in a forward that is measured: one of these tensors."""
+        return {
+            name: tuple(
+                max(_NEARLY * now, then) if now > then else math.inf
+                for now, then in zip(given, self._measured[name], strict=False)
+            )
+            for name, given in self._largest.items()
+        }
 
     def planned_size(self) -> PlannedSize:
         """Return what tells whether a forward is larger than the plan."""
-        most = {name: self.factor * nbytes for name, nbytes in self._measured.items() if nbytes}
-        self._size = PlannedSize(most, given_bytes, _ran_larger, is_for_one=True)
+        self._size = PlannedSize(self._measured, given_bytes, _ran_larger, is_for_one=True)
         return self._size
 
     def forward_ended(self) -> None:
@@ -88,36 +98,7 @@ class Growth:
         if self._size is not None:
             self._size.close()
 
-    def scaled(self, measured: MeasuredStep) -> MeasuredStep:
-        """Return what was measured for the largest step, for the plan that is made now (Rule 2)."""
-        self.wants_plan = False
-        if self.factor == 1.0:
-            return measured
-        classes = {name: _larger(block, self.factor) for name, block in measured.costs.classes.items()}
-        return dataclasses.replace(
-            measured,
-            costs=dataclasses.replace(measured.costs, classes=classes),
-            waiting_bytes=tuple(round(self.factor * nbytes) for nbytes in measured.waiting_bytes),
-        )
 
-
-def _ran_larger(training: _Training | None, name: str, nbytes: int) -> None:
+def _ran_larger(training: _Training | None, name: str, given: _Sizes) -> None:
     if training is not None:  # else the block was copied out of its model
-        training.ran_larger(name, nbytes)
-
-
-def _larger(block: BlockClass, factor: float) -> BlockClass:
-    values = tuple(
-        dataclasses.replace(value, nbytes=factor * value.nbytes, recompute_s=factor * value.recompute_s)
-        for value in block.values
-    )
-    return dataclasses.replace(
-        block,
-        forward_s=factor * block.forward_s,
-        backward_s=factor * block.backward_s,
-        working_set_bytes=factor * block.working_set_bytes,
-        values=values,
-        rerun_s=None if block.rerun_s is None else factor * block.rerun_s,
-        recompute_bytes=factor * block.recompute_bytes,
-        rerun_bytes=factor * block.rerun_bytes,
-    )
+        training.ran_larger(name, given)

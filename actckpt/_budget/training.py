@@ -99,10 +99,10 @@ class BudgetedTraining:
         size = None if self._wanted.pins else self._current  # pins name calls by their number
         return size is not None and size.measured is not None and size.unmeasured.note(name, size.measured)
 
-    def ran_larger(self, name: str, nbytes: int) -> None:
-        """A block that runs first was given so many bytes, more than the plan was made for."""
+    def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
+        """A block that runs first was given tensors of so many bytes, more than when it was measured."""
         if self._current is not None:
-            self._current.ran_larger(name, nbytes)
+            self._current.ran_larger(name, given)
 
     def close(self) -> None:
         """Watch the model no more."""

@@ -30,7 +30,8 @@ class Watching:
     """A forward in which everything is checkpointed and profiled.
 
     Args:
-        least_bytes: by the name of the block: it is given up where the one that runs first is given less.
+        least_bytes: by the name of the block, of each tensor: the forward is given up where the block that runs first
+            is given less of each.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Watching:
         graph: OutsideGraph,
         *,
         offloads: bool,
-        least_bytes: Mapping[str, float],
+        least_bytes: Mapping[str, tuple[float, ...]],
     ) -> None:
         self._graph = graph
         self._least_bytes = least_bytes
@@ -54,7 +55,7 @@ class Watching:
         self._marks = Marks(self._live, device)
         self._is_closed = False
         #: What each block was given in its first call.
-        self.given_bytes: dict[str, int] = {}
+        self.given_bytes: dict[str, tuple[float, ...]] = {}
         #: Whether a block returned what backward may begin with.
         self.is_trained = False
         self.thread = threading.get_ident()
@@ -68,11 +69,13 @@ class Watching:
         if not torch.is_grad_enabled():
             return forward.original()(*args, **kwargs)
         number, source = len(self._profiled), first_tensor((args, kwargs))
-        if not number and given_bytes((args, kwargs)) < self._least_bytes.get(name, 0.0):
+        given = given_bytes((args, kwargs))
+        least = self._least_bytes.get(name)
+        if not number and least and all(now < most for now, most in zip(given, least, strict=False)):
             self.is_too_small = True
             self.close()
             return forward.run(args, kwargs, None)
-        self.given_bytes.setdefault(name, given_bytes((args, kwargs)))
+        self.given_bytes.setdefault(name, given)
         self._marks.begins(number, (args, kwargs), _gathered_bytes(forward.block))
         self._graph.call_begins((args, kwargs))
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHECKPOINTED", "COMPILED", "EXCEEDED", "NO_OUTPUTS", "RETAINED", "TWICE"]
+__all__ = ["CHECKPOINTED", "COMPILED", "EXCEEDED", "GROWS", "NO_OUTPUTS", "RETAINED", "TWICE"]
 
 EXCEEDED = (
     "apply: steps need more memory than was known when their plan was made, or less of it is free, and with that no "
@@ -24,6 +24,12 @@ NO_OUTPUTS = (
     "a graph: where its step ends cannot be told. Its blocks stay checkpointed until it returns one. Does it call "
     "backward itself, or return an object that is no tuple, list, mapping or dataclass? Give apply the part of {0} "
     "that returns what backward begins with, or pass a policy in place of the budget. Told once."
+)
+GROWS = (
+    "apply: sizes inside of a {0} with a budget grow, and too many of its steps were measured, or waited for one as "
+    "large as the largest. Steps that are larger than the plan go on to recompute everything, within the budget where "
+    "that fits. Give {0} what shows its sizes (shapes of its arguments), or let the largest step be among the first. "
+    "Told once."
 )
 RETAINED = (
     "apply: a backward with retain_graph=True ran through a {} with a budget. What blocks keep stays then until the "

@@ -127,15 +127,18 @@ class Program:
     def _in_vain(self, index: int, decided: dict[str, dict[Action, int]], again: int) -> None:
         """What is held beside a rerun is held in vain, and where nothing is, a block runs again if that is its way."""
         block, allowed = self._problem.blocks[index], self._problem.allowed[index]
-        names = [block.values[position].name for position in droppable(block, allowed)]
+        found = [block.values[position] for position in droppable(block, allowed)]
+        if not any(value.needed for value in found):  # nothing is to be got back
+            self._row([(again, 1.0)], upper=0.0)
+        names = [value.name for value in found]
         held = {name: [(decided[name][action], 1.0) for action in (Action.KEEP, Action.OFFLOAD)] for name in names}
         for terms in held.values():
             self._row([*terms, (again, 1.0)], upper=1.0)
         nothing = tuple(
             Action.RECOMPUTE if value.name in held else may[0] for value, may in zip(block.values, allowed, strict=True)
         )
-        found = self._problem.footprint(index, nothing)
-        if found is not None and found.rerun:
+        come_to = self._problem.footprint(index, nothing)
+        if come_to is not None and come_to.rerun:
             ways = [(again, 1.0), *(term for terms in held.values() for term in terms)]
             source = next((value for value in block.values if value.name == BLOCK_INPUT), None)
             if source is None or source.replayable or BLOCK_INPUT not in decided:

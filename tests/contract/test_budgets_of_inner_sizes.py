@@ -127,14 +127,58 @@ def test_sizes_that_differ_in_each_step_are_measured_a_few_times() -> None:
 
 
 def test_steps_as_large_as_one_that_comes_once_are_waited_for_so_long_at_most() -> None:
-    model = _made(Unpadded)
-    actckpt.apply(model, activation_budget="60%", race=False)
+    budget = _smallest_bytes(Unpadded, 1024, Scores) + 200_000
+    model = _made(Unpadded, Scores)
+    actckpt.apply(model, activation_budget=budget, race=False)
     plans: list[actckpt.Plan | None] = []
     for size in (100, 100, 1024, *[100] * 24):
         _step(model, size)
         plans.append(actckpt.report(model).plan)
     assert [plan is None for plan in plans] == [True, False, False, *[True] * 20, *[False] * 4]
-    assert plans[-1] is not None and plans[-1].peak_bytes >= _step(model, 1024)[1]
+    # Large ones that come after that fit, and are measured.
+    assert max(_step(model, size)[1] for size in (1024, 1024, 1024, 1000, 100, 1024)) <= budget
+
+
+@pytest.mark.parametrize("block", [Mlp, Scores])
+def test_growth_by_less_than_a_quarter_stays_in_the_budget(block: type[Mlp]) -> None:
+    budget = _smallest_bytes(Unpadded, 1024, block) + 200_000
+    model = _made(Unpadded, block)
+    actckpt.apply(model, activation_budget=budget, race=False)
+    assert max(_step(model, size)[1] for size in (832, 832, 832, 1024, 1024, 1024)) <= budget
+
+
+class Biased(Mlp):
+    """Is given a tensor of one size beside its input, larger than that."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().forward(x if bias is None else x + bias[: len(x)])
+
+
+class OfBias(OfObject):
+    def forward(self, batch: Batch) -> Tensor:
+        x, bias = batch.x, torch.zeros(20_000, 64)
+        for layer in self.layers:
+            x = layer(x, bias)
+        return self.head(x)
+
+
+def test_a_tensor_of_one_size_beside_its_input_hides_no_growth() -> None:
+    budget = _smallest_bytes(OfBias, 1024, Biased) + 200_000
+    model = _made(OfBias, Biased)
+    actckpt.apply(model, activation_budget=budget, race=False)
+    peaks = [_step(model, size)[1] for size in (300, 300, 300, 1024, 1024, 1024)]
+    assert max(peaks) <= budget
+    assert actckpt.report(model).plan.peak_bytes >= 0.95 * peaks[-1]
+
+
+def test_sizes_that_grow_in_each_step_are_told_once_and_stay_checkpointed() -> None:
+    plain, model = _made(Unpadded), _made(Unpadded)
+    actckpt.apply(model, activation_budget="100%", race=False)
+    with pytest.warns(UserWarning, match="sizes inside of a Unpadded with a budget grow") as told:
+        peaks = [_step(model, size)[1] for size in range(100, 160)]
+    assert len(told) == 1
+    assert max(peaks[40:]) < 0.6 * _step(plain, 159)[1]
+    assert_equal(_step(model, 150)[0], _step(plain, 150)[0])
 
 
 def test_a_first_block_is_given_a_part_of_a_larger_tensor() -> None:
