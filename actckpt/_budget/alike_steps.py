@@ -16,6 +16,7 @@ import torch
 
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._budget.cached_casts import CachedCasts
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.growth import Growth
 from actckpt._budget.links import give_back_unused, is_linked, poll, prepare, with_links
@@ -86,6 +87,7 @@ class AlikeSteps:
         self.measured: MeasuredStep | None = None
         self._first_step: FirstStep | None = None
         self._loss: Loss | None = None
+        self._casts = CachedCasts()
         self._fixed_bytes = self._grown_bytes = 0.0
         self._fixed: FixedBytes | None = None
         self._num_alive = self._most_alive = self._most_alive_planned = self._num_planned = 0
@@ -115,6 +117,7 @@ class AlikeSteps:
     def __getstate__(self) -> dict[str, Any]:
         # A copy has steps of its own, and parameters.
         state = {**vars(self), "_watching": None, "_first_step": None, "_loss": None, "_num_alive": 0, "_fixed": None}
+        state["_casts"] = CachedCasts()  # not those of its first step
         return state if self._held_output_bytes is not None else {**state, "measured": None}
 
     def disturb(self) -> None:
@@ -259,7 +262,7 @@ class AlikeSteps:
 
     def _taken(self, watching: Watching, outputs: list[torch.Tensor]) -> Loss:
         """Take what a forward was measured to need; return what tells of the loss."""
-        self.measured = watching.measured(outputs)
+        self.measured, self._casts = watching.measured(outputs), watching.casts
         if self.measured is not None:
             self._growth.was_measured(watching.given_bytes)
             if self._before is not None:
@@ -299,7 +302,7 @@ class AlikeSteps:
         if self._held_output_bytes is None:
             self._held_output_bytes = float(sum(storage.nbytes() for storage in held))
             if self._first_step is not None and self._loss is not None and self.measured is not None:
-                measured = self._loss.added(self.measured)
+                measured = self._loss.added(self._casts.completed(self.measured))
                 self.measured = self._first_step.completed(measured, self._held_output_bytes)
                 if self._wanted.budget is not None:  # else nothing is observed
                     self._observing.doubt_bytes = self._first_step.doubt_bytes

@@ -19,7 +19,7 @@ from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._core.training_state import random_state, set_random_state
 
-__all__ = ["attributes_of", "counts_calls", "holds_input", "set_apart", "without_cached_casts"]
+__all__ = ["attributes_of", "counts_calls", "holds_input", "set_apart"]
 
 #: What every module has; the block's `forward` stands for its region.
 _NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward"}
@@ -78,7 +78,7 @@ def set_apart(
     try:
         for module in modules:
             lent.replace_in(module)
-        with _without_outer_hooks():
+        with _without_outer_hooks(), _without_cached_casts():
             yield _with_tensors(arguments, lent.lend), lent.leaves
     finally:
         structure.swap_in()
@@ -115,7 +115,7 @@ def _without_outer_hooks() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def without_cached_casts() -> Iterator[None]:
+def _without_cached_casts() -> Iterator[None]:
     """Keep casts of what is lent out of the cache of autocast, which would hold them until the program leaves that."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -35,12 +35,11 @@ import torch
 
 from actckpt import _C
 from actckpt._blocks.arguments import bytes_of, first_tensor
-from actckpt._budget.class_names import with_block_names
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._core import devices
 from actckpt._core.subclasses import plain_parts
 from actckpt._offload import stores
-from actckpt.planner.costs import BlockClass, CostTable
+from actckpt.planner.costs import BlockClass
 
 __all__ = ["FirstStep"]
 
@@ -167,7 +166,7 @@ class FirstStep:
             before = place - (measured.names[place - 1] is None)
             counted = held_bytes + pending[places[number - 1]] if number else -held_bytes
             needed[before] = max(needed[before], self._bytes_before(number, ended) - counted)
-        costs = _needing(measured, needed)
+        costs = measured.needing(needed).costs
         classes = {**costs.classes, costs.stack[-1]: self._timed(costs.blocks[-1])}
         return dataclasses.replace(measured, costs=dataclasses.replace(costs, classes=classes))
 
@@ -225,16 +224,3 @@ class FirstStep:
         """Return what waits while a block runs backward (Rule 3)."""
         end, reached = self._calls[number].end, self._reached[number]
         return reached.held - (end.held - reached.gone) - (reached.gradients - end.gradients) - reached.ahead
-
-
-def _needing(measured: MeasuredStep, needed: list[float]) -> CostTable:
-    """Return the costs of a step in which what is on the stack needs so many bytes."""
-    classes, stack = {}, []
-    for name, old, block, nbytes in zip(
-        measured.names, measured.costs.stack, measured.costs.blocks, needed, strict=True
-    ):
-        is_other = name is not None and nbytes != block.working_set_bytes
-        stack.append(f"{old}, {nbytes:.0f} needed" if is_other else old)
-        classes[stack[-1]] = dataclasses.replace(block, working_set_bytes=nbytes)
-    costs = dataclasses.replace(measured.costs, classes=classes, stack=tuple(stack))
-    return with_block_names(costs, measured.names)

@@ -24,7 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ import torch
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
 from actckpt._blocks.arguments import first_tensor
 from actckpt._budget.alone import Exchanges, num_ranks
+from actckpt._budget.cached_casts import CachedCasts, holding_casts
 from actckpt._budget.class_names import AFTER, BEFORE, with_block_names
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Mark, Marks, Outside, begins, between, outside_bytes, outside_seconds
@@ -71,6 +72,16 @@ class MeasuredStep:
     #: Whether working sets of what runs outside of blocks are those of a backward that was watched, too.
     sees_backward: bool = False
 
+    def needing(self, needed: Sequence[float]) -> MeasuredStep:
+        """Return the step in which what is on the stack needs so many bytes."""
+        classes, stack = {}, []
+        for name, old, block, nbytes in zip(self.names, self.costs.stack, self.costs.blocks, needed, strict=True):
+            is_other = name is not None and nbytes != block.working_set_bytes
+            stack.append(f"{old}, {nbytes:.0f} needed" if is_other else old)
+            classes[stack[-1]] = dataclasses.replace(block, working_set_bytes=nbytes)
+        costs = dataclasses.replace(self.costs, classes=classes, stack=tuple(stack))
+        return dataclasses.replace(self, costs=with_block_names(costs, self.names))
+
     def parameters_in(self, model: torch.nn.Module) -> tuple[_Parameters, _Parameters]:
         """Return per entry of the stack the parameters of a model that it reads, and those of no module of a block."""
         named = dict(model.named_parameters())
@@ -103,9 +114,11 @@ def measure(
     """
     watched = _Watched(step, blocks, state, model)
     with state.checked("plan"):
-        profiled, read = watched.profiled(Profiler(offloads=offloads))
+        profiled, read, casts = watched.profiled(Profiler(offloads=offloads))
     num_calls = len(profiled)
     marks = watched.marked(NumberedStorages(device_of(model), parameters=model.parameters()))
+    profiled, cast_bytes = casts.settled(profiled)
+    marks = holding_casts(marks, cast_bytes)
     profiled = as_given(profiled, begins(marks))
     seconds = [outside_seconds(watched.marked(None), num_calls) for _ in range(_NUM_TIMED)]
     stem, head = outside_bytes(marks, num_calls, read.backward_bytes)
@@ -114,7 +127,7 @@ def measure(
         for each, runs in zip((stem, head), zip(*seconds, strict=True), strict=True)
     )
     found = cost_table(profiled, stem, between(marks, num_calls, read.backward_bytes), head, read)
-    return dataclasses.replace(found, sees_backward=True)
+    return dataclasses.replace(casts.completed(found), sees_backward=True)
 
 
 class _Watched:
@@ -144,9 +157,10 @@ class _Watched:
                 block.forward = forwards[name]
             unpatch(self._blocks)
 
-    def profiled(self, profiler: Profiler) -> tuple[list[ProfiledBlock], Read]:
-        """Return what each call of a block costs, in the order in which they run, and what is read outside of them."""
+    def profiled(self, profiler: Profiler) -> tuple[list[ProfiledBlock], Read, CachedCasts]:
+        """Return what each call of a block costs, in order, what is read outside of them, and casts."""
         found: list[ProfiledBlock] = []
+        casts = CachedCasts()
         reached: set[int] = set()
         forwards = _Forwards(self._model)
 
@@ -154,9 +168,11 @@ class _Watched:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             forwards.graph.call_begins((args, kwargs))
+            casts.call_begins()
             result, block = profiler.call(name, self._blocks[name], forward.original(), args, kwargs)
             forwards.graph.call_ended()
             found.append(block)
+            casts.call_ended(block)
             number = len(found) - 1
             _on_gradient(result, lambda: backward_reached(number))
             return result
@@ -165,6 +181,7 @@ class _Watched:
             if not reached:  # nothing is back yet of what was moved
                 flush(self._device)
                 found[:] = [each.with_input_kept() for each in found]
+                casts.backward_reached()
             reached.add(number)
 
         self._state.put_back()
@@ -177,7 +194,7 @@ class _Watched:
                 "differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
             )
         _check(self._blocks, [each.name for each in found], reached, forwards.num)
-        return found, forwards.read or Read.nothing(len(found))
+        return found, forwards.read or Read.nothing(len(found)), casts
 
     def marked(self, live: NumberedStorages | None) -> list[Mark]:
         """Return the marks of one step."""

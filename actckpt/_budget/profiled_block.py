@@ -6,16 +6,26 @@ import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from actckpt._budget.marks import Mark
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 
-__all__ = ["OTHER", "ProfiledBlock", "as_given"]
+__all__ = ["OTHER", "Cast", "ProfiledBlock", "as_given"]
 
 #: Name of the value of Rule 4 of NOTE [ Profiling a block ].
 OTHER = "(other)"
+
+
+class Cast(NamedTuple):
+    """A copy of a parameter in another dtype, which autocast caches."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    #: In the cost table.
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +46,8 @@ class ProfiledBlock:
     #: Of what something held when the forward had ended, which counts with the input: storages, and names of those that
     #: are values.
     held: tuple[tuple[weakref.ref[torch.UntypedStorage], int, str | None], ...] = ()
+    #: Of its parameters, in the cache of autocast: they count neither as values nor in the working set.
+    casts: tuple[Cast, ...] = ()
 
     def before(self, other: ProfiledBlock) -> ProfiledBlock:
         """Return the block that knows which of its values the next block has for its input, too.
@@ -67,6 +79,15 @@ class ProfiledBlock:
         """Return the block without the choice to offload its input if that is still alive, although it was moved."""
         may_go = self.costs.values[0].offloadable
         return self if not may_go or self.input is None or self.is_input_gone() else self._with_input(0)
+
+    def with_casts(self, casts: tuple[Cast, ...]) -> ProfiledBlock:
+        """Return the block of which only these casts stay in the cache; the others are values like any other."""
+        lost = {cast.name: cast.nbytes for cast in self.casts if cast not in casts}
+        if not lost:
+            return self
+        block, nbytes = self._with_values(lost), sum(lost.values())
+        costs = dataclasses.replace(block.costs, working_set_bytes=block.costs.working_set_bytes + nbytes)
+        return dataclasses.replace(block, costs=costs, forward_bytes=block.forward_bytes + nbytes, casts=casts)
 
     def _with_input(self, more_bytes: float) -> ProfiledBlock:
         """Return the block with an input that has so many more bytes, and stays."""

@@ -40,11 +40,11 @@ import torch
 from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.apart import attributes_of, counts_calls, holds_input, without_cached_casts
+from actckpt._budget.apart import attributes_of, counts_calls, holds_input
 from actckpt._budget.block_bytes import held_bytes, more_bytes, peak_bytes
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.draws import Draws
-from actckpt._budget.profiled_block import OTHER, ProfiledBlock
+from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
 from actckpt._budget.sharded import check_units, check_wrapped
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._budget.timing import Offloading, Times, fastest
@@ -136,9 +136,10 @@ class Profiler:
         inputs.forward_done()
         check_units(name, structure)
         call = BlockCall(name, block, forward, (args, kwargs), structure)
-        if structure.note_alive(result):
+        if alive := structure.note_alive(result):
             with inputs.as_found(checks=False), _explained(name):
-                structure.note_held(_held_elsewhere(call))
+                alive = _held_elsewhere(call)
+        structure.note_held(alive)
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
@@ -157,8 +158,9 @@ class Profiler:
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
         held = tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held())
+        casts = tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts())
         given = structure.input, structure.input_bytes
-        return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held)
+        return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held, casts)
 
 
 def _passes_on(arguments: Any) -> bool:
@@ -212,7 +214,7 @@ def _profiled(
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
     no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
     call = dataclasses.replace(call, is_local=not structure.exchanges.were_met)
-    with modes.without_own(), without_cached_casts():
+    with modes.without_own():
         times, no_rerun = _times(call, values, moved, no_rerun)
         values = _timed_again(call, values)
     more = functools.partial(more_bytes, call, kept_bytes)
@@ -220,10 +222,11 @@ def _profiled(
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
     other = max(held - structure.saved_bytes() - structure.bytes_held(), 0)
+    own_bytes = structure.input_bytes - sum(nbytes for _, nbytes, _ in structure.casts())  # those count elsewhere
     costs = BlockClass(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
-        working_set_bytes=float(structure.input_bytes + kept_bytes),  # the input is the block's own
+        working_set_bytes=float(max(own_bytes + kept_bytes, 0)),  # the input is the block's own
         recording_s=max(times.recorded_s - times.forward_s, 0.0),
         values=(
             *_scaled(values, times.forward_s, times.replaying_s - times.backward_s),
@@ -235,7 +238,7 @@ def _profiled(
         recompute_bytes=max(more(policy) for policy in replaying),
         rerun_bytes=more("recompute") if times.rerun_s is not None else 0.0,
     )
-    return costs, float(structure.input_bytes + forward_bytes)
+    return costs, float(max(own_bytes + forward_bytes, 0))
 
 
 def _why_no_rerun(structure: BlockStructure, *, writes_to_input: bool) -> str | None:

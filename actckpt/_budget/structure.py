@@ -9,11 +9,12 @@ Rule 2. A value is a storage that an operator of the block made. An operator tha
         computing it again takes; where another value was made from it before, it is taken not to be replayable.
 Rule 3. A value that was dropped and lives on is held by the recorder, which begins replays with it (results of opaque
         operators) or keeps what decides where data goes (NOTE [ Routing ]): then it is not replayable, nor is what was
-        made from it where backward does not need it itself. Or it is held by something else: a context of an
-        `autograd.Function`, the cache of weights of autocast, an attribute. That shows where the block is run once more
-        with nothing recorded. Dropping it frees nothing, nor does a rerun of the block: its bytes are added to those of
-        the block's input, which always stay, and to keep it as well costs nothing. (What backward does not need is not
-        known to the recorder as held: keeping it would cost its bytes.)
+        made from it where backward does not need it itself. Or it is held by something else: an attribute, a context of
+        an `autograd.Function`. That shows where the block is run once more with nothing recorded. Dropping it frees
+        nothing, nor does a rerun of the block: its bytes are added to those of the block's input, which always
+        stay, and to keep it as well costs nothing. (What backward does not need is not known to the recorder as held:
+        keeping it would cost its bytes.) Casts of parameters that autocast caches live until the program leaves that,
+        whatever is kept: they have no bytes, and count otherwise (NOTE [ Casts in the cache ]).
 Rule 4. What has enough bytes may be offloaded where there is a store (NOTE [ Measuring links ]), unless only replays
         read it. The recorded call moves its inputs, so that it shows which of them something else holds as well:
         moving those frees nothing (`ProfiledBlock.with_input_kept`).
@@ -39,7 +40,7 @@ from actckpt._blocks.arguments import first_tensor, keep_others_in_place
 from actckpt._budget.alone import Exchanges
 from actckpt._C import Calls, is_paused, look_up_call
 from actckpt._checkpointed_call import checkpoint_call
-from actckpt._core import devices
+from actckpt._core import devices, torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._offload import session
 from actckpt._options import CheckpointOptions
@@ -73,6 +74,10 @@ class _Made:
     is_alive: bool = False
     #: Something other than the recorder holds it.
     is_held: bool = False
+    #: It is a copy of a trained parameter in another dtype.
+    is_cast_of_parameter: bool = False
+    #: And the cache of autocast holds it.
+    is_cached: bool = False
 
 
 class BlockStructure:
@@ -120,6 +125,10 @@ class BlockStructure:
         """Take down a storage that an operator made."""
         self._made.append(made)
 
+    def note_cast(self, parameter: torch.nn.Parameter) -> None:
+        """The operator that made the last storage casts a parameter."""
+        self._made[-1].is_cast_of_parameter = parameter.requires_grad and parameter.is_leaf
+
     def bytes_held(self) -> int:
         """Return the bytes of what lives whether it is kept or not."""
         return sum(nbytes for _, nbytes, _ in self.held())
@@ -132,29 +141,34 @@ class BlockStructure:
             if made.is_held
         ]
 
+    def casts(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str]]:
+        """Return the casts of parameters in the cache of autocast: storages, their bytes and names."""
+        return [(made.storage, made.nbytes, self._name(made)) for made in self._made if made.is_cached]
+
     def holds_twice_in_rerun(self) -> bool:
-        """Return whether a rerun makes again what lives already: all but weights in the cache of autocast."""
-        casts = "aten._to_copy."
-        return any(made.is_held and (made.inputs or casts not in made.places[0].operator) for made in self._made)
+        """Return whether a rerun makes again what lives already."""
+        return any(made.is_held for made in self._made)
 
     def note_alive(self, result: Any) -> frozenset[Place]:
         """Take down which of the values that were dropped are alive, the block having returned `result`.
 
         Returns:
-            Their places.
+            Their places, without those of which it is known what holds them: the cache of autocast.
         """
         returned = {id(storage) for storage in storages_of(list(tensors_in(result)))}
+        caches = torch_private.any_autocast_enabled() and torch.is_autocast_cache_enabled()
         for made in self._made:
             storage, info = made.storage(), self._info(made)
             is_dropped = made.replayable and (info is None or info.replayable)
             made.is_alive = is_dropped and storage is not None and id(storage) not in returned
-        return frozenset(made.places[0] for made in self._made if made.is_alive)
+            made.is_cached = made.is_alive and made.is_cast_of_parameter and caches
+        return frozenset(made.places[0] for made in self._made if made.is_alive and not made.is_cached)
 
     def note_held(self, places: frozenset[Place]) -> None:
         """Take down which of the values that are alive something other than the recorder holds."""
         for made in self._made:
             made.is_held = made.is_alive and made.places[0] in places
-            if made.is_alive and not made.is_held:
+            if made.is_alive and not made.is_held and not made.is_cached:
                 made.replayable = False
 
     def values(self) -> tuple[Value, ...]:
@@ -174,7 +188,7 @@ class BlockStructure:
                 replayable = replayable and lost.isdisjoint(inputs)
                 if info is None and not replayable:
                     lost.add(name)
-                nbytes = 0 if made.is_held and info is not None else made.nbytes
+                nbytes = 0 if made.is_cached or (made.is_held and info is not None) else made.nbytes
                 may_move = info is not None and self._may_move(nbytes)
                 found.append(Value(name, nbytes, made.seconds, inputs, info is not None, may_move, replayable))
         return tuple(found)
@@ -282,6 +296,8 @@ class _Graph(TorchDispatchMode):
             return result
         if new:
             self._note_made(place, new, seconds, read, reads_input)
+            if func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter):
+                self._structure.note_cast(args[0])
         elif func._schema.is_mutable:
             self._note_written(place, args, seconds, read, reads_input)
         return result

@@ -12,6 +12,7 @@ import torch
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.planned_size import given_bytes
+from actckpt._budget.cached_casts import CachedCasts, holding_casts
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Marks, Outside, begins, between, held_after, last_end, outside_bytes
@@ -51,6 +52,7 @@ class Watching:
         self._forwards, self._device, self._first_step = forwards, device, first_step
         self._profiler = Profiler(offloads=offloads)
         self._profiled: list[ProfiledBlock] = []
+        self.casts = CachedCasts()
         self._live = NumberedStorages(device)
         self._marks = Marks(self._live, device)
         self._is_closed = False
@@ -76,6 +78,7 @@ class Watching:
             self.close()
             return forward.run(args, kwargs, None)
         self.given_bytes.setdefault(name, given)
+        self.casts.call_begins()
         self._marks.begins(number, (args, kwargs), _gathered_bytes(forward.block))
         self._graph.call_begins((args, kwargs))
         try:
@@ -87,6 +90,10 @@ class Watching:
         self._graph.call_ended()
         self.is_trained = self.is_trained or any(tensor.requires_grad for tensor in tensors_in(result))
         self._profiled.append(profiled)
+        self.casts.call_ended(profiled)
+        output = first_tensor(result)
+        if profiled.casts and output is not None and output.requires_grad:
+            output.register_hook(lambda _: self.casts.backward_reached())
         self._first_step.block_ends()
         output_bytes = self._marks.ends(number, (args, kwargs), result)
         self._first_step.block_ended(source, result, output_bytes)
@@ -114,13 +121,14 @@ class Watching:
         num_calls = len(self._profiled)
         if not num_calls:
             return None
-        marks = self._marks.found
+        profiled, casts = self.casts.settled(self._profiled)
+        marks = holding_casts(self._marks.found, casts)
         read = self._graph.read(outputs, self._live.made_before())
         stem, head = outside_bytes(marks, num_calls, read.backward_bytes)
         forward_s = devices.seconds_between(last_end(marks, num_calls).moment, marks[-1].moment)
         head = Outside(forward_s, 2 * forward_s, head.working_set_bytes)
         flush(self._device)
-        profiled = [each.with_input_kept() for each in as_given(self._profiled, begins(marks))]
+        profiled = [each.with_input_kept() for each in as_given(profiled, begins(marks))]
         return cost_table(profiled, stem, between(marks, num_calls, read.backward_bytes), head, read)
 
 

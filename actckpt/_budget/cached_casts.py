@@ -1,0 +1,101 @@
+"""Casts of parameters that autocast caches: how they count.
+
+NOTE [ Casts in the cache ]
+
+Rule 1. A cast that autocast caches lives until the program leaves autocast, whatever a plan does with it: mostly from
+        the block's forward to the end of that of the model. In backward what is kept of them lives as values do. No
+        plan is taken to free them, or to need them twice: they count as held by what runs before the first block, all
+        of them all the time, and not as values. Plans that drop them need less than that in backward. Where the
+        program runs backward under autocast, too, they live on; those of a block are there while it runs backward,
+        beside what it makes of them then.
+Rule 2. Where the program leaves autocast between two blocks, the casts of the former are gone when the latter begins:
+        they are values like any other. Those of the last block are as those before it.
+Rule 3. Runs of a block on its own are without the cache, which would hold the casts of what is lent to them
+        (`apart.set_apart`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from actckpt._budget.marks import Mark
+from actckpt._budget.profiled_block import Cast, ProfiledBlock
+
+if TYPE_CHECKING:
+    from actckpt._budget.measuring import MeasuredStep
+
+__all__ = ["CachedCasts", "CastBytes", "holding_casts"]
+
+
+class CastBytes(NamedTuple):
+    """Bytes of the casts of parameters that a call of a block left in the cache of autocast."""
+
+    made: int
+    #: Of those, what lives on when the forward of the model has ended.
+    lasting: int
+
+
+class CachedCasts:
+    """Follows the casts of each call of a block through a forward."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Cast, ...]] = []
+        #: Per call of a block, of those that live when backward comes to the first block.
+        self._in_backward: list[int] = []
+
+    def call_begins(self) -> None:
+        """Another call begins: casts that live no more are no longer cached."""
+        self._calls = [_alive(casts) for casts in self._calls]
+
+    def call_ended(self, block: ProfiledBlock) -> None:
+        """That call has ended."""
+        self._calls.append(block.casts)
+
+    def backward_reached(self) -> None:
+        """Backward has come to a block."""
+        self._in_backward = self._in_backward or [_nbytes(_alive(casts)) for casts in self._calls]
+
+    def completed(self, measured: MeasuredStep) -> MeasuredStep:
+        """Return what was measured of the step, once its backward has ended, with the casts that lived in that."""
+        if not any(self._in_backward):
+            return measured
+        left = iter(self._in_backward)
+        needed = [
+            block.working_set_bytes + (0 if name is None else next(left))
+            for name, block in zip(measured.names, measured.costs.blocks, strict=True)
+        ]
+        return measured.needing(needed)
+
+    def settled(self, blocks: Sequence[ProfiledBlock]) -> tuple[list[ProfiledBlock], list[CastBytes]]:
+        """Return the calls of blocks, and what each of them left in the cache, when the model's forward has ended."""
+        if any(block.casts for block in blocks[:-1]) and not any(self._calls[:-1]):
+            self._calls[-1] = ()
+        found = [block.with_casts(casts) for block, casts in zip(blocks, self._calls, strict=True)]
+        lasting = self._in_backward or [_nbytes(_alive(casts)) for casts in self._calls]
+        return found, [CastBytes(_nbytes(casts), nbytes) for casts, nbytes in zip(self._calls, lasting, strict=True)]
+
+
+def _alive(casts: Sequence[Cast]) -> tuple[Cast, ...]:
+    return tuple(cast for cast in casts if cast.storage() is not None)
+
+
+def _nbytes(casts: Sequence[Cast]) -> int:
+    return sum(cast.nbytes for cast in casts)
+
+
+def holding_casts(marks: Sequence[Mark], casts: Sequence[CastBytes]) -> list[Mark]:
+    """Return marks in which all casts are there all the time (Rule 1).
+
+    Args:
+        casts: per call of a block.
+    """
+    total, made, lasting, found = sum(each.made for each in casts), 0, 0, []
+    for mark in marks:
+        if mark.what == "end":
+            made, lasting = made + casts[mark.call].made, lasting + casts[mark.call].lasting
+        passing_bytes = max(mark.passing_bytes - (made - lasting), 0)
+        lasting_bytes = mark.lasting_bytes + total - lasting
+        found.append(dataclasses.replace(mark, lasting_bytes=lasting_bytes, passing_bytes=passing_bytes))
+    return found
