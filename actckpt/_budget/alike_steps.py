@@ -88,7 +88,7 @@ class AlikeSteps:
         self._first_step: FirstStep | None = None
         self._loss: Loss | None = None
         self._casts = CachedCasts()
-        self._fixed_bytes = self._grown_bytes = 0.0
+        self._fixed_bytes = self._grown_bytes = self._twice_bytes = 0.0
         self._fixed: FixedBytes | None = None
         self._num_alive = self._most_alive = self._most_alive_planned = self._num_planned = 0
         self._keeps_gradients = False
@@ -346,7 +346,7 @@ class AlikeSteps:
         measured = meter.complete(self.unmeasured.added(self.measured))
         measured = holding_outputs(measured, self._held_output_bytes or 0.0)
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
-        measured = retaining(measured) if self._retains else measured
+        measured, self._twice_bytes = retaining(measured) if self._retains else (measured, 0.0)
         self._most_alive_planned, self._retains_planned = self._most_alive, self._retains
         plan, share = self._solved([self._linked(each, meter) for each in self._observing.corrected(measured.costs)])
         facts = facts_of(self._model, measured.names)
@@ -372,7 +372,7 @@ class AlikeSteps:
         if self._wanted.activation_budget is None:
             nbytes = self._budget_bytes = meter.budget_bytes(self._wanted.budget)
         else:
-            all_bytes = self._most_alive * plain_bytes
+            all_bytes = self._most_alive * (plain_bytes - self._twice_bytes)
             nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=all_bytes)
         share = Share(nbytes, self._fixed_bytes, self._most_alive, has_reserve=False, given=self._wanted.text)
         fits = plain_bytes <= share.nbytes  # then nothing is to be done

@@ -4,7 +4,8 @@ NOTE [ Loss ]
 
 Rule 1. What a program computes from an output, and backward goes through, is taken to need four times the bytes of the
         output, which is what `outputs.square().mean()` needs. Of the others, which backward begins with or does not
-        come to, once their bytes are taken to be needed: their gradients, and what is computed without any.
+        come to, once their bytes are taken to be needed: their gradients, and what is computed without any. Once
+        their bytes are taken to be saved for backward of those that are read.
 Rule 2. Which is which shows when backward comes to the first of the outputs. The graph is walked from what it began
         with, to nodes that were made before the forward of the model had ended.
 Rule 3. It is not known where another forward of the model began before that backward had ended, as both may lead to one
@@ -82,10 +83,12 @@ class Loss:
         """Return a step that was measured up to the end of its forward with what is computed from the outputs."""
         read = self._read if self._is_alone else self._outputs
         nbytes = sum(nbytes * (_READ if key in read else _NOT_READ) for key, nbytes in self._outputs.items())
+        saved_bytes = self._held_bytes + sum(nbytes for key, nbytes in self._outputs.items() if key in read)
         head = measured.costs.classes[AFTER]
         needed = max(head.working_set_bytes, self._held_bytes + nbytes)
         classes = {**measured.costs.classes, AFTER: dataclasses.replace(head, working_set_bytes=needed)}
-        return dataclasses.replace(measured, costs=dataclasses.replace(measured.costs, classes=classes))
+        costs = dataclasses.replace(measured.costs, classes=classes)
+        return dataclasses.replace(measured, costs=costs, saved_after_blocks_bytes=saved_bytes)
 
 
 def _key(node: Any, index: int) -> _Key:

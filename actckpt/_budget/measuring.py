@@ -69,6 +69,8 @@ class MeasuredStep:
     waiting_bytes: tuple[int, ...]
     #: Per entry of the stack, names of parameters that it reads and no module of a block there has.
     parameters: tuple[tuple[str, ...], ...]
+    #: What is saved for backward after the last block: in the model, and of what is computed from its outputs.
+    saved_after_blocks_bytes: float = 0.0
     #: Whether working sets of what runs outside of blocks are those of a backward that was watched, too.
     sees_backward: bool = False
 

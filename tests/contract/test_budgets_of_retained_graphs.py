@@ -11,6 +11,7 @@ from oracle import assert_equal
 from peaks import counted
 from residual_mlp import Mlp
 from torch import Tensor, nn
+from torch.nn import functional
 
 import actckpt
 
@@ -131,3 +132,31 @@ def test_a_budget_that_is_too_small_for_a_retained_graph_is_told_in_training() -
             assert_equal(_step(model, "again")[0], _step(_model(), "again")[0])
     assert ["retain_graph=True" in str(each.message) for each in told] == [True, False]
     assert "From now on the plan runs that needs least" in str(told[1].message)
+
+
+@pytest.mark.parametrize("loss", ["cross entropy", "square"])
+@pytest.mark.parametrize("share", ["65%", "75%", "85%"])
+def test_what_a_loss_outside_of_the_model_saves_stays_too(loss: str, share: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Mlp(128) for _ in range(4)), nn.LayerNorm(128), nn.Linear(128, 96))
+    x, labels = torch.randn(256, 128), torch.randint(96, (256,))
+
+    def step(model: nn.Module) -> tuple[list[Tensor], int]:
+        model.zero_grad()
+        with counted(model, total=False, held=list(model.parameters())) as count:
+            found = model(x)
+            value = functional.cross_entropy(found, labels) if loss == "cross entropy" else found.square().mean()
+            value.backward(retain_graph=True)
+            value.backward()
+        return [p.grad.clone() for p in model.parameters()], count.peak_bytes
+
+    model = copy.deepcopy(plain)
+    actckpt.apply(model, blocks=Mlp, activation_budget=share, race=False)
+    expected, plain_bytes = step(plain)
+    for _ in range(4):
+        found, peak_bytes = step(model)
+        assert_equal(found, expected)
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    assert peak_bytes <= plan.budget_bytes <= 1.03 * plain_bytes * int(share[:-1]) / 100
+    assert plan.budget_bytes >= 0.9 * plain_bytes * int(share[:-1]) / 100
