@@ -12,7 +12,7 @@ __all__ = ["retaining"]
 
 
 def retaining(measured: MeasuredStep) -> tuple[MeasuredStep, float]:
-    """Return what a step costs whose backward releases nothing, and how many bytes of that count twice in plain training.
+    """Return what a step costs whose backward releases nothing, and how much counts twice in plain training.
 
     Each block runs backward beside all that is kept, not what the blocks before it keep: as much as there is when
     backward begins, in the head. So that is taken to need what the block needs that needs most then, with the gradients
@@ -20,7 +20,7 @@ def retaining(measured: MeasuredStep) -> tuple[MeasuredStep, float]:
     than they need.
     """
     costs, (*others, head) = measured.costs, measured.costs.blocks
-    gradients = itertools.accumulate((block.gradient_bytes for block in reversed(costs.blocks)))
+    gradients = itertools.accumulate(block.gradient_bytes for block in reversed(costs.blocks))
     next(gradients)
     working = [block.working_set_bytes + made for block, made in zip(reversed(others), gradients, strict=True)]
     more = [max(block.recompute_bytes, block.rerun_bytes) for block in reversed(others)]
