@@ -16,6 +16,7 @@ import torch
 
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._blocks.planned_size import PlannedSize
 from actckpt._budget.cached_casts import CachedCasts
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.growth import Growth
@@ -47,19 +48,12 @@ from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 
-__all__ = ["AlikeSteps", "tell_compiled"]
+__all__ = ["AlikeSteps"]
 
 #: What is fixed has changed where it has by more than this share; less than planned only counts in so many steps.
 _CHANGE, _WATCHED_STEPS = 0.01, 3
 #: What is free has where it has by more than this share; it is asked for in one of so many steps.
 _FREE_CHANGE, _STEPS_PER_LOOK = 0.1, 20
-
-
-@torch_private.called_while_traced
-def tell_compiled() -> bool:
-    """Warn that compiled code runs, of which nothing is measured."""
-    warn_user(COMPILED)
-    return True
 
 
 def _after(something: object, call: Callable[[], None]) -> weakref.finalize[..., Any]:
@@ -134,6 +128,8 @@ class AlikeSteps:
         self._most_alive = max(self._most_alive, self._num_alive)
         if self._is_unseen or self._is_silent:
             use_settings(self._forwards, {})
+            if self._is_unseen:
+                self._look_at(self._growth.smallest_size(self._forwards))
             return
         if self._growth.wants_measuring and self.measured is not None and self._num_alive == 1:
             self._before = self.measured, self._held_output_bytes or 0.0
@@ -160,12 +156,14 @@ class AlikeSteps:
         if self._settings is None or self._settings[0] is not self.plan:
             self._settings = self.plan, settings_of(self.plan, self._model)
         use_settings(self._forwards, self._settings[1])
-        size = self._growth.planned_size()
-        for forward in self._forwards.values():
-            forward.planned_size = size
+        self._look_at(self._growth.planned_size())
         if self._wanted.budget is not None:
             self._observing.begin(self.plan, is_alone=self._num_alive == 1, grown_bytes=self._grown_bytes)
         self._stalls.begin(self.plan, counts=self._num_alive == 1 and self._race is None)
+
+    def _look_at(self, size: PlannedSize) -> None:
+        for forward in self._forwards.values():
+            forward.planned_size = size
 
     def _watch(self) -> None:
         if self._offloads:
@@ -176,6 +174,9 @@ class AlikeSteps:
 
     def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
         """A block that runs first was given tensors of so many bytes, more than when it was measured."""
+        if self._is_unseen:
+            self._is_unseen = False  # the next forward is measured
+            return
         self._growth.ran(name, given)
         if self._growth.has_given_up:
             self._tell(GROWS)
@@ -273,7 +274,8 @@ class AlikeSteps:
             self._put_back()
         else:
             self._is_unseen = True
-            tell_compiled()
+            self._growth.was_unseen()
+            self._tell(COMPILED)
         self._loss = Loss(outputs, watching.held_bytes())
         return self._loss
 

@@ -16,7 +16,7 @@ Rule 3. The next step that is nearly as large as the largest one is measured as 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from actckpt._blocks.planned_size import PlannedSize, given_bytes
@@ -24,6 +24,8 @@ from actckpt._blocks.planned_size import PlannedSize, given_bytes
 __all__ = ["Growth"]
 
 _MOST_MEASURED = 16
+#: So many forwards in which no block is seen to run are watched; any size is larger than this.
+_MOST_UNSEEN, _LESS_THAN_ANY = 16, (-1.0,)
 #: From this share of the largest step on one is nearly as large; so many others are waited through, so often.
 _NEARLY, _MOST_SMALL, _MOST_WAITS = 0.9, 20, 3
 
@@ -44,7 +46,7 @@ class Growth:
         self._largest: dict[str, _Sizes] = {}
         #: Whether a forward was larger than the one that was measured, ever.
         self.has_grown = False
-        self._num_measured = self._num_small = self._num_waits = 0
+        self._num_measured = self._num_small = self._num_waits = self._num_unseen = 0
         self._size: PlannedSize | None = None
 
     def was_measured(self, given: Mapping[str, _Sizes]) -> None:
@@ -91,6 +93,16 @@ class Growth:
     def planned_size(self) -> PlannedSize:
         """Return what tells whether a forward is larger than the plan."""
         self._size = PlannedSize(self._measured, given_bytes, _ran_larger, is_for_one=True)
+        return self._size
+
+    def was_unseen(self) -> None:
+        """A forward was to be measured, and no block ran with gradients, or all were compiled."""
+        self._num_unseen += 1
+
+    def smallest_size(self, blocks: Iterable[str]) -> PlannedSize:
+        """Return what tells that a block runs after all, of any size."""
+        sizes = dict.fromkeys(blocks, _LESS_THAN_ANY) if self._num_unseen < _MOST_UNSEEN else {}
+        self._size = PlannedSize(sizes, given_bytes, _ran_larger, is_for_one=True)
         return self._size
 
     def forward_ended(self) -> None:

@@ -38,13 +38,14 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.alike_steps import AlikeSteps, tell_compiled
+from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
 from actckpt._budget.unread import UnreadForwards
 from actckpt._budget.wanted import Wanted
-from actckpt._budget.words import CHECKPOINTED
+from actckpt._budget.words import CHECKPOINTED, COMPILED
 from actckpt._core import torch_private
+from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
@@ -53,6 +54,13 @@ __all__ = ["BudgetedTraining"]
 
 #: Of so many sizes plans are remembered; what comes after stays checkpointed.
 _MAX_SIZES = 16
+
+
+@torch_private.called_while_traced
+def _tell_compiled() -> bool:
+    """Warn that compiled code runs, of which nothing is measured."""
+    warn_user(COMPILED)
+    return True
 
 
 class BudgetedTraining:
@@ -115,7 +123,7 @@ class BudgetedTraining:
         if not torch.is_grad_enabled():
             return
         if torch.compiler.is_compiling():
-            tell_compiled()
+            _tell_compiled()
             return
         if torch_private.innermost_transform() is not None:  # tensors of torch.func have no bytes of their own
             use_settings(self._forwards, {})

@@ -10,7 +10,8 @@ EXCEEDED = (
 )
 COMPILED = (
     "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
-    "a reentrant checkpoint they do in backward alone): they cannot be measured there, and stay checkpointed. Pass a "
+    "a reentrant checkpoint they do in backward alone): they cannot be measured there, and stay checkpointed until one "
+    "runs with gradients, and not compiled. Pass a "
     "policy in place of the budget, leave some blocks to eager execution, or leave apply out and give the compiler a "
     "share: torch._functorch.config.activation_memory_budget = 0.5."
 )

@@ -87,3 +87,44 @@ def test_forwards_are_not_held_for_it() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+class _Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)))
+        self.head = nn.Linear(8, 2)
+        self.is_trained = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.is_trained):
+            x = self.blocks(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def test_blocks_that_run_with_gradients_later_get_a_plan() -> None:
+    """A backbone that is frozen at first: nothing can be measured, which a warning says."""
+    model = _Backbone()
+    actckpt.apply(model, blocks="blocks.*", activation_budget="100%", race=False)
+    with pytest.warns(UserWarning, match="stay checkpointed until one runs with gradients") as found:
+        for _ in range(3):
+            model(_x()).sum().backward()
+    assert len(found) == 1 and actckpt.report(model).plan is None
+    model.is_trained = True
+    for _ in range(3):  # the first one shows that blocks run, the second one is measured
+        model(_x()).sum().backward()
+    assert actckpt.report(model).plan is not None
+
+
+def test_blocks_that_run_with_gradients_in_other_steps_than_those_that_are_watched_are_left() -> None:
+    model = _Backbone()
+    actckpt.apply(model, blocks="blocks.*", activation_budget="100%", race=False)
+    with pytest.warns(UserWarning, match="no plan"):
+        for step in range(100):
+            model.is_trained = bool(step % 2)
+            model(_x()).sum().backward()
+    model.is_trained = True
+    for _ in range(3):
+        model(_x()).sum().backward()
+    assert actckpt.report(model).plan is None
