@@ -44,6 +44,11 @@ _NO_PLAN = (
     "No plan for the budget is made yet, and all blocks are checkpointed: it is made at the second forward with "
     "gradients of the model that was given to apply, for the first 16 kinds of steps, and not under torch.compile."
 )
+_STEP_OF_PLAN = "a step of the plan. Of blocks that run as they are, it has what the plan says."
+_STEP_OF_OTHER = (
+    "a step under another plan than the one that is shown (of another kind of step, or one that took turns with it): "
+    "what blocks kept there says nothing of this one. The next step is recorded."
+)
 _NOT_RUN = "Nothing was recorded: no block has run yet. Run a step, forward and backward."
 _NOTHING_RECORDED = (
     "Nothing was recorded: policy 'keep' leaves everything to autograd, so that the blocks hold what plain training "
@@ -314,7 +319,8 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     if small := stayed(found):
         note = f"{small}\n{note}"
     if plan is not None:
-        note = "Recorded: a step of the plan. Of blocks that run as they are, it has what the plan says."
+        is_of_it = any(blocks.recording.plan is plan for blocks in together.values())
+        note = f"Recorded: {_STEP_OF_PLAN if is_of_it else _STEP_OF_OTHER}"
     trainings = [blocks.training for blocks in together.values() if blocks.training is not None]
     is_unplanned = plan is None and len(trainings) > 0
     if is_unplanned:  # the calls that were measured were none of training

@@ -158,6 +158,7 @@ class AppliedBlocks:
         """Run a block and take down what it saves; as soon as backward comes to it, the blocks are checked."""
         if not torch.is_grad_enabled():
             return forward.run(args, kwargs, None)
+        self.recording.plan = self.plan
         with self.recording.begin(forward, forward.block) as record:
             result = forward.run(args, kwargs, record)
         for tensor in tensors_in(result):

@@ -379,3 +379,18 @@ def test_a_budget_that_no_plan_fits_is_in_the_report() -> None:
     assert "(activation_budget=70, which is bytes; a share is '70%')" in str(raised.value)
     found = actckpt.report(model)
     assert found.plan is None and str(raised.value) in str(found) and found.race_steps_left is None
+
+
+def test_a_record_of_a_step_of_another_kind_says_so() -> None:
+    model, x = _budgeted()
+    for rows in (128, 128, 128, 32, 32, 32):
+        model(x[:rows]).sum().backward()
+    of_small = actckpt.report(model)
+    assert "a step of the plan" in of_small.note
+    for _ in range(2):
+        model(x).sum().backward()
+        model(x[:32]).sum().backward()
+    of_large = actckpt.report(model)  # of the step after that report, under the plan for the larger ones
+    assert of_large.plan == of_small.plan and "another kind of step" in of_large.note
+    model(x[:32]).sum().backward()
+    assert "a step of the plan" in actckpt.report(model).note
