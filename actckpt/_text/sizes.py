@@ -4,7 +4,7 @@ import math
 import numbers
 import re
 
-__all__ = ["format_bytes", "format_seconds", "number_in", "parse_bytes"]
+__all__ = ["format_bytes", "format_seconds", "number_in", "parse_bytes", "unit_of"]
 
 _PREFIXES = "KMGT"
 _UNITS = {
@@ -68,10 +68,16 @@ def _meant(size: object) -> str:
 
 def format_bytes(nbytes: float) -> str:
     """Return a size for people: `"1.50 GiB"`, `"20 B"`."""
+    unit, size = unit_of(nbytes)
+    return f"{nbytes:g} B" if size == 1 else f"{nbytes / size:.2f} {unit}"
+
+
+def unit_of(nbytes: float) -> tuple[str, int]:
+    """Return the unit in which a size is told, and how many bytes that is: `("GiB", 2**30)`, `("B", 1)`."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:g} B"
+            return unit, size
+    return "B", 1
 
 
 def format_seconds(seconds: float) -> str:

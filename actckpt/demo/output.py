@@ -22,6 +22,12 @@ from actckpt.demo.train import MethodResult
 __all__ = ["as_json", "describe_plan", "describe_run", "draw_picture", "make_table"]
 
 _MIB = 2**20
+#: Predictions are off where they are by more than this share of what was measured.
+_MOST_OFF = 0.1
+_OFF = (
+    "\nThe step took another time than was predicted, by more than a tenth: the machine was faster or slower while the "
+    "plan was made than now, as where others use it. Run it again on one that does nothing else."
+)
 _NO_RACE = "\nNo race: each simple choice that fits is predicted to be slower by 3 % of a step or more."
 
 
@@ -39,12 +45,14 @@ def describe_plan(result: MethodResult, reference: MethodResult, device: torch.d
     """The plan of a method in words, and what it predicted beside what was measured."""
     plan = result.plan
     assert plan is not None
-    predicted, measured = plan.step_seconds / plan.plain_seconds, result.median_step_seconds
+    predicted = plan.step_seconds / plan.plain_seconds
+    measured = result.median_step_seconds / reference.median_step_seconds
     return (
         f"\nPlan of {result.method!r}:\n{plan.explain()}\n"
         f"Predicted: peak {plan.peak_bytes / _MIB:.1f} MiB, step {predicted:.2f} x none. Measured: peak "
-        f"{result.memory.peak_bytes / _MIB:.1f} MiB, step {measured / reference.median_step_seconds:.2f} x none "
-        f"(forward, backward and optimizer).{'' if plan.race or device.type != 'cpu' else _NO_RACE}\n"
+        f"{result.memory.peak_bytes / _MIB:.1f} MiB, step {measured:.2f} x none "
+        f"(forward, backward and optimizer).{'' if plan.race or device.type != 'cpu' else _NO_RACE}"
+        f"{_OFF if abs(predicted - measured) > _MOST_OFF * measured else ''}\n"
     )
 
 

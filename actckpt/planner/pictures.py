@@ -10,6 +10,7 @@ import numpy
 
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._show.plot import COLOURS, new_figure, save_figure
+from actckpt._text.sizes import unit_of
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["frontier", "plot_plan"]
 
-_GIB = 2**30
 _NUM_BUDGETS = 9
 
 
@@ -70,14 +70,17 @@ def plot_plan(plan: Plan, path: Path) -> None:
 
 def _draw_frontier(axes: Axes, plan: Plan) -> None:
     plans = frontier(plan.costs)
-    axes.plot(*_points(plans), color=COLOURS[0], marker=".", label="best for each budget")
+    unit, size = unit_of(max(each.peak_bytes for each in plans))
+    axes.plot(*_points(plans, size), color=COLOURS[0], marker=".", label="best for each budget")
     for colour, (name, simple) in zip(COLOURS[1:], simple_plans(plan.costs).items(), strict=False):
-        axes.plot(*_points([simple]), color=colour, marker="o", linestyle="", label=f"{name}: {_ratio(simple):.2f}")
+        axes.plot(
+            *_points([simple], size), color=colour, marker="o", linestyle="", label=f"{name}: {_ratio(simple):.2f}"
+        )
     label = f"this plan: {_ratio(plan):.2f}"
-    axes.plot(*_points([plan]), color=COLOURS[5], marker="*", markersize=14, linestyle="", label=label)
+    axes.plot(*_points([plan], size), color=COLOURS[5], marker="*", markersize=14, linestyle="", label=label)
     # Choices that take many times as long would flatten the line that matters: their numbers stand in the legend.
     axes.set_ylim(top=1 + 2 * max(0.05, *(_ratio(each) - 1 for each in (plan, *plans))))
-    axes.set(xlabel="Peak (GiB)", ylabel="Predicted step time, everything kept = 1")
+    axes.set(xlabel=f"Peak ({unit})", ylabel="Predicted step time, everything kept = 1")
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
 
@@ -86,15 +89,16 @@ def _ratio(plan: Plan) -> float:
     return plan.step_seconds / plan.plain_seconds if plan.plain_seconds else 1.0
 
 
-def _points(plans: Sequence[Plan]) -> tuple[list[float], list[float]]:
-    return [plan.peak_bytes / _GIB for plan in plans], [_ratio(plan) for plan in plans]
+def _points(plans: Sequence[Plan], size: int) -> tuple[list[float], list[float]]:
+    return [plan.peak_bytes / size for plan in plans], [_ratio(plan) for plan in plans]
 
 
 def _draw_memory(axes: Axes, plan: Plan) -> None:
     memory = simulate(plan.costs, plan).memory
-    axes.plot([1e3 * moment for moment, _ in memory], [nbytes / _GIB for _, nbytes in memory], color=COLOURS[2])
-    axes.axhline(plan.budget_bytes / _GIB, color=COLOURS[5], linestyle=(0, (4, 2)), linewidth=1)
-    axes.set(ylabel="Memory (GiB)", title="The step of this plan, as simulated")
+    unit, size = unit_of(max(nbytes for _, nbytes in memory))
+    axes.plot([1e3 * moment for moment, _ in memory], [nbytes / size for _, nbytes in memory], color=COLOURS[2])
+    axes.axhline(plan.budget_bytes / size, color=COLOURS[5], linestyle=(0, (4, 2)), linewidth=1)
+    axes.set(ylabel=f"Memory ({unit})", title="The step of this plan, as simulated")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
 

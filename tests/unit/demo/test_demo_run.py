@@ -20,9 +20,12 @@ from actckpt.demo.comparison import find_differences
 from actckpt.demo.data import read_text
 from actckpt.demo.methods import METHODS, Method
 from actckpt.demo.model import LanguageModel
+from actckpt.demo.output import describe_plan
 from actckpt.demo.run import prepare_demo, run_demo
 from actckpt.demo.settings import DemoSettings
 from actckpt.demo.train import MethodResult, train
+from actckpt.memory import StepMemory
+from actckpt.planner import solve
 
 
 def _toy(out: Path, **changes: object) -> DemoSettings:
@@ -208,3 +211,13 @@ def test_methods_are_not_blamed_where_plain_training_does_not_repeat_itself(
     times.clear()
     assert run_demo(replace(demo, methods=(replace(plain, apply=wrong_once), other, broken))) == 1
     assert "FAILED: broken differs from none at step 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("measured", "is_off"), [(1.0, False), (1.08, False), (1.2, True), (0.8, True)])
+def test_a_prediction_that_does_not_hold_is_pointed_out(measured: float, is_off: bool) -> None:
+    block = {"forward_s": 1.0, "backward_s": 2.0, "working_set_bytes": 10, "values": []}
+    plan = solve({"version": 1, "classes": {"block": block}, "stack": ["block"]}, budget=100)
+    memory = StepMemory(10, ())
+    reference = MethodResult("none", (1.0,), (1.0,), {}, memory)
+    result = MethodResult("budget", (1.0,), (measured,), {}, memory, plan)
+    assert ("another time than was predicted" in describe_plan(result, reference, torch.device("cpu"))) == is_off

@@ -16,7 +16,7 @@ from actckpt import cli, planner
 from actckpt._text.listed import listed
 from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt._text.tables import aligned
-from actckpt.planner import explanation
+from actckpt.planner import explanation, pictures
 from actckpt.planner.pictures import frontier, simple_plans
 
 GIB, MIB = 2**30, 2**20
@@ -119,6 +119,22 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
     planner.solve(_costs(), budget="2GiB").plot(tmp_path / "plan.svg")
     text = (tmp_path / "plan.svg").read_text()
     assert text.startswith("<?xml") and "path" in text
+
+
+@pytest.mark.parametrize(("factor", "unit"), [(1.0, "GiB"), (2**-10, "MiB")])
+def test_axes_are_in_the_unit_of_what_is_drawn(factor: float, unit: str) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    costs = _costs()
+    for block in costs["classes"].values():
+        block["working_set_bytes"] *= factor
+        for value in block.get("values", ()):
+            value["bytes"] *= factor
+    plan = planner.solve(costs, budget=2 * 2**30 * factor)
+    left, right = figure.subplots(1, 2)
+    pictures._draw_frontier(left, plan)
+    pictures._draw_memory(right, plan)
+    assert (left.get_xlabel(), right.get_ylabel()) == (f"Peak ({unit})", f"Memory ({unit})")
+    assert 1.0 < left.get_xlim()[1] < 1024 and 1.0 < right.get_ylim()[1] < 1024
 
 
 @pytest.fixture(name="table")
