@@ -182,7 +182,7 @@ class _Watched:
         def backward_reached(number: int) -> None:
             if not reached:  # nothing is back yet of what was moved
                 flush(self._device)
-                found[:] = [each.with_input_kept() for each in found]
+                found[:] = [each.with_input_kept().without_replaced() for each in found]
                 casts.backward_reached()
             reached.add(number)
 

@@ -102,16 +102,20 @@ class ProfiledBlock:
         """Return the block as the step shows it in which its forward began at a mark, once that forward has ended."""
         new_bytes = mark.nbytes - self.input_bytes
         block = self._with_input(new_bytes) if new_bytes else self
-        return block._without_replaced()._while_passing(mark.passing_bytes)
+        return block.without_replaced()._while_passing(mark.passing_bytes)
 
-    def _without_replaced(self) -> ProfiledBlock:
-        """Return the block without what was held when its forward had ended, and is gone: states that were replaced."""
+    def without_replaced(self) -> ProfiledBlock:
+        """Return the block without what was held when its forward had ended, and is gone: states that were replaced.
+
+        Of the one that is returned nothing goes any more: it is called when the forward of the model has ended.
+        """
         gone = [(nbytes, name) for storage, nbytes, name in self.held if storage() is None]
         if not gone:
-            return self
+            return dataclasses.replace(self, held=())
         more = {name: nbytes for nbytes, name in gone if name is not None}
         more[BLOCK_INPUT] = -sum(nbytes for nbytes, _ in gone)
-        return self._with_values({value.name: value.nbytes + more.get(value.name, 0) for value in self.costs.values})
+        block = self._with_values({value.name: value.nbytes + more.get(value.name, 0) for value in self.costs.values})
+        return dataclasses.replace(block, held=())
 
     def _while_passing(self, nbytes: float) -> ProfiledBlock:
         """Return the block with so much in memory, while its forward runs, that is gone in backward."""

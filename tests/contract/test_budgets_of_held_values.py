@@ -110,3 +110,20 @@ def test_steps_in_training_fit(kind: str, share: float) -> None:
     assert peaks[-1] <= 1.02 * plan.peak_bytes
     # Blocks that are run again as a whole need less than they are predicted to.
     assert any(plan.rerun) or peaks[-1] >= 0.94 * plan.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["plain", "context", "attribute"])
+def test_a_percentage_of_a_step_to_try_counts_what_is_held(kind: str) -> None:
+    training = _Training(kind)
+    _, plain_bytes = training.step()
+
+    def step() -> None:
+        training.model.zero_grad()
+        for block in training.model:
+            vars(block).pop("hidden", None)
+        training.model(training.x).square().mean().backward()
+
+    plan = actckpt.plan(step, model=training.model, blocks=_Block, activation_budget="90%", race=False)
+    assert plan.budget_bytes == pytest.approx(0.9 * plain_bytes, rel=0.02)
+    actckpt.apply(training.model, policy=plan)
+    assert [training.step()[1] for _ in range(3)][-1] <= plan.budget_bytes
