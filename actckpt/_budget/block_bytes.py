@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.links import flush
+from actckpt._budget.structure import is_cast_of_parameter
 from actckpt._budget.workspaces import WorkingStorages
 from actckpt._core import devices
-from actckpt._core.storages import tensors_in
+from actckpt._core.storages import storages_of, tensors_in
 from actckpt.memory import LiveStorages
 from actckpt.policies import Policy
 
-__all__ = ["held_bytes", "more_bytes", "peak_bytes"]
+__all__ = ["HeldBytes", "held_bytes", "more_bytes", "peak_bytes"]
 
 
-def held_bytes(call: BlockCall) -> int:
+class HeldBytes(NamedTuple):
+    """What a forward holds for backward."""
+
+    nbytes: int
+    #: Of that, copies of parameters in another dtype.
+    cast_bytes: int
+
+
+def held_bytes(call: BlockCall) -> HeldBytes:
     """Return the bytes that a forward holds for backward."""
     with call.set_apart() as run:
-        with LiveStorages() as live:
+        casts = _Casts()
+        with casts, LiveStorages() as live:
             nodes = [tensor.grad_fn for tensor in tensors_in(run.call())]
-        nbytes = live.live_bytes
+        found = HeldBytes(live.live_bytes, casts.alive_bytes())
         del nodes
-        return nbytes
+        return found
+
+
+class _Casts(TorchDispatchMode):
+    """Notes which storages are casts of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_cast_of_parameter(func, args):
+            self._storages += map(weakref.ref, storages_of(result))
+        return result
+
+    def alive_bytes(self) -> int:
+        """Return the bytes of those that live."""
+        return sum(storage.nbytes() for each in self._storages if (storage := each()) is not None)
 
 
 def peak_bytes(call: BlockCall, forward: Callable[..., Any] | None = None) -> tuple[int, int]:

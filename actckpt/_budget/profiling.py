@@ -221,8 +221,10 @@ def _profiled(
     values = tuple(dataclasses.replace(each, offload_s=times.offload_s * each.offloadable) for each in values)
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
-    other = max(held - structure.saved_bytes() - structure.bytes_held(), 0)
-    own_bytes = structure.input_bytes - sum(nbytes for _, nbytes, _ in structure.casts())  # those count elsewhere
+    cached_bytes = max(held.cast_bytes - structure.saved_cast_bytes(), 0)  # by others, or by an earlier call
+    other = max(held.nbytes - cached_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
+    cached_bytes += sum(nbytes for _, nbytes, _ in structure.casts())
+    own_bytes = structure.input_bytes - cached_bytes  # those count elsewhere
     costs = BlockClass(
         forward_s=times.forward_s,
         backward_s=times.backward_s,

@@ -51,7 +51,7 @@ from actckpt._text.places import Place
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.planner.costs import BLOCK_INPUT, Value
 
-__all__ = ["BlockStructure", "held_elsewhere", "operator_seconds", "run_recorded"]
+__all__ = ["BlockStructure", "held_elsewhere", "is_cast_of_parameter", "operator_seconds", "run_recorded"]
 
 
 @dataclasses.dataclass
@@ -125,9 +125,13 @@ class BlockStructure:
         """Take down a storage that an operator made."""
         self._made.append(made)
 
-    def note_cast(self, parameter: torch.nn.Parameter) -> None:
+    def note_cast(self) -> None:
         """The operator that made the last storage casts a parameter."""
-        self._made[-1].is_cast_of_parameter = parameter.requires_grad and parameter.is_leaf
+        self._made[-1].is_cast_of_parameter = True
+
+    def saved_cast_bytes(self) -> int:
+        """Return the bytes of the casts of parameters that the block made and backward needs."""
+        return sum(made.nbytes for made in self._made if made.is_cast_of_parameter and self._info(made) is not None)
 
     def bytes_held(self) -> int:
         """Return the bytes of what lives whether it is kept or not."""
@@ -209,6 +213,13 @@ class BlockStructure:
                 wanted.add(id(made))
                 left.extend(made.inputs)
         return wanted
+
+
+def is_cast_of_parameter(func: Any, args: Any) -> bool:
+    """Return whether an operator copies a parameter that is trained to another dtype, which autocast caches."""
+    if func is not torch.ops.aten._to_copy.default or not isinstance(args[0], torch.nn.Parameter):
+        return False
+    return args[0].requires_grad and args[0].is_leaf
 
 
 def run_recorded(
@@ -296,8 +307,8 @@ class _Graph(TorchDispatchMode):
             return result
         if new:
             self._note_made(place, new, seconds, read, reads_input)
-            if func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter):
-                self._structure.note_cast(args[0])
+            if is_cast_of_parameter(func, args):
+                self._structure.note_cast()
         elif func._schema.is_mutable:
             self._note_written(place, args, seconds, read, reads_input)
         return result

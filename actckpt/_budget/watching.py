@@ -91,9 +91,9 @@ class Watching:
         self.is_trained = self.is_trained or any(tensor.requires_grad for tensor in tensors_in(result))
         self._profiled.append(profiled)
         self.casts.call_ended(profiled)
-        output = first_tensor(result)
-        if profiled.casts and output is not None and output.requires_grad:
-            output.register_hook(lambda _: self.casts.backward_reached())
+        output, casts = first_tensor(result), self.casts
+        if profiled.casts and output is not None and output.grad_fn is not None:
+            output.register_hook(lambda _: casts.backward_reached())
         self._first_step.block_ends()
         output_bytes = self._marks.ends(number, (args, kwargs), result)
         self._first_step.block_ended(source, result, output_bytes)
