@@ -147,7 +147,7 @@ class Profiler:
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
         # Times differ from call to call: they make no other structure.
         same = (dataclasses.replace(value, recompute_s=0.0) for value in values)
-        trained = (parameter.requires_grad for parameter in block.parameters())
+        trained = ((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
         key = (type(block), block.training, drawn, _passes_on((args, kwargs)), *same, *trained)
         if key not in self._known:
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)

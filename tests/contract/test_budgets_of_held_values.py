@@ -127,3 +127,27 @@ def test_a_percentage_of_a_step_to_try_counts_what_is_held(kind: str) -> None:
     assert plan.budget_bytes == pytest.approx(0.9 * plain_bytes, rel=0.02)
     actckpt.apply(training.model, policy=plan)
     assert [training.step()[1] for _ in range(3)][-1] <= plan.budget_bytes
+
+
+class _Convolved(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(16, 16, size, padding=size // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.gelu(self.convolution(x))
+
+
+def test_blocks_whose_parameters_alone_have_other_shapes_are_profiled_apart() -> None:
+    """What they hold is the same; what the gradients of their weights need is not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 16, 1), *(_Convolved(size) for size in (3, 3, 9, 9)))
+    x = torch.randn(2, 16, 8, 8)
+    actckpt.apply(model, blocks=_Convolved, activation_budget="100%", race=False)
+    for _ in range(2):
+        with LiveStorages(parameters=model.parameters()) as live:
+            model(x).square().mean().backward()
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    assert plan.costs.stack[1:-1] == ("1-2", "1-2", "3-4", "3-4")
+    assert plan.peak_bytes == pytest.approx(live.peak_bytes, rel=0.03)
