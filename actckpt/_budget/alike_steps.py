@@ -22,7 +22,7 @@ from actckpt._budget.first_step import FirstStep
 from actckpt._budget.growth import Growth
 from actckpt._budget.links import give_back_unused, is_linked, poll, prepare, with_links
 from actckpt._budget.loss import Loss
-from actckpt._budget.measuring import MeasuredStep, holding_outputs
+from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.meters import FixedBytes, Meter
 from actckpt._budget.observing import Observing
 from actckpt._budget.offloading import solved
@@ -304,7 +304,7 @@ class AlikeSteps:
         if self._held_output_bytes is None:
             self._held_output_bytes = float(sum(storage.nbytes() for storage in held))
             if self._first_step is not None and self._loss is not None and self.measured is not None:
-                measured = self._loss.added(self._casts.completed(self.measured))
+                measured = self._casts.completed(self._loss.added(self.measured))
                 self.measured = self._first_step.completed(measured, self._held_output_bytes)
                 if self._wanted.budget is not None:  # else nothing is observed
                     self._observing.doubt_bytes = self._first_step.doubt_bytes
@@ -346,7 +346,7 @@ class AlikeSteps:
             give_back_unused(self._device)
         meter = self._meter()
         measured = meter.complete(self.unmeasured.added(self.measured))
-        measured = holding_outputs(measured, self._held_output_bytes or 0.0)
+        measured = measured.holding("(outputs)", self._held_output_bytes or 0.0)
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
         measured, self._twice_bytes = retaining(measured) if self._retains else (measured, 0.0)
         self._most_alive_planned, self._retains_planned = self._most_alive, self._retains

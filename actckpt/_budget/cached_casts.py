@@ -6,8 +6,8 @@ Rule 1. A cast that autocast caches lives until the program leaves autocast, wha
         the block's forward to the end of that of the model. In backward what is kept of them lives as values do. No
         plan is taken to free them, or to need them twice: they count as held by what runs before the first block, all
         of them all the time, and not as values. Plans that drop them need less than that in backward. Where the
-        program runs backward under autocast, too, they live on; those of a block are there while it runs backward,
-        beside what it makes of them then.
+        program runs backward under autocast, too, they live on, as do those of a head; those of a block are there while
+        it runs backward, beside what it makes of them then.
 Rule 2. Where the program leaves autocast between two blocks, the casts of the former are gone when the latter begins:
         they are values like any other. Those of the last block are as those before it.
 Rule 3. Runs of a block on its own are without the cache, which would hold the casts of what is lent to them
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CachedCasts", "CastBytes", "holding_casts"]
 
+#: Name of the value that stands for casts outside of blocks that live in backward.
+_CASTS = "(casts)"
+
 
 class CastBytes(NamedTuple):
     """Bytes of the casts of parameters that a call of a block left in the cache of autocast."""
@@ -42,8 +45,9 @@ class CachedCasts:
 
     def __init__(self) -> None:
         self._calls: list[tuple[Cast, ...]] = []
-        #: Per call of a block, of those that live when backward comes to the first block.
+        #: Per call of a block, of those that live when backward comes to the first block; and of those made after it.
         self._in_backward: list[int] = []
+        self._after_blocks_bytes = 0
 
     def call_begins(self) -> None:
         """Another call begins: casts that live no more are no longer cached."""
@@ -53,9 +57,11 @@ class CachedCasts:
         """That call has ended."""
         self._calls.append(block.casts)
 
-    def backward_reached(self) -> None:
-        """Backward has come to a block."""
-        self._in_backward = self._in_backward or [_nbytes(_alive(casts)) for casts in self._calls]
+    def backward_reached(self, after_bytes: int) -> None:
+        """Backward has come to a block, and casts of so many bytes live that were made after that."""
+        if not self._in_backward:
+            self._in_backward = [_nbytes(_alive(casts)) for casts in self._calls]
+            self._after_blocks_bytes = after_bytes
 
     def completed(self, measured: MeasuredStep) -> MeasuredStep:
         """Return what was measured of the step, once its backward has ended, with the casts that lived in that."""
@@ -66,7 +72,8 @@ class CachedCasts:
             block.working_set_bytes + (0 if name is None else next(left))
             for name, block in zip(measured.names, measured.costs.blocks, strict=True)
         ]
-        return measured.needing(needed)
+        needed[0] += sum(self._in_backward) + self._after_blocks_bytes  # its own values count with what it needs
+        return measured.needing(needed).holding(_CASTS, self._after_blocks_bytes)
 
     def settled(self, blocks: Sequence[ProfiledBlock]) -> tuple[list[ProfiledBlock], list[CastBytes]]:
         """Return the calls of blocks, and what each of them left in the cache, when the model's forward has ended."""

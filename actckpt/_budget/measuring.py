@@ -47,13 +47,11 @@ from actckpt._text.listed import calls_named
 from actckpt.errors import BlocksError
 from actckpt.planner.costs import BlockClass, CostTable, Value
 
-__all__ = ["MeasuredStep", "cost_table", "holding_outputs", "measure"]
+__all__ = ["MeasuredStep", "cost_table", "measure"]
 
 _Parameters = list[list[torch.nn.Parameter]]
 
 _NUM_TIMED = 2
-#: Name of the value that stands for the outputs of the model.
-_OUTPUTS = "(outputs)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +81,17 @@ class MeasuredStep:
             classes[stack[-1]] = dataclasses.replace(block, working_set_bytes=nbytes)
         costs = dataclasses.replace(self.costs, classes=classes, stack=tuple(stack))
         return dataclasses.replace(self, costs=with_block_names(costs, self.names))
+
+    def holding(self, name: str, nbytes: float) -> MeasuredStep:
+        """Return the step in which so many bytes of what the head needs live to the end of backward."""
+        if not nbytes:
+            return self
+        classes = dict(self.costs.classes)
+        stem, head = classes[BEFORE], classes[AFTER]
+        held = Value(name, float(nbytes), offloadable=False, replayable=False)
+        classes[BEFORE] = dataclasses.replace(stem, values=(*stem.values, held))
+        classes[AFTER] = dataclasses.replace(head, working_set_bytes=max(head.working_set_bytes - nbytes, 0.0))
+        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, classes=classes))
 
     def parameters_in(self, model: torch.nn.Module) -> tuple[_Parameters, _Parameters]:
         """Return per entry of the stack the parameters of a model that it reads, and those of no module of a block."""
@@ -183,7 +192,7 @@ class _Watched:
             if not reached:  # nothing is back yet of what was moved
                 flush(self._device)
                 found[:] = [each.with_input_kept().without_replaced() for each in found]
-                casts.backward_reached()
+                casts.backward_reached(0)  # plans are tried: what lives after the blocks shows
             reached.add(number)
 
         self._state.put_back()
@@ -321,15 +330,3 @@ def cost_table(
         waiting[1::2],
         tuple(parameters),
     )
-
-
-def holding_outputs(measured: MeasuredStep, nbytes: float) -> MeasuredStep:
-    """Return a step in which so many bytes of what the head needs, the outputs, stay to the end of backward."""
-    if not nbytes:
-        return measured
-    classes = dict(measured.costs.classes)
-    stem, head = classes[BEFORE], classes[AFTER]
-    outputs = Value(_OUTPUTS, nbytes, offloadable=False, replayable=False)
-    classes[BEFORE] = dataclasses.replace(stem, values=(*stem.values, outputs))
-    classes[AFTER] = dataclasses.replace(head, working_set_bytes=max(head.working_set_bytes - nbytes, 0.0))
-    return dataclasses.replace(measured, costs=dataclasses.replace(measured.costs, classes=classes))

@@ -91,9 +91,10 @@ class Watching:
         self.is_trained = self.is_trained or any(tensor.requires_grad for tensor in tensors_in(result))
         self._profiled.append(profiled)
         self.casts.call_ended(profiled)
-        output, casts = first_tensor(result), self.casts
+        output, casts, live = first_tensor(result), self.casts, self._live
         if profiled.casts and output is not None and output.grad_fn is not None:
-            output.register_hook(lambda _: casts.backward_reached())
+            num_made = live.num_made
+            output.register_hook(lambda _: casts.backward_reached(live.cast_bytes(since=num_made)))
         self._first_step.block_ends()
         output_bytes = self._marks.ends(number, (args, kwargs), result)
         self._first_step.block_ended(source, result, output_bytes)

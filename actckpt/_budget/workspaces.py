@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from actckpt._budget.structure import is_cast_of_parameter
 from actckpt._C import is_paused
 from actckpt._core import devices, torch_private
+from actckpt._core.storages import storages_of
 from actckpt.memory import LiveStorages
 
 __all__ = ["NumberedStorages", "WorkingStorages"]
@@ -94,6 +97,25 @@ class NumberedStorages(WorkingStorages):
         self._orders: dict[int, int] = {}
         #: Storages so far.
         self.num_made = 0
+        #: Casts of parameters, with how many storages had been made by then.
+        self._casts: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if is_cast_of_parameter(func, args):
+            self._casts += ((self.num_made, weakref.ref(storage)) for storage in storages_of(result))
+        return result
+
+    def cast_bytes(self, *, since: int) -> int:
+        """Return the bytes of the casts of parameters that live, and were made after so many storages."""
+        alive = (storage for num, each in self._casts if num > since and (storage := each()) is not None)
+        return sum(storage.nbytes() for storage in alive)
 
     def _note_output(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
         if is_paused():
