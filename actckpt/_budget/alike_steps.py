@@ -81,7 +81,6 @@ class AlikeSteps:
         self.measured: MeasuredStep | None = None
         self._first_step: FirstStep | None = None
         self._loss: Loss | None = None
-        self._casts = CachedCasts()
         self._fixed_bytes = self._grown_bytes = self._twice_bytes = 0.0
         self._fixed: FixedBytes | None = None
         self._num_alive = self._most_alive = self._most_alive_planned = self._num_planned = 0
@@ -98,7 +97,7 @@ class AlikeSteps:
         self._pace = Pace()
         self._observing, self._stalls = Observing(self._device, self._pace), Stalls(self._device, self._pace)
         self.unmeasured = Unmeasured(model, forwards)
-        self._growth = Growth()
+        self._growth, self._casts = Growth(), CachedCasts()
         #: Of the step that was measured before, while it is measured again.
         self._before: tuple[MeasuredStep, float] | None = None
         self._given_bytes = self._budget_bytes = math.inf

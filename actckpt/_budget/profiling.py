@@ -41,7 +41,7 @@ from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.apart import attributes_of, counts_calls, holds_input
-from actckpt._budget.block_bytes import held_bytes, more_bytes, peak_bytes
+from actckpt._budget.block_bytes import HeldBytes, held_bytes, more_bytes, peak_bytes
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.draws import Draws
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
@@ -136,10 +136,7 @@ class Profiler:
         inputs.forward_done()
         check_units(name, structure)
         call = BlockCall(name, block, forward, (args, kwargs), structure)
-        if alive := structure.note_alive(result):
-            with inputs.as_found(checks=False), _explained(name):
-                alive = _held_elsewhere(call)
-        structure.note_held(alive)
+        _note_held(call, result, inputs)
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
@@ -161,6 +158,15 @@ class Profiler:
         casts = tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts())
         given = structure.input, structure.input_bytes
         return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held, casts)
+
+
+def _note_held(call: BlockCall, result: Any, inputs: Any) -> None:
+    """Take down which of the values that were dropped something other than the recorder holds."""
+    alive = call.structure.note_alive(result)
+    if alive:
+        with inputs.as_found(checks=False), _explained(call.name):
+            alive = _held_elsewhere(call)
+    call.structure.note_held(alive)
 
 
 def _passes_on(arguments: Any) -> bool:
@@ -221,10 +227,7 @@ def _profiled(
     values = tuple(dataclasses.replace(each, offload_s=times.offload_s * each.offloadable) for each in values)
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
-    cached_bytes = max(held.cast_bytes - structure.saved_cast_bytes(), 0)  # by others, or by an earlier call
-    other = max(held.nbytes - cached_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
-    cached_bytes += sum(nbytes for _, nbytes, _ in structure.casts())
-    own_bytes = structure.input_bytes - cached_bytes  # those count elsewhere
+    other, own_bytes = _other_bytes(structure, held)
     costs = BlockClass(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
@@ -241,6 +244,14 @@ def _profiled(
         rerun_bytes=more("recompute") if times.rerun_s is not None else 0.0,
     )
     return costs, float(max(own_bytes + forward_bytes, 0))
+
+
+def _other_bytes(structure: BlockStructure, held: HeldBytes) -> tuple[int, int]:
+    """Return what a block holds beyond its values, and its input's bytes less casts, which count elsewhere."""
+    cached_bytes = max(held.cast_bytes - structure.saved_cast_bytes(), 0)  # by others, or by an earlier call
+    other = max(held.nbytes - cached_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
+    cached_bytes += sum(nbytes for _, nbytes, _ in structure.casts())
+    return other, structure.input_bytes - cached_bytes
 
 
 def _why_no_rerun(structure: BlockStructure, *, writes_to_input: bool) -> str | None:
