@@ -5,9 +5,10 @@ NOTE [ Casts in the cache ]
 Rule 1. A cast that autocast caches lives until the program leaves autocast, whatever a plan does with it: mostly from
         the block's forward to the end of that of the model. In backward what is kept of them lives as values do. No
         plan is taken to free them, or to need them twice: they count as held by what runs before the first block, all
-        of them all the time, and not as values. Plans that drop them need less than that in backward. Where the
-        program runs backward under autocast, too, they live on, as do those of a head; those of a block are there while
-        it runs backward, beside what it makes of them then.
+        of them all the time, and not as values. So backward needs beside them what it was seen to need without them,
+        where they were gone; plans that drop them need less then. Where the program runs backward under autocast, too,
+        they live on, as do those of a head; those of a block are there while it runs backward, beside what it makes of
+        them then.
 Rule 2. Where the program leaves autocast between two blocks, the casts of the former are gone when the latter begins:
         they are values like any other. Those of the last block are as those before it.
 Rule 3. Runs of a block on its own are without the cache, which would hold the casts of what is lent to them
@@ -26,7 +27,7 @@ from actckpt._budget.profiled_block import Cast, ProfiledBlock
 if TYPE_CHECKING:
     from actckpt._budget.measuring import MeasuredStep
 
-__all__ = ["CachedCasts", "CastBytes", "holding_casts"]
+__all__ = ["CachedCasts", "CastBytes", "beside_casts", "holding_casts"]
 
 #: Name of the value that stands for casts outside of blocks that live in backward.
 _CASTS = "(casts)"
@@ -105,4 +106,20 @@ def holding_casts(marks: Sequence[Mark], casts: Sequence[CastBytes]) -> list[Mar
         passing_bytes = max(mark.passing_bytes - (made - lasting), 0)
         lasting_bytes = mark.lasting_bytes + total - lasting
         found.append(dataclasses.replace(mark, lasting_bytes=lasting_bytes, passing_bytes=passing_bytes))
+    return found
+
+
+def beside_casts(backward_bytes: Sequence[int], casts: Sequence[CastBytes]) -> list[int]:
+    """Return the most that lives while backward runs outside of blocks, by position, with all casts there (Rule 1).
+
+    Args:
+        backward_bytes: without those that live no more when the model's forward has ended (`Read`).
+        casts: per call of a block.
+    """
+    gone = sum(each.made for each in casts)
+    found = list(backward_bytes)
+    for number, each in enumerate(casts):
+        gone -= each.lasting
+        place = 2 * number + 2
+        found[place] += gone if found[place] else 0
     return found

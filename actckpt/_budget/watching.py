@@ -12,7 +12,7 @@ import torch
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.planned_size import given_bytes
-from actckpt._budget.cached_casts import CachedCasts, holding_casts
+from actckpt._budget.cached_casts import CachedCasts, beside_casts, holding_casts
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.links import flush
 from actckpt._budget.marks import Marks, Outside, begins, between, held_after, last_end, outside_bytes
@@ -125,12 +125,13 @@ class Watching:
         profiled, casts = self.casts.settled(self._profiled)
         marks = holding_casts(self._marks.found, casts)
         read = self._graph.read(outputs, self._live.made_before())
-        stem, head = outside_bytes(marks, num_calls, read.backward_bytes)
+        backward_bytes = beside_casts(read.backward_bytes, casts)
+        stem, head = outside_bytes(marks, num_calls, backward_bytes)
         forward_s = devices.seconds_between(last_end(marks, num_calls).moment, marks[-1].moment)
         head = Outside(forward_s, 2 * forward_s, head.working_set_bytes)
         flush(self._device)
         profiled = [each.with_input_kept() for each in as_given(profiled, begins(marks))]
-        return cost_table(profiled, stem, between(marks, num_calls, read.backward_bytes), head, read)
+        return cost_table(profiled, stem, between(marks, num_calls, backward_bytes), head, read)
 
 
 def _gathered_bytes(block: torch.nn.Module) -> int:

@@ -195,3 +195,18 @@ def test_casts_of_a_head_that_live_in_backward_count() -> None:
     plan = actckpt.report(model).plan
     assert plan is not None and peak <= plan.budget_bytes
     assert plan.peak_bytes == pytest.approx(plain_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("after", _AFTER)
+def test_what_runs_after_blocks_needs_its_bytes_beside_casts_that_are_kept(after: str) -> None:
+    """Matrix products are kept, and with them what backward of a module reads: the casts of its parameters."""
+    expected, plain_bytes = _step(_Model(after), 512)
+    for share in (0.8, 0.85, 0.9, 0.95):
+        model, budget = _Model(after), int(share * plain_bytes)
+        actckpt.apply(model, activation_budget=budget, pins={"up::aten.addmm.default#0.0": "keep"})
+        for number in range(4):
+            gradients, peak = _step(model, 512)
+            assert_equal(gradients, expected)
+            assert number < 2 or peak <= budget
+        plan = actckpt.report(model).plan
+        assert plan is not None and not any(plan.rerun) and plan.overhead_seconds > 0.0
