@@ -9,14 +9,14 @@ import dataclasses
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.planned_size import PlannedSize
+from actckpt._budget.alive_forwards import AliveForwards
 from actckpt._budget.cached_casts import CachedCasts
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.growth import Growth
@@ -32,12 +32,11 @@ from actckpt._budget.planned_model import facts_of
 from actckpt._budget.rank_races import RaceNumbers, race_of
 from actckpt._budget.retained_graphs import retaining
 from actckpt._budget.running import device_of, settings_of, use_settings
-from actckpt._budget.shares import Share
+from actckpt._budget.shares import Bounds, Part, Share
 from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._budget.stalls import Stalls
 from actckpt._budget.turns import Race, Turn, entries_of
 from actckpt._budget.unmeasured import Unmeasured
-from actckpt._budget.unread import UnreadForwards
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
 from actckpt._budget.words import COMPILED, EXCEEDED, GROWS, NO_OUTPUTS, RETAINED, TWICE
@@ -56,13 +55,6 @@ _CHANGE, _WATCHED_STEPS = 0.01, 3
 _FREE_CHANGE, _STEPS_PER_LOOK = 0.1, 20
 
 
-def _after(something: object, call: Callable[[], None]) -> weakref.finalize[..., Any]:
-    """Call once that something is gone, but not at the end of the process."""
-    found = weakref.finalize(something, call)
-    found.atexit = False
-    return found
-
-
 class AlikeSteps:
     """Steps in which the model is called with tensors of the same shapes."""
 
@@ -73,17 +65,19 @@ class AlikeSteps:
         wanted: Wanted,
         told: set[str],
         numbers: RaceNumbers,
-        unread: UnreadForwards,
+        alive: AliveForwards,
     ) -> None:
         self._model, self._forwards, self._wanted, self._told = model, forwards, wanted, told
-        self._numbers, self._unread = numbers, unread
+        self._numbers, self._alive = numbers, alive
         self._watching: Watching | None = None
         self.measured: MeasuredStep | None = None
         self._first_step: FirstStep | None = None
         self._loss: Loss | None = None
         self._fixed_bytes = self._grown_bytes = self._twice_bytes = 0.0
         self._fixed: FixedBytes | None = None
-        self._num_alive = self._most_alive = self._most_alive_planned = self._num_planned = 0
+        #: Steps with a plan, and what it took a forward to be of those that are alive at once.
+        self._num_planned, self._part = 0, Part.of_alike(1)
+        self._bounds: tuple[MeasuredStep, Bounds] | None = None
         self._keeps_gradients = False
         self._held_output_bytes: float | None = None
         self._race: Race | None = None
@@ -93,28 +87,27 @@ class AlikeSteps:
         #: watched before one that does.
         self._is_unseen = self._is_silent = False
         self._device = device_of(model)
-        self._offloads = is_linked(self._device, wanted.pins)
-        self._pace = Pace()
+        self._offloads, self._pace = is_linked(self._device, wanted.pins), Pace()
         self._observing, self._stalls = Observing(self._device, self._pace), Stalls(self._device, self._pace)
-        self.unmeasured = Unmeasured(model, forwards)
-        self._growth, self._casts = Growth(), CachedCasts()
+        self.unmeasured, self._growth, self._casts = Unmeasured(model, forwards), Growth(), CachedCasts()
         #: Of the step that was measured before, while it is measured again.
         self._before: tuple[MeasuredStep, float] | None = None
         self._given_bytes = self._budget_bytes = math.inf
         #: Of the plan that ran last.
         self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
         self.plan: Plan | None = None
-        #: Why the last one could not be made.
-        self.refused = ""
+        self.refused = ""  # why the last one could not be made
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has steps of its own, and parameters.
-        state = {**vars(self), "_watching": None, "_first_step": None, "_loss": None, "_num_alive": 0, "_fixed": None}
+        state = {**vars(self), "_watching": None, "_first_step": None, "_loss": None, "_fixed": None}
         state["_casts"] = CachedCasts()  # not those of its first step
         return state if self._held_output_bytes is not None else {**state, "measured": None}
 
     def disturb(self) -> None:
-        """A forward begins, of this size or of another one: while the first step runs, it is not alone."""
+        """A forward begins, of this size or of another one: a step that runs is not alone, and tells nothing."""
+        self._observing.give_up()
+        self._stalls.give_up()
         if self._first_step is not None:
             self._first_step.disturb()
         if self._loss is not None:
@@ -123,14 +116,13 @@ class AlikeSteps:
     def begin(self, *, keeps_gradients: bool) -> None:
         """A forward begins; gradients are there all the time, or not."""
         self._keeps_gradients = keeps_gradients
-        self._num_alive += 1
-        self._most_alive = max(self._most_alive, self._num_alive)
+        self._alive.begin(self)
         if self._is_unseen or self._is_silent:
             use_settings(self._forwards, {})
             if self._is_unseen:
                 self._look_at(self._growth.smallest_size(self._forwards))
             return
-        if self._growth.wants_measuring and self.measured is not None and self._num_alive == 1:
+        if self._growth.wants_measuring and self.measured is not None and self._alive.num == 1:
             self._before = self.measured, self._held_output_bytes or 0.0
             self.measured = self._held_output_bytes = self.plan = self._race = None
             use_settings(self._forwards, {})
@@ -142,7 +134,7 @@ class AlikeSteps:
             return
         self._pace.step()
         is_other = self.unmeasured.wants_plan or self._retains != self._retains_planned
-        is_changed = self._most_alive > self._most_alive_planned or self._is_changed() or is_other
+        is_changed = self._alive.part(self) != self._part or self._is_changed() or is_other
         is_observed = self._observing.wants_plan or self._stalls.wants_plan or self._is_free_memory_changed()
         if self.plan is None or is_changed or is_observed:
             self._make_plan()
@@ -157,8 +149,8 @@ class AlikeSteps:
         use_settings(self._forwards, self._settings[1])
         self._look_at(self._growth.planned_size())
         if self._wanted.budget is not None:
-            self._observing.begin(self.plan, is_alone=self._num_alive == 1, grown_bytes=self._grown_bytes)
-        self._stalls.begin(self.plan, counts=self._num_alive == 1 and self._race is None)
+            self._observing.begin(self.plan, is_alone=self._alive.num == 1, grown_bytes=self._grown_bytes)
+        self._stalls.begin(self.plan, counts=self._alive.num == 1 and self._race is None)
 
     def _look_at(self, size: PlannedSize) -> None:
         for forward in self._forwards.values():
@@ -184,6 +176,19 @@ class AlikeSteps:
         self._stalls.give_up()
 
     @property
+    def bounds(self) -> Bounds | None:
+        """What a forward needs of what is not fixed; None: it was not measured yet."""
+        if self.measured is None or self._held_output_bytes is None:
+            return None if self._bounds is None else self._bounds[1]
+        if self._bounds is None or self._bounds[0] is not self.measured:
+            from actckpt._budget.fitting import bounds_of  # with the solver: half a second to import
+
+            costs = self._meter(self._alive.part_of_others()).complete(self.measured).costs
+            costs = with_links(costs, self._device) if self._offloads else costs
+            self._bounds = self.measured, bounds_of(costs, self._wanted.pins)
+        return self._bounds[1]
+
+    @property
     def race_steps_left(self) -> int:
         """In how many more steps plans take turns."""
         return 0 if self._race is None else self._race.steps_left
@@ -198,7 +203,7 @@ class AlikeSteps:
         if self._watching is not None:
             self._watching.close()
             self._watching = None
-            self._num_alive -= 1
+            self._alive.gone(self)
 
     def close(self) -> None:
         """Watch nothing more."""
@@ -214,7 +219,7 @@ class AlikeSteps:
             watching.close()
             watching = None if self._is_too_small(watching) else watching
         if not outputs:  # it failed, or nothing is to be trained
-            self._num_alive -= 1
+            self._alive.gone(self)
             if watching is not None and watching.is_trained and sys.exc_info()[0] is None:
                 self._is_silent = True
                 self._tell(NO_OUTPUTS)
@@ -223,29 +228,12 @@ class AlikeSteps:
         loss = None if watching is None else self._taken(watching, outputs)
         turn = None if self._race is None else self._race.turn()
         storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
-        is_first = iter((True,))
-
-        def reached(_: torch.Tensor) -> None:
-            if next(is_first, False):
-                self._backward_begins(loss)
-                _C.when_backward_ends(ended)
-            if not torch_private.keeps_graph():
-                _C.when_backward_ends(released)
 
         def ended() -> None:
-            self._unread.backward_ended()
-            dropped_unread.detach()
             if not was_silent:
                 self._backward_ended(turn, [held for ref in storages.values() if (held := ref()) is not None])
 
-        def released() -> None:
-            if dropped.detach() is not None:
-                self._num_alive -= 1
-
-        # It lives as long as the graph: where that goes without a last backward, so does the forward.
-        dropped, dropped_unread = _after(reached, self._dropped), _after(reached, self._unread.forward_dropped)
-        for output in outputs:  # backward may not come to all of them
-            output.register_hook(reached)
+        self._alive.follow(self, outputs, lambda: self._backward_begins(loss), ended)
 
     def _is_too_small(self, watching: Watching) -> bool:
         """Return whether a forward was not measured, since it was too small: what was known before is known again."""
@@ -294,9 +282,6 @@ class AlikeSteps:
             self._told.add(words)
             warn_user(words.format(type(self._model).__name__))
 
-    def _dropped(self) -> None:
-        self._num_alive -= 1
-
     def _backward_ended(self, turn: Turn | None, held: list[torch.UntypedStorage]) -> None:
         self._observing.ended(self._given_bytes)
         self._stalls.ended()
@@ -311,14 +296,24 @@ class AlikeSteps:
         if turn is not None:
             turn.end()
 
-    def _meter(self) -> Meter:
-        wanted = self._wanted
-        total = wanted.budget is not None
-        return Meter(self._model, wanted.optimizers, total=total, keeps_gradients=self._keeps_gradients)
+    def _meter(self, part: Part | None = None) -> Meter:
+        part = part or self._part
+        is_alone, wanted = self._alive.num <= 1, self._wanted
+        meter = Meter(
+            self._model,
+            wanted.optimizers,
+            total=wanted.budget is not None,
+            keeps_gradients=self._keeps_gradients or (part.num > 1 and not part.are_read_together),
+            are_read_together=part.are_read_together,
+            held_bytes=None if is_alone else self._alive.held_bytes,
+        )
+        if is_alone:
+            self._alive.held_bytes = meter.held_bytes
+        return meter
 
     def _is_changed(self) -> bool:
         """Return whether what is fixed is more than planned, or less; what other forwards hold is not."""
-        if self.plan is None or self._wanted.budget is None or self._num_alive > 1:
+        if self.plan is None or self._wanted.budget is None or self._alive.num > 1:
             return False
         if self._fixed is None:
             self._fixed = FixedBytes(self._model, self._wanted.optimizers, self._meter().fixed_bytes)
@@ -330,7 +325,7 @@ class AlikeSteps:
     def _is_free_memory_changed(self) -> bool:
         """Return whether a budget that is what is free is another one now."""
         is_asked = self._wanted.is_what_is_free and self._num_planned % _STEPS_PER_LOOK == 0 and self._pace.is_due
-        if self.plan is None or not is_asked or self._num_alive > 1:
+        if self.plan is None or not is_asked or self._alive.num > 1:
             return False
         now = self._meter().budget_bytes(self._wanted.budget)
         if abs(now - self._budget_bytes) <= _FREE_CHANGE * self._budget_bytes:
@@ -343,12 +338,13 @@ class AlikeSteps:
         poll(self._device)
         if self.plan is None:
             give_back_unused(self._device)
+        self._part = self._alive.part(self)
         meter = self._meter()
         measured = meter.complete(self.unmeasured.added(self.measured))
         measured = measured.holding("(outputs)", self._held_output_bytes or 0.0)
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
         measured, self._twice_bytes = retaining(measured) if self._retains else (measured, 0.0)
-        self._most_alive_planned, self._retains_planned = self._most_alive, self._retains
+        self._retains_planned = self._retains
         plan, share = self._solved([self._linked(each, meter) for each in self._observing.corrected(measured.costs)])
         facts = facts_of(self._model, measured.names)
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places, model=facts)
@@ -373,9 +369,12 @@ class AlikeSteps:
         if self._wanted.activation_budget is None:
             nbytes = self._budget_bytes = meter.budget_bytes(self._wanted.budget)
         else:
-            all_bytes = self._most_alive * (plain_bytes - self._twice_bytes)
-            nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=all_bytes)
-        share = Share(nbytes, self._fixed_bytes, self._most_alive, has_reserve=False, given=self._wanted.text)
+            all_bytes = self._part.whole(plain_bytes - self._fixed_bytes - self._twice_bytes)
+            # What waits is there once most of the activations have gone.
+            most_bytes = max(all_bytes, plain_bytes - self._twice_bytes)
+            nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=most_bytes)
+            nbytes += self._fixed_bytes + all_bytes - most_bytes if nbytes >= most_bytes else 0  # all of it fits
+        share = Share(nbytes, self._fixed_bytes, self._part, has_reserve=False, given=self._wanted.text)
         fits = plain_bytes <= share.nbytes  # then nothing is to be done
         return share if fits else dataclasses.replace(share, has_reserve=True)
 

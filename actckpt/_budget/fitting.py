@@ -18,16 +18,19 @@ from typing import Any
 
 from actckpt._budget.links import Pins
 from actckpt._budget.offloading import solved
-from actckpt._budget.simple import predicted
+from actckpt._budget.shares import Bounds
+from actckpt._budget.simple import plain_plan, predicted
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 from actckpt.planner.solving import solve
 
-__all__ = ["fitted", "smallest_plan"]
+__all__ = ["bounds_of", "fitted", "smallest_plan"]
 
 _MAX_TRIALS = 8
+#: What nothing is saved of is taken to need so much more in plain training than at least: a part of it is something.
+_LEAST_BETWEEN = 1.01
 #: A plan that leaves less than this share of the budget is not tried to be improved.
 _GOOD = 0.01
 
@@ -225,3 +228,14 @@ def _with_less(costs: CostTable, less: float) -> CostTable:
 
 def _key(plan: Plan) -> tuple[Any, ...]:
     return (*(tuple(each.items()) for each in plan.actions), plan.rerun)
+
+
+def bounds_of(costs: CostTable, pins: Pins | None) -> Bounds:
+    """Return the smallest budget for a cost table, and what plain training needs, both without what is fixed."""
+    least = plain = plain_plan(costs).peak_bytes
+    try:
+        solved(costs, 1.0, pins)
+    except PlanInfeasibleError as error:
+        least = plain if error.smallest_bytes is None else error.smallest_bytes
+    least, plain = least - costs.fixed_bytes, plain - costs.fixed_bytes
+    return Bounds(least, max(plain, _LEAST_BETWEEN * least))

@@ -36,6 +36,8 @@ class Meter:
     Args:
         keeps_gradients: some forwards begin with the gradients of those before, as where they are summed up over
             several: then all of them are there all the time, also in a forward that begins without.
+        are_read_together: one backward reads several forwards (NOTE [ Forwards that are alive ], Rule 4).
+        held_bytes: of a device, what its allocator had given out when no forward was alive; None: none is now.
     """
 
     def __init__(
@@ -45,16 +47,23 @@ class Meter:
         *,
         total: bool,
         keeps_gradients: bool = False,
+        are_read_together: bool = False,
+        held_bytes: int | None = None,
     ) -> None:
-        self._model, self._total, self._keeps_gradients = model, total, total and keeps_gradients
+        self._model, self._total, self._sums = model, total, are_read_together
+        self._keeps_gradients = total and (keeps_gradients or are_read_together)
         self._device = device_of(model)
-        self._held_bytes = _static_bytes(model, optimizers, self._device) if total else 0
+        if held_bytes is None or devices.counting(self._device) is None:
+            held_bytes = _static_bytes(model, optimizers, self._device) if total else 0
+        self.held_bytes = held_bytes
         #: Of what counts, there all the time.
-        self.fixed_bytes = self._held_bytes + (_bytes_without_gradient(model) if self._keeps_gradients else 0)
+        self.fixed_bytes = held_bytes + (_bytes_without_gradient(model) if self._keeps_gradients else 0)
+        if are_read_together and (keeps_gradients or not total):  # else what waits becomes the gradient
+            self.fixed_bytes += sum(map(_bytes_of_gradient, model.parameters()))
 
     def budget_bytes(self, budget: object) -> float:
         """Return a budget of all memory in bytes."""
-        return budget_bytes(budget, self._device, held_bytes=self._held_bytes)
+        return budget_bytes(budget, self._device, held_bytes=self.held_bytes)
 
     def complete(self, measured: MeasuredStep) -> MeasuredStep:
         """Return what was measured of a step with what is there all the time, and with gradients where they count.
@@ -70,6 +79,8 @@ class Meter:
         found = []
         for each, outside in zip(reversed(parameters), reversed(others), strict=True):  # in the order of backward
             added_bytes = self._added_bytes(outside, num_uses, is_seen=measured.sees_backward)
+            if self._sums:  # also with those of blocks, which were profiled with the gradients themselves
+                added_bytes = max(added_bytes, *map(_bytes_of_gradient, each), 0)
             found.append((self._gradient_bytes(each, num_uses), added_bytes))
         for name, old, (nbytes, added_bytes) in zip(measured.names, costs.stack, reversed(found), strict=True):
             new = f"{old}, {nbytes + added_bytes}" if nbytes + added_bytes and name is not None else old
@@ -87,7 +98,8 @@ class Meter:
         for parameter in parameters:
             is_shared = num_uses[id(parameter)] > 1
             is_begun = self._keeps_gradients or parameter.grad is not None
-            if is_shared or (self._total and num_uses[id(parameter)] >= 0 and not is_begun):
+            waits = is_shared and not self._sums  # else it counts all the time
+            if waits or (self._total and num_uses[id(parameter)] >= 0 and not is_begun):
                 nbytes += _bytes_of_gradient(parameter)
             if is_shared:
                 num_uses[id(parameter)] = -1
@@ -105,7 +117,8 @@ class Meter:
         for parameter in parameters:
             num = num_uses[id(parameter)]
             # What is added to a sum that waits makes another sum.
-            times = 2 if num < 0 else int(self._keeps_gradients or not (num > 1 or self._total))
+            is_sum = num < 0 or self._sums
+            times = 2 if is_sum else int(self._keeps_gradients or not (num > 1 or self._total))
             most = max(most, times * _bytes_of_gradient(parameter))
         return most
 

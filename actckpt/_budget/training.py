@@ -16,10 +16,11 @@ Rule 2. In the first step of each size (shapes and dtypes of what the model is c
         when that backward has ended are held by the program, and taken to be in every backward. Where not everything
         fits, plans are made for 2 % less than the budget.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
-        once (pipelines), each gets its share of what is not fixed; a percentage of activations is one of what all of
-        them make. Where more of them are alive than ever before, or what is fixed grows, or shrinks in the next steps,
-        the plan is made again. Where any forward but the first begins with gradients (of another micro-batch, or set to
-        zero in place), all gradients are fixed from then on, for plans of all sizes.
+        once (pipelines, pairs of sequences), each gets a part of what is not fixed (NOTE [ Forwards that are alive ]);
+        a percentage of activations is one of what all of them make. Where more are alive than ever before, or what is
+        fixed grows, or shrinks in the next steps, the plan is made again. Where any forward but the first begins with
+        gradients (of another micro-batch, or set to zero in place), all gradients are fixed from then on, for plans of
+        all sizes.
         Inside of a checkpoint, which would run the forward again, it raises.
 Rule 4. On a device the allocator tells where a step needed more than that (NOTE [ Observed peaks ]). Stores tell how
         long steps waited for copies (NOTE [ Observed stalls ]). A budget of what is free is looked at now and then.
@@ -39,9 +40,9 @@ import torch
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
+from actckpt._budget.alive_forwards import AliveForwards
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
-from actckpt._budget.unread import UnreadForwards
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.words import CHECKPOINTED, COMPILED
 from actckpt._core import torch_private
@@ -70,7 +71,7 @@ class BudgetedTraining:
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._sizes: dict[Any, AlikeSteps] = {}
         self._told: set[str] = set()
-        self._numbers, self._unread = RaceNumbers(), UnreadForwards()
+        self._numbers, self._alive = RaceNumbers(), AliveForwards()
         self._current: AlikeSteps | None = None
         #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
         self.is_called = self._keeps_gradients = False
@@ -130,12 +131,12 @@ class BudgetedTraining:
             return
         if checkpoint_around() is not None:
             raise BlocksError(CHECKPOINTED)
-        self._unread.check(self.model_name)
+        self._alive.unread.check(self.model_name)
         key = self._key(args, kwargs)
         self._keeps_gradients = self._keeps_gradients or (self.is_called and self._has_gradients())
         self.is_called = True
         if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
-            shared = self._told, self._numbers, self._unread
+            shared = self._told, self._numbers, self._alive
             self._sizes[key] = AlikeSteps(self._model, self._forwards, self._wanted, *shared)
         if self._is_watched_elsewhere():
             raise BlocksError(
