@@ -125,7 +125,8 @@ class Watching:
         profiled, casts = self.casts.settled(self._profiled)
         marks = holding_casts(self._marks.found, casts)
         read = self._graph.read(outputs, self._live.made_before())
-        backward_bytes = beside_casts(read.backward_bytes, casts)
+        has_allocator = devices.counting(self._device) is not None  # it tells of this step, and of those that follow
+        backward_bytes = read.backward_bytes if has_allocator else beside_casts(read.backward_bytes, casts)
         stem, head = outside_bytes(marks, num_calls, backward_bytes)
         forward_s = devices.seconds_between(last_end(marks, num_calls).moment, marks[-1].moment)
         head = Outside(forward_s, 2 * forward_s, head.working_set_bytes)
