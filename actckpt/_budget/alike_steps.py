@@ -108,6 +108,7 @@ class AlikeSteps:
         """A forward begins, of this size or of another one: a step that runs is not alone, and tells nothing."""
         self._observing.give_up()
         self._stalls.give_up()
+        self._alive.find_casts = self._alive.find_casts or self._casts.are_alive()
         if self._first_step is not None:
             self._first_step.disturb()
         if self._loss is not None:
@@ -341,6 +342,7 @@ class AlikeSteps:
         self._part = self._alive.part(self)
         meter = self._meter()
         measured = meter.complete(self.unmeasured.added(self.measured))
+        measured = measured.with_gradients_of_casts() if self._alive.find_casts else measured
         measured = measured.holding("(outputs)", self._held_output_bytes or 0.0)
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
         measured, self._twice_bytes = retaining(measured) if self._retains else (measured, 0.0)

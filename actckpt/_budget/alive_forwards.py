@@ -55,6 +55,8 @@ class AliveForwards:
         self.unread = UnreadForwards()
         #: Of a device, when none was alive.
         self.held_bytes: int | None = None
+        #: Whether one began while autocast had casts of another one in its cache.
+        self.find_casts = False
         #: Whether one backward read several forwards, and the last one that read any.
         self._are_read_together, self._last_backward = False, -1
 

@@ -71,6 +71,8 @@ class MeasuredStep:
     saved_after_blocks_bytes: float = 0.0
     #: Whether working sets of what runs outside of blocks are those of a backward that was watched, too.
     sees_backward: bool = False
+    #: Per entry of the stack, of the casts of its parameters that live until backward has ended; empty: of none.
+    cast_bytes: tuple[int, ...] = ()
 
     def needing(self, needed: Sequence[float]) -> MeasuredStep:
         """Return the step in which what is on the stack needs so many bytes."""
@@ -79,6 +81,17 @@ class MeasuredStep:
             is_other = name is not None and nbytes != block.working_set_bytes
             stack.append(f"{old}, {nbytes:.0f} needed" if is_other else old)
             classes[stack[-1]] = dataclasses.replace(block, working_set_bytes=nbytes)
+        costs = dataclasses.replace(self.costs, classes=classes, stack=tuple(stack))
+        return dataclasses.replace(self, costs=with_block_names(costs, self.names))
+
+    def with_gradients_of_casts(self) -> MeasuredStep:
+        """Return the step in which these wait until backward has ended (NOTE [ Casts in the cache ], Rule 1)."""
+        if not self.cast_bytes:
+            return self
+        classes, stack = {}, []
+        for old, block, nbytes in zip(self.costs.stack, self.costs.blocks, self.cast_bytes, strict=True):
+            stack.append(f"{old}, {nbytes} of casts" if nbytes else old)
+            classes[stack[-1]] = dataclasses.replace(block, gradient_bytes=block.gradient_bytes + nbytes)
         costs = dataclasses.replace(self.costs, classes=classes, stack=tuple(stack))
         return dataclasses.replace(self, costs=with_block_names(costs, self.names))
 

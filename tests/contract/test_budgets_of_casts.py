@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -210,3 +211,35 @@ def test_what_runs_after_blocks_needs_its_bytes_beside_casts_that_are_kept(after
             assert number < 2 or peak <= budget
         plan = actckpt.report(model).plan
         assert plan is not None and not any(plan.rerun) and plan.overhead_seconds > 0.0
+
+
+def _step_of_two(model: Any, rows: int) -> tuple[list[Tensor], int]:
+    """Two micro-batches, each with its backward, in one autocast; return gradients and peak."""
+    generator = torch.Generator().manual_seed(rows)
+    inputs = [torch.randn(rows, 64, generator=generator) for _ in range(2)]
+    model.zero_grad()
+    with LiveStorages(parameters=model.parameters()) as live, _cast(True):
+        for x in inputs:
+            model(x).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()], live.peak_bytes
+
+
+def test_gradients_of_casts_wait_where_one_autocast_has_several_backwards() -> None:
+    """Where weights are most of what a step holds, the smallest budget is about what plain training needs."""
+    expected, plain_bytes = _step_of_two(_Model("call"), 64)
+
+    def peak(budget: int, *, copies: bool = False) -> int:
+        model = _Model("call")
+        actckpt.apply(model, activation_budget=budget, race=False)
+        for number in range(4):
+            gradients, nbytes = _step_of_two(model, 64)
+            assert_equal(gradients, expected)
+            model = copy.deepcopy(model) if copies and not number else model
+        return nbytes
+
+    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+        peak(1000)
+    smallest = error.value.smallest_bytes
+    assert smallest is not None and smallest < 1.05 * plain_bytes
+    assert peak(smallest) <= smallest
+    assert peak(smallest, copies=True) <= smallest
