@@ -123,7 +123,7 @@ class AlikeSteps:
             if self._is_unseen:
                 self._look_at(self._growth.smallest_size(self._forwards))
             return
-        if self._growth.wants_measuring and self.measured is not None and self._alive.num == 1:
+        if self._growth.wants_measuring and self.measured is not None and self._alive.num_of(self) == 1:
             self._before = self.measured, self._held_output_bytes or 0.0
             self.measured = self._held_output_bytes = self.plan = self._race = None
             use_settings(self._forwards, {})
@@ -314,7 +314,7 @@ class AlikeSteps:
 
     def _is_changed(self) -> bool:
         """Return whether what is fixed is more than planned, or less; what other forwards hold is not."""
-        if self.plan is None or self._wanted.budget is None or self._alive.num > 1:
+        if self.plan is None or self._wanted.budget is None or self._alive.num_of(self) > 1:
             return False
         if self._fixed is None:
             self._fixed = FixedBytes(self._model, self._wanted.optimizers, self._meter().fixed_bytes)

@@ -68,6 +68,10 @@ class AliveForwards:
         """How many are alive now."""
         return self._now.total()
 
+    def num_of(self, size: Size) -> int:
+        """Return how many of a size are alive now."""
+        return self._now[size]
+
     def begin(self, size: Size) -> None:
         """A forward begins."""
         self._now[size] += 1

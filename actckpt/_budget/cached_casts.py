@@ -6,12 +6,11 @@ Rule 1. A cast that autocast caches lives until the program leaves autocast, wha
         the block's forward to the end of that of the model. In backward what is kept of them lives as values do. No
         plan is taken to free them, or to need them twice: they count as held by what runs before the first block, all
         of them all the time, and not as values. So backward needs beside them what the graph shows that it needs
-        without them, where they were gone; plans that drop them need less then. Where the program runs backward under autocast, too,
-        they live on, as do those of a head; those of a block are there while it runs backward, beside what it makes of
-        them then.
-        Where it runs several forwards in one autocast, each with its backward, casts are made in the first one alone,
-        and autograd comes to what made them after all that the later forwards ran: in their backward gradients of casts
-        wait until its end. They are there from where backward comes to their block.
+        without them, where they were gone; plans that drop them need less then. Where the program runs backward under
+        autocast, too, they live on, as do those of a head; those of a block are there while it runs backward, beside
+        what it makes of them then. Where it runs several forwards in one autocast, each with its backward, casts are
+        made in the first one alone, and autograd comes to what made them after all that the later forwards ran: in
+        their backward gradients of casts wait until its end. They are there from where backward comes to their block.
 Rule 2. Where the program leaves autocast between two blocks, the casts of the former are gone when the latter begins:
         they are values like any other. Those of the last block are as those before it.
 Rule 3. Runs of a block on its own are without the cache, which would hold the casts of what is lent to them

@@ -238,4 +238,4 @@ def bounds_of(costs: CostTable, pins: Pins | None) -> Bounds:
     except PlanInfeasibleError as error:
         least = plain if error.smallest_bytes is None else error.smallest_bytes
     least, plain = least - costs.fixed_bytes, plain - costs.fixed_bytes
-    return Bounds(least, max(plain, _LEAST_BETWEEN * least))
+    return Bounds(least, max(plain, _LEAST_BETWEEN * least, least + 1.0))
