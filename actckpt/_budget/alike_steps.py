@@ -106,8 +106,9 @@ class AlikeSteps:
 
     def disturb(self) -> None:
         """A forward begins, of this size or of another one: a step that runs is not alone, and tells nothing."""
-        self._observing.give_up()
-        self._stalls.give_up()
+        if self._alive.num:
+            self._observing.give_up()
+            self._stalls.give_up()
         self._alive.find_casts = self._alive.find_casts or self._casts.are_alive()
         if self._first_step is not None:
             self._first_step.disturb()
