@@ -3,7 +3,7 @@
 NOTE [ Forwards that are alive ]
 
 Rule 1. A forward is alive from where it begins to where a backward has released its graph, or the program has dropped
-        that. Those of all sizes count.
+        that. Those of all sizes that may have plans count (`training` remembers so many).
 Rule 2. Which were alive at once with one of a size is remembered: of all of that size the largest number, of several
         sizes the most that they need at least, and the most that they need in plain training.
 Rule 3. Where a size was not measured yet, its forwards are taken to need what the others do until it was.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
+import on_device
 import pytest
 import torch
 from oracle import assert_equal
@@ -66,7 +67,8 @@ def _smallest(rows: Sequence[int], *, total: bool, is_summed: bool, expected: li
 def test_forwards_of_other_sizes_share_a_budget(rows: tuple[int, ...], total: bool, is_summed: bool) -> None:
     expected, plain_bytes = _step(_model(), rows, total=total, is_summed=is_summed)
     least_bytes, text = _smallest(rows, total=total, is_summed=is_summed, expected=expected)
-    assert least_bytes < (0.8 if total else 0.6) * plain_bytes  # weights count, and on a device what else is there
+    counts_others = total and on_device.device_type != "cpu"  # all that other tests left on the device
+    assert least_bytes < (0.8 if counts_others else 0.6) * plain_bytes
     assert (f"{len(rows)} were alive at once" if len(set(rows)) == 1 else f"other sizes, {len(rows)} in all") in text
     for share in (0.0, 0.3, 0.6, 0.9):
         budget = int(1.01 * least_bytes + share * (plain_bytes - least_bytes))
