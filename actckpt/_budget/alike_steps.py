@@ -33,7 +33,6 @@ from actckpt._budget.rank_races import RaceNumbers, race_of
 from actckpt._budget.retained_graphs import retaining
 from actckpt._budget.running import device_of, settings_of, use_settings
 from actckpt._budget.shares import Bounds, Part, Share
-from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._budget.stalls import Stalls
 from actckpt._budget.turns import Race, Turn, entries_of
 from actckpt._budget.unmeasured import Unmeasured
@@ -372,11 +371,8 @@ class AlikeSteps:
         if self._wanted.activation_budget is None:
             nbytes = self._budget_bytes = meter.budget_bytes(self._wanted.budget)
         else:
-            all_bytes = self._part.whole(plain_bytes - self._fixed_bytes - self._twice_bytes)
-            # What waits is there once most of the activations have gone.
-            most_bytes = max(all_bytes, plain_bytes - self._twice_bytes)
-            nbytes = activation_budget_bytes(self._wanted.activation_budget, plain_bytes=most_bytes)
-            nbytes += self._fixed_bytes + all_bytes - most_bytes if nbytes >= most_bytes else 0  # all of it fits
+            budget, own_bytes = self._wanted.activation_budget, plain_bytes - self._twice_bytes
+            nbytes = self._part.budget_bytes(budget, plain_bytes=own_bytes, fixed_bytes=self._fixed_bytes)
         share = Share(nbytes, self._fixed_bytes, self._part, has_reserve=False, given=self._wanted.text)
         fits = plain_bytes <= share.nbytes  # then nothing is to be done
         return share if fits else dataclasses.replace(share, has_reserve=True)

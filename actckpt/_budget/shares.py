@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
 
@@ -73,6 +74,19 @@ class Part:
         if nbytes < self.own.least:
             return nbytes * self.all.least / self.own.least
         return self.all.least + (nbytes - self.own.least) * self.all.between / self.own.between
+
+    def budget_bytes(self, activation_budget: object, *, plain_bytes: float, fixed_bytes: float) -> float:
+        """Return the budget for all memory that a budget for activations alone is.
+
+        Args:
+            plain_bytes: what one forward needs in plain training, with what is fixed.
+            fixed_bytes: that alone.
+        """
+        all_bytes = self.whole(plain_bytes - fixed_bytes)
+        # What waits is there once most of the activations have gone.
+        most_bytes = max(all_bytes, plain_bytes)
+        nbytes = activation_budget_bytes(activation_budget, plain_bytes=most_bytes)
+        return nbytes + (fixed_bytes + all_bytes - most_bytes if nbytes >= most_bytes else 0)  # all of it fits
 
 
 @dataclasses.dataclass(frozen=True)
