@@ -92,15 +92,16 @@ def settle() -> None:
     _device.settle()
 
 
-def set_adversary(seed: int = 0, eagerness: float = 0.0, reluctance: float = 0.0) -> None:
+def set_adversary(seed: int = 0, eagerness: float = 0.0, reluctance: float = 0.0, *, for_caller: bool = False) -> None:
     """Choose when queued work runs that nothing forces.
 
     Args:
         seed: all choices follow from it.
         eagerness: how probably a step is taken at each call of the program; 0: everything as late as it can be.
         reluctance: how probably a query takes no step.
+        for_caller: queries of other threads take none, so that what is queued does not depend on when they ran.
     """
-    _device.set_adversary(seed, eagerness, reluctance)
+    _device.set_adversary(seed, eagerness, reluctance, for_caller)
 
 
 def num_pending(device: int = 0) -> int:

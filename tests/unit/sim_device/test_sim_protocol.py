@@ -215,7 +215,7 @@ def test_a_device_lost_while_the_engine_is_made_gives_right_gradients_or_one_err
 def test_a_store_that_goes_with_copies_under_way_leaves_nothing_behind() -> None:
     values = torch.ones(1 << 16, device="sim", requires_grad=True)
     before = torch.sim.memory_allocated()
-    device.set_adversary(reluctance=0.99)
+    device.set_adversary(for_caller=True)
     with offloading(), actckpt.offload(min_bytes=0):
         (values * 1.5).sin().exp()
         assert device.num_pending() > 0

@@ -41,14 +41,16 @@ def _offloading(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _outcome(change: Callable[[torch.Tensor], Any]) -> str:
     """Change what is being copied out, let others have the memory, and say what backward then gives."""
-    device.set_adversary(reluctance=0.99)
+    device.set_adversary(for_caller=True)
     x = torch.ones(NUM_VALUES, device="sim", requires_grad=True)
     h = torch.full((NUM_VALUES,), 2.0, device="sim")
     with actckpt.offload(min_bytes=0):
         y = x * h
     assert device.num_pending() > 0
+    device.set_adversary(reluctance=1.0)
     change(h)
     others = [torch.full((NUM_VALUES,), 7.0, device="sim") for _ in range(3)]
+    device.set_adversary(reluctance=0.99)
     try:
         (gradient,) = torch.autograd.grad(y.sum(), x)
     except SavedTensorChangedError:

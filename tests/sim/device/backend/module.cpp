@@ -46,9 +46,9 @@ void bind_streams(py::module_& module) {
     const Lock lock = lock_machine();
     return streams().num_pending(device);
   });
-  module.def("set_adversary", [](std::uint64_t seed, double eagerness, double reluctance) {
+  module.def("set_adversary", [](std::uint64_t seed, double eagerness, double reluctance, bool is_for_caller) {
     const Lock lock = lock_machine();
-    streams().set_adversary(seed, eagerness, reluctance);
+    streams().set_adversary(seed, eagerness, reluctance, is_for_caller);
   });
   module.def(
       "settle",

@@ -189,7 +189,7 @@ bool Streams::query(Lock& lock, const Point& point) {
     host_time_s_ += kQuerySeconds;
     return false;
   }
-  const bool is_reluctant = adversary_.chance(adversary_.reluctance);
+  const bool is_reluctant = adversary_.is_reluctant();
   if (has_passed(point) && (is_known(point) || !is_reluctant)) {
     know(point);
     return true;
@@ -234,10 +234,11 @@ void Streams::meddle(Lock& lock) {
   }
 }
 
-void Streams::set_adversary(std::uint64_t seed, double eagerness, double reluctance) {
+void Streams::set_adversary(std::uint64_t seed, double eagerness, double reluctance, bool is_for_caller) {
   adversary_.random.seed(seed);
   adversary_.eagerness = eagerness;
   adversary_.reluctance = reluctance;
+  adversary_.asker = is_for_caller ? std::this_thread::get_id() : std::thread::id{};
 }
 
 void Streams::settle(Lock& lock) {

@@ -69,6 +69,11 @@ struct Adversary {
   std::mt19937_64 random{0};
   double eagerness = 0.0;   // how probably a step is taken at each call; 0: everything as late as it can be
   double reluctance = 0.0;  // how probably a query takes no step, and tells nothing new
+  std::thread::id asker{};  // the only thread whose queries may; of none: all may
+  bool is_reluctant() {
+    const bool is_other = asker != std::thread::id{} && asker != std::this_thread::get_id();
+    return is_other || chance(reluctance);
+  }
   bool chance(double probability) { return static_cast<double>(random() >> 11) * 0x1p-53 < probability; }
 };
 
@@ -102,7 +107,7 @@ class Streams {
 
   // Steps that nobody asked for. Called where the program calls the machine.
   void meddle(Lock& lock);
-  void set_adversary(std::uint64_t seed, double eagerness, double reluctance);
+  void set_adversary(std::uint64_t seed, double eagerness, double reluctance, bool is_for_caller);
 
   // Runs everything and tells the host, and then forgets who did what: all of it is past.
   void settle(Lock& lock);
