@@ -18,15 +18,17 @@ from typing import Any
 
 from actckpt._budget.links import Pins
 from actckpt._budget.offloading import solved
-from actckpt._budget.shares import Bounds
+from actckpt._budget.shares import Bounds, Share
 from actckpt._budget.simple import plain_plan, predicted
+from actckpt._budget.words import EXCEEDED
+from actckpt._core.sites import warn_user
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 from actckpt.planner.solving import solve
 
-__all__ = ["bounds_of", "fitted", "smallest_plan"]
+__all__ = ["bounds_of", "fitted", "plan_within", "smallest_plan"]
 
 _MAX_TRIALS = 8
 #: What nothing is saved of is taken to need so much more in plain training than at least: a part of it is something.
@@ -194,6 +196,27 @@ class _Search:
             smallest_bytes,
             holds,
         )
+
+
+def plan_within(tables: list[tuple[CostTable, Share]], pins: Pins | None, *, is_late: bool) -> tuple[Plan, Share]:
+    """Return the plan for the first table that has one within its share.
+
+    Args:
+        is_late: where none has one, which is told, it is the plan that needs least.
+    Raises:
+        PlanInfeasibleError: none has one, and it is not late.
+    """
+    errors: list[PlanInfeasibleError] = []
+    for costs, share in tables:
+        try:
+            return solved(costs, share.nbytes, pins), share
+        except PlanInfeasibleError as error:
+            errors.append(share.infeasible(error).with_traceback(None))
+            smallest_bytes = error.smallest_bytes
+    if not is_late or smallest_bytes is None:
+        raise errors.pop(0) from None
+    warn_user(EXCEEDED.format(errors[0]))  # where the model is called
+    return smallest_plan(costs, smallest_bytes, pins), share
 
 
 def smallest_plan(costs: CostTable, budget_bytes: float, pins: Pins | None) -> Plan:

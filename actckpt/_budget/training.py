@@ -106,7 +106,7 @@ class BudgetedTraining:
     def ran_unplanned(self, name: str) -> bool:
         """A block ran that the plan has nothing for; return whether the next plan has it."""
         size = None if self._wanted.pins else self._current  # pins name calls by their number
-        return size is not None and size.measured is not None and size.unmeasured.note(name, size.measured)
+        return size is not None and size.ran_unplanned(name)
 
     def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
         """A block that runs first was given tensors of so many bytes, more than when it was measured."""

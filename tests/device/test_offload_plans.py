@@ -13,7 +13,7 @@ from oracle import assert_equal
 
 import actckpt
 from actckpt import _C, Action, _checkpointed_call, config
-from actckpt._budget import alike_steps as budgeted
+from actckpt._budget import current_plan as budgeted
 from actckpt._budget import links, turns
 from actckpt._budget.offloading import with_windows
 from actckpt._core import devices
