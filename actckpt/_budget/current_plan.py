@@ -14,6 +14,7 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.alive_forwards import AliveForwards
+from actckpt._budget.cached_casts import autocast_dtype
 from actckpt._budget.links import give_back_unused, is_linked, poll, with_links
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.meters import FixedBytes, Meter
@@ -78,6 +79,8 @@ class CurrentPlan:
         self._race: Race | None = None
         #: A backward retained its graph, and whether the plan knows.
         self._retains = self._retains_planned = False
+        #: Whether the plan knows that casts are there of another forward.
+        self._finds_casts = False
         self._given_bytes = self._budget_bytes = math.inf
         #: Of the plan that ran last.
         self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
@@ -111,6 +114,7 @@ class CurrentPlan:
         """A forward begins under the plan; return what each block does."""
         self._pace.step()
         is_other = self.unmeasured.wants_plan or self._retains != self._retains_planned
+        is_other = is_other or self._finds_casts != self._alive.casts.are_there
         is_changed = self._alive.part(self) != self._part or self._is_changed() or is_other
         is_observed = self._observing.wants_plan or self._stalls.wants_plan or self._is_free_memory_changed()
         if self.plan is None or is_changed or is_observed:
@@ -239,7 +243,10 @@ class CurrentPlan:
         """Return the step as it runs now, with all that counts."""
         assert self.measured is not None
         measured = meter.complete(self.unmeasured.added(self.measured))
-        measured = measured.with_gradients_of_casts() if self._alive.find_casts else measured
+        self._finds_casts = self._alive.casts.are_there
+        if self._finds_casts:
+            found = self._alive.casts.found(autocast_dtype(self.device.type), measured.casts_made)
+            measured = measured.finding_casts(found, are_counted=meter.counts_all_there)
         measured = measured.holding("(outputs)", self.held_output_bytes or 0.0)
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
         measured, self._twice_bytes = retaining(measured) if self._retains else (measured, 0.0)

@@ -24,7 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,8 @@ class MeasuredStep:
     sees_backward: bool = False
     #: Per entry of the stack, of the casts of its parameters that live until backward has ended; empty: of none.
     cast_bytes: tuple[int, ...] = ()
+    #: By name of a block, of the casts that it made in the forward that was measured.
+    casts_made: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def needing(self, needed: Sequence[float]) -> MeasuredStep:
         """Return the step in which what is on the stack needs so many bytes."""
@@ -84,14 +86,24 @@ class MeasuredStep:
         costs = dataclasses.replace(self.costs, classes=classes, stack=tuple(stack))
         return dataclasses.replace(self, costs=with_block_names(costs, self.names))
 
-    def with_gradients_of_casts(self) -> MeasuredStep:
-        """Return the step in which these wait until backward has ended (NOTE [ Casts in the cache ], Rule 1)."""
-        if not self.cast_bytes:
+    def finding_casts(self, found: Mapping[str, int], *, are_counted: bool) -> MeasuredStep:
+        """Return the step in an autocast with several forwards (NOTE [ Casts in the cache ], Rule 1).
+
+        Args:
+            found: by name of a block, of casts that another forward made.
+            are_counted: those are counted as fixed.
+        """
+        waiting = list(self.cast_bytes or (0,) * len(self.names))
+        for number, name in enumerate(self.names):
+            if name is not None and name not in self.names[number + 1 :]:  # backward comes to the last call first
+                waiting[number] += found.get(name, 0)
+        if not any(waiting):
             return self
         classes, stack = {}, []
-        for old, block, nbytes in zip(self.costs.stack, self.costs.blocks, self.cast_bytes, strict=True):
+        for old, block, nbytes in zip(self.costs.stack, self.costs.blocks, waiting, strict=True):
             stack.append(f"{old}, {nbytes} of casts" if nbytes else old)
             classes[stack[-1]] = dataclasses.replace(block, gradient_bytes=block.gradient_bytes + nbytes)
+        classes[BEFORE] = _holding(classes[BEFORE], "(casts of others)", 0 if are_counted else sum(found.values()))
         costs = dataclasses.replace(self.costs, classes=classes, stack=tuple(stack))
         return dataclasses.replace(self, costs=with_block_names(costs, self.names))
 
@@ -100,9 +112,8 @@ class MeasuredStep:
         if not nbytes:
             return self
         classes = dict(self.costs.classes)
-        stem, head = classes[BEFORE], classes[AFTER]
-        held = Value(name, float(nbytes), offloadable=False, replayable=False)
-        classes[BEFORE] = dataclasses.replace(stem, values=(*stem.values, held))
+        head = classes[AFTER]
+        classes[BEFORE] = _holding(classes[BEFORE], name, nbytes)
         classes[AFTER] = dataclasses.replace(head, working_set_bytes=max(head.working_set_bytes - nbytes, 0.0))
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, classes=classes))
 
@@ -115,6 +126,12 @@ class MeasuredStep:
             own = () if name is None else model.get_submodule(name).parameters()
             found.append(list({id(parameter): parameter for parameter in (*own, *given)}.values()))
         return found, others
+
+
+def _holding(stem: BlockClass, name: str, nbytes: float) -> BlockClass:
+    """Return the stem with so many bytes more that live through the whole step."""
+    held = Value(name, float(nbytes), offloadable=False, replayable=False)
+    return dataclasses.replace(stem, values=(*stem.values, held)) if nbytes else stem
 
 
 def measure(

@@ -53,6 +53,8 @@ class Meter:
         self._model, self._total, self._sums = model, total, are_read_together
         self._keeps_gradients = total and (keeps_gradients or are_read_together)
         self._device = device_of(model)
+        #: Whether all that is on the device now is fixed, whoever made it.
+        self.counts_all_there = total and held_bytes is None and devices.counting(self._device) is not None
         if held_bytes is None or devices.counting(self._device) is None:
             held_bytes = _static_bytes(model, optimizers, self._device) if total else 0
         self.held_bytes = held_bytes

@@ -41,6 +41,7 @@ from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
+from actckpt._budget.cached_casts import autocast_dtype
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
 from actckpt._budget.wanted import Wanted
@@ -163,15 +164,14 @@ class BudgetedTraining:
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return what a plan depends on."""
-        kind = self._device_type
         if self._parameters is None:
             self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         trained = bytes(found is None or found.requires_grad for ref in self._parameters for found in (ref(),))
         inputs = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors_in((args, kwargs)))
         # Numbers and texts may be others in each step, as data is.
         flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
+        autocast = autocast_dtype(self._device_type)
         return self._model.training, autocast, trained, keywords, frozenset(flags), *inputs
 
     def _has_gradients(self) -> bool:

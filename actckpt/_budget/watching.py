@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from collections.abc import Mapping
@@ -132,7 +133,8 @@ class Watching:
         head = Outside(forward_s, 2 * forward_s, head.working_set_bytes)
         flush(self._device)
         profiled = [each.with_input_kept() for each in as_given(profiled, begins(marks))]
-        return cost_table(profiled, stem, between(marks, num_calls, backward_bytes), head, read)
+        found = cost_table(profiled, stem, between(marks, num_calls, backward_bytes), head, read)
+        return dataclasses.replace(found, casts_made=self.casts.made())
 
 
 def _gathered_bytes(block: torch.nn.Module) -> int:

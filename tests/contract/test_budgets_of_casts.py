@@ -213,10 +213,10 @@ def test_what_runs_after_blocks_needs_its_bytes_beside_casts_that_are_kept(after
         assert plan is not None and not any(plan.rerun) and plan.overhead_seconds > 0.0
 
 
-def _step_of_two(model: Any, rows: int) -> tuple[list[Tensor], int]:
-    """Two micro-batches, each with its backward, in one autocast; return gradients and peak."""
-    generator = torch.Generator().manual_seed(rows)
-    inputs = [torch.randn(rows, 64, generator=generator) for _ in range(2)]
+def _step_of(model: Any, *rows: int) -> tuple[list[Tensor], int]:
+    """Micro-batches of so many rows, each with its backward, in one autocast; return gradients and peak."""
+    generator = torch.Generator().manual_seed(sum(rows))
+    inputs = [torch.randn(num, 64, generator=generator) for num in rows]
     model.zero_grad()
     with LiveStorages(parameters=model.parameters()) as live, _cast(True):
         for x in inputs:
@@ -226,13 +226,13 @@ def _step_of_two(model: Any, rows: int) -> tuple[list[Tensor], int]:
 
 def test_gradients_of_casts_wait_where_one_autocast_has_several_backwards() -> None:
     """Where weights are most of what a step holds, the smallest budget is about what plain training needs."""
-    expected, plain_bytes = _step_of_two(_Model("call"), 64)
+    expected, plain_bytes = _step_of(_Model("call"), 64, 64)
 
     def peak(budget: int, *, copies: bool = False) -> int:
         model = _Model("call")
         actckpt.apply(model, activation_budget=budget, race=False)
         for number in range(4):
-            gradients, nbytes = _step_of_two(model, 64)
+            gradients, nbytes = _step_of(model, 64, 64)
             assert_equal(gradients, expected)
             model = copy.deepcopy(model) if copies and not number else model
         return nbytes
@@ -243,3 +243,46 @@ def test_gradients_of_casts_wait_where_one_autocast_has_several_backwards() -> N
     assert smallest is not None and smallest < 1.05 * plain_bytes
     assert peak(smallest) <= smallest
     assert peak(smallest, copies=True) <= smallest
+
+
+@pytest.mark.parametrize("rows", [(16, 128), (128, 16), (64, 65), (64, 64, 512), (512, 64, 512, 256)], ids=str)
+def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) -> None:
+    """The first forward of an autocast makes casts for all of them: the others find them, and hold them, too."""
+    expected, plain_bytes = _step_of(_Model("call"), *rows)
+
+    def peaks(budget: int | str) -> list[int]:
+        model, found = _Model("call"), []
+        actckpt.apply(model, activation_budget=budget, race=False)
+        for _ in range(5):
+            gradients, nbytes = _step_of(model, *rows)
+            assert_equal(gradients, expected)
+            found.append(nbytes)
+        return found[2:]
+
+    smallest = 1000
+    for _ in range(len(set(rows))):  # each size tells of itself
+        try:
+            peaks(smallest)
+        except actckpt.PlanInfeasibleError as error:
+            assert error.smallest_bytes is not None
+            smallest = error.smallest_bytes
+    assert smallest < 1.05 * plain_bytes
+    for share in (0.0, 0.5, 1.0):
+        budget = int(smallest + share * max(plain_bytes - smallest, 0))
+        assert max(peaks(budget)) <= budget
+
+
+def test_casts_of_another_size_count_from_where_they_are_found() -> None:
+    """A size that has its autocast alone at first, and then shares it with another one."""
+    alone, _ = _step_of(_Model("call"), 16)
+    expected, plain_bytes = _step_of(_Model("call"), 16, 128)
+    model, budget = _Model("call"), int(0.75 * plain_bytes)
+    actckpt.apply(model, activation_budget=budget, race=False)
+    for _ in range(3):
+        assert_equal(_step_of(model, 16)[0], alone)
+    found = []
+    for _ in range(5):
+        gradients, nbytes = _step_of(model, 16, 128)
+        assert_equal(gradients, expected)
+        found.append(nbytes)
+    assert max(found[2:]) <= budget
