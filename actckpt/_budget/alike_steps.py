@@ -57,6 +57,8 @@ class AlikeSteps:
         #: No block was seen to run; the last forward did not tell where its step ends, and none is
         #: watched before one that does.
         self._is_unseen = self._is_silent = False
+        #: The forward that runs is of another size.
+        self._is_smaller = False
         self._growth, self._casts = Growth(), CachedCasts()
         #: Of the step that was measured before, while it is measured again.
         self._before: tuple[MeasuredStep, float] | None = None
@@ -75,17 +77,24 @@ class AlikeSteps:
         if self._loss is not None:
             self._loss.disturb()
 
-    def begin(self, *, keeps_gradients: bool) -> None:
-        """A forward begins; gradients are there all the time, or not."""
+    def begin(self, *, keeps_gradients: bool, is_smaller: bool) -> None:
+        """A forward begins.
+
+        Args:
+            keeps_gradients: they are there all the time.
+            is_smaller: it is of another size, which is smaller, and runs the plan of this one.
+        """
         self._plan.keeps_gradients = keeps_gradients
         self._alive.begin(self._plan)
+        self._is_smaller = is_smaller
         if self._is_unseen or self._is_silent:
             use_settings(self._forwards, {})
             if self._is_unseen:
                 self._look_at(self._growth.smallest_size(self._forwards))
             return
         measured = self._plan.measured
-        if self._growth.wants_measuring and measured is not None and self._alive.num_of(self._plan) == 1:
+        is_alone = self._alive.num_of(self._plan) == 1
+        if self._growth.wants_measuring and measured is not None and is_alone and not is_smaller:
             self._before = measured, self._plan.held_output_bytes or 0.0
             self._plan.forget()
             use_settings(self._forwards, {})
@@ -94,7 +103,7 @@ class AlikeSteps:
         elif not self._plan.is_known:
             use_settings(self._forwards, {})
         else:
-            use_settings(self._forwards, self._plan.next())
+            use_settings(self._forwards, self._plan.next_smaller() if is_smaller else self._plan.next())
             self._look_at(self._growth.planned_size())
 
     def _look_at(self, size: PlannedSize) -> None:
@@ -174,7 +183,7 @@ class AlikeSteps:
             return
         was_silent, self._is_silent = self._is_silent, False
         loss = None if watching is None else self._taken(watching, outputs)
-        turn = self._plan.turn()
+        turn = None if self._is_smaller else self._plan.turn()
         storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
 
         def ended() -> None:

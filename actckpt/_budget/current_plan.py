@@ -113,11 +113,8 @@ class CurrentPlan:
     def next(self) -> Mapping[str, Settings]:
         """A forward begins under the plan; return what each block does."""
         self._pace.step()
-        is_other = self.unmeasured.wants_plan or self._retains != self._retains_planned
-        is_other = is_other or self._finds_casts != self._alive.casts.are_there
-        is_changed = self._alive.part(self) != self._part or self._is_changed() or is_other
         is_observed = self._observing.wants_plan or self._stalls.wants_plan or self._is_free_memory_changed()
-        if self.plan is None or is_changed or is_observed:
+        if self.plan is None or self._is_outdated() or is_observed:
             self._make()
         self._num_planned += 1
         if self._race is not None:
@@ -128,6 +125,17 @@ class CurrentPlan:
         if self._wanted.budget is not None:
             self._observing.begin(self.plan, is_alone=self._alive.num == 1, grown_bytes=self._grown_bytes)
         self._stalls.begin(self.plan, counts=self._alive.num == 1 and self._race is None)
+        return self._settings_now()
+
+    def next_smaller(self) -> Mapping[str, Settings]:
+        """A forward of a smaller size begins under the plan; return what each block does."""
+        self.give_up_observing()
+        if self.plan is None or self._is_outdated():
+            self._make()
+        return self._settings_now()
+
+    def _settings_now(self) -> Mapping[str, Settings]:
+        assert self.plan is not None
         if self._settings is None or self._settings[0] is not self.plan:
             self._settings = self.plan, settings_of(self.plan, self._model)
         return self._settings[1]
@@ -191,6 +199,12 @@ class CurrentPlan:
         if is_alone:
             self._alive.held_bytes = meter.held_bytes
         return meter
+
+    def _is_outdated(self) -> bool:
+        """Return whether the plan does not know what is known by now."""
+        is_other = self.unmeasured.wants_plan or self._retains != self._retains_planned
+        is_other = is_other or self._finds_casts != self._alive.casts.are_there
+        return is_other or self._alive.part(self) != self._part or self._is_changed()
 
     def _is_changed(self) -> bool:
         """Return whether what is fixed is more than planned, or less; what other forwards hold is not."""

@@ -10,7 +10,8 @@ Rule 1. A step is a forward of the model with gradients, up to the end of the ba
 Rule 2. In the first step of each size (shapes and dtypes of what the model is called with, its keywords and flags,
         autocast, training or evaluation mode, and which parameters and inputs are trained) everything is checkpointed,
         and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
-        checkpointed as well. Sizes that these do not show are seen later (NOTE [ Sizes inside of a model ]).
+        checkpointed as well. Sizes that these do not show are seen later (NOTE [ Sizes inside of a model ]). After so
+        many sizes smaller ones run the plans of larger ones (NOTE [ Sizes that share a plan ]).
         What is computed from the model's outputs (a loss, its intermediate results, gradients) is guessed from which of
         them are read (NOTE [ Loss ]), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive
         when that backward has ended are held by the program, and taken to be in every backward. Where not everything
@@ -42,10 +43,11 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
 from actckpt._budget.cached_casts import autocast_dtype
+from actckpt._budget.known_sizes import KnownSizes, Size
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
 from actckpt._budget.wanted import Wanted
-from actckpt._budget.words import CHECKPOINTED, COMPILED
+from actckpt._budget.words import CHECKPOINTED, COMPILED, MANY_SIZES
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
@@ -53,9 +55,6 @@ from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetedTraining"]
-
-#: Of so many sizes plans are remembered; what comes after stays checkpointed.
-_MAX_SIZES = 16
 
 
 @torch_private.called_while_traced
@@ -70,9 +69,9 @@ class BudgetedTraining:
 
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:
         self._model, self._forwards, self._wanted = model, forwards, wanted
-        self._sizes: dict[Any, AlikeSteps] = {}
         self._told: set[str] = set()
         self._numbers, self._alive = RaceNumbers(), AliveForwards()
+        self._sizes = KnownSizes(self._another)
         self._current: AlikeSteps | None = None
         #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
         self.is_called = self._keeps_gradients = False
@@ -118,8 +117,11 @@ class BudgetedTraining:
         """Watch the model no more."""
         for hook in self._hooks:
             hook.remove()
-        for size in self._sizes.values():
+        for size in self._sizes:
             size.close()
+
+    def _another(self) -> AlikeSteps:
+        return AlikeSteps(self._model, self._forwards, self._wanted, self._told, self._numbers, self._alive)
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
@@ -133,12 +135,9 @@ class BudgetedTraining:
         if checkpoint_around() is not None:
             raise BlocksError(CHECKPOINTED)
         self._alive.unread.check(self.model_name)
-        key = self._key(args, kwargs)
+        size = self._size(args, kwargs)
         self._keeps_gradients = self._keeps_gradients or (self.is_called and self._has_gradients())
         self.is_called = True
-        if key not in self._sizes and len(self._sizes) < _MAX_SIZES:
-            shared = self._told, self._numbers, self._alive
-            self._sizes[key] = AlikeSteps(self._model, self._forwards, self._wanted, *shared)
         if self._is_watched_elsewhere():
             raise BlocksError(
                 "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step "
@@ -146,13 +145,16 @@ class BudgetedTraining:
             )
         if self._current is not None:
             self._current.give_up()
-        for size in self._sizes.values():
-            size.disturb()
-        self._current = self._sizes.get(key)
+        for steps in self._sizes:
+            steps.disturb()
+        self._current = self._sizes.find(size)
         if self._current is None:
             use_settings(self._forwards, {})
+            if MANY_SIZES not in self._told:
+                self._told.add(MANY_SIZES)
+                warn_user(MANY_SIZES.format(self.model_name))
         else:
-            self._current.begin(keeps_gradients=self._keeps_gradients)
+            self._current.begin(keeps_gradients=self._keeps_gradients, is_smaller=not self._sizes.is_own(size))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_parameters": None}  # those of a copy are others
@@ -162,17 +164,19 @@ class BudgetedTraining:
         for forward in self._forwards.values():  # a copied block does not take this, and so the model, along
             forward.together.training = self
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Size:
         """Return what a plan depends on."""
         if self._parameters is None:
             self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
         trained = bytes(found is None or found.requires_grad for ref in self._parameters for found in (ref(),))
-        inputs = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors_in((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
+        inputs = ((tensor.dtype, tensor.requires_grad) for tensor in tensors)
         # Numbers and texts may be others in each step, as data is.
         flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
         autocast = autocast_dtype(self._device_type)
-        return self._model.training, autocast, trained, keywords, frozenset(flags), *inputs
+        kind = self._model.training, autocast, trained, keywords, frozenset(flags), *inputs
+        return Size(kind, tuple(tensor.shape for tensor in tensors))
 
     def _has_gradients(self) -> bool:
         assert self._parameters is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHECKPOINTED", "COMPILED", "EXCEEDED", "GROWS", "NO_OUTPUTS", "RETAINED", "TWICE"]
+__all__ = ["CHECKPOINTED", "COMPILED", "EXCEEDED", "GROWS", "MANY_SIZES", "NO_OUTPUTS", "RETAINED", "TWICE"]
 
 EXCEEDED = (
     "apply: steps need more memory than was known when their plan was made, or less of it is free, and with that no "
@@ -31,6 +31,11 @@ GROWS = (
     "large as the largest. Steps that are larger than the plan go on to recompute everything, within the budget where "
     "that fits. Give {0} what shows its sizes (shapes of its arguments), or let the largest step be among the first. "
     "Told once."
+)
+MANY_SIZES = (
+    "apply: a {} with a budget was called with too many sizes, none of which was as large in each dimension as those "
+    "that came later. What has no plan recomputes everything. Pad inputs to fewer sizes, or let the largest be among "
+    "the first. Told once."
 )
 RETAINED = (
     "apply: a backward with retain_graph=True ran through a {} with a budget. What blocks keep stays then until the "

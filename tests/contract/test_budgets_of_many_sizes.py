@@ -1,0 +1,132 @@
+"""Budgets of programs that call a model with more sizes than have plans of their own."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from oracle import assert_equal
+from residual_mlp import Mlp
+from torch import Tensor, nn
+
+import actckpt
+from actckpt._budget import known_sizes
+from actckpt.memory import LiveStorages
+
+DIM = 32
+
+
+@pytest.fixture(autouse=True)
+def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_sizes, "_MAX_SIZES", 3)
+    monkeypatch.setattr(known_sizes, "_MOST_SIZES", 5)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Mlp(DIM) for _ in range(4)))
+
+
+def _step(model: nn.Module, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Tensor], int, int]:
+    """Run all forwards, then their backwards; return gradients, the peak, and what was held in between."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(*shape, DIM, generator=generator) for shape in shapes]
+    model.zero_grad()
+    with LiveStorages(parameters=model.parameters()) as live:
+        losses = [model(x).square().mean() for x in inputs]
+        held_bytes = live.live_bytes
+        for loss in losses:
+            loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], live.peak_bytes, held_bytes
+
+
+def _held_bytes(model: nn.Module, shape: tuple[int, ...]) -> int:
+    return _step(model, [shape])[2]
+
+
+def _plan(model: nn.Module) -> actckpt.Plan | None:
+    return actckpt.report(model).plan
+
+
+def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
+    draw = random.Random(0)
+    _, plain_bytes, _ = _step(_model(), [(8, 64)])
+    model = _model()
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.6 * plain_bytes), race=False)
+    lengths = [(8, 64), (8, 16), (8, 32)] * 2 + [(8, draw.randint(1, 64)) for _ in range(20)]
+    for number, shape in enumerate(lengths):
+        expected, _, _ = _step(_model(), [shape])
+        gradients, peak_bytes, _ = _step(model, [shape])
+        assert_equal(gradients, expected)
+        assert number < 6 or peak_bytes <= 0.6 * plain_bytes
+        assert number < 6 or _plan(model) is not None
+
+
+def test_smaller_sizes_recompute_no_more_than_the_plan_does() -> None:
+    model = _model()
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    for shape in [(8, 64), (8, 16), (8, 32)] * 2:
+        _step(model, [shape])
+    for length in range(1, 64, 7):
+        assert _held_bytes(model, (8, length)) == _held_bytes(_model(), (8, length))
+
+
+def test_the_plan_of_the_smallest_size_that_is_larger_runs() -> None:
+    model, found = _model(), {}
+    actckpt.apply(model, blocks=Mlp, activation_budget="70%", race=False)
+    for shape in [(8, 64), (8, 16), (4, 128)] * 2:
+        _step(model, [shape])
+        found[shape] = _plan(model)
+    for shape, larger in {(8, 12): (8, 16), (8, 17): (8, 64), (4, 65): (4, 128), (1, 1): (8, 16)}.items():
+        for each in (model, copy.deepcopy(model)):
+            _step(each, [shape])
+            assert _plan(each) == found[larger]
+
+
+def test_larger_sizes_have_plans_of_their_own_and_too_many_are_told() -> None:
+    model = _model()
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for shape in [(8, length) for length in (8, 16, 24, 32, 40)] * 2:
+            _step(model, [shape])
+        assert _held_bytes(model, (8, 39)) == _held_bytes(_model(), (8, 39))
+    with pytest.warns(UserWarning, match=r"a Sequential with a budget was called with too many sizes"):
+        assert _held_bytes(model, (8, 41)) < 0.5 * _held_bytes(_model(), (8, 41))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _held_bytes(model, (8, 41)) < 0.5 * _held_bytes(_model(), (8, 41))
+        assert _held_bytes(model, (7, 40)) == _held_bytes(_model(), (7, 40))
+
+
+def test_forwards_that_run_the_plan_of_another_size_share_the_budget() -> None:
+    """They are alive with one that has a plan of its own: both count."""
+    _, plain_bytes, _ = _step(_model(), [(8, 64), (8, 60)])
+    model = _model()
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.7 * plain_bytes), race=False)
+    for shape in [(8, 64), (8, 16), (8, 32)] * 2:
+        _step(model, [shape])
+    peaks = []
+    for length in (60, 55, 50, 61):
+        shapes = [(8, 64), (8, length)]
+        gradients, peak_bytes, _ = _step(model, shapes)
+        assert_equal(gradients, _step(_model(), shapes)[0])
+        peaks.append(peak_bytes)
+    assert max(peaks[2:]) <= 0.7 * plain_bytes
+
+
+def test_steps_of_smaller_sizes_take_no_turn_in_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actckpt._budget.turns._SURE_ON_CPU", 10.0)
+    model = _model()
+    actckpt.apply(model, blocks=Mlp, activation_budget="60%")
+    for shape in [(8, 64), (8, 16), (8, 32)] * 2:
+        _step(model, [shape])
+    _step(model, [(8, 64)])
+    left = actckpt.report(model).race_steps_left
+    for _ in range(5):
+        _step(model, [(8, 50)])
+        assert actckpt.report(model).race_steps_left == left > 0
