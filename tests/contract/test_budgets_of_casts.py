@@ -92,7 +92,7 @@ def test_casts_count_once(after: str, rows: int) -> None:
     expected, plain_bytes = _step(plain, rows)
     smallest = _smallest(after, rows)
     assert smallest < 0.7 * plain_bytes
-    for share in (0.0, 0.3, 0.6, 0.9):
+    for share in (0.0, 0.6):
         budget = int(smallest + share * (plain_bytes - smallest))
         model = _Model(after)
         actckpt.apply(model, activation_budget=budget, race=False)
@@ -202,7 +202,7 @@ def test_casts_of_a_head_that_live_in_backward_count() -> None:
 def test_what_runs_after_blocks_needs_its_bytes_beside_casts_that_are_kept(after: str) -> None:
     """Matrix products are kept, and with them what backward of a module reads: the casts of its parameters."""
     expected, plain_bytes = _step(_Model(after), 512)
-    for share in (0.8, 0.85, 0.9, 0.95):
+    for share in (0.85, 0.95):
         model, budget = _Model(after), int(share * plain_bytes)
         actckpt.apply(model, activation_budget=budget, pins={"up::aten.addmm.default#0.0": "keep"})
         for number in range(4):
@@ -245,7 +245,7 @@ def test_gradients_of_casts_wait_where_one_autocast_has_several_backwards() -> N
     assert peak(smallest, copies=True) <= smallest
 
 
-@pytest.mark.parametrize("rows", [(16, 128), (128, 16), (64, 65), (64, 64, 512), (512, 64, 512, 256)], ids=str)
+@pytest.mark.parametrize("rows", [(16, 128), (128, 16), (64, 65), (16, 16, 64)], ids=str)
 def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) -> None:
     """The first forward of an autocast makes casts for all of them: the others find them, and hold them, too."""
     expected, plain_bytes = _step_of(_Model("call"), *rows)
@@ -253,7 +253,7 @@ def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) 
     def peaks(budget: int | str) -> list[int]:
         model, found = _Model("call"), []
         actckpt.apply(model, activation_budget=budget, race=False)
-        for _ in range(5):
+        for _ in range(4):
             gradients, nbytes = _step_of(model, *rows)
             assert_equal(gradients, expected)
             found.append(nbytes)
@@ -267,7 +267,7 @@ def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) 
             assert error.smallest_bytes is not None
             smallest = error.smallest_bytes
     assert smallest < 1.05 * plain_bytes
-    for share in (0.0, 0.5, 1.0):
+    for share in (0.0, 0.6):
         budget = int(smallest + share * max(plain_bytes - smallest, 0))
         assert max(peaks(budget)) <= budget
 

@@ -70,7 +70,7 @@ def test_forwards_of_other_sizes_share_a_budget(rows: tuple[int, ...], total: bo
     counts_others = total and on_device.device_type != "cpu"  # all that other tests left on the device
     assert least_bytes < (0.8 if counts_others else 0.6) * plain_bytes
     assert (f"{len(rows)} were alive at once" if len(set(rows)) == 1 else f"other sizes, {len(rows)} in all") in text
-    for share in (0.0, 0.3, 0.6, 0.9):
+    for share in (0.0, 0.6):
         budget = int(1.01 * least_bytes + share * (plain_bytes - least_bytes))
         plan, peaks = _trained(budget, rows, total=total, is_summed=is_summed, expected=expected)
         assert max(peaks) <= budget
@@ -95,7 +95,7 @@ def test_gradients_of_weights_wait_where_one_backward_reads_several_forwards(
     expected, plain_bytes = _step(_model(), rows, total=total, is_summed=True)
     least_bytes, _ = _smallest(rows, total=total, is_summed=True, expected=expected)
     assert least_bytes < plain_bytes
-    for share in (0.0, 0.5, 0.9):
+    for share in (0.0, 0.7):
         budget = int(1.01 * least_bytes + share * (plain_bytes - least_bytes))
         _, peaks = _trained(budget, rows, total=total, is_summed=True, expected=expected)
         assert max(peaks) <= budget

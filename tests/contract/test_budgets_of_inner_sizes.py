@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -76,6 +77,7 @@ def _step(model: nn.Module, size: int) -> tuple[list[Tensor], int]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None], count.peak_bytes
 
 
+@functools.cache
 def _smallest_bytes(kind: type[Model], size: int, block: type[Mlp] = Mlp) -> int:
     model = _made(kind, block)
     actckpt.apply(model, activation_budget=1)

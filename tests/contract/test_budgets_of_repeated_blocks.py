@@ -98,7 +98,7 @@ def test_a_plan_fits_from_the_smallest_budget_on_and_gradients_are_plain(kind: s
         _planned(model, activation_budget=1)
     assert error.value.smallest_bytes is not None
     smallest, differs = error.value.smallest_bytes, False
-    for share in (0.0, 0.3, 0.6, 0.9, 1.0):
+    for share in (0.0, 0.5, 1.0):
         budget = int(smallest + share * (plain - smallest))
         plan = _planned(model, activation_budget=budget)
         actckpt.apply(model, policy=plan)

@@ -83,8 +83,8 @@ def test_budgets_hold_where_replays_need_more_than_what_is_kept() -> None:
     smallest_bytes = raised.value.smallest_bytes
     assert smallest_bytes is not None and smallest_bytes < 0.6 * plain_bytes
     more = []
-    for share in range(4):
-        budget = smallest_bytes + (plain_bytes - smallest_bytes) * share // 4
+    for share in range(2):
+        budget = smallest_bytes + (plain_bytes - smallest_bytes) * share // 2
         model = _model()
         actckpt.apply(model, blocks=Block, activation_budget=budget, race=False)
         found = _trained(model, 4)

@@ -82,7 +82,7 @@ def test_steps_fit_at_each_budget(kind: str, total: bool) -> None:
     least_bytes = raised.value.smallest_bytes
     del raised
     assert least_bytes is not None and least_bytes < 0.9 * plain_bytes
-    for share in (0.0, 0.3, 0.6, 0.9):
+    for share in (0.0, 0.6):
         budget = least_bytes + round(share * (plain_bytes - least_bytes))
         plan, peak_bytes = trained(budget)
         assert peak_bytes <= 1.001 * plan.peak_bytes <= 1.001 * budget  # a loss of some bytes is not seen
