@@ -64,7 +64,7 @@ STAGES = (
         Suite("TransformerEngine", 2, "make te"),
     ),
     (Suite("distributed", 3, "make distributed"),),
-    (Suite("tests", 6, "make cpu"),),
+    (Suite("tests", 7, "make cpu"),),
 )
 
 
