@@ -117,6 +117,7 @@ class Unmeasured:
             places=_with(measured.places, at, places),
             waiting_bytes=_with(measured.waiting_bytes, number, (waiting,)),
             parameters=_with(measured.parameters, at, measured.parameters[taken]),
+            cast_bytes=_with(measured.cast_bytes, at, measured.cast_bytes[taken]) if measured.cast_bytes else (),
         )
 
     def _place(self, name: str, measured: MeasuredStep) -> int:
