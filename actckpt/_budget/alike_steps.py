@@ -14,7 +14,7 @@ import torch
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._budget.alive_forwards import AliveForwards
-from actckpt._budget.cached_casts import CachedCasts, autocast_dtype
+from actckpt._budget.cached_casts import CachedCasts
 from actckpt._budget.current_plan import CurrentPlan
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.growth import Growth
@@ -71,9 +71,11 @@ class AlikeSteps:
         """A forward begins, of this size or of another one: a step that runs is not alone, and tells nothing."""
         if self._alive.num:
             self._plan.give_up_observing()
-        self._alive.casts.are_there = self._alive.casts.are_there or self._casts.are_alive()
+        self._alive.find_casts = self._alive.find_casts or self._casts.are_alive()
         if self._first_step is not None:
             self._first_step.disturb()
+        elif not self._casts.are_alive():
+            self._casts = CachedCasts()  # which is faster to ask
         if self._loss is not None:
             self._loss.disturb()
 
@@ -211,7 +213,7 @@ class AlikeSteps:
         self._plan.measured = measured
         if measured is not None:
             self._growth.was_measured(watching.given_bytes)
-            self._alive.casts.note(autocast_dtype(self._plan.device.type), measured.casts_made)
+            self._alive.find_casts = self._alive.find_casts or bool(measured.casts_found)
             if self._before is not None:
                 self._plan.unmeasured = Unmeasured(self._model, self._forwards)
             self._before = None

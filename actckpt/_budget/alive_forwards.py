@@ -24,7 +24,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._budget.cached_casts import FoundCasts
 from actckpt._budget.shares import Bounds, Part
 from actckpt._budget.unread import UnreadForwards
 from actckpt._core import torch_private
@@ -56,7 +55,8 @@ class AliveForwards:
         self.unread = UnreadForwards()
         #: Of a device, when none was alive.
         self.held_bytes: int | None = None
-        self.casts = FoundCasts()
+        #: Whether one began while autocast had casts of another one in its cache.
+        self.find_casts = False
         #: Whether one backward read several forwards, and the last one that read any.
         self._are_read_together, self._last_backward = False, -1
 

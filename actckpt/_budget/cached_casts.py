@@ -11,8 +11,7 @@ Rule 1. A cast that autocast caches lives until the program leaves autocast, wha
         what it makes of them then. Where it runs several forwards in one autocast, each with its backward, casts are
         made in the first one alone, and autograd comes to what made them after all that the later forwards ran: in
         their backward gradients of casts wait until its end. They are there from where backward comes to their block.
-        Forwards of another size that find casts in the cache hold them, as long as those do that made them: a block
-        that makes fewer of them than in a forward of another size has found the others.
+        A forward of another size that finds casts in the cache when it is measured holds them, too, all the time.
 Rule 2. Where the program leaves autocast between two blocks, the casts of the former are gone when the latter begins:
         they are values like any other. Those of the last block are as those before it.
 Rule 3. Runs of a block on its own are without the cache, which would hold the casts of what is lent to them
@@ -22,10 +21,8 @@ Rule 3. Runs of a block on its own are without the cache, which would hold the c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 
 from actckpt._budget.marks import Mark
 from actckpt._budget.profiled_block import Cast, ProfiledBlock
@@ -33,7 +30,7 @@ from actckpt._budget.profiled_block import Cast, ProfiledBlock
 if TYPE_CHECKING:
     from actckpt._budget.measuring import MeasuredStep
 
-__all__ = ["CachedCasts", "CastBytes", "FoundCasts", "autocast_dtype", "beside_casts", "holding_casts"]
+__all__ = ["CachedCasts", "CastBytes", "beside_casts", "holding_casts"]
 
 #: Name of the value that stands for casts outside of blocks that live in backward.
 _CASTS = "(casts)"
@@ -47,38 +44,13 @@ class CastBytes(NamedTuple):
     lasting: int
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype to which autocast casts now; None: to none."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-class FoundCasts:
-    """Which casts blocks make, where they find none: what forwards of another size may find in the cache."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[torch.dtype | None, str], int] = {}
-        #: Whether one begins while there are some of another forward.
-        self.are_there = False
-
-    def note(self, dtype: torch.dtype | None, made: Mapping[str, int]) -> None:
-        """A forward was measured in which blocks made casts of so many bytes, by name."""
-        for name, nbytes in made.items():
-            self._made[dtype, name] = max(self._made.get((dtype, name), 0), nbytes)
-        self.are_there = self.are_there or bool(self.found(dtype, made))
-
-    def found(self, dtype: torch.dtype | None, made: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes that a forward found beside what its blocks made, by name; empty: it found none."""
-        known = {name: nbytes for (kind, name), nbytes in self._made.items() if kind == dtype}
-        found = {name: more for name, nbytes in known.items() if (more := nbytes - made.get(name, 0)) > 0}
-        return {} if made.keys().isdisjoint(found) else found  # a block that did not run makes none
-
-
 class CachedCasts:
     """Follows the casts of each call of a block through a forward."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Cast, ...]] = []
-        self._names: list[str] = []
+        #: By name of a block, bytes of casts that it found there and no call of this forward made.
+        self.found: dict[str, int] = {}
         #: Per call of a block, of those that live when backward comes to the first block; and of those made after it.
         self._in_backward: list[int] = []
         self._after_blocks_bytes = 0
@@ -90,7 +62,9 @@ class CachedCasts:
     def call_ended(self, block: ProfiledBlock) -> None:
         """That call has ended."""
         self._calls.append(block.casts)
-        self._names.append(block.name)
+        own = {id(cast.storage) for casts in self._calls for cast in casts}
+        if others := sum(nbytes for storage, nbytes in block.found_casts if id(storage) not in own):
+            self.found[block.name] = max(self.found.get(block.name, 0), others)
 
     def backward_reached(self, after_bytes: int) -> None:
         """Backward has come to a block, and casts of so many bytes live that were made after that."""
@@ -115,13 +89,6 @@ class CachedCasts:
     def are_alive(self) -> bool:
         """Return whether some are there still: where another forward begins, it finds them in the cache."""
         return any(map(_alive, self._calls))
-
-    def made(self) -> dict[str, int]:
-        """Return the most bytes that a call of each block made, by its name."""
-        found = dict.fromkeys(self._names, 0)
-        for name, casts in zip(self._names, self._calls, strict=True):
-            found[name] = max(found[name], _nbytes(casts))
-        return found
 
     def settled(self, blocks: Sequence[ProfiledBlock]) -> tuple[list[ProfiledBlock], list[CastBytes]]:
         """Return the calls of blocks, and what each of them left in the cache, when the model's forward has ended."""

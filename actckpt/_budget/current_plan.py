@@ -14,7 +14,6 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.alive_forwards import AliveForwards
-from actckpt._budget.cached_casts import autocast_dtype
 from actckpt._budget.links import give_back_unused, is_linked, poll, with_links
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.meters import FixedBytes, Meter
@@ -203,7 +202,7 @@ class CurrentPlan:
     def _is_outdated(self) -> bool:
         """Return whether the plan does not know what is known by now."""
         is_other = self.unmeasured.wants_plan or self._retains != self._retains_planned
-        is_other = is_other or self._finds_casts != self._alive.casts.are_there
+        is_other = is_other or self._finds_casts != self._alive.find_casts
         return is_other or self._alive.part(self) != self._part or self._is_changed()
 
     def _is_changed(self) -> bool:
@@ -257,10 +256,8 @@ class CurrentPlan:
         """Return the step as it runs now, with all that counts."""
         assert self.measured is not None
         measured = meter.complete(self.unmeasured.added(self.measured))
-        self._finds_casts = self._alive.casts.are_there
-        if self._finds_casts:
-            found = self._alive.casts.found(autocast_dtype(self.device.type), measured.casts_made)
-            measured = measured.finding_casts(found, are_counted=meter.counts_all_there)
+        self._finds_casts = self._alive.find_casts
+        measured = measured.beside_others(are_counted=meter.counts_all_there) if self._finds_casts else measured
         measured = measured.holding("(outputs)", self.held_output_bytes or 0.0)
         self._fixed_bytes, self._grown_bytes, self._fixed = meter.fixed_bytes, 0.0, None
         measured, self._twice_bytes = retaining(measured) if self._retains else (measured, 0.0)

@@ -73,8 +73,8 @@ class MeasuredStep:
     sees_backward: bool = False
     #: Per entry of the stack, of the casts of its parameters that live until backward has ended; empty: of none.
     cast_bytes: tuple[int, ...] = ()
-    #: By name of a block, of the casts that it made in the forward that was measured.
-    casts_made: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    #: By name of a block, of casts that it found in the cache of autocast: another forward made them.
+    casts_found: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def needing(self, needed: Sequence[float]) -> MeasuredStep:
         """Return the step in which what is on the stack needs so many bytes."""
@@ -86,13 +86,13 @@ class MeasuredStep:
         costs = dataclasses.replace(self.costs, classes=classes, stack=tuple(stack))
         return dataclasses.replace(self, costs=with_block_names(costs, self.names))
 
-    def finding_casts(self, found: Mapping[str, int], *, are_counted: bool) -> MeasuredStep:
+    def beside_others(self, *, are_counted: bool) -> MeasuredStep:
         """Return the step in an autocast with several forwards (NOTE [ Casts in the cache ], Rule 1).
 
         Args:
-            found: by name of a block, of casts that another forward made.
-            are_counted: those are counted as fixed.
+            are_counted: casts of others are fixed already.
         """
+        found = self.casts_found
         waiting = list(self.cast_bytes or (0,) * len(self.names))
         for number, name in enumerate(self.names):
             if name is not None and name not in self.names[number + 1 :]:  # backward comes to the last call first

@@ -48,6 +48,8 @@ class ProfiledBlock:
     held: tuple[tuple[weakref.ref[torch.UntypedStorage], int, str | None], ...] = ()
     #: Of its parameters, in the cache of autocast: they count neither as values nor in the working set.
     casts: tuple[Cast, ...] = ()
+    #: Storages of casts that it found there, and their bytes.
+    found_casts: tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...] = ()
 
     def before(self, other: ProfiledBlock) -> ProfiledBlock:
         """Return the block that knows which of its values the next block has for its input, too.

@@ -156,8 +156,8 @@ class Profiler:
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
         held = tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held())
         casts = tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts())
-        given = structure.input, structure.input_bytes
-        return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held, casts)
+        found, given = structure.taken_found_casts(), (structure.input, structure.input_bytes)
+        return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held, casts, found)
 
 
 def _note_held(call: BlockCall, result: Any, inputs: Any) -> None:

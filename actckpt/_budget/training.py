@@ -42,7 +42,6 @@ from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
-from actckpt._budget.cached_casts import autocast_dtype
 from actckpt._budget.known_sizes import KnownSizes, Size
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
@@ -174,7 +173,8 @@ class BudgetedTraining:
         # Numbers and texts may be others in each step, as data is.
         flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
-        autocast = autocast_dtype(self._device_type)
+        device_type = self._device_type
+        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         kind = self._model.training, autocast, trained, keywords, frozenset(flags), *inputs
         return Size(kind, tuple(tensor.shape for tensor in tensors))
 

@@ -134,7 +134,7 @@ class Watching:
         flush(self._device)
         profiled = [each.with_input_kept() for each in as_given(profiled, begins(marks))]
         found = cost_table(profiled, stem, between(marks, num_calls, backward_bytes), head, read)
-        return dataclasses.replace(found, casts_made=self.casts.made())
+        return dataclasses.replace(found, casts_found=self.casts.found)
 
 
 def _gathered_bytes(block: torch.nn.Module) -> int:

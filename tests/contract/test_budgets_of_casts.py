@@ -286,3 +286,38 @@ def test_casts_of_another_size_count_from_where_they_are_found() -> None:
         assert_equal(gradients, expected)
         found.append(nbytes)
     assert max(found[2:]) <= budget
+
+
+def test_fewer_casts_of_another_kind_of_step_were_not_found_in_the_cache() -> None:
+    """With parameters that are frozen later, blocks make fewer casts, and hold none of another forward."""
+    model = _Model("call")
+    actckpt.apply(model, activation_budget="80%", race=False)
+    for is_trained in (True, False, True):
+        for layer in list(model.layers)[:5]:
+            layer.up.requires_grad_(is_trained)
+        for _ in range(3):
+            _step(model, 64)
+        plan = actckpt.report(model).plan
+        assert plan is not None
+        assert not any("(casts of others)" in {value.name for value in block.values} for block in plan.costs.blocks)
+
+
+def test_a_block_that_was_skipped_at_first_in_an_autocast_of_several_forwards() -> None:
+    class Skipping(_Model):
+        skipped = -1
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number, layer in enumerate(self.layers):
+                x = x if number == self.skipped else layer(x)
+            return x.square().mean()
+
+    model, plain = Skipping("call"), Skipping("call")
+    actckpt.apply(model, activation_budget="100%", race=False)
+    with pytest.warns(UserWarning, match=r"layers\.2"):
+        for skips in [(2, -1), (-1, -1), (-1, 1), (-1, -1)]:
+            for each in (model, plain):
+                each.zero_grad()
+                with _cast(True):
+                    for number, each.skipped in enumerate(skips):
+                        each(torch.randn(32, 64, generator=torch.Generator().manual_seed(number))).backward()
+            assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
