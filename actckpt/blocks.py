@@ -145,10 +145,11 @@ def apply(
             plan is then made while the model trains: the first step runs with all blocks checkpointed and measures;
             from the second on the fastest plan that is predicted to fit runs; with `race` (on unless `pins` are given,
             several ranks train, or the model is on a device) it takes turns with simple choices in the next steps, and
-            the fastest stays. Each kind of step has a plan of its own, up to 16: sizes of inputs, autocast, training or
-            evaluation mode, what is trained. `actckpt.report(model).plan` is the plan, None until it is made. What is
-            computed from outputs of the model is taken to need four times their bytes, unless a device's allocator
-            tells; of a loss that the model returns and backward begins with, nothing is.
+            the fastest stays. Each kind of step has a plan of its own: sizes of inputs, autocast, training or
+            evaluation mode, what is trained; after 16 of them smaller sizes run the plans of larger ones.
+            `actckpt.report(model).plan` is the plan, None until it is made. What is computed from outputs of the model
+            is taken to need four times their bytes, unless a device's allocator tells; of a loss that the model returns
+            and backward begins with, nothing is.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.

@@ -57,8 +57,8 @@ class AlikeSteps:
         #: No block was seen to run; the last forward did not tell where its step ends, and none is
         #: watched before one that does.
         self._is_unseen = self._is_silent = False
-        #: The forward that runs is of another size.
-        self._is_smaller = False
+        #: Of this size, the forward that runs, which is of a smaller one; None: it is of this one.
+        self._part: float | None = None
         self._growth, self._casts = Growth(), CachedCasts()
         #: Of the step that was measured before, while it is measured again.
         self._before: tuple[MeasuredStep, float] | None = None
@@ -79,16 +79,16 @@ class AlikeSteps:
         if self._loss is not None:
             self._loss.disturb()
 
-    def begin(self, *, keeps_gradients: bool, is_smaller: bool) -> None:
+    def begin(self, *, keeps_gradients: bool, part: float | None) -> None:
         """A forward begins.
 
         Args:
             keeps_gradients: they are there all the time.
-            is_smaller: it is of another size, which is smaller, and runs the plan of this one.
+            part: of one of this size, where it is of a smaller one, and runs the plan of this one.
         """
         self._plan.keeps_gradients = keeps_gradients
-        self._alive.begin(self._plan)
-        self._is_smaller = is_smaller
+        self._part, is_smaller = part, part is not None
+        self._alive.begin(self._plan, self._weight)
         if self._is_unseen or self._is_silent:
             use_settings(self._forwards, {})
             if self._is_unseen:
@@ -100,13 +100,17 @@ class AlikeSteps:
             self._before = measured, self._plan.held_output_bytes or 0.0
             self._plan.forget()
             use_settings(self._forwards, {})
-        if self._plan.measured is None:
+        if self._plan.measured is None and not is_smaller:
             self._watch()
-        elif not self._plan.is_known:
+        elif self._plan.measured is None or not self._plan.is_known:
             use_settings(self._forwards, {})
         else:
-            use_settings(self._forwards, self._plan.next_smaller() if is_smaller else self._plan.next())
+            use_settings(self._forwards, self._plan.next(is_smaller=is_smaller))
             self._look_at(self._growth.planned_size())
+
+    @property
+    def _weight(self) -> float:
+        return 1.0 if self._part is None else self._part
 
     def _look_at(self, size: PlannedSize) -> None:
         for forward in self._forwards.values():
@@ -125,6 +129,10 @@ class AlikeSteps:
         if self._is_unseen:
             self._is_unseen = False  # the next forward is measured
             return
+        if self._part is not None:  # of its size the next one is measured
+            use_settings(self._forwards, {})
+            self._plan.give_up_observing()
+            return
         self._growth.ran(name, given)
         self._plan.may_be_exceeded = True
         if self._growth.has_given_up:
@@ -141,6 +149,12 @@ class AlikeSteps:
     def plan(self) -> Plan | None:
         """The plan that ran last; None until one is made."""
         return self._plan.plan
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether there is a plan, or will be at the next forward or so: a step is measured, or was."""
+        is_measured = self._plan.measured is not None and not self._plan.refused
+        return self._plan.plan is not None or self._before is not None or is_measured
 
     @property
     def refused(self) -> str:
@@ -162,7 +176,7 @@ class AlikeSteps:
         if self._watching is not None:
             self._watching.close()
             self._watching = None
-            self._alive.gone(self._plan)
+            self._alive.gone(self._plan, self._weight)
 
     def close(self) -> None:
         """Watch nothing more."""
@@ -178,21 +192,21 @@ class AlikeSteps:
             watching.close()
             watching = None if self._is_too_small(watching) else watching
         if not outputs:  # it failed, or nothing is to be trained
-            self._alive.gone(self._plan)
+            self._alive.gone(self._plan, self._weight)
             if watching is not None and watching.is_trained and sys.exc_info()[0] is None:
                 self._is_silent = True
                 self._tell(NO_OUTPUTS)
             return
         was_silent, self._is_silent = self._is_silent, False
         loss = None if watching is None else self._taken(watching, outputs)
-        turn = None if self._is_smaller else self._plan.turn()
+        turn = self._plan.turn() if self._part is None else None
         storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
 
         def ended() -> None:
             if not was_silent:
                 self._backward_ended(turn, [held for ref in storages.values() if (held := ref()) is not None])
 
-        self._alive.follow(self._plan, outputs, lambda: self._backward_begins(loss), ended)
+        self._alive.follow(self._plan, self._weight, outputs, lambda: self._backward_begins(loss), ended)
 
     def _is_too_small(self, watching: Watching) -> bool:
         """Return whether a forward was not measured, since it was too small: what was known before is known again."""

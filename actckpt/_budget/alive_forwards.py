@@ -6,6 +6,8 @@ Rule 1. A forward is alive from where it begins to where a backward has released
         that. Those of all sizes that may have plans count (`training` remembers so many).
 Rule 2. Which were alive at once with one of a size is remembered: of all of that size the largest number, of several
         sizes the most that they need at least, and the most that they need in plain training.
+        One that runs the plan of a larger size (NOTE [ Sizes that share a plan ]) counts as the part of a forward of
+        that size which its tensors are.
 Rule 3. Where a size was not measured yet, its forwards are taken to need what the others do until it was.
 Rule 4. Gradients of parameters are there, as far as they count, from the backward of the first of them on: all of them
         are taken to be there all the time, once. Where one backward reads several forwards (of a sum of losses), they
@@ -47,11 +49,13 @@ class AliveForwards:
 
     def __init__(self) -> None:
         self._now: Counter[Size] = Counter()
-        self._num_alike: Counter[Size] = Counter()
+        #: As many as they are forwards of that size, those of smaller ones as parts: now, and at most.
+        self._weights: dict[Size, float] = {}
+        self._most: dict[Size, float] = {}
         #: By size, with forwards of others.
         self._mixed: dict[Size, Part] = {}
         #: Those of which some were not measured.
-        self._unknown: list[Counter[Size]] = []
+        self._unknown: list[dict[Size, float]] = []
         self.unread = UnreadForwards()
         #: Of a device, when none was alive.
         self.held_bytes: int | None = None
@@ -61,7 +65,7 @@ class AliveForwards:
         self._are_read_together, self._last_backward = False, -1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_now": Counter()}  # those of a copy are others
+        return {**vars(self), "_now": Counter(), "_weights": {}}  # those of a copy are others
 
     @property
     def num(self) -> int:
@@ -72,23 +76,32 @@ class AliveForwards:
         """Return how many of a size are alive now."""
         return self._now[size]
 
-    def begin(self, size: Size) -> None:
-        """A forward begins."""
-        self._now[size] += 1
-        self._num_alike[size] = max(self._num_alike[size], self._now[size])
-        if self.num > self._now[size]:
-            self._note(+self._now)
+    def begin(self, size: Size, weight: float) -> None:
+        """A forward begins.
 
-    def gone(self, size: Size) -> None:
+        Args:
+            weight: which part it is of one of this size.
+        """
+        self._now[size] += 1
+        self._weights[size] = self._weights.get(size, 0.0) + weight
+        self._most[size] = max(self._most.get(size, 0.0), self._weights[size])
+        if self.num > self._now[size]:
+            self._note(dict(self._weights))
+
+    def gone(self, size: Size, weight: float) -> None:
         """A forward has gone: it failed, or nobody can run backward through it any more."""
         self._now[size] -= 1
+        self._weights[size] -= weight
+        if not self._now[size]:
+            del self._weights[size]  # with what rounding left
 
     def part(self, size: Size) -> Part:
         """Return what a forward of a size is of the most that were alive with one."""
-        unknown, self._unknown = self._unknown, []
-        for each in unknown:
+        before, self._unknown = self._unknown, []
+        for each in before:
             self._note(each)
-        num = max(self._num_alike[size], *(each.total() for each in self._unknown if size in each), 1)
+        unknown = (sum(each.values()) for each in self._unknown if size in each)
+        num = max(self._most.get(size, 0.0), *unknown, 1.0)
         found = self._mixed.get(size, Part.of_alike(num))
         whole, num = found.all.most(found.own.times(num)), max(found.num, num)
         return Part(found.own, whole, num, self._are_read_together)
@@ -97,7 +110,7 @@ class AliveForwards:
         """Return what a forward is of any that are alive together."""
         return dataclasses.replace(Part.of_alike(2), are_read_together=self._are_read_together)
 
-    def _note(self, seen: Counter[Size]) -> None:
+    def _note(self, seen: dict[Size, float]) -> None:
         found = [(each, each.bounds, num) for each, num in seen.items()]
         known = [(each, bounds, num) for each, bounds, num in found if bounds is not None]
         if len(known) < len(found):
@@ -107,12 +120,20 @@ class AliveForwards:
         least, plain = (sum(num * getattr(bounds, name) for _, bounds, num in known) for name in ("least", "plain"))
         for each, own, _ in known:
             before = self._mixed.get(each, Part(own, own, 1))
-            self._mixed[each] = Part(own, before.all.most(Bounds(least, plain)), max(before.num, seen.total()))
+            self._mixed[each] = Part(own, before.all.most(Bounds(least, plain)), max(before.num, sum(seen.values())))
 
-    def follow(self, size: Size, outputs: list[Tensor], begins: Callable[[], None], ended: Callable[[], None]) -> None:
+    def follow(
+        self,
+        size: Size,
+        weight: float,
+        outputs: list[Tensor],
+        begins: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
         """A forward has ended: see what becomes of it.
 
         Args:
+            weight: as when it began.
             outputs: what it returned that has a graph.
             begins: called where a backward comes to one of the outputs for the first time.
             ended: called where that backward has ended.
@@ -135,11 +156,11 @@ class AliveForwards:
             ended()
 
         def dropped() -> None:
-            self.gone(size)
+            self.gone(size, weight)
 
         def released() -> None:
             if after.detach() is not None:
-                self.gone(size)
+                self.gone(size, weight)
 
         # It lives as long as the graph: where that goes without a last backward, so does the forward.
         after, dropped_unread = _after(reached, dropped), _after(reached, self.unread.forward_dropped)

@@ -84,6 +84,8 @@ class CurrentPlan:
         #: Of the plan that ran last.
         self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
         self.plan: Plan | None = None
+        #: The one that was made last, which others take turns with in a race.
+        self._solved: Plan | None = None
         self.refused = ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,34 +111,29 @@ class CurrentPlan:
         if self._wanted.budget is not None:  # else nothing is observed
             self._observing.doubt_bytes = doubt_bytes
 
-    def next(self) -> Mapping[str, Settings]:
-        """A forward begins under the plan; return what each block does."""
+    def next(self, *, is_smaller: bool) -> Mapping[str, Settings]:
+        """A forward begins under the plan; return what each block does.
+
+        Args:
+            is_smaller: it is of a smaller size.
+        """
         self._pace.step()
         is_observed = self._observing.wants_plan or self._stalls.wants_plan or self._is_free_memory_changed()
         if self.plan is None or self._is_outdated() or is_observed:
             self._make()
         self._num_planned += 1
-        if self._race is not None:
+        if self._race is not None and not is_smaller:
             self.plan = self._race.next()
             if self._race.is_over:
                 self._race = None
-        assert self.plan is not None
+        plan = self._solved if is_smaller and self._race is not None else self.plan
+        assert plan is not None
         if self._wanted.budget is not None:
-            self._observing.begin(self.plan, is_alone=self._alive.num == 1, grown_bytes=self._grown_bytes)
-        self._stalls.begin(self.plan, counts=self._alive.num == 1 and self._race is None)
-        return self._settings_now()
-
-    def next_smaller(self) -> Mapping[str, Settings]:
-        """A forward of a smaller size begins under the plan; return what each block does."""
-        self.give_up_observing()
-        if self.plan is None or self._is_outdated():
-            self._make()
-        return self._settings_now()
-
-    def _settings_now(self) -> Mapping[str, Settings]:
-        assert self.plan is not None
-        if self._settings is None or self._settings[0] is not self.plan:
-            self._settings = self.plan, settings_of(self.plan, self._model)
+            is_alone = self._alive.num == 1
+            self._observing.begin(plan, is_alone=is_alone, is_smaller=is_smaller, grown_bytes=self._grown_bytes)
+        self._stalls.begin(plan, counts=self._alive.num == 1 and self._race is None and not is_smaller)
+        if self._settings is None or self._settings[0] is not plan:
+            self._settings = plan, settings_of(plan, self._model)
         return self._settings[1]
 
     def turn(self) -> Turn | None:
@@ -240,11 +237,11 @@ class CurrentPlan:
         try:
             plan, share = plan_within(tables, self._wanted.pins, is_late=self._is_late())
         except PlanInfeasibleError as error:
-            self.refused = str(error)
+            self.refused, self.plan = str(error), None  # the one that was made before does not fit either
             raise
         facts = facts_of(self._model, measured.names)
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places, model=facts)
-        self._given_bytes, self.plan, self._race = share.given_bytes, plan, None
+        self._given_bytes, self.plan, self._solved, self._race = share.given_bytes, plan, plan, None
         if self._wanted.race and not self._wanted.pins:
             self._race = race_of(entries_of(plan, share.nbytes, self.device), self.device, self._numbers.next())
         if self._wanted.budget is not None:

@@ -52,7 +52,7 @@ class Observing:
         self._seen: dict[bool, int] = {}
         self._more = {True: 0.0, False: 0.0}
         self._found: tuple[Plan, dict[bool, float]] | None = None
-        self._grown_bytes = 0.0
+        self._grown_bytes, self._is_smaller = 0.0, False
         self._hook: RemovableHandle | None = None
         #: Of the head, beyond what it is taken to need.
         self.doubt_bytes = 0.0
@@ -86,9 +86,14 @@ class Observing:
         """Whether working sets were enlarged."""
         return any(more > 0.0 for more in self._more.values())
 
-    def begin(self, plan: Plan, *, is_alone: bool, grown_bytes: float) -> None:
-        """A forward begins under a plan; what is fixed has grown by so much since that was made."""
-        self._grown_bytes = grown_bytes
+    def begin(self, plan: Plan, *, is_alone: bool, is_smaller: bool, grown_bytes: float) -> None:
+        """A forward begins under a plan.
+
+        Args:
+            is_smaller: it is of a smaller size than that, so that less than was predicted tells nothing.
+            grown_bytes: by so much has grown what is fixed since the plan was made.
+        """
+        self._grown_bytes, self._is_smaller = grown_bytes, is_smaller
         self._plan = plan if is_alone and self._allocator is not None else None
         self._seen = {}
         if self._allocator is not None:
@@ -124,7 +129,7 @@ class Observing:
 
     def _has_room(self, plan: Plan) -> bool:
         """Return whether the head needs clearly less than it was taken to need at most (Rule 5)."""
-        if not self.doubt_bytes or True not in self._seen:
+        if self._is_smaller or not self.doubt_bytes or True not in self._seen:
             return False
         return _needed(plan, is_head=True) - self._seen[True] > _ROOM * (plan.peak_bytes - plan.costs.fixed_bytes)
 

@@ -42,7 +42,7 @@ from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
-from actckpt._budget.known_sizes import KnownSizes, Size
+from actckpt._budget.known_sizes import KnownSizes, Shapes
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
 from actckpt._budget.wanted import Wanted
@@ -72,6 +72,8 @@ class BudgetedTraining:
         self._numbers, self._alive = RaceNumbers(), AliveForwards()
         self._sizes = KnownSizes(self._another)
         self._current: AlikeSteps | None = None
+        #: Of the forward that runs the plan of a larger size.
+        self._smaller: Shapes | None = None
         #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
         self.is_called = self._keeps_gradients = False
         self._device_type = device_of(model).type
@@ -109,6 +111,8 @@ class BudgetedTraining:
 
     def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
         """A block that runs first was given tensors of so many bytes, more than when it was measured."""
+        if self._smaller is not None:
+            self._sizes.set_apart(self._smaller)
         if self._current is not None:
             self._current.ran_larger(name, given)
 
@@ -134,7 +138,7 @@ class BudgetedTraining:
         if checkpoint_around() is not None:
             raise BlocksError(CHECKPOINTED)
         self._alive.unread.check(self.model_name)
-        size = self._size(args, kwargs)
+        shapes = self._shapes(args, kwargs)
         self._keeps_gradients = self._keeps_gradients or (self.is_called and self._has_gradients())
         self.is_called = True
         if self._is_watched_elsewhere():
@@ -146,14 +150,15 @@ class BudgetedTraining:
             self._current.give_up()
         for steps in self._sizes:
             steps.disturb()
-        self._current = self._sizes.find(size)
+        self._current, part = self._sizes.find(shapes)
+        self._smaller = None if part is None else shapes
         if self._current is None:
             use_settings(self._forwards, {})
             if MANY_SIZES not in self._told:
                 self._told.add(MANY_SIZES)
                 warn_user(MANY_SIZES.format(self.model_name))
         else:
-            self._current.begin(keeps_gradients=self._keeps_gradients, is_smaller=not self._sizes.is_own(size))
+            self._current.begin(keeps_gradients=self._keeps_gradients, part=part)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_parameters": None}  # those of a copy are others
@@ -163,7 +168,7 @@ class BudgetedTraining:
         for forward in self._forwards.values():  # a copied block does not take this, and so the model, along
             forward.together.training = self
 
-    def _size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Size:
+    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
         """Return what a plan depends on."""
         if self._parameters is None:
             self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
@@ -176,7 +181,7 @@ class BudgetedTraining:
         device_type = self._device_type
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         kind = self._model.training, autocast, trained, keywords, frozenset(flags), *inputs
-        return Size(kind, tuple(tensor.shape for tensor in tensors))
+        return Shapes(kind, tuple(tuple(n if type(n) is int else 1 for n in tensor.shape) for tensor in tensors))
 
     def _has_gradients(self) -> bool:
         assert self._parameters is not None

@@ -33,8 +33,8 @@ GROWS = (
     "Told once."
 )
 MANY_SIZES = (
-    "apply: a {} with a budget was called with too many sizes, none of which was as large in each dimension as those "
-    "that came later. What has no plan recomputes everything. Pad inputs to fewer sizes, or let the largest be among "
+    "apply: a {} with a budget was called with too many sizes, and none that has a plan is as large in each dimension "
+    "as this one. What has no plan recomputes everything. Pad inputs to fewer sizes, or let the largest be among "
     "the first. Told once."
 )
 RETAINED = (

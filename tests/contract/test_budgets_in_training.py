@@ -259,7 +259,7 @@ def test_a_second_thread_in_the_first_forward_is_one_clear_error() -> None:
 
 @pytest.mark.filterwarnings("ignore:apply. a Model with a budget was called with too many sizes:UserWarning")
 def test_each_size_has_a_plan_of_its_own_and_too_many_stay_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("_MAX_SIZES", "_MOST_SIZES"):
+    for limit in ("_OWN_PLANS", "_MOST_PLANS"):
         monkeypatch.setattr(known_sizes, limit, 2)
     training = Training()
     actckpt.apply(training.model, activation_budget="60%")

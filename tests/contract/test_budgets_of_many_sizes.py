@@ -22,8 +22,8 @@ DIM = 32
 
 @pytest.fixture(autouse=True)
 def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_sizes, "_MAX_SIZES", 3)
-    monkeypatch.setattr(known_sizes, "_MOST_SIZES", 5)
+    monkeypatch.setattr(known_sizes, "_OWN_PLANS", 3)
+    monkeypatch.setattr(known_sizes, "_MOST_PLANS", 5)
 
 
 def _model() -> nn.Module:
@@ -126,7 +126,115 @@ def test_steps_of_smaller_sizes_take_no_turn_in_a_race(monkeypatch: pytest.Monke
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     _step(model, [(8, 64)])
-    left = actckpt.report(model).race_steps_left
+    left, held = actckpt.report(model).race_steps_left, set()
     for _ in range(5):
-        _step(model, [(8, 50)])
+        held.add(_held_bytes(model, (8, 50)))
         assert actckpt.report(model).race_steps_left == left > 0
+    for _ in range(3):  # other plans have their turns
+        _step(model, [(8, 64)])
+        held.add(_held_bytes(model, (8, 50)))
+    assert len(held) == 1
+
+
+def test_small_forwards_that_are_alive_together_count_as_the_parts_that_they_are() -> None:
+    _, plain_bytes, _ = _step(_model(), [(8, 64)])
+    model = _model()
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.6 * plain_bytes), race=False)
+    for shape in [(8, 64), (64, 4), (4, 2)] * 2:
+        _step(model, [shape])
+    _step(model, [(8, 64)])
+    before, small = _plan(model), [(8, 3)] * 6
+    expected, small_bytes, _ = _step(_model(), small)
+    for _ in range(2):
+        gradients, peak_bytes, _ = _step(model, small)
+        assert_equal(gradients, expected)
+        assert peak_bytes <= small_bytes < 0.6 * plain_bytes
+    _step(model, [(8, 64)])
+    assert _plan(model) is before
+
+
+class _Cut(nn.Module):
+    """Blocks that get the rows that are no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = _model()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = self.blocks(x[mask])
+        return found
+
+
+def _cut(model: nn.Module, padded: int, rows: int) -> int:
+    """Return the peak."""
+    x, mask = torch.randn(padded, DIM), torch.arange(padded) < rows
+    with LiveStorages(parameters=model.parameters()) as live:
+        model(x, mask).square().mean().backward()
+    return live.peak_bytes
+
+
+def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
+    model = _Cut()
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    for size in [(512, 200), (16, 16), (8, 8)] * 2:
+        _cut(model, *size)
+    _cut(model, 512, 200)
+    larger = _plan(model)
+    for _ in range(3):
+        peak_bytes = _cut(model, 500, 400)
+    own = _plan(model)
+    assert own is not None and larger is not None and own.peak_bytes > 1.5 * larger.peak_bytes
+    assert peak_bytes <= own.peak_bytes + 8, "the loss, outside of the model, and its gradient"
+    _cut(model, 512, 200)
+    assert _plan(model) is larger
+
+
+def test_a_size_that_is_measured_again_has_a_plan_for_smaller_ones() -> None:
+    model = _Cut()
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    for size in [(512, 200), (16, 16), (8, 8), (9, 9), (10, 10)] * 2:
+        _cut(model, *size)
+    _cut(model, 512, 500)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = [
+            model(torch.randn(size, DIM), torch.arange(size) < rows).square().mean()
+            for size, rows in [(512, 500), (500, 200)]
+        ]
+        for loss in losses:
+            loss.backward()
+        _cut(model, 500, 200)
+    assert _plan(model) is not None
+
+
+class _Jagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = _model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.blocks(x.values())
+        return found
+
+
+def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() -> None:
+    model = _Jagged()
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    plans = []
+    for rows in (90, 80, 70, 60, 50, 300, 300, 300, 40):
+        parts = [torch.randn(rows, DIM), torch.randn(9, DIM)]
+        model(torch.nested.nested_tensor(parts, layout=torch.jagged)).square().mean().backward()
+        plans.append(_plan(model))
+    assert plans[1] is not None and plans[4] is plans[1]
+    assert plans[-1] is not None and plans[-1].peak_bytes > 2 * plans[1].peak_bytes
+
+
+def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
+    _, plain_bytes, _ = _step(_model(), [(8, 64)])
+    model = _model()
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.45 * plain_bytes), race=False)
+    for _ in range(3):
+        _step(model, [(8, 64)])
+    for _ in range(3):
+        with pytest.raises(actckpt.PlanInfeasibleError):
+            _step(model, [(8, 64)] * 2)
