@@ -21,8 +21,11 @@ Rule 3. Runs of a block on its own are without the cache, which would hold the c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from actckpt._budget.marks import Mark
 from actckpt._budget.profiled_block import Cast, ProfiledBlock
@@ -49,8 +52,8 @@ class CachedCasts:
 
     def __init__(self) -> None:
         self._calls: list[tuple[Cast, ...]] = []
-        #: By name of a block, bytes of casts that it found there and no call of this forward made.
-        self.found: dict[str, int] = {}
+        #: Casts of other forwards by the id of their reference: that, their bytes, and which block found them last.
+        self._others: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, str]] = {}
         #: Per call of a block, of those that live when backward comes to the first block; and of those made after it.
         self._in_backward: list[int] = []
         self._after_blocks_bytes = 0
@@ -59,12 +62,25 @@ class CachedCasts:
         """Another call begins: casts that live no more are no longer cached."""
         self._calls = [_alive(casts) for casts in self._calls]
 
-    def call_ended(self, block: ProfiledBlock) -> None:
-        """That call has ended."""
+    def call_ended(self, block: ProfiledBlock, has_made: Callable[[torch.UntypedStorage], bool]) -> None:
+        """That call has ended.
+
+        Args:
+            has_made: whether this forward made a storage, outside of calls of blocks.
+        """
         self._calls.append(block.casts)
         own = {id(cast.storage) for casts in self._calls for cast in casts}
-        if others := sum(nbytes for storage, nbytes in block.found_casts if id(storage) not in own):
-            self.found[block.name] = max(self.found.get(block.name, 0), others)
+        for ref, nbytes in block.found_casts:
+            storage = ref()
+            if storage is not None and id(ref) not in own and not has_made(storage):
+                self._others[id(ref)] = ref, nbytes, block.name
+
+    def found(self) -> dict[str, int]:
+        """Return by name of a block bytes of casts that another forward made, and that it was the last one to find."""
+        found: dict[str, int] = {}
+        for _, nbytes, name in self._others.values():
+            found[name] = found.get(name, 0) + nbytes
+        return found
 
     def backward_reached(self, after_bytes: int) -> None:
         """Backward has come to a block, and casts of so many bytes live that were made after that."""

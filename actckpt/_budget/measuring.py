@@ -73,7 +73,7 @@ class MeasuredStep:
     sees_backward: bool = False
     #: Per entry of the stack, of the casts of its parameters that live until backward has ended; empty: of none.
     cast_bytes: tuple[int, ...] = ()
-    #: By name of a block, of casts that it found in the cache of autocast: another forward made them.
+    #: By name of a block, of casts that it was the last one to find in the cache of autocast, of another forward.
     casts_found: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def needing(self, needed: Sequence[float]) -> MeasuredStep:
@@ -213,7 +213,7 @@ class _Watched:
             result, block = profiler.call(name, self._blocks[name], forward.original(), args, kwargs)
             forwards.graph.call_ended()
             found.append(block)
-            casts.call_ended(block)
+            casts.call_ended(block, lambda _: True)
             number = len(found) - 1
             _on_gradient(result, lambda: backward_reached(number))
             return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import threading
 from collections.abc import Mapping
@@ -91,7 +92,7 @@ class Watching:
         self._graph.call_ended()
         self.is_trained = self.is_trained or any(tensor.requires_grad for tensor in tensors_in(result))
         self._profiled.append(profiled)
-        self.casts.call_ended(profiled)
+        self.casts.call_ended(profiled, functools.partial(self._live.has_made, since=0))
         output, casts, live = first_tensor(result), self.casts, self._live
         if profiled.casts and output is not None and output.grad_fn is not None:
             num_made = live.num_made
@@ -134,7 +135,7 @@ class Watching:
         flush(self._device)
         profiled = [each.with_input_kept() for each in as_given(profiled, begins(marks))]
         found = cost_table(profiled, stem, between(marks, num_calls, backward_bytes), head, read)
-        return dataclasses.replace(found, casts_found=self.casts.found)
+        return dataclasses.replace(found, casts_found=self.casts.found())
 
 
 def _gathered_bytes(block: torch.nn.Module) -> int:

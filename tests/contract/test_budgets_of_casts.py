@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -321,3 +322,54 @@ def test_a_block_that_was_skipped_at_first_in_an_autocast_of_several_forwards() 
                     for number, each.skipped in enumerate(skips):
                         each(torch.randn(32, 64, generator=torch.Generator().manual_seed(number))).backward()
             assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+class _Stem(_Model):
+    """What all blocks read, the model reads before them; or casts it, and gives that to each block."""
+
+    def __init__(self, gives: bool) -> None:
+        super().__init__("call")
+        self.given = nn.Parameter(torch.randn(64, 64) / 8)
+        self.gives = gives
+        for layer in self.layers:
+            layer.other = None if gives else self.given
+            layer.forward = types.MethodType(_shared_forward, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cast = self.given.to(torch.bfloat16) if self.gives else None
+        x = functional.linear(x, self.given)
+        for layer in self.layers:
+            x = layer(x, cast)
+        return x.float().square().mean()
+
+
+def _shared_forward(block: Any, x: Tensor, cast: Tensor | None) -> Tensor:
+    return x + functional.linear(_Block.forward(block, x), block.other if cast is None else cast)
+
+
+@pytest.mark.parametrize("gives", [False, True])
+def test_casts_that_the_forward_made_outside_of_blocks_are_not_those_of_others(gives: bool) -> None:
+    model, plain = _Stem(gives), _Stem(gives)
+    expected, plain_bytes = _step(plain, 64)
+    actckpt.apply(model, blocks=_Block, activation_budget=plain_bytes, race=False)
+    for _ in range(4):
+        gradients, peak_bytes = _step(model, 64)
+        assert_equal(gradients, expected)
+        plan = actckpt.report(model).plan
+        names = {value.name for block in ([] if plan is None else plan.costs.blocks) for value in block.values}
+        assert "(casts of others)" not in names
+    assert peak_bytes <= plain_bytes
+
+
+def test_a_cast_that_several_blocks_find_counts_once() -> None:
+    model = _Stem(gives=False)
+    actckpt.apply(model, blocks=_Block, activation_budget="100%", race=False)
+    for _ in range(4):
+        _step_of(model, 16, 128)
+    found = [
+        value.nbytes
+        for block in actckpt.report(model).plan.costs.blocks  # type: ignore[union-attr]
+        for value in block.values
+        if value.name == "(casts of others)"
+    ]
+    assert found == [6 * _CASTS + 2 * 64 * 64] or found == [6 * (_CASTS - 2 * 2 * 64) + 2 * 64 * 64]
