@@ -24,6 +24,7 @@ from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.outside_graph import OutsideGraph
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import use_settings
+from actckpt._budget.shapes import Shapes
 from actckpt._budget.turns import Turn
 from actckpt._budget.unmeasured import Unmeasured
 from actckpt._budget.wanted import Wanted
@@ -32,6 +33,7 @@ from actckpt._budget.words import COMPILED, GROWS, NO_OUTPUTS, RETAINED, TWICE
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import storages_of, tensors_in
+from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.plans import Plan
 
 __all__ = ["AlikeSteps"]
@@ -57,8 +59,6 @@ class AlikeSteps:
         #: No block was seen to run; the last forward did not tell where its step ends, and none is
         #: watched before one that does.
         self._is_unseen = self._is_silent = False
-        #: Of this size, the forward that runs, which is of a smaller one; None: it is of this one.
-        self._part: float | None = None
         self._growth, self._casts = Growth(), CachedCasts()
         #: Of the step that was measured before, while it is measured again.
         self._before: tuple[MeasuredStep, float] | None = None
@@ -79,16 +79,25 @@ class AlikeSteps:
         if self._loss is not None:
             self._loss.disturb()
 
-    def begin(self, *, keeps_gradients: bool, part: float | None) -> None:
+    def begin(self, *, keeps_gradients: bool, is_smaller: bool, shapes: Shapes | None) -> None:
         """A forward begins.
 
         Args:
             keeps_gradients: they are there all the time.
-            part: of one of this size, where it is of a smaller one, and runs the plan of this one.
+            is_smaller: it is of a smaller size than these steps, and runs their plan.
+            shapes: what is alive then; None: one of this size.
+        Raises:
+            PlanInfeasibleError: no plan fits; the forward does not run.
         """
         self._plan.keeps_gradients = keeps_gradients
-        self._part, is_smaller = part, part is not None
-        self._alive.begin(self._plan, self._weight)
+        self._alive.begin(self._plan if shapes is None else shapes)
+        try:
+            self._use_plan(is_smaller=is_smaller)
+        except PlanInfeasibleError:
+            self._alive.refused()
+            raise
+
+    def _use_plan(self, *, is_smaller: bool) -> None:
         if self._is_unseen or self._is_silent:
             use_settings(self._forwards, {})
             if self._is_unseen:
@@ -108,10 +117,6 @@ class AlikeSteps:
             use_settings(self._forwards, self._plan.next(is_smaller=is_smaller))
             self._look_at(self._growth.planned_size())
 
-    @property
-    def _weight(self) -> float:
-        return 1.0 if self._part is None else self._part
-
     def _look_at(self, size: PlannedSize) -> None:
         for forward in self._forwards.values():
             forward.planned_size = size
@@ -124,12 +129,16 @@ class AlikeSteps:
         parts = self._forwards, device, self._first_step, OutsideGraph(self._model)
         self._watching = Watching(*parts, offloads=offloads, least_bytes=self._growth.least_bytes)
 
-    def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
-        """A block that runs first was given tensors of so many bytes, more than when it was measured."""
+    def ran_larger(self, name: str, given: tuple[float, ...], *, is_smaller: bool) -> None:
+        """A block that runs first was given tensors of so many bytes, more than when it was measured.
+
+        Args:
+            is_smaller: in a forward of a smaller size.
+        """
         if self._is_unseen:
             self._is_unseen = False  # the next forward is measured
             return
-        if self._part is not None:  # of its size the next one is measured
+        if is_smaller:  # of its size the next one is measured
             use_settings(self._forwards, {})
             self._plan.give_up_observing()
             return
@@ -171,20 +180,26 @@ class AlikeSteps:
         """The thread that watches a forward now, None where none does."""
         return None if self._watching is None else self._watching.thread
 
-    def give_up(self) -> None:
-        """Watch a forward no more whose end nobody told: it was interrupted (no hook is called then)."""
+    def give_up(self) -> bool:
+        """Watch a forward no more that has not ended: it was interrupted (no hook is called then), or calls the model.
+
+        Returns:
+            Whether one was watched.
+        """
+        is_watched = self._watching is not None
         if self._watching is not None:
             self._watching.close()
             self._watching = None
-            self._alive.gone(self._plan, self._weight)
+            self._alive.gone(self._plan)
+        return is_watched
 
     def close(self) -> None:
         """Watch nothing more."""
         self.give_up()
         self._plan.close()
 
-    def end(self, result: Any) -> None:
-        """A forward has ended, also where it failed."""
+    def end(self, result: Any, *, is_smaller: bool, shapes: Shapes | None) -> None:
+        """A forward has ended, also where it failed; it began as this says."""
         self._growth.forward_ended()
         watching, self._watching = self._watching, None
         outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
@@ -192,21 +207,23 @@ class AlikeSteps:
             watching.close()
             watching = None if self._is_too_small(watching) else watching
         if not outputs:  # it failed, or nothing is to be trained
-            self._alive.gone(self._plan, self._weight)
+            self._alive.gone(self._plan if shapes is None else shapes)
             if watching is not None and watching.is_trained and sys.exc_info()[0] is None:
                 self._is_silent = True
                 self._tell(NO_OUTPUTS)
             return
         was_silent, self._is_silent = self._is_silent, False
         loss = None if watching is None else self._taken(watching, outputs)
-        turn = self._plan.turn() if self._part is None else None
+        turn = None if is_smaller else self._plan.turn()
         storages = {id(storage): weakref.ref(storage) for storage in storages_of(outputs)}
 
         def ended() -> None:
             if not was_silent:
                 self._backward_ended(turn, [held for ref in storages.values() if (held := ref()) is not None])
 
-        self._alive.follow(self._plan, self._weight, outputs, lambda: self._backward_begins(loss), ended)
+        self._alive.follow(
+            self._plan if shapes is None else shapes, outputs, lambda: self._backward_begins(loss), ended
+        )
 
     def _is_too_small(self, watching: Watching) -> bool:
         """Return whether a forward was not measured, since it was too small: what was known before is known again."""

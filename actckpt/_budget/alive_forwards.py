@@ -6,8 +6,6 @@ Rule 1. A forward is alive from where it begins to where a backward has released
         that. Those of all sizes that may have plans count (`training` remembers so many).
 Rule 2. Which were alive at once with one of a size is remembered: of all of that size the largest number, of several
         sizes the most that they need at least, and the most that they need in plain training.
-        One that runs the plan of a larger size (NOTE [ Sizes that share a plan ]) counts as the part of a forward of
-        that size which its tensors are.
 Rule 3. Where a size was not measured yet, its forwards are taken to need what the others do until it was.
 Rule 4. Gradients of parameters are there, as far as they count, from the backward of the first of them on: all of them
         are taken to be there all the time, once. Where one backward reads several forwards (of a sum of losses), they
@@ -26,6 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from actckpt import _C
+from actckpt._budget.shapes import Shapes
 from actckpt._budget.shares import Bounds, Part
 from actckpt._budget.unread import UnreadForwards
 from actckpt._core import torch_private
@@ -48,14 +47,14 @@ class AliveForwards:
     """Counts the forwards of a model (NOTE [ Forwards that are alive ])."""
 
     def __init__(self) -> None:
-        self._now: Counter[Size] = Counter()
-        #: As many as they are forwards of that size, those of smaller ones as parts: now, and at most.
-        self._weights: dict[Size, float] = {}
-        self._most: dict[Size, float] = {}
+        self._now: Counter[Size | Shapes] = Counter()
+        self._num_alike: Counter[Size] = Counter()
         #: By size, with forwards of others.
         self._mixed: dict[Size, Part] = {}
         #: Those of which some were not measured.
-        self._unknown: list[dict[Size, float]] = []
+        self._unknown: list[Counter[Size]] = []
+        #: What was known before the forward began that began last.
+        self._before: tuple[Counter[Size], dict[Size, Part], list[Counter[Size]]] | None = None
         self.unread = UnreadForwards()
         #: Of a device, when none was alive.
         self.held_bytes: int | None = None
@@ -65,7 +64,7 @@ class AliveForwards:
         self._are_read_together, self._last_backward = False, -1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_now": Counter(), "_weights": {}}  # those of a copy are others
+        return {**vars(self), "_now": Counter(), "_before": None}  # those of a copy are others
 
     @property
     def num(self) -> int:
@@ -76,32 +75,36 @@ class AliveForwards:
         """Return how many of a size are alive now."""
         return self._now[size]
 
-    def begin(self, size: Size, weight: float) -> None:
-        """A forward begins.
+    def smaller(self) -> list[Shapes]:
+        """Return the shapes of those that are alive and run plans of larger sizes."""
+        return [each for each in +self._now if isinstance(each, Shapes)]
 
-        Args:
-            weight: which part it is of one of this size.
-        """
+    def begin(self, size: Size | Shapes) -> None:
+        """A forward begins; shapes: it runs the plan of a larger size, alone."""
+        self._before = self._num_alike.copy(), dict(self._mixed), list(self._unknown)
         self._now[size] += 1
-        self._weights[size] = self._weights.get(size, 0.0) + weight
-        self._most[size] = max(self._most.get(size, 0.0), self._weights[size])
-        if self.num > self._now[size]:
-            self._note(dict(self._weights))
+        if isinstance(size, Shapes):
+            return
+        self._num_alike[size] = max(self._num_alike[size], self._now[size])
+        planned = Counter({each: num for each, num in self._now.items() if num and not isinstance(each, Shapes)})
+        if len(planned) > 1:
+            self._note(planned)
 
-    def gone(self, size: Size, weight: float) -> None:
+    def refused(self) -> None:
+        """The forward that began last does not run: its plan does not fit."""
+        if self._before is not None:
+            self._num_alike, self._mixed, self._unknown = self._before
+
+    def gone(self, size: Size | Shapes) -> None:
         """A forward has gone: it failed, or nobody can run backward through it any more."""
         self._now[size] -= 1
-        self._weights[size] -= weight
-        if not self._now[size]:
-            del self._weights[size]  # with what rounding left
 
     def part(self, size: Size) -> Part:
         """Return what a forward of a size is of the most that were alive with one."""
-        before, self._unknown = self._unknown, []
-        for each in before:
+        unknown, self._unknown = self._unknown, []
+        for each in unknown:
             self._note(each)
-        unknown = (sum(each.values()) for each in self._unknown if size in each)
-        num = max(self._most.get(size, 0.0), *unknown, 1.0)
+        num = max(self._num_alike[size], *(each.total() for each in self._unknown if size in each), 1)
         found = self._mixed.get(size, Part.of_alike(num))
         whole, num = found.all.most(found.own.times(num)), max(found.num, num)
         return Part(found.own, whole, num, self._are_read_together)
@@ -110,7 +113,7 @@ class AliveForwards:
         """Return what a forward is of any that are alive together."""
         return dataclasses.replace(Part.of_alike(2), are_read_together=self._are_read_together)
 
-    def _note(self, seen: dict[Size, float]) -> None:
+    def _note(self, seen: Counter[Size]) -> None:
         found = [(each, each.bounds, num) for each, num in seen.items()]
         known = [(each, bounds, num) for each, bounds, num in found if bounds is not None]
         if len(known) < len(found):
@@ -120,12 +123,11 @@ class AliveForwards:
         least, plain = (sum(num * getattr(bounds, name) for _, bounds, num in known) for name in ("least", "plain"))
         for each, own, _ in known:
             before = self._mixed.get(each, Part(own, own, 1))
-            self._mixed[each] = Part(own, before.all.most(Bounds(least, plain)), max(before.num, sum(seen.values())))
+            self._mixed[each] = Part(own, before.all.most(Bounds(least, plain)), max(before.num, seen.total()))
 
     def follow(
         self,
-        size: Size,
-        weight: float,
+        size: Size | Shapes,
         outputs: list[Tensor],
         begins: Callable[[], None],
         ended: Callable[[], None],
@@ -133,7 +135,6 @@ class AliveForwards:
         """A forward has ended: see what becomes of it.
 
         Args:
-            weight: as when it began.
             outputs: what it returned that has a graph.
             begins: called where a backward comes to one of the outputs for the first time.
             ended: called where that backward has ended.
@@ -156,11 +157,11 @@ class AliveForwards:
             ended()
 
         def dropped() -> None:
-            self.gone(size, weight)
+            self.gone(size)
 
         def released() -> None:
             if after.detach() is not None:
-                self.gone(size, weight)
+                self.gone(size)
 
         # It lives as long as the graph: where that goes without a last backward, so does the forward.
         after, dropped_unread = _after(reached, dropped), _after(reached, self.unread.forward_dropped)

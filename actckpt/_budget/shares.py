@@ -27,7 +27,7 @@ class Bounds:
         """Plain training needs so many bytes more."""
         return self.plain - self.least
 
-    def times(self, number: float) -> Bounds:
+    def times(self, number: int) -> Bounds:
         """Return those of so many forwards."""
         return Bounds(number * self.least, number * self.plain)
 
@@ -44,19 +44,19 @@ class Part:
     less than all of them need each gets a share of what it needs.
 
     Args:
-        num: how many there are, at most; one that is smaller than a forward of its size counts as a part.
+        num: how many there are, at most.
         are_read_together: one backward reads several of them.
     """
 
     own: Bounds
     all: Bounds
-    num: float
+    num: int
     are_read_together: bool = False
 
     @classmethod
-    def of_alike(cls, num: float) -> Part:
+    def of_alike(cls, num: int) -> Part:
         """Return one of so many, which are alike."""
-        return cls(Bounds(0.0, 1.0), Bounds(0.0, num), num)
+        return cls(Bounds(0.0, 1.0), Bounds(0.0, float(num)), num)
 
     @property
     def is_of_alike(self) -> bool:
@@ -126,9 +126,9 @@ class Share:
         smallest_bytes = math.ceil(self.fixed_bytes + left_bytes) + 1
         needed = f"{format_bytes(error.smallest_bytes)} for the forward that is planned"
         if self.part.num > 1 and self.part.is_of_alike:
-            needed += f", of which {self.part.num:.3g} were alive at once"
+            needed += f", of which {self.part.num} were alive at once"
         elif self.part.num > 1:
-            needed += f", which was alive together with others of other sizes, {self.part.num:.3g} in all"
+            needed += f", which was alive together with others of other sizes, {self.part.num} in all"
         given, smallest = format_bytes(self.given_bytes), format_bytes(smallest_bytes)
         written = f" ({self.given})" if self.given else ""
         return PlanInfeasibleError(

@@ -34,6 +34,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
-from actckpt._budget.known_sizes import KnownSizes, Shapes
+from actckpt._budget.known_sizes import Found, KnownSizes
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
+from actckpt._budget.shapes import Shapes
 from actckpt._budget.wanted import Wanted
 from actckpt._budget.words import CHECKPOINTED, COMPILED, MANY_SIZES
 from actckpt._core import torch_private
@@ -72,8 +74,9 @@ class BudgetedTraining:
         self._numbers, self._alive = RaceNumbers(), AliveForwards()
         self._sizes = KnownSizes(self._another)
         self._current: AlikeSteps | None = None
-        #: Of the forward that runs the plan of a larger size.
-        self._smaller: Shapes | None = None
+        #: By thread, forwards that have begun and not ended, None for those that nothing is done for. There are several
+        #: where a model calls itself.
+        self._begun: defaultdict[int, list[Found | None]] = defaultdict(list)
         #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
         self.is_called = self._keeps_gradients = False
         self._device_type = device_of(model).type
@@ -111,10 +114,12 @@ class BudgetedTraining:
 
     def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
         """A block that runs first was given tensors of so many bytes, more than when it was measured."""
-        if self._smaller is not None:
-            self._sizes.set_apart(self._smaller)
+        begun = self._begun[threading.get_ident()]
+        found = begun[-1] if begun else None
+        if found is not None and found.shapes is not None:
+            self._sizes.set_apart(found.shapes)
         if self._current is not None:
-            self._current.ran_larger(name, given)
+            self._current.ran_larger(name, given, is_smaller=found is not None and found.is_smaller)
 
     def close(self) -> None:
         """Watch the model no more."""
@@ -127,10 +132,13 @@ class BudgetedTraining:
         return AlikeSteps(self._model, self._forwards, self._wanted, self._told, self._numbers, self._alive)
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
-            return
         if torch.compiler.is_compiling():
-            _tell_compiled()
+            if torch.is_grad_enabled():
+                _tell_compiled()
+            return
+        begun = self._begun[threading.get_ident()]
+        begun.append(None)
+        if not torch.is_grad_enabled():
             return
         if torch_private.innermost_transform() is not None:  # tensors of torch.func have no bytes of their own
             use_settings(self._forwards, {})
@@ -146,22 +154,26 @@ class BudgetedTraining:
                 "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step "
                 "before other threads begin."
             )
-        if self._current is not None:
-            self._current.give_up()
+        if self._current is not None and self._current.give_up():
+            begun[:] = [each if each is None or each.steps is not self._current else None for each in begun]
         for steps in self._sizes:
             steps.disturb()
-        self._current, part = self._sizes.find(shapes)
-        self._smaller = None if part is None else shapes
+        for smaller in self._alive.smaller():
+            self._sizes.set_apart(smaller)
+        found = self._sizes.find(shapes, is_alone=not self._alive.num)
+        self._current = found.steps
         if self._current is None:
             use_settings(self._forwards, {})
             if MANY_SIZES not in self._told:
                 self._told.add(MANY_SIZES)
                 warn_user(MANY_SIZES.format(self.model_name))
         else:
-            self._current.begin(keeps_gradients=self._keeps_gradients, part=part)
+            begun[-1] = found
+            keeps_gradients = self._keeps_gradients
+            self._current.begin(keeps_gradients=keeps_gradients, is_smaller=found.is_smaller, shapes=found.shapes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_parameters": None}  # those of a copy are others
+        return {**vars(self), "_parameters": None, "_begun": defaultdict(list)}  # those of a copy are others
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -191,8 +203,10 @@ class BudgetedTraining:
         return self._current is not None and self._current.watching_thread not in (None, threading.get_ident())
 
     def _end(self, _: torch.nn.Module, args: Any, result: Any) -> None:
-        if self._is_watched_elsewhere():
+        if torch.compiler.is_compiling():
             return
-        is_step = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if is_step and torch_private.innermost_transform() is None and self._current is not None:
-            self._current.end(result)
+        begun = self._begun[threading.get_ident()]
+        found = begun.pop() if begun else None  # it did not begin where a hook that runs earlier failed
+        if found is not None and found.steps is not None:
+            self._current = found.steps
+            found.steps.end(result, is_smaller=found.is_smaller, shapes=found.shapes)

@@ -85,6 +85,45 @@ def test_a_forward_that_fails_is_told_nothing_and_has_a_plan_where_it_works() ->
     assert actckpt.report(model).plan is not None
 
 
+def test_a_forward_that_ends_before_it_began_does_not_count() -> None:
+    """Another hook fails, or the model is called where a budget has no meaning: what is alive is counted right."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if args[0].shape[0] == 7:
+            raise ValueError("seven rows")
+
+    model, plain = Model("loss"), Model("loss")
+    model.register_forward_pre_hook(refuse)
+    actckpt.apply(model, activation_budget="90%")
+    for _ in range(3):
+        model.step()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="seven rows"):
+            model(torch.ones(7, 16))
+        with pytest.raises(BlocksError):
+            actckpt.checkpoint(model, torch.ones(8, 16))
+        for each in (model, plain):
+            each.zero_grad()
+            torch.manual_seed(1)
+            for loss in [each(torch.ones(8, 16)) for _ in range(2)]:
+                loss.backward()
+        assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert_equal(model.step(), plain.step())
+
+
+@pytest.mark.parametrize("other_rows", [4, 8])
+def test_a_model_that_calls_itself_trains_like_plain(other_rows: int) -> None:
+    class Recursive(Model):
+        def forward(self, x: Tensor, inner: bool = True) -> Any:
+            loss = super().forward(x)
+            return loss + self(x[:other_rows] * 2, False) if inner else loss
+
+    model, plain = Recursive("loss"), Recursive("loss")
+    actckpt.apply(model, blocks="blocks.*", activation_budget="90%", race=False)
+    for _ in range(5):
+        assert_equal(model.step(), plain.step())
+
+
 def test_a_backward_through_a_backward_is_told_once_and_has_plain_gradients() -> None:
     def step(model: Model) -> list[Tensor]:
         model.zero_grad()
