@@ -33,71 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt._budget import node_bytes
 from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
 from actckpt._core.subclasses import plain_parts
 
 __all__ = ["MOST_NODES", "OutsideGraph", "Read"]
 
-#: What these nodes give back are views of the gradient of their result (Rule 2).
-_GIVE_VIEWS = ("CatBackward", "StackBackward")
-#: And these give back what they take, or views of that.
-_GIVE_WHAT_THEY_TAKE = (
-    *("AddBackward", "AliasBackward", "CatBackward", "ExpandBackward", "PermuteBackward", "ReshapeAliasBackward"),
-    *("SqueezeBackward", "StackBackward", "TBackward", "TransposeBackward"),
-    *("UnsafeViewBackward", "UnsqueezeBackward", "ViewBackward"),
-)
-#: These are several operators. By how many tensors of the larger size they make on the way; most others are one kernel.
-#: Measured: tests/unit/budget/test_outside_graph.py has all of which torch has functions.
-_MAKE_MORE: dict[int, tuple[str, ...]] = {
-    1: (
-        *("AbsBackward", "AmaxBackward", "AminBackward", "BinaryCrossEntropyBackward"),
-        *("BinaryCrossEntropyWithLogitsBackward", "ClampBackward", "ClampMaxBackward", "ClampMinBackward"),
-        *("CopysignBackward", "CoshBackward", "DigammaBackward", "DivBackward", "Exp2Backward", "Expm1Backward"),
-        *("FmaxBackward", "FminBackward", "FmodBackward", "GatherBackward", "HypotBackward", "I0Backward"),
-        *("IndexBackward", "IndexSelectBackward", "LerpBackward", "LgammaBackward"),
-        *("LinalgEighBackward", "LinalgSolveExBackward", "LinalgSolveTriangularBackward", "LinalgSvdBackward"),
-        *("Log10Backward", "Log1PBackward", "Log2Backward", "MaskedSelectBackward", "MaxBackward", "MaximumBackward"),
-        *("MedianBackward", "MinBackward", "MinimumBackward", "NanToNumBackward", "NanmedianBackward"),
-        *(
-            "NansumBackward",
-            "NextafterBackward",
-            "NormBackward",
-            "PolygammaBackward",
-            "PowBackward2",
-            "PreluKernelBackward",
-        ),
-        *("RemainderBackward", "SinBackward", "SinhBackward", "SortBackward", "SqrtBackward", "StdBackward"),
-        *("TakeBackward", "UnsafeMaskedIndexBackward", "VarBackward"),
-    ),
-    2: (
-        *("AsStridedBackward", "AtanBackward", "CdistBackward", "CholeskyInverseBackward", "CholeskySolveBackward"),
-        *(
-            "CosBackward",
-            "CumsumBackward",
-            "DistBackward",
-            "LdexpBackward",
-            "LinalgInvExBackward",
-            "LogsumexpBackward",
-            "PowBackward0",
-        ),
-        *("ReciprocalBackward", "RsqrtBackward", "SpecialXlog1PyBackward", "TanBackward", "TraceBackward"),
-        "XlogyBackward",
-    ),
-    3: (
-        *("AcoshBackward", "AddcdivBackward", "AsinhBackward", "AtanhBackward", "LinalgDetBackward"),
-        *("Logaddexp2Backward", "LogaddexpBackward", "SpecialEntrBackward", "SpecialErfcxBackward"),
-    ),
-    4: (
-        *("AsinBackward", "ErfBackward", "ErfcBackward", "ErfinvBackward", "LinalgVectorNormBackward", "PowBackward1"),
-        *("SpecialI0EBackward", "SpecialNdtriBackward"),
-    ),
-    5: ("AcosBackward", "Atan2Backward", "ProdBackward", "SpecialI1Backward"),
-    6: ("MvlgammaBackward", "SpecialLogNdtrBackward"),
-    7: ("LogcumsumexpBackward", "SincBackward", "SpecialI1EBackward"),
-    8: ("CumprodBackward", "LinalgMatrixExpBackward", "RenormBackward"),
-    12: ("LinalgPinvBackward",),
-}
 #: So many nodes are looked at (Rule 4).
 MOST_NODES = 5000
 #: Of the gradient of a tensor: the node that takes it, or the id of a leaf, and which of its results the tensor is.
@@ -227,26 +169,8 @@ def _passing_bytes(node: Any) -> tuple[int, int]:
     Returns:
         While it runs, and once it has run.
     """
-    name = type(node).name(node)
-    taken = _taken_bytes(node)
-    if name.startswith(_GIVE_WHAT_THEY_TAKE):
-        return taken, taken
-    given = sum(torch_private.gradient_bytes(*edge) for edge in node.next_functions if not _is_of_leaf(edge[0]))
-    # Of the type: the node's own would unpack what was saved.
-    saves_result = hasattr(type(node), "_saved_result") or isinstance(node, torch.autograd.function.BackwardCFunction)
-    num_more = next((num for num, names in _MAKE_MORE.items() if name.startswith(names)), 0)
-    return taken + given + num_more * max(taken, given) + (taken if saves_result else 0), given
-
-
-def _taken_bytes(node: Any) -> int:
-    return sum(torch_private.gradient_bytes(node, index) for index in range(torch_private.num_gradients(node)))
-
-
-def _is_of_leaf(node: Any) -> bool:
-    """Return whether a node adds up the gradient of a leaf, also of a transposed one: they count with parameters."""
-    if type(node).__name__.startswith("TBackward"):
-        node = node.next_functions[0][0]
-    return node is None or type(node).__name__ == "AccumulateGrad"
+    running, left = node_bytes.running_bytes(node)
+    return running + node_bytes.saves_result(node) * node_bytes.taken_bytes(node), left
 
 
 class _Walk:
@@ -284,7 +208,7 @@ class _Walk:
                     lives = self._made_before(torch_private.sequence_number(node))
                     given = [edge for edge in node.next_functions if edge[0] is not None]
                     self._outside.append((made, lives, _passing_bytes(node), given))
-                viewed = node if type(node).name(node).startswith(_GIVE_VIEWS) else None
+                viewed = node if node_bytes.gives_views(node) else None
                 left.extend((made, each, index, viewed) for each, index in node.next_functions if each is not None)
 
     def backward_bytes(self) -> dict[int, int]:

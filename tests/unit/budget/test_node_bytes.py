@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from actckpt._budget import outside_graph
+from actckpt._budget import node_bytes
 from actckpt.memory import LiveStorages
 
 SIZE = 64
@@ -96,8 +96,8 @@ def _ran(function: Callable[..., Tensor], num: int) -> tuple[Any, int, int]:
     node = result.grad_fn
     assert node is not None and {each for each, _ in node.next_functions} <= {x.grad_fn for x in inner} | {None}
     gradient = torch.ones_like(result)
-    num_taken, _ = outside_graph._passing_bytes(node)
-    taken = outside_graph._taken_bytes(node)
+    num_taken, _ = node_bytes.running_bytes(node)
+    taken = node_bytes.taken_bytes(node)
     saves_result = hasattr(type(node), "_saved_result")
     with LiveStorages() as live:
         torch.autograd.grad(result, inner, gradient)
@@ -120,6 +120,6 @@ def test_no_node_needs_more_than_it_is_taken_to_need(function: Any, num: int) ->
 
 def test_every_name_is_one_of_a_node() -> None:
     made = {type(_ran(function, num)[0]).__name__ for function, num in _functions()}
-    for names in outside_graph._MAKE_MORE.values():
+    for names in node_bytes.MAKE_MORE.values():
         for name in names:
             assert name in UNSEEN or any(each.startswith(name) for each in made), name
