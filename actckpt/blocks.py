@@ -148,8 +148,7 @@ def apply(
             the fastest stays. Each kind of step has a plan of its own: sizes of inputs, autocast, training or
             evaluation mode, what is trained; after 16 of them smaller sizes run the plans of larger ones.
             `actckpt.report(model).plan` is the plan, None until it is made. What is computed from outputs of the model
-            is taken to need four times their bytes, unless a device's allocator tells; of a loss that the model returns
-            and backward begins with, nothing is.
+            counts as its graph shows, or as a device's allocator tells.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.

@@ -276,6 +276,7 @@ class AlikeSteps:
         self._plan.backward_ended()
         if self._plan.held_output_bytes is None:
             held_bytes = float(sum(storage.nbytes() for storage in held))
+            held_bytes += 0.0 if self._loss is None else self._loss.held_bytes
             self._plan.held_output_bytes = held_bytes
             if self._first_step is not None and self._loss is not None and self._plan.measured is not None:
                 measured = self._casts.completed(self._loss.added(self._plan.measured))

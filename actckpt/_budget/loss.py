@@ -2,36 +2,36 @@
 
 NOTE [ Loss ]
 
-Rule 1. What a program computes from an output, and backward goes through, is taken to need four times the bytes of the
-        output, which is what `outputs.square().mean()` needs. Of the others, which backward begins with or does not
-        come to, once their bytes are taken to be needed: their gradients, and what is computed without any. Once
-        their bytes are taken to be saved for backward of those that are read.
-Rule 2. Which is which shows when backward comes to the first of the outputs. The graph is walked from what it began
-        with, to nodes that were made before the forward of the model had ended.
-Rule 3. It is not known where another forward of the model began before that backward had ended, as both may lead to one
-        loss; where backward is asked to retain the graph, as another one may follow; where it began elsewhere than in
-        this thread; and where the graph is too large to look at. Then something is taken to be computed from all
-        outputs.
+Rule 1. When backward comes to the first of the outputs, its graph shows what a program computed from which of them. It
+        is walked from what backward began with, to nodes that were made before the forward of the model had ended;
+        what these nodes needed is told by them (NOTE [ The graph of a loss ]).
+Rule 2. Of outputs that backward begins with, or does not come to, once their bytes are taken to be needed: their
+        gradients, and what is computed without any.
+Rule 3. The graph is not known where another forward of the model began before that backward had ended, as both may lead
+        to one loss; where backward is asked to retain the graph, as another one may follow; where it began elsewhere
+        than in this thread; and where the graph is too large to look at. Then what is computed from each output is
+        taken to need four times its bytes, which is what `outputs.square().mean()` needs, and to save them once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 from torch import Tensor
 
 from actckpt._budget.class_names import AFTER
+from actckpt._budget.loss_graph import Key, LossBytes, key_of, loss_bytes
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.outside_graph import MOST_NODES
 from actckpt._core import torch_private
+from actckpt._core.storages import storages_of
 
 __all__ = ["Loss"]
 
-#: Number of a node, which does not hold the graph as a node would, and which of its results a tensor is.
-_Key = tuple[int, int]
-#: Times the bytes of an output (Rule 1).
-_READ, _NOT_READ = 4, 1
+#: Times the bytes of an output (Rule 3).
+_UNKNOWN = 4
 
 
 class Loss:
@@ -46,9 +46,15 @@ class Loss:
         """
         self._held_bytes = held_bytes
         self._made = torch_private.next_sequence_number()
-        self._outputs = {_key(each.grad_fn, each.output_nr): each.nbytes for each in outputs}
-        #: From which outputs something is computed.
+        self._outputs = {key_of(each.grad_fn, each.output_nr): each.nbytes for each in outputs}
+        self._storages = [
+            (key_of(each.grad_fn, each.output_nr), id(storage), weakref.ref(storage), storage.nbytes())
+            for each in outputs
+            for storage in storages_of(each)
+        ]
+        #: From which outputs something is computed, and what that needs; None: it is not known.
         self._read = set(self._outputs)
+        self._found: LossBytes | None = None
         self._is_alone = True
 
     def disturb(self) -> None:
@@ -59,37 +65,50 @@ class Loss:
     def backward_begins(self) -> None:
         """Backward has come to the first of the outputs, whose hook calls this."""
         roots = torch_private.backward_roots()
-        if self._is_alone and roots is not None and not torch_private.keeps_graph():
-            self._read = self._read_from(roots)
+        if not self._is_alone or roots is None or torch_private.keeps_graph():
+            return
+        nodes = self._nodes(roots)
+        if nodes is not None:
+            edges = {key_of(*edge) for node in nodes for edge in node.next_functions if edge[0] is not None}
+            self._read = edges & self._outputs.keys()
+            self._found = loss_bytes(nodes, self._gone())
 
-    def _read_from(self, nodes: list[Any]) -> set[_Key]:
-        found, seen, left = set[_Key](), set[Any](), [node for node in nodes if self._is_of_loss(node)]
+    def _nodes(self, roots: list[Any]) -> set[Any] | None:
+        """Return the nodes of what was computed from outputs, None where there are too many."""
+        found, left = set[Any](), [node for node in roots if self._is_of_loss(node)]
         while left:
             node = left.pop()
-            if node in seen:
+            if node in found:
                 continue
-            if len(seen) == MOST_NODES:
-                return set(self._outputs)
-            seen.add(node)
-            edges = [edge for edge in node.next_functions if edge[0] is not None]
-            found |= {_key(*edge) for edge in edges}
-            left += [node for node, _ in edges if self._is_of_loss(node)]
+            if len(found) == MOST_NODES:
+                return None
+            found.add(node)
+            left += [each for each, _ in node.next_functions if each is not None and self._is_of_loss(each)]
         return found
 
     def _is_of_loss(self, node: Any) -> bool:
         return torch_private.sequence_number(node) >= self._made and type(node).__name__ != "AccumulateGrad"
 
+    def _gone(self) -> dict[Key, int]:
+        """Return the bytes of outputs that do not exist any more, each storage once."""
+        once = {number: (key, storage, nbytes) for key, number, storage, nbytes in self._storages}
+        return {key: nbytes for key, storage, nbytes in once.values() if storage() is None}
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes of what the program computed from outputs and holds while the model runs backward."""
+        return self._found.held if self._is_alone and self._found is not None else 0.0
+
     def added(self, measured: MeasuredStep) -> MeasuredStep:
         """Return a step that was measured up to the end of its forward with what is computed from the outputs."""
-        read = self._read if self._is_alone else self._outputs
-        nbytes = sum(nbytes * (_READ if key in read else _NOT_READ) for key, nbytes in self._outputs.items())
-        saved_bytes = self._held_bytes + sum(nbytes for key, nbytes in self._outputs.items() if key in read)
+        outputs_bytes = sum(self._outputs.values())
+        if self._is_alone and self._found is not None:
+            nbytes = self._found.needed + sum(self._outputs[key] for key in self._outputs.keys() - self._read)
+            saved_bytes = self._held_bytes + self._found.saved
+        else:
+            nbytes, saved_bytes = float(_UNKNOWN * outputs_bytes), self._held_bytes + outputs_bytes
         head = measured.costs.classes[AFTER]
-        needed = max(head.working_set_bytes, self._held_bytes + nbytes)
+        needed = max(head.working_set_bytes + self.held_bytes, self._held_bytes + nbytes)
         classes = {**measured.costs.classes, AFTER: dataclasses.replace(head, working_set_bytes=needed)}
         costs = dataclasses.replace(measured.costs, classes=classes)
         return dataclasses.replace(measured, costs=costs, saved_after_blocks_bytes=saved_bytes)
-
-
-def _key(node: Any, index: int) -> _Key:
-    return torch_private.sequence_number(node), index

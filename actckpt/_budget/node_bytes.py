@@ -8,7 +8,17 @@ import torch
 
 from actckpt._core import torch_private
 
-__all__ = ["MAKE_MORE", "gives_views", "is_of_leaf", "is_view", "running_bytes", "saves_operands", "saves_result", "taken_bytes"]
+__all__ = [
+    "MAKE_MORE",
+    "gives_views",
+    "gives_what_it_takes",
+    "is_of_leaf",
+    "is_view",
+    "running_bytes",
+    "saves_operands",
+    "saves_result",
+    "taken_bytes",
+]
 
 #: What these nodes give back are views of the gradient of their result.
 _GIVE_VIEWS = ("CatBackward", "StackBackward")
@@ -117,6 +127,11 @@ def saves_result(node: Any) -> bool:
     """Return whether a node saved its result, or may have."""
     # Of the type: the node's own would unpack what was saved.
     return hasattr(type(node), "_saved_result") or isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def saves_operands(node: Any) -> bool:
+    """Return whether a node saved what it was given, or may have."""
+    return any(name.startswith("_raw_saved_") and name != "_raw_saved_result" for name in dir(type(node)))
 
 
 def is_of_leaf(node: Any) -> bool:

@@ -12,8 +12,8 @@ Rule 2. In the first step of each size (shapes and dtypes of what the model is c
         and blocks are profiled (NOTE [ Profiling a block ]). Until its backward has ended, further forwards are
         checkpointed as well. Sizes that these do not show are seen later (NOTE [ Sizes inside of a model ]). After so
         many sizes smaller ones run the plans of larger ones (NOTE [ Sizes that share a plan ]).
-        What is computed from the model's outputs (a loss, its intermediate results, gradients) is guessed from which of
-        them are read (NOTE [ Loss ]), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive
+        What is computed from the model's outputs (a loss, its intermediate results, gradients) is read from its graph
+        (NOTE [ Loss ]), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive
         when that backward has ended are held by the program, and taken to be in every backward. Where not everything
         fits, plans are made for 2 % less than the budget.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at

@@ -126,6 +126,15 @@ def gradient_bytes(node: Any, index: int) -> int:
         return 0
 
 
+def node_of(tensor: torch.Tensor) -> Any | None:
+    """Return the node that made a tensor, None where torch does not tell: of some views that were written to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.grad_fn
+        except RuntimeError:
+            return None
+
+
 def num_gradients(node: Any) -> int:
     """Return how many gradients a node takes, 0 where torch does not tell."""
     try:

@@ -96,13 +96,11 @@ def _ran(function: Callable[..., Tensor], num: int) -> tuple[Any, int, int]:
     node = result.grad_fn
     assert node is not None and {each for each, _ in node.next_functions} <= {x.grad_fn for x in inner} | {None}
     gradient = torch.ones_like(result)
-    num_taken, _ = node_bytes.running_bytes(node)
-    taken = node_bytes.taken_bytes(node)
-    saves_result = hasattr(type(node), "_saved_result")
+    running, _ = node_bytes.running_bytes(node)
     with LiveStorages() as live:
         torch.autograd.grad(result, inner, gradient)
     # The gradient that it takes, and what it saved, are there already.
-    return node, num_taken - taken * (1 + saves_result), live.peak_bytes
+    return node, running - node_bytes.taken_bytes(node), live.peak_bytes
 
 
 def _functions() -> Iterator[tuple[Callable[..., Tensor], int]]:

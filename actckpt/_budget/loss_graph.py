@@ -1,0 +1,186 @@
+"""How much memory a backward needs in what a program computed from the outputs of a model, by the graph of autograd.
+
+NOTE [ The graph of a loss ]
+
+Rule 1. It is read where backward comes to the first output: by then it has run what is read here, and has released what
+        that saved. So sizes are those of gradients, and what a node saved is what its type can save: its result, or all
+        that it was given.
+Rule 2. Backward runs nodes in the order of their numbers, the last one first. When it runs one, there are: what the
+        program holds, what this node and those before it saved, gradients that wait for nodes before it, the gradients
+        that it takes and gives, and what it makes on the way (`node_bytes`). What it gives is added to what waits, out
+        of place.
+Rule 3. What the program holds are the results of which tensors exist: all tensors of the process are looked at, once.
+        Outputs that it does not hold are gone from where nothing needs them that saved them.
+Rule 4. What a node was given that has no gradient (targets, masks, factors) is taken to be as large as the largest
+        gradient of that node, and to have been made by the program, where its type can save that.
+Rule 5. In the forward each result is made beside what its node was given, and beside all that is saved or held by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from actckpt._budget import node_bytes
+from actckpt._core import torch_private
+from actckpt._core.storages import storages_of
+
+__all__ = ["Key", "LossBytes", "key_of", "loss_bytes"]
+
+#: Number of a node, which does not hold the graph as a node would, and which of its results a tensor is.
+Key = tuple[int, int]
+#: Bytes of a number, which a loss mostly is: they do not count as held.
+_NUMBER = 8
+#: Where nothing releases it.
+_NEVER = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class LossBytes:
+    """What is computed from outputs.
+
+    Args:
+        needed: the most at once, beside what there was when the forward of the model had ended.
+        saved: for its backward, without outputs.
+        held: of its results by the program, when backward has come to the outputs.
+    """
+
+    needed: float
+    saved: float
+    held: float
+
+
+def key_of(node: Any, index: int) -> Key:
+    """Return what tells a result of a node apart from all others."""
+    return torch_private.sequence_number(node), index
+
+
+def loss_bytes(nodes: Iterable[Any], gone: Mapping[Key, int]) -> LossBytes:
+    """Return what backward needs in some nodes, and the forward that made them.
+
+    Args:
+        nodes: all that backward went through before it came to an output.
+        gone: the bytes of outputs that do not exist any more.
+    """
+    return _Graph(list(nodes), gone).bytes()
+
+
+class _Graph:
+    """Nodes, and which of their results live how long."""
+
+    def __init__(self, nodes: list[Any], gone: Mapping[Key, int]) -> None:
+        self._nodes = sorted(nodes, key=torch_private.sequence_number, reverse=True)
+        self._numbers = {torch_private.sequence_number(node) for node in nodes}
+        self._gone = gone
+        #: Results that are memory of their own.
+        self._made = {
+            key_of(node, index): torch_private.gradient_bytes(node, index)
+            for node in self._nodes
+            if not node_bytes.is_view(node)
+            for index in range(torch_private.num_gradients(node))
+        }
+        self._held = set[Key]()
+        for node, tensor in _tensors_of(set(nodes)):
+            key = self._base(node, tensor.output_nr)
+            self._held.add(key)
+            if key in self._made:  # the result of `mse_loss` is a number in the memory of all that it is the mean of
+                nbytes = sum(storage.nbytes() for storage in storages_of(tensor))
+                self._made[key] = max(self._made[key], nbytes)
+        #: The number of the last node that backward runs of those that saved a tensor.
+        self._until: dict[Key, int] = {}
+        for node in self._nodes:
+            self._note_saved(node)
+
+    def _note_saved(self, node: Any) -> None:
+        number = torch_private.sequence_number(node)
+        if node_bytes.saves_operands(node):
+            self._until.update((self._base(*edge), number) for edge in node.next_functions if edge[0] is not None)
+        if node_bytes.saves_result(node):
+            for index in range(torch_private.num_gradients(node)):
+                self._until[self._base(node, index)] = number
+
+    def _base(self, node: Any, index: int) -> Key:
+        """Return the tensor of whose memory a result is a view."""
+        while torch_private.sequence_number(node) in self._numbers and node_bytes.is_view(node):
+            node, index = next(edge for edge in node.next_functions if edge[0] is not None)
+        return key_of(node, index)
+
+    def bytes(self) -> LossBytes:
+        """Return what there is at most, and in between."""
+        held = sum(nbytes for key, nbytes in self._made.items() if key in self._held and nbytes > _NUMBER)
+        saved = sum(nbytes for key, nbytes in self._made.items() if key in self._until)
+        saved += sum(map(_constant_bytes, self._nodes))
+        return LossBytes(max(self._forward_bytes(), self._backward_bytes()), saved, held)
+
+    def _forward_bytes(self) -> float:
+        found = kept = 0
+        for node in reversed(self._nodes):
+            kept += _constant_bytes(node)
+            new = {key: self._made.get(key, 0) for key in self._results(node)}
+            given = {self._base(*edge) for edge in node.next_functions if edge[0] is not None}
+            passing = sum(self._made.get(key, 0) for key in given if not self._is_kept(key))
+            found = max(found, kept + passing + sum(new.values()))
+            kept += sum(nbytes for key, nbytes in new.items() if self._is_kept(key))
+        return found
+
+    def _results(self, node: Any) -> list[Key]:
+        return [key_of(node, index) for index in range(torch_private.num_gradients(node))]
+
+    def _is_kept(self, key: Key) -> bool:
+        return key in self._held or key in self._until
+
+    def _backward_bytes(self) -> float:
+        released: defaultdict[int, int] = defaultdict(int)
+        for key, nbytes in itertools.chain(self._made.items(), self._gone.items()):
+            if key not in self._held:
+                released[self._until.get(key, _NEVER)] += nbytes
+        live = sum(nbytes for key, nbytes in self._made.items() if self._is_kept(key))
+        live += sum(map(_constant_bytes, self._nodes))
+        live -= sum(nbytes for key, nbytes in self._gone.items() if key not in self._until)
+        waiting: dict[Key, int] = {}
+        found = 0 if not self._nodes else -math.inf
+        for node in self._nodes:
+            for key in self._results(node):
+                waiting.pop(key, None)
+            others = live + sum(waiting.values())
+            running, _ = node_bytes.running_bytes(node)
+            found = max(found, others + running, others + self._give(node, waiting))
+            number = torch_private.sequence_number(node)
+            live -= released[number] + _constant_bytes(node)
+        return found
+
+    def _give(self, node: Any, waiting: dict[Key, int]) -> int:
+        """Add what a node gives to what waits; return how many bytes there are of it at most, with the largest sum."""
+        given, sums = 0, [0]
+        shares = node_bytes.gives_what_it_takes(node)
+        for edge in node.next_functions:
+            if node_bytes.is_of_leaf(edge[0]):
+                continue
+            key, nbytes = key_of(*edge), torch_private.gradient_bytes(*edge)
+            if key in waiting:
+                sums.append(nbytes)
+            waiting[key] = nbytes if key in waiting or not (shares and given) else 0
+            given += nbytes if not (shares and given) else 0
+        return given + max(sums)
+
+
+def _constant_bytes(node: Any) -> int:
+    """Return the bytes of what a node saved that has no gradient (Rule 4)."""
+    edges = node.next_functions
+    if all(edge[0] is not None for edge in edges) or not node_bytes.saves_operands(node):
+        return 0
+    return max(torch_private.gradient_bytes(*edge) for edge in edges if edge[0] is not None)
+
+
+def _tensors_of(nodes: set[Any]) -> list[tuple[Any, Tensor]]:
+    """Return the tensors that exist of what nodes made, each with its node (Rule 3)."""
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+    found = ((torch_private.node_of(tensor), tensor) for tensor in tensors)
+    return [(node, tensor) for node, tensor in found if node in nodes]
