@@ -143,10 +143,10 @@ def apply(
         **options: keywords of `checkpoint`, or of `offload`, for every block. In place of a policy, a budget:
             `budget` (all memory) or `activation_budget`, as in `actckpt.plan`, with `optimizer`, `pins` and `race`. The
             plan is then made while the model trains: the first step runs with all blocks checkpointed and measures;
-            from the second on the fastest plan that is predicted to fit runs; with `race` (on unless `pins` are given,
-            several ranks train, or the model is on a device) it takes turns with simple choices in the next steps, and
-            the fastest stays. Each kind of step has a plan of its own: sizes of inputs, autocast, training or
-            evaluation mode, what is trained; after 16 of them smaller sizes run the plans of larger ones.
+            from the second on the fastest plan that is predicted to fit runs; with `race` (the default; `pins` leave
+            nothing to choose) it takes turns with simple choices in the next steps, where they may be as fast, and the
+            fastest stays. Each kind of step has a plan of its own: sizes of inputs, autocast, training or evaluation
+            mode, what is trained; after 16 of them smaller sizes run the plans of larger ones.
             `actckpt.report(model).plan` is the plan, None until it is made. What is computed from outputs of the model
             counts as its graph shows, or as a device's allocator tells.
     Returns:
