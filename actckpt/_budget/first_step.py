@@ -168,7 +168,7 @@ class FirstStep:
             needed[before] = max(needed[before], self._bytes_before(number, ended) - counted)
         costs = measured.needing(needed).costs
         classes = {**costs.classes, costs.stack[-1]: self._timed(costs.blocks[-1])}
-        return dataclasses.replace(measured, costs=dataclasses.replace(costs, classes=classes))
+        return dataclasses.replace(measured, costs=dataclasses.replace(costs, classes=classes), loss_more_bytes=0.0)
 
     def _timed(self, head: BlockClass) -> BlockClass:
         """Return the head with no more seconds than it can take (Rule 5)."""

@@ -108,7 +108,9 @@ class Loss:
         else:
             nbytes, saved_bytes = float(_UNKNOWN * outputs_bytes), self._held_bytes + outputs_bytes
         head = measured.costs.classes[AFTER]
-        needed = max(head.working_set_bytes + self.held_bytes, self._held_bytes + nbytes)
-        classes = {**measured.costs.classes, AFTER: dataclasses.replace(head, working_set_bytes=needed)}
+        own_bytes = head.working_set_bytes + self.held_bytes
+        more_bytes = max(self._held_bytes + nbytes - own_bytes, 0.0)
+        classes = {**measured.costs.classes, AFTER: dataclasses.replace(head, working_set_bytes=own_bytes + more_bytes)}
         costs = dataclasses.replace(measured.costs, classes=classes)
-        return dataclasses.replace(measured, costs=costs, saved_after_blocks_bytes=saved_bytes)
+        found = dataclasses.replace(measured, costs=costs, saved_after_blocks_bytes=saved_bytes)
+        return dataclasses.replace(found, loss_more_bytes=more_bytes)

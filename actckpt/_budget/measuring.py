@@ -69,6 +69,9 @@ class MeasuredStep:
     parameters: tuple[tuple[str, ...], ...]
     #: What is saved for backward after the last block: in the model, and of what is computed from its outputs.
     saved_after_blocks_bytes: float = 0.0
+    #: So much more than what runs in the model after the last block needs what is computed from its outputs. Gradients
+    #: of parameters are there once that has run backward.
+    loss_more_bytes: float = 0.0
     #: Whether working sets of what runs outside of blocks are those of a backward that was watched, too.
     sees_backward: bool = False
     #: Per entry of the stack, of the casts of its parameters that live until backward has ended; empty: of none.

@@ -84,6 +84,8 @@ class Meter:
             if self._sums:  # also with those of blocks, which were profiled with the gradients themselves
                 added_bytes = max(added_bytes, *map(_bytes_of_gradient, each), 0)
             found.append((self._gradient_bytes(each, num_uses), added_bytes))
+        nbytes, added_bytes = found[0]
+        found[0] = nbytes, max(added_bytes - int(measured.loss_more_bytes), 0)
         for name, old, (nbytes, added_bytes) in zip(measured.names, costs.stack, reversed(found), strict=True):
             new = f"{old}, {nbytes + added_bytes}" if nbytes + added_bytes and name is not None else old
             needed = costs.classes[old].working_set_bytes + added_bytes

@@ -166,11 +166,21 @@ def _edges(value: Any) -> list[_Edge]:
 def _passing_bytes(node: Any) -> tuple[int, int]:
     """Return the bytes of the gradients that a node takes and gives, with its result if it saved that, and those left.
 
+    The largest gradient of a leaf counts with parameters, and so does a node that turns that around.
+
     Returns:
         While it runs, and once it has run.
     """
+    if node_bytes.is_of_leaf(node):
+        return 0, 0
+    leaves = [torch_private.gradient_bytes(*edge) for edge in node.next_functions if _is_leaf(edge[0])]
+    others = sum(leaves) - max(leaves, default=0)
     running, left = node_bytes.running_bytes(node)
-    return running + node_bytes.saves_result(node) * node_bytes.taken_bytes(node), left
+    return running + others + node_bytes.saves_result(node) * node_bytes.taken_bytes(node), left + others
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is not None and node_bytes.is_of_leaf(node)
 
 
 class _Walk:

@@ -112,3 +112,31 @@ def test_what_was_made_before_a_node_and_is_alive_is_known() -> None:
     nodes = [tensor.grad_fn._sequence_nr() for tensor in (first, second, third)]
     assert [made_before(node) for node in nodes] == [0, 1024, 2048]
     assert made_before(torch._C._autograd._get_sequence_nr()) == 3072
+
+
+@pytest.mark.parametrize("where", ["stem", "head"])
+def test_the_gradient_of_a_large_weight_outside_of_blocks_counts_once(where: str) -> None:
+    """With few rows it is most of a step."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        blocks = [Mlp(DIM) for _ in range(4)]
+        return (
+            nn.Sequential(nn.Linear(4096, DIM), *blocks)
+            if where == "stem"
+            else nn.Sequential(*blocks, nn.Linear(DIM, 4096))
+        )
+
+    def step(model: nn.Sequential) -> int:
+        model.zero_grad()
+        x = torch.ones(8, model[0].in_features if where == "stem" else DIM)
+        with LiveStorages(parameters=model.parameters()) as live:
+            model(x).square().mean().backward()
+        return live.peak_bytes
+
+    plain_bytes, planned = step(model()), model()
+    actckpt.apply(planned, blocks=Mlp, activation_budget="100%", race=False)
+    peaks = [step(planned) for _ in range(3)]
+    plan = actckpt.report(planned).plan
+    assert plan is not None and plan.budget_bytes < 1.1 * plain_bytes
+    assert peaks[-1] <= plan.budget_bytes + 8, "the loss and its gradient"
