@@ -8,9 +8,11 @@ Rule 1. When backward comes to the first of the outputs, its graph shows what a 
 Rule 2. Of outputs that backward begins with, or does not come to, once their bytes are taken to be needed: their
         gradients, and what is computed without any.
 Rule 3. The graph is not known where another forward of the model began before that backward had ended, as both may lead
-        to one loss; where backward is asked to retain the graph, as another one may follow; where it began elsewhere
-        than in this thread; and where the graph is too large to look at. Then what is computed from each output is
-        taken to need four times its bytes, which is what `outputs.square().mean()` needs, and to save them once.
+        to one loss; where backward is asked to retain the graph, as another one may follow; where the loss was made,
+        or backward began, in another thread; and where the graph is too large to look at. Then what is computed from
+        each output is taken to need four times its bytes, which is what `outputs.square().mean()` needs, and to save
+        them once. So it is, at least, where a `torch.autograd.Function` is in the graph, which does not tell what it
+        saved.
 """
 
 from __future__ import annotations
@@ -68,10 +70,10 @@ class Loss:
         if not self._is_alone or roots is None or torch_private.keeps_graph():
             return
         nodes = self._nodes(roots)
-        if nodes is not None:
+        if nodes is not None and all(self._is_of_loss(root) or self._is_output(root) for root in roots):
             edges = {key_of(*edge) for node in nodes for edge in node.next_functions if edge[0] is not None}
             self._read = edges & self._outputs.keys()
-            self._found = loss_bytes(nodes, self._gone())
+            self._found = loss_bytes(nodes, self._gone(), self._made, {number for _, number, _, _ in self._storages})
 
     def _nodes(self, roots: list[Any]) -> set[Any] | None:
         """Return the nodes of what was computed from outputs, None where there are too many."""
@@ -89,6 +91,9 @@ class Loss:
     def _is_of_loss(self, node: Any) -> bool:
         return torch_private.sequence_number(node) >= self._made and type(node).__name__ != "AccumulateGrad"
 
+    def _is_output(self, node: Any) -> bool:
+        return torch_private.sequence_number(node) in {number for number, _ in self._outputs}
+
     def _gone(self) -> dict[Key, int]:
         """Return the bytes of outputs that do not exist any more, each storage once."""
         once = {number: (key, storage, nbytes) for key, number, storage, nbytes in self._storages}
@@ -105,6 +110,8 @@ class Loss:
         if self._is_alone and self._found is not None:
             nbytes = self._found.needed + sum(self._outputs[key] for key in self._outputs.keys() - self._read)
             saved_bytes = self._held_bytes + self._found.saved
+            if not self._found.is_complete:
+                nbytes = max(nbytes, _UNKNOWN * outputs_bytes)
         else:
             nbytes, saved_bytes = float(_UNKNOWN * outputs_bytes), self._held_bytes + outputs_bytes
         head = measured.costs.classes[AFTER]

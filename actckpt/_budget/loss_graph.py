@@ -9,11 +9,15 @@ Rule 2. Backward runs nodes in the order of their numbers, the last one first. W
         program holds, what this node and those before it saved, gradients that wait for nodes before it, the gradients
         that it takes and gives, and what it makes on the way (`node_bytes`). What it gives is added to what waits, out
         of place.
-Rule 3. What the program holds are the results of which tensors exist: all tensors of the process are looked at, once.
+Rule 3. What the program holds are the results of which tensors exist: all tensors of the process are looked at, once,
+        also for what was computed since and backward does not go through (metrics with gradients on).
         Outputs that it does not hold are gone from where nothing needs them that saved them.
 Rule 4. What a node was given that has no gradient (targets, masks, factors) is taken to be as large as the largest
-        gradient of that node, and to have been made by the program, where its type can save that.
-Rule 5. In the forward each result is made beside what its node was given, and beside all that is saved or held by then.
+        gradient of that node, and to have been made by the program, where its type can save that; but what matrices are
+        multiplied with are weights, which were there before.
+Rule 5. Gradients of leaves that are read there (weights of the loss, penalties on those of the model) are there from
+        then on.
+Rule 6. In the forward each result is made beside what its node was given, and beside all that is saved or held by then.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import gc
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -49,12 +53,14 @@ class LossBytes:
     Args:
         needed: the most at once, beside what there was when the forward of the model had ended.
         saved: for its backward, without outputs.
-        held: of its results by the program, when backward has come to the outputs.
+        held: by the program, when backward has come to the outputs, with gradients of leaves.
+        is_complete: whether all nodes tell what they saved.
     """
 
     needed: float
     saved: float
     held: float
+    is_complete: bool
 
 
 def key_of(node: Any, index: int) -> Key:
@@ -62,20 +68,22 @@ def key_of(node: Any, index: int) -> Key:
     return torch_private.sequence_number(node), index
 
 
-def loss_bytes(nodes: Iterable[Any], gone: Mapping[Key, int]) -> LossBytes:
+def loss_bytes(nodes: Iterable[Any], gone: Mapping[Key, int], made: int, others: Set[int]) -> LossBytes:
     """Return what backward needs in some nodes, and the forward that made them.
 
     Args:
         nodes: all that backward went through before it came to an output.
         gone: the bytes of outputs that do not exist any more.
+        made: the number of the first node that was made after the outputs.
+        others: ids of storages that are none of a loss: of the outputs.
     """
-    return _Graph(list(nodes), gone).bytes()
+    return _Graph(list(nodes), gone, made, others).bytes()
 
 
 class _Graph:
     """Nodes, and which of their results live how long."""
 
-    def __init__(self, nodes: list[Any], gone: Mapping[Key, int]) -> None:
+    def __init__(self, nodes: list[Any], gone: Mapping[Key, int], made: int, others: Set[int]) -> None:
         self._nodes = sorted(nodes, key=torch_private.sequence_number, reverse=True)
         self._numbers = {torch_private.sequence_number(node) for node in nodes}
         self._gone = gone
@@ -87,16 +95,21 @@ class _Graph:
             for index in range(torch_private.num_gradients(node))
         }
         self._held = set[Key]()
-        for node, tensor in _tensors_of(set(nodes)):
+        #: Of what the program computed, holds, and runs no backward through; by the id of the storage.
+        self._held_beside: dict[int, int] = {}
+        for node, tensor in _tensors_since(made):
+            storages = {id(storage): storage.nbytes() for storage in storages_of(tensor) if id(storage) not in others}
             key = self._base(node, tensor.output_nr)
-            self._held.add(key)
-            if key in self._made:  # the result of `mse_loss` is a number in the memory of all that it is the mean of
-                nbytes = sum(storage.nbytes() for storage in storages_of(tensor))
-                self._made[key] = max(self._made[key], nbytes)
+            if torch_private.sequence_number(node) not in self._numbers:
+                self._held_beside.update(storages)
+            elif key in self._made:
+                self._held.add(key)  # `mse_loss` has its number in the memory of all that it is the mean of
+                self._made[key] = max(self._made[key], sum(storages.values()))
         #: The number of the last node that backward runs of those that saved a tensor.
         self._until: dict[Key, int] = {}
         for node in self._nodes:
             self._note_saved(node)
+        self._constants = self._found_constants()
 
     def _note_saved(self, node: Any) -> None:
         number = torch_private.sequence_number(node)
@@ -115,14 +128,32 @@ class _Graph:
     def bytes(self) -> LossBytes:
         """Return what there is at most, and in between."""
         held = sum(nbytes for key, nbytes in self._made.items() if key in self._held and nbytes > _NUMBER)
-        saved = sum(nbytes for key, nbytes in self._made.items() if key in self._until)
-        saved += sum(map(_constant_bytes, self._nodes))
-        return LossBytes(max(self._forward_bytes(), self._backward_bytes()), saved, held)
+        beside = sum(nbytes for nbytes in self._held_beside.values() if nbytes > _NUMBER) + self._leaf_bytes()
+        saved = sum(nbytes for key, nbytes in self._made.items() if key in self._until) + sum(self._constants.values())
+        needed = beside + max(self._forward_bytes(), self._backward_bytes())
+        return LossBytes(needed, saved, held + beside, not any(map(node_bytes.is_of_function, self._nodes)))
+
+    def _leaf_bytes(self) -> int:
+        """Return the bytes of the gradients of leaves (Rule 5)."""
+        edges = (edge for node in self._nodes for edge in node.next_functions if edge[0] is not None)
+        found = {edge[0]: torch_private.gradient_bytes(*edge) for edge in edges if node_bytes.is_of_leaf(edge[0])}
+        return sum(found.values())
+
+    def _found_constants(self) -> dict[int, int]:
+        """Return by the number of a node the bytes of what it saved that has no gradient (Rule 4)."""
+        found = dict[int, int]()
+        for node in self._nodes:
+            edges, number = node.next_functions, torch_private.sequence_number(node)
+            sizes = [torch_private.gradient_bytes(*edge) for edge in edges if edge[0] is not None]
+            found[number] = node_bytes.beside_bytes(node)
+            if len(sizes) < len(edges) and node_bytes.saves_constants(node):
+                found[number] += max(sizes)
+        return found
 
     def _forward_bytes(self) -> float:
         found = kept = 0
         for node in reversed(self._nodes):
-            kept += _constant_bytes(node)
+            kept += self._constants[torch_private.sequence_number(node)]
             new = {key: self._made.get(key, 0) for key in self._results(node)}
             given = {self._base(*edge) for edge in node.next_functions if edge[0] is not None}
             passing = sum(self._made.get(key, 0) for key in given if not self._is_kept(key))
@@ -142,7 +173,7 @@ class _Graph:
             if key not in self._held:
                 released[self._until.get(key, _NEVER)] += nbytes
         live = sum(nbytes for key, nbytes in self._made.items() if self._is_kept(key))
-        live += sum(map(_constant_bytes, self._nodes))
+        live += sum(self._constants.values())
         live -= sum(nbytes for key, nbytes in self._gone.items() if key not in self._until)
         waiting: dict[Key, int] = {}
         found = 0 if not self._nodes else -math.inf
@@ -153,7 +184,7 @@ class _Graph:
             running, _ = node_bytes.running_bytes(node)
             found = max(found, others + running, others + self._give(node, waiting))
             number = torch_private.sequence_number(node)
-            live -= released[number] + _constant_bytes(node)
+            live -= released[number] + self._constants[number]
         return found
 
     def _give(self, node: Any, waiting: dict[Key, int]) -> int:
@@ -171,16 +202,10 @@ class _Graph:
         return given + max(sums)
 
 
-def _constant_bytes(node: Any) -> int:
-    """Return the bytes of what a node saved that has no gradient (Rule 4)."""
-    edges = node.next_functions
-    if all(edge[0] is not None for edge in edges) or not node_bytes.saves_operands(node):
-        return 0
-    return max(torch_private.gradient_bytes(*edge) for edge in edges if edge[0] is not None)
-
-
-def _tensors_of(nodes: set[Any]) -> list[tuple[Any, Tensor]]:
-    """Return the tensors that exist of what nodes made, each with its node (Rule 3)."""
+def _tensors_since(made: int) -> list[tuple[Any, Tensor]]:
+    """Return the tensors that exist of what nodes made from this number on, each with its node (Rule 3)."""
     tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
     found = ((torch_private.node_of(tensor), tensor) for tensor in tensors)
-    return [(node, tensor) for node, tensor in found if node in nodes]
+    return [
+        (node, tensor) for node, tensor in found if node is not None and torch_private.sequence_number(node) >= made
+    ]

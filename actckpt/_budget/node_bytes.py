@@ -10,11 +10,14 @@ from actckpt._core import torch_private
 
 __all__ = [
     "MAKE_MORE",
+    "beside_bytes",
     "gives_views",
     "gives_what_it_takes",
+    "is_of_function",
     "is_of_leaf",
     "is_view",
     "running_bytes",
+    "saves_constants",
     "saves_operands",
     "saves_result",
     "taken_bytes",
@@ -79,6 +82,10 @@ MAKE_MORE: dict[int, tuple[str, ...]] = {
     8: ("CumprodBackward", "LinalgMatrixExpBackward", "RenormBackward"),
     12: ("LinalgPinvBackward",),
 }
+#: What operators make beside their results, and how many times their bytes that is (integers have 64 bits).
+_SAVED_BESIDE = {"_raw_saved_buffer": 1, "_raw_saved_index": 2, "_raw_saved_indices": 2}
+#: Products of matrices.
+_MATRICES = ("AddmmBackward", "BaddbmmBackward", "BmmBackward", "MmBackward")
 #: The results of these are views of what they were given.
 _VIEWS = (
     *("AliasBackward", "AsStridedBackward", "DiagonalBackward", "ExpandBackward", "PermuteBackward"),
@@ -126,11 +133,33 @@ def is_view(node: Any) -> bool:
 def saves_result(node: Any) -> bool:
     """Return whether a node saved its result, or may have."""
     # Of the type: the node's own would unpack what was saved.
-    return hasattr(type(node), "_saved_result") or isinstance(node, torch.autograd.function.BackwardCFunction)
+    return hasattr(type(node), "_saved_result") or is_of_function(node)
+
+
+def is_of_function(node: Any) -> bool:
+    """Return whether a node is of a `torch.autograd.Function`, of which nothing tells what it saved."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def beside_bytes(node: Any) -> int:
+    """Return the bytes of what a node saved that its operator made beside its results."""
+    times = (_SAVED_BESIDE.get(name, 0) for name in dir(type(node)) if name.startswith("_raw_saved_"))
+    return sum(times) * taken_bytes(node)
+
+
+def saves_constants(node: Any) -> bool:
+    """Return whether a node saved what it was given that has no gradient, or may have. Weights were there before."""
+    return _saves_any(node) and not _name(node).startswith(_MATRICES)
 
 
 def saves_operands(node: Any) -> bool:
-    """Return whether a node saved what it was given, or may have."""
+    """Return whether a node saved what it was given and has a gradient, or may have."""
+    if _name(node).startswith(_MATRICES) and any(factor is None for factor, _ in node.next_functions[-2:]):
+        return False  # each factor is saved for the gradient of the other one
+    return _saves_any(node)
+
+
+def _saves_any(node: Any) -> bool:
     return any(name.startswith("_raw_saved_") and name != "_raw_saved_result" for name in dir(type(node)))
 
 

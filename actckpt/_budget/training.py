@@ -52,7 +52,7 @@ from actckpt._budget.words import CHECKPOINTED, COMPILED, MANY_SIZES
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
-from actckpt.errors import BlocksError
+from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetedTraining"]
@@ -169,8 +169,21 @@ class BudgetedTraining:
                 warn_user(MANY_SIZES.format(self.model_name))
         else:
             begun[-1] = found
-            keeps_gradients = self._keeps_gradients
-            self._current.begin(keeps_gradients=keeps_gradients, is_smaller=found.is_smaller, shapes=found.shapes)
+            self._begin_steps(self._current, found)
+
+    def _begin_steps(self, steps: AlikeSteps, found: Found) -> None:
+        begun, keeps_gradients = self._begun[threading.get_ident()], self._keeps_gradients
+        try:
+            steps.begin(keeps_gradients=keeps_gradients, is_smaller=found.is_smaller, shapes=found.shapes)
+        except PlanInfeasibleError:
+            if found.shapes is None:
+                raise
+            self._alive.gone(found.shapes)
+            self._sizes.set_apart(found.shapes)  # perhaps a plan of its own fits
+            begun[-1] = own = self._sizes.find(found.shapes, is_alone=True)
+            self._current = own.steps
+            if own.steps is not None:
+                own.steps.begin(keeps_gradients=keeps_gradients, is_smaller=own.is_smaller, shapes=own.shapes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_parameters": None, "_begun": defaultdict(list)}  # those of a copy are others

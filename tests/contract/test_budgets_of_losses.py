@@ -80,8 +80,53 @@ def _smallest_bytes(backward: Callable[[dict[str, Tensor]], None]) -> int:
     return int(caught.value.smallest_bytes) + 1
 
 
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        shares = x.softmax(-1)
+        result = shares * shares
+        ctx.save_for_backward(shares)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (shares,) = ctx.saved_tensors
+        gradient = 2 * gradients[0] * shares
+        return shares * (gradient - (gradient * shares).sum(-1, keepdim=True))
+
+
+def _by_function(found: dict[str, Tensor]) -> None:
+    _Softmax.apply(found["outputs"]).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _with_metric(found: dict[str, Tensor]) -> None:
+    shares = found["outputs"].softmax(-1)
+    found["loss"].backward()
+    assert shares.max() <= 1
+
+
+def _with_weights(found: dict[str, Tensor]) -> None:
+    weight = torch.full((2 * CLASSES, CLASSES), 1e-3, requires_grad=True)
+    functional.linear(found["outputs"], weight).square().mean().backward()
+    assert weight.grad is not None
+
+
+def _cast(found: dict[str, Tensor]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = found["outputs"].bfloat16() * 2
+        loss = functional.cross_entropy(outputs, torch.zeros(256, dtype=torch.long))
+    loss.backward()
+
+
+def _from_leaf_too(found: dict[str, Tensor]) -> None:
+    torch.autograd.backward([found["outputs"].square().mean(), torch.ones((), requires_grad=True)])
+
+
 OWN = [_own, _own_with_accuracy, _own_by_edge]
-OTHERS = [_squares, _squares_of_part, _one_after_the_other]
+OTHERS = [
+    *(_squares, _squares_of_part, _one_after_the_other, _by_function, _with_metric, _with_weights, _cast),
+    _from_leaf_too,
+]
 
 
 @pytest.mark.parametrize("backward", [*OWN, *OTHERS])

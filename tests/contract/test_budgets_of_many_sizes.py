@@ -273,3 +273,17 @@ def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> N
         gradients, peak_bytes, _ = _step(model, [(8, 64)])
         assert_equal(gradients, expected)
         assert peak_bytes <= 0.45 * plain_bytes
+
+
+def test_a_smaller_size_that_fits_is_not_refused_with_the_larger_one() -> None:
+    model = _model()
+    actckpt.apply(model, blocks=Mlp, activation_budget=_step(_model(), [(8, 16)])[1], race=False)
+    for shape in [(8, 4), (8, 5), (8, 6)] * 2:
+        _step(model, [shape])
+    _step(model, [(8, 256)])
+    for _ in range(3):
+        gradients, peak_bytes, _ = _step(model, [(8, 8)])
+        assert_equal(gradients, _step(_model(), [(8, 8)])[0])
+    assert peak_bytes <= _step(_model(), [(8, 16)])[1]
+    with pytest.raises(actckpt.PlanInfeasibleError):
+        _step(model, [(8, 256)])

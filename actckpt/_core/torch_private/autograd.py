@@ -102,8 +102,8 @@ def reads_filled_late() -> bool | None:
 def backward_roots() -> list[Any] | None:
     """Return the nodes with which the backward under way in this thread began, None where they are not known.
 
-    It is asked from a hook. `torch.autograd.graph._engine_run_backward` has them in its frame, whoever called it; a
-    thread of the engine, which runs nodes of devices, is not below that frame.
+    Leaves have none. It is asked from a hook. `torch.autograd.graph._engine_run_backward` has them in its frame,
+    whoever called it; a thread of the engine, which runs nodes of devices, is not below that frame.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _run_backward_code:
@@ -111,7 +111,8 @@ def backward_roots() -> list[Any] | None:
     if frame is None:
         return None
     roots = frame.f_locals["t_outputs"]
-    return [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
+    nodes = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
+    return [node for node in nodes if node is not None]
 
 
 def gradient_bytes(node: Any, index: int) -> int:
@@ -126,11 +127,15 @@ def gradient_bytes(node: Any, index: int) -> int:
         return 0
 
 
+#: What subclasses may have something else for.
+_grad_fn: Callable[[torch.Tensor], Any] = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+
+
 def node_of(tensor: torch.Tensor) -> Any | None:
     """Return the node that made a tensor, None where torch does not tell: of some views that were written to."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            return tensor.grad_fn
+            return _grad_fn(tensor)
         except RuntimeError:
             return None
 

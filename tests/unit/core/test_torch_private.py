@@ -157,13 +157,25 @@ def test_nodes_tell_their_order_and_the_bytes_of_gradients() -> None:
     assert [torch_private.num_gradients(node) for node in (y.grad_fn, halves[0].grad_fn)] == [1, 2]
 
 
+def test_the_node_of_a_tensor_is_known_whatever_its_class_says() -> None:
+    class Other(torch.Tensor):
+        @property
+        def grad_fn(self) -> None:  # type: ignore[override]
+            raise KeyError("mine")
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    assert torch_private.node_of(y) is y.grad_fn and torch_private.node_of(x) is None
+    assert torch_private.node_of(torch.ones(2).as_subclass(Other)) is None
+
+
 def test_a_hook_is_told_with_which_nodes_backward_began() -> None:
     x = torch.ones(2, requires_grad=True)
     y, found = x * 2, []
     y.register_hook(lambda _: found.append(torch_private.backward_roots()))
     loss, other = y.sum(), y.sin()
     edge = torch.autograd.graph.get_gradient_edge(other)
-    torch.autograd.backward([loss, edge], [None, torch.ones(2)])  # type: ignore[list-item]
+    torch.autograd.backward([loss, edge, x], [None, torch.ones(2), torch.ones(2)])  # type: ignore[list-item]
     assert found == [[loss.grad_fn, other.grad_fn]]
     assert torch_private.backward_roots() is None
 
@@ -295,6 +307,7 @@ CHECKED = {
     "keeps_graph",
     "must_be_deterministic",
     "next_sequence_number",
+    "node_of",
     "nondeterminism_warns",
     "num_dispatch_modes",
     "num_function_modes",
