@@ -193,6 +193,10 @@ class AlikeSteps:
             self._alive.gone(self._plan)
         return is_watched
 
+    def interrupted(self, shapes: Shapes | None) -> None:
+        """A forward that ran under a plan did not end; it began as this says."""
+        self._alive.gone(self._plan if shapes is None else shapes)
+
     def close(self) -> None:
         """Watch nothing more."""
         self.give_up()

@@ -137,6 +137,8 @@ class BudgetedTraining:
                 _tell_compiled()
             return
         begun = self._begun[threading.get_ident()]
+        if begun:
+            self._drop_interrupted(begun)
         begun.append(None)
         if not torch.is_grad_enabled():
             return
@@ -170,6 +172,14 @@ class BudgetedTraining:
         else:
             begun[-1] = found
             self._begin_steps(self._current, found)
+
+    def _drop_interrupted(self, begun: list[Found | None]) -> None:
+        """Forget forwards that were interrupted: no hook told of their end, and this thread is no longer in them."""
+        num_outer = max(torch_private.num_calls(self._model) - 1, 0)
+        for found in begun[num_outer:]:
+            if found is not None and found.steps is not None and not found.steps.give_up():
+                found.steps.interrupted(found.shapes)
+        del begun[num_outer:]
 
     def _begin_steps(self, steps: AlikeSteps, found: Found) -> None:
         begun, keeps_gradients = self._begun[threading.get_ident()], self._keeps_gradients

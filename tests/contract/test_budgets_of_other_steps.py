@@ -111,6 +111,44 @@ def test_a_forward_that_ends_before_it_began_does_not_count() -> None:
     assert_equal(model.step(), plain.step())
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_a_forward_that_is_interrupted_is_alive_no_more(num_steps: int) -> None:
+    """Interrupts are no exceptions that hooks hear of; a notebook goes on after them."""
+
+    class Interrupted(Model):
+        is_interrupted = False
+
+        def forward(self, x: Tensor) -> Any:
+            found = super().forward(x)
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            return found
+
+    model, plain = Interrupted("loss"), Model("loss")
+    actckpt.apply(model, blocks="blocks.*", activation_budget="90%", race=False)
+    for _ in range(num_steps):
+        model.step()
+    for model.is_interrupted in (True, True, True, False, False):
+        if model.is_interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                model.step()
+        else:
+            assert_equal(model.step(), plain.step())
+    model.step()
+    plan = actckpt.report(model).plan
+    assert plan is not None and plan.budget_bytes == _budget_without_interrupts()
+
+
+def _budget_without_interrupts() -> float:
+    model = Model("loss")
+    actckpt.apply(model, blocks="blocks.*", activation_budget="90%", race=False)
+    for _ in range(3):
+        model.step()
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    return plan.budget_bytes
+
+
 @pytest.mark.parametrize("other_rows", [4, 8])
 def test_a_model_that_calls_itself_trains_like_plain(other_rows: int) -> None:
     class Recursive(Model):

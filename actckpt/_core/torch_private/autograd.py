@@ -52,6 +52,9 @@ function_node_type: type = torch._C._FunctionBase
 #: The code of `torch.autograd.Function.apply`, which is the innermost Python frame while autograd saves for a Function.
 apply_code: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
+#: The code of the frame in which every call of a module runs its hooks and its forward.
+_call_code: CodeType = torch.nn.Module._call_impl.__code__
+
 #: The code of the frame in which every backward that Python begins runs.
 _run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 
@@ -113,6 +116,15 @@ def backward_roots() -> list[Any] | None:
     roots = frame.f_locals["t_outputs"]
     nodes = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     return [node for node in nodes if node is not None]
+
+
+def num_calls(module: torch.nn.Module) -> int:
+    """Return how many calls of a module this thread is in, as `torch.nn.Module._call_impl` shows, whose hook asks."""
+    num, frame = 0, sys._getframe(1)
+    while frame is not None:
+        num += frame.f_code is _call_code and frame.f_locals["self"] is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return num
 
 
 def gradient_bytes(node: Any, index: int) -> int:
