@@ -27,6 +27,7 @@ from actckpt._budget.class_names import AFTER
 from actckpt._budget.loss_graph import Key, LossBytes, key_of, loss_bytes
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.outside_graph import MOST_NODES
+from actckpt._budget.tensors_since import TensorsSince
 from actckpt._core import torch_private
 from actckpt._core.storages import storages_of
 
@@ -48,6 +49,7 @@ class Loss:
         """
         self._held_bytes = held_bytes
         self._made = torch_private.next_sequence_number()
+        self._tensors = TensorsSince()
         self._outputs = {key_of(each.grad_fn, each.output_nr): each.nbytes for each in outputs}
         self._storages = [
             (key_of(each.grad_fn, each.output_nr), id(storage), weakref.ref(storage), storage.nbytes())
@@ -73,7 +75,8 @@ class Loss:
         if nodes is not None and all(self._is_of_loss(root) or self._is_output(root) for root in roots):
             edges = {key_of(*edge) for node in nodes for edge in node.next_functions if edge[0] is not None}
             self._read = edges & self._outputs.keys()
-            self._found = loss_bytes(nodes, self._gone(), self._made, {number for _, number, _, _ in self._storages})
+            others = {number for _, number, _, _ in self._storages}
+            self._found = loss_bytes(nodes, self._gone(), self._tensors, self._made, others)
 
     def _nodes(self, roots: list[Any]) -> set[Any] | None:
         """Return the nodes of what was computed from outputs, None where there are too many."""

@@ -9,8 +9,8 @@ Rule 2. Backward runs nodes in the order of their numbers, the last one first. W
         program holds, what this node and those before it saved, gradients that wait for nodes before it, the gradients
         that it takes and gives, and what it makes on the way (`node_bytes`). What it gives is added to what waits, out
         of place.
-Rule 3. What the program holds are the results of which tensors exist: all tensors of the process are looked at, once,
-        also for what was computed since and backward does not go through (metrics with gradients on).
+Rule 3. What the program holds are the results of which tensors exist, by what Python knows of tensors that were made
+        since the forward; and what was computed since and backward does not go through (metrics with gradients on).
         Outputs that it does not hold are gone from where nothing needs them that saved them.
 Rule 4. What a node was given that has no gradient (targets, masks, factors) is taken to be as large as the largest
         gradient of that node, and to have been made by the program, where its type can save that; but what matrices are
@@ -23,16 +23,14 @@ Rule 6. In the forward each result is made beside what its node was given, and b
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from torch import Tensor
-
 from actckpt._budget import node_bytes
+from actckpt._budget.tensors_since import TensorsSince
 from actckpt._core import torch_private
 from actckpt._core.storages import storages_of
 
@@ -68,22 +66,28 @@ def key_of(node: Any, index: int) -> Key:
     return torch_private.sequence_number(node), index
 
 
-def loss_bytes(nodes: Iterable[Any], gone: Mapping[Key, int], made: int, others: Set[int]) -> LossBytes:
+def loss_bytes(
+    nodes: Iterable[Any], gone: Mapping[Key, int], tensors: TensorsSince, made: int, others: Set[int]
+) -> LossBytes:
     """Return what backward needs in some nodes, and the forward that made them.
 
     Args:
         nodes: all that backward went through before it came to an output.
         gone: the bytes of outputs that do not exist any more.
-        made: the number of the first node that was made after the outputs.
+        tensors: those that were made since the forward of the model had ended, and older ones that Python had no
+            objects for.
+        made: the number of the first node that was made after that.
         others: ids of storages that are none of a loss: of the outputs.
     """
-    return _Graph(list(nodes), gone, made, others).bytes()
+    found = _Graph(list(nodes), gone)
+    found.note_held(tensors, made, others)
+    return found.bytes()
 
 
 class _Graph:
     """Nodes, and which of their results live how long."""
 
-    def __init__(self, nodes: list[Any], gone: Mapping[Key, int], made: int, others: Set[int]) -> None:
+    def __init__(self, nodes: list[Any], gone: Mapping[Key, int]) -> None:
         self._nodes = sorted(nodes, key=torch_private.sequence_number, reverse=True)
         self._numbers = {torch_private.sequence_number(node) for node in nodes}
         self._gone = gone
@@ -97,19 +101,26 @@ class _Graph:
         self._held = set[Key]()
         #: Of what the program computed, holds, and runs no backward through; by the id of the storage.
         self._held_beside: dict[int, int] = {}
-        for node, tensor in _tensors_since(made):
-            storages = {id(storage): storage.nbytes() for storage in storages_of(tensor) if id(storage) not in others}
-            key = self._base(node, tensor.output_nr)
-            if torch_private.sequence_number(node) not in self._numbers:
-                self._held_beside.update(storages)
-            elif key in self._made:
-                self._held.add(key)  # `mse_loss` has its number in the memory of all that it is the mean of
-                self._made[key] = max(self._made[key], sum(storages.values()))
         #: The number of the last node that backward runs of those that saved a tensor.
         self._until: dict[Key, int] = {}
         for node in self._nodes:
             self._note_saved(node)
         self._constants = self._found_constants()
+
+    def note_held(self, tensors: TensorsSince, made: int, others: Set[int]) -> None:
+        """See which results the program holds, and what it computed and holds beside them (Rule 3)."""
+        found, is_exact = tensors.found()
+        for tensor in found:
+            node = torch_private.node_of(tensor)
+            if node is None or torch_private.sequence_number(node) < made:
+                continue
+            storages = {id(storage): storage.nbytes() for storage in storages_of(tensor) if id(storage) not in others}
+            key = self._base(node, tensor.output_nr)
+            if torch_private.sequence_number(node) in self._numbers and key in self._made:
+                self._held.add(key)  # `mse_loss` has its number in the memory of all that it is the mean of
+                self._made[key] = max(self._made[key], sum(storages.values()))
+            elif is_exact and torch_private.sequence_number(node) not in self._numbers:
+                self._held_beside.update(storages)
 
     def _note_saved(self, node: Any) -> None:
         number = torch_private.sequence_number(node)
@@ -200,12 +211,3 @@ class _Graph:
             waiting[key] = nbytes if key in waiting or not (shares and given) else 0
             given += nbytes if not (shares and given) else 0
         return given + max(sums)
-
-
-def _tensors_since(made: int) -> list[tuple[Any, Tensor]]:
-    """Return the tensors that exist of what nodes made from this number on, each with its node (Rule 3)."""
-    tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
-    found = ((torch_private.node_of(tensor), tensor) for tensor in tensors)
-    return [
-        (node, tensor) for node, tensor in found if node is not None and torch_private.sequence_number(node) >= made
-    ]

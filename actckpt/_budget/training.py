@@ -156,13 +156,7 @@ class BudgetedTraining:
                 "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step "
                 "before other threads begin."
             )
-        if self._current is not None and self._current.give_up():
-            begun[:] = [each if each is None or each.steps is not self._current else None for each in begun]
-        for steps in self._sizes:
-            steps.disturb()
-        for smaller in self._alive.smaller():
-            self._sizes.set_apart(smaller)
-        found = self._sizes.find(shapes, is_alone=not self._alive.num)
+        found = self._find(begun, shapes)
         self._current = found.steps
         if self._current is None:
             use_settings(self._forwards, {})
@@ -172,6 +166,16 @@ class BudgetedTraining:
         else:
             begun[-1] = found
             self._begin_steps(self._current, found)
+
+    def _find(self, begun: list[Found | None], shapes: Shapes) -> Found:
+        """Return whose plan a forward runs, beside those that have begun."""
+        if self._current is not None and self._current.give_up():
+            begun[:] = [each if each is None or each.steps is not self._current else None for each in begun]
+        for steps in self._sizes:
+            steps.disturb()
+        for smaller in self._alive.smaller():
+            self._sizes.set_apart(smaller)
+        return self._sizes.find(shapes, is_alone=not self._alive.num)
 
     def _drop_interrupted(self, begun: list[Found | None]) -> None:
         """Forget forwards that were interrupted: no hook told of their end, and this thread is no longer in them."""
