@@ -75,7 +75,7 @@ class Loss:
         if nodes is not None and all(self._is_of_loss(root) or self._is_output(root) for root in roots):
             edges = {key_of(*edge) for node in nodes for edge in node.next_functions if edge[0] is not None}
             self._read = edges & self._outputs.keys()
-            others = {number for _, number, _, _ in self._storages}
+            others = {number for _, number, storage, _ in self._storages if storage() is not None}
             self._found = loss_bytes(nodes, self._gone(), self._tensors, self._made, others)
 
     def _nodes(self, roots: list[Any]) -> set[Any] | None:

@@ -372,4 +372,5 @@ def test_a_cast_that_several_blocks_find_counts_once() -> None:
         for value in block.values
         if value.name == "(casts of others)"
     ]
-    assert found == [6 * _CASTS + 2 * 64 * 64] or found == [6 * (_CASTS - 2 * 2 * 64) + 2 * 64 * 64]
+    norm_bytes = 2 * 2 * 64  # autocast casts no weights of layer norms
+    assert found == [6 * (_CASTS - norm_bytes) + 2 * 64 * 64]

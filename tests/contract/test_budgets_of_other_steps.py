@@ -92,23 +92,27 @@ def test_a_forward_that_ends_before_it_began_does_not_count() -> None:
         if args[0].shape[0] == 7:
             raise ValueError("seven rows")
 
-    model, plain = Model("loss"), Model("loss")
+    model, plain, other = Model("loss"), Model("loss"), Model("loss")
     model.register_forward_pre_hook(refuse)
-    actckpt.apply(model, activation_budget="90%")
-    for _ in range(3):
-        model.step()
+    for each in (model, other):
+        actckpt.apply(each, activation_budget="90%", race=False)
+        for _ in range(3):
+            each.step()
     for _ in range(2):
         with pytest.raises(ValueError, match="seven rows"):
             model(torch.ones(7, 16))
         with pytest.raises(BlocksError):
             actckpt.checkpoint(model, torch.ones(8, 16))
-        for each in (model, plain):
+        for each in (model, plain, other):
             each.zero_grad()
             torch.manual_seed(1)
             for loss in [each(torch.ones(8, 16)) for _ in range(2)]:
                 loss.backward()
         assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
     assert_equal(model.step(), plain.step())
+    other.step()
+    plans = [actckpt.report(each).plan for each in (model, other)]
+    assert None not in plans and len({plan.budget_bytes for plan in plans if plan is not None}) == 1
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
