@@ -58,7 +58,7 @@ def choices(bench: Bench, compared: list[int]) -> Iterator[Part]:
     """Yield a row per simple choice, ours and torch's, and per plan that is compared with them."""
     ways = {name: partial(_simple, bench, name) for name in _SIMPLE}
     for name, step in _TORCH.items():
-        if bench.sizes.is_transformers or name != "transformers checkpointing":
+        if name != "transformers checkpointing" or (bench.name == "llama" and bench.sizes.is_transformers):
             ways[name] = partial(bench.way, name, step=partial(step, bench))
     for number in compared:
         ways[f"budget {number + 1}"] = partial(_plan, bench, number)

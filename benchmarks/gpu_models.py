@@ -12,7 +12,7 @@ from budget_models import UNet, ViT
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["REAL", "TOY", "Made", "Sizes", "made"]
+__all__ = ["MODELS", "REAL", "TOY", "Made", "Sizes", "made"]
 
 
 class Sizes(NamedTuple):
@@ -157,6 +157,7 @@ def _unet(sizes: Sizes, device: torch.device) -> Made:
 
 
 _MADE: dict[str, Callable[[Sizes, torch.device], Made]] = {"llama": _llama, "vit": _vit, "unet": _unet}
+MODELS = tuple(_MADE)
 
 
 def made(name: str, sizes: Sizes, device: torch.device) -> Made:
