@@ -97,13 +97,20 @@ def allocated() -> int:
 
 
 def ran(step: Callable[[], object]) -> dict[str, Any]:
-    """Run a step; return its time, its peak and what waited in it."""
+    """Run a step; return its time, how long the host took to issue it, its peak and what waited in it."""
     devices.synchronize(gpu_offload.device())
     torch.accelerator.reset_peak_memory_stats()
-    stall_s = actckpt.stats().stall_seconds
-    step_ms = milliseconds(lambda: step() and None)
+    stall_s, host_s = actckpt.stats().stall_seconds, list[float]()
+
+    def issued() -> None:
+        began = time.perf_counter()
+        step()
+        host_s.append(time.perf_counter() - began)
+
+    step_ms = milliseconds(issued)
     return {
         "ms": step_ms,
+        "host_ms": 1e3 * host_s[0],
         "peak_bytes": torch.accelerator.max_memory_allocated(),
         "stall_ms": 1e3 * (actckpt.stats().stall_seconds - stall_s),
     }
