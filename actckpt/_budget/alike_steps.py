@@ -284,7 +284,8 @@ class AlikeSteps:
             self._plan.held_output_bytes = held_bytes
             if self._first_step is not None and self._loss is not None and self._plan.measured is not None:
                 measured = self._casts.completed(self._loss.added(self._plan.measured))
-                self._plan.complete(self._first_step.completed(measured, held_bytes), self._first_step.doubt_bytes)
+                measured = self._first_step.completed(measured, held_bytes, is_retained=self._loss.is_retained)
+                self._plan.complete(measured, self._first_step.doubt_bytes)
             self._first_step = self._loss = None
         if turn is not None:
             turn.end()

@@ -144,11 +144,12 @@ class FirstStep:
         """Another forward begins (Rule 6)."""
         self._is_known = False
 
-    def completed(self, measured: MeasuredStep, held_bytes: float) -> MeasuredStep:
+    def completed(self, measured: MeasuredStep, held_bytes: float, *, is_retained: bool) -> MeasuredStep:
         """Return what was measured of the step with what these readings show, once its backward has ended.
 
         Args:
-            held_bytes: of the model's outputs that the program holds.
+            held_bytes: of the model's outputs that the program holds, and of what it computed from them.
+            is_retained: backward was asked to retain the graph.
         """
         ended = self._read() if self._is_known else None
         self._parameters = []
@@ -156,7 +157,7 @@ class FirstStep:
             return measured
         pending = self._pending_bytes(measured)
         needed = [block.working_set_bytes for block in measured.costs.blocks]
-        needed[-1] = self._head_bytes(needed[-1])
+        needed[-1] = max(self._head_bytes(needed[-1]), needed[-1] if is_retained else 0.0)
         places = [place for place, name in enumerate(measured.names) if name is not None]
         for number, (place, known) in enumerate(zip(places, measured.waiting_bytes, strict=True)):
             waiting = self._waiting_bytes(number) - held_bytes - known - pending[place]

@@ -8,11 +8,11 @@ Rule 1. When backward comes to the first of the outputs, its graph shows what a 
 Rule 2. Of outputs that backward begins with, or does not come to, once their bytes are taken to be needed: their
         gradients, and what is computed without any.
 Rule 3. The graph is not known where another forward of the model began before that backward had ended, as both may lead
-        to one loss; where backward is asked to retain the graph, as another one may follow; where the loss was made,
-        or backward began, in another thread; and where the graph is too large to look at. Then what is computed from
-        each output is taken to need four times its bytes, which is what `outputs.square().mean()` needs, and to save
-        them once. So it is, at least, where a `torch.autograd.Function` is in the graph, which does not tell what it
-        saved.
+        to one loss; where backward is asked to retain the graph, as another one may follow; where the loss was made in
+        another thread, or several threads run backward; and where the graph is too large to look at. Then what is
+        computed from each output is taken to need four times its bytes, which is what `outputs.square().mean()` needs,
+        and to save them once. So it is, at least, where a `torch.autograd.Function` is in the graph, which does not
+        tell what it saved.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Loss:
         self._read = set(self._outputs)
         self._found: LossBytes | None = None
         self._is_alone = True
+        #: Whether backward was asked to retain the graph, so that another one may follow.
+        self.is_retained = False
 
     def disturb(self) -> None:
         """Another forward of the model begins (Rule 3)."""
@@ -68,8 +70,8 @@ class Loss:
     @torch_private.untraced
     def backward_begins(self) -> None:
         """Backward has come to the first of the outputs, whose hook calls this."""
-        roots = torch_private.backward_roots()
-        if not self._is_alone or roots is None or torch_private.keeps_graph():
+        roots, self.is_retained = torch_private.backward_roots(), torch_private.keeps_graph()
+        if not self._is_alone or roots is None or self.is_retained:
             return
         nodes = self._nodes(roots)
         if nodes is not None and all(self._is_of_loss(root) or self._is_output(root) for root in roots):

@@ -103,19 +103,28 @@ def reads_filled_late() -> bool | None:
 
 
 def backward_roots() -> list[Any] | None:
-    """Return the nodes with which the backward under way in this thread began, None where they are not known.
+    """Return the nodes with which the backward under way began, None where they are not known.
 
     Leaves have none. It is asked from a hook. `torch.autograd.graph._engine_run_backward` has them in its frame,
-    whoever called it; a thread of the engine, which runs nodes of devices, is not below that frame.
+    whoever called it. A thread of the engine, which runs nodes of devices, is not below that frame: then the only
+    thread counts that is in a backward, and where there are several, they are not known.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _run_backward_code:
-        frame = frame.f_back
+    frame = _backward_frame(sys._getframe(1))
     if frame is None:
-        return None
+        others = [found for each in sys._current_frames().values() if (found := _backward_frame(each)) is not None]
+        if len(others) != 1:
+            return None
+        (frame,) = others
     roots = frame.f_locals["t_outputs"]
     nodes = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     return [node for node in nodes if node is not None]
+
+
+def _backward_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that called the engine, from this one outwards."""
+    while frame is not None and frame.f_code is not _run_backward_code:
+        frame = frame.f_back
+    return frame
 
 
 def num_calls(module: torch.nn.Module) -> int:

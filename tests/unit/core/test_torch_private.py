@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,42 @@ def test_a_hook_is_told_with_which_nodes_backward_began() -> None:
     torch.autograd.backward([loss, edge, x], [None, torch.ones(2), torch.ones(2)])  # type: ignore[list-item]
     assert found == [[loss.grad_fn, other.grad_fn]]
     assert torch_private.backward_roots() is None
+
+
+def test_a_thread_of_the_engine_is_told_with_which_nodes_the_only_backward_began() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y, found = x * 2, list[Any]()
+
+    def ask(_: torch.Tensor) -> None:
+        with ThreadPoolExecutor(1) as engine:  # it is in no backward
+            found.append(engine.submit(torch_private.backward_roots).result())
+
+    y.register_hook(ask)
+    loss = y.sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert found == [[loss.grad_fn]]
+
+
+def test_roots_are_not_known_where_several_threads_are_in_a_backward() -> None:
+    found, both = list[Any](), threading.Barrier(2)
+
+    def train(asks: bool) -> None:
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+
+        def hook(_: torch.Tensor) -> None:
+            both.wait(30)
+            if asks:
+                with ThreadPoolExecutor(1) as engine:
+                    found.append(engine.submit(torch_private.backward_roots).result())
+            both.wait(30)
+
+        y.register_hook(hook)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, (True, False)))
+    assert found == [None]
 
 
 def test_installed_torch_has_the_flags_of_python_code() -> None:
