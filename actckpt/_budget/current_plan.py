@@ -28,6 +28,7 @@ from actckpt._budget.stalls import Stalls
 from actckpt._budget.turns import Race, Turn, entries_of
 from actckpt._budget.unmeasured import Unmeasured
 from actckpt._budget.wanted import Wanted
+from actckpt._core import devices
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
@@ -234,6 +235,9 @@ class CurrentPlan:
         meter = self._meter()
         measured = self._measured_now(meter)
         tables = [self._linked(each, meter) for each in self._observing.corrected(measured.costs)]
+        costs, share = tables[-1]
+        if share.has_reserve and devices.counting(self.device) is not None:
+            tables.append((costs, dataclasses.replace(share, has_least=True)))
         try:
             plan, share = plan_within(tables, self._wanted.pins, is_late=self._is_late())
         except PlanInfeasibleError as error:

@@ -13,6 +13,8 @@ __all__ = ["Bounds", "Part", "Share"]
 
 #: Of the budget beyond what is fixed, this share is left for what is not seen.
 _RESERVE = 0.02
+#: What an allocator tells differs from run to run. A budget that was told in one is met in the next by a part of that.
+_LEAST_RESERVE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Share:
         fixed_bytes: of it, what is there all the time.
         part: what the forward is of those that are alive at once, which have what is not fixed.
         has_reserve: something is left for what is not seen.
+        has_least: less of that, since no plan leaves as much.
         given: the budget as it was written, with its keyword.
     """
 
@@ -106,6 +109,7 @@ class Share:
     part: Part
     has_reserve: bool
     given: str = ""
+    has_least: bool = False
 
     @property
     def nbytes(self) -> float:
@@ -116,7 +120,8 @@ class Share:
 
     @property
     def _used(self) -> float:
-        return 1 - _RESERVE if self.has_reserve else 1.0
+        reserve = _LEAST_RESERVE if self.has_least else _RESERVE
+        return 1 - reserve if self.has_reserve else 1.0
 
     def infeasible(self, error: PlanInfeasibleError) -> PlanInfeasibleError:
         """Return an error about the share of a forward as one about the whole budget."""

@@ -15,7 +15,7 @@ Rule 2. In the first step of each size (shapes and dtypes of what the model is c
         What is computed from the model's outputs (a loss, its intermediate results, gradients) is read from its graph
         (NOTE [ Loss ]), unless an allocator tells (NOTE [ The first backward ]). Outputs that are alive
         when that backward has ended are held by the program, and taken to be in every backward. Where not everything
-        fits, plans are made for 2 % less than the budget.
+        fits, plans are made for 2 % less than the budget, or on a device for 1 % less where none fits otherwise.
 Rule 3. At the next forward the plan is made: by then the optimizer has its state. Where several forwards were alive at
         once (pipelines, pairs of sequences), each gets a part of what is not fixed (NOTE [ Forwards that are alive ]);
         a percentage of activations is one of what all of them make. Where more are alive than ever before, or what is

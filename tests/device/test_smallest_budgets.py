@@ -128,6 +128,26 @@ _MODELS: dict[str, Callable[[], _Training]] = {
 }
 
 
+def test_a_budget_that_was_told_is_met_where_a_second_step_needs_little_more() -> None:
+    training = _MODELS["between blocks"]()
+    training.peak()
+    told = training.smallest()
+    fixed = sum(parameter.nbytes for parameter in training.model.parameters()) + training.images.nbytes
+
+    def budget(share: float) -> int:
+        return fixed + int(share * (told - fixed))
+
+    actckpt.apply(training.model, budget=budget(0.992), blocks=training.blocks)
+    peaks = [training.peak() for _ in range(4)]
+    assert max(peaks[1:]) <= budget(0.992)
+    actckpt.remove(training.model)
+    training.model.zero_grad()
+    actckpt.apply(training.model, budget=budget(0.98), blocks=training.blocks)
+    with pytest.raises(actckpt.PlanInfeasibleError, match="2% for what is not seen") as caught:
+        [training.peak() for _ in range(2)]
+    assert caught.value.smallest_bytes == pytest.approx(told, rel=0.001), "what is told is met by a margin again"
+
+
 @pytest.mark.parametrize("place", _MODELS)
 def test_the_smallest_budget_holds_wherever_kernels_need_most(place: str) -> None:
     training = _MODELS[place]()
