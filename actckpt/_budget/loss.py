@@ -76,7 +76,10 @@ class Loss:
         nodes = self._nodes(roots)
         if nodes is not None and all(self._is_of_loss(root) or self._is_output(root) for root in roots):
             edges = {key_of(*edge) for node in nodes for edge in node.next_functions if edge[0] is not None}
-            self._read = edges & self._outputs.keys()
+            read = edges & self._outputs.keys()
+            if not read and not any(map(self._is_output, roots)):
+                return  # they are those of a graph in another thread
+            self._read = read
             others = {number for _, number, storage, _ in self._storages if storage() is not None}
             self._found = loss_bytes(nodes, self._gone(), self._tensors, self._made, others)
 

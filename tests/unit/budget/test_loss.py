@@ -57,6 +57,21 @@ def test_outputs_that_something_is_computed_from_count_as_the_graph_shows() -> N
     assert _needed_bytes(lambda outputs, own: (-outputs).sum().backward()) == HELD + 2 * BYTES + OWN + 4
 
 
+def test_a_graph_that_leads_to_no_output_is_not_the_one_of_the_loss() -> None:
+    def other(outputs: Tensor, _: Tensor) -> None:
+        # So a thread of the engine may find it, where its own backward was begun by none that Python knows.
+        x = torch.ones(SIZE, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda _: found.backward_begins())
+        found = Loss([outputs], HELD)
+        y.exp().sum().backward()  # type: ignore[no-untyped-call]
+        needed.append(found.added(_measured()).costs.classes[AFTER].working_set_bytes)
+
+    needed: list[float] = []
+    other(torch.randn(SIZE, requires_grad=True) * 2, torch.ones(()))
+    assert needed == [HELD + 4 * BYTES]
+
+
 def test_a_loss_of_the_model_that_is_scaled_is_what_something_is_computed_from() -> None:
     found = _needed_bytes(lambda outputs, own: (own / 4).backward())
     assert HELD + BYTES < found <= HELD + BYTES + 6 * OWN
