@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=where)
     parser.addoption("--programs", type=int, default=300, help="how many programs each test of random ones draws")
     parser.addoption(
-        "--sample", type=int, default=1, help="of tests/contract run offloading, random state, and every n-th"
+        "--sample", type=int, default=1, help="of tests/contract run offloading, random state, losses, and every n-th"
     )
 
 

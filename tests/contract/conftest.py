@@ -34,12 +34,16 @@ def pytest_configure(config: pytest.Config) -> None:
 _FIRST = "test_better_than_torch.py"
 
 
+#: Run whole in each sample: what they look at is another thing on a device, in each of their tests.
+_ALWAYS = ("test_random_state.py", "test_budgets_of_losses.py")
+
+
 def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
     """Whether a test belongs to the sample that the command line asks for; random programs do to all of them only."""
     sample = config.getoption("--sample")
     if sample > 1 and item.path.stem.endswith("_property"):
         return False
-    always = item.path.parent.name == "offload" or item.path.name == "test_random_state.py"
+    always = item.path.parent.name == "offload" or item.path.name in _ALWAYS
     return always or zlib.crc32(item.nodeid.encode()) % sample == 0
 
 
