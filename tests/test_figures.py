@@ -287,6 +287,25 @@ def test_a_vit_under_budgets_on_a_gpu_is_that_of_the_results() -> None:
     assert f"takes {torch_s / plain_s:.3f} of plain there" in (_ROOT / "docs/gpu.md").read_text()
 
 
+def test_what_else_ran_on_that_gpu_is_that_of_the_results() -> None:
+    found, page = _result("gpu_tests", "h200_2026-11-27"), (_ROOT / "docs/gpu.md").read_text().replace("\n", " ")
+    vit, demo, contract = found["vit"], found["demo"], found["contract"]
+    figures = f"of {statistics.median(vit['device_ms']):.0f} ms of a plain one the kernels take {vit['kernels_ms']:.0f}"
+    sums = [row for row in found["vit_operators"]["rows"] if row[0] == "aten.sum.dim_IntList"]
+    assert max(peak - before for _, shapes, before, peak, _ in sums if "1024" in shapes) == pytest.approx(98, abs=0.2)
+    ratios = [peak / smallest for peak, smallest in contract["peak_and_smallest_budget"].values()]
+    for text in (
+        figures,
+        f"{demo['peak_mib']} MiB of {demo['budget_mib']}, steps of {demo['step_over_none']} of plain",
+        f"where {demo['predicted_step_over_none']} was predicted",
+        f"{found['tests/gpu']['passed']} passed and none failed",
+        f"{contract['passed']} passed and {contract['failed']} failed",
+        f"up to {max(ratios):.2f} times the smallest budget",
+    ):
+        assert text in page, text
+    assert len(contract["failures"]) == contract["failed"] and found["tests/gpu"]["failed"] == 0
+
+
 @pytest.mark.parametrize(
     ("model", "numbers", "expected"),
     [

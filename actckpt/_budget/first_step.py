@@ -10,6 +10,8 @@ Rule 2. What the peak rises to between the end of the last block and the moment 
         the head needs, with the loss. Where it does not rise, the head is taken to need what its forward and the graph
         show (NOTE [ Gradients that wait ]), but may need up to what was there already, or was given out meanwhile if
         that is less: the difference is in doubt. What else the program does in between, it does in every step.
+        Where backward is asked to retain the graph, another one may follow, of which nothing is read: then the head
+        needs no less than NOTE [ Loss ] says.
 Rule 3. What is held where backward reaches a block, and was not where its forward ended, are gradients: of the output,
         of parameters, and others that wait for what ran before the block, of results that are read past blocks (the
         skips of a UNet). These are there while the block runs backward. What was read ahead is none, nor are outputs
