@@ -94,11 +94,12 @@ def _of_script(args: argparse.Namespace) -> Any:
 
 def _of_costs(args: argparse.Namespace) -> Any:
     from actckpt import planner
+    from actckpt.planner.readers import read_json
 
     try:
-        content = json.loads(args.file.read_text(encoding="utf-8"))
+        content = read_json(args.file, what="cost table")
     except ValueError as error:
-        raise ValueError(f"{args.file} is no Python script (.py), and no JSON: {error}") from None
+        raise ValueError(f"{error}. Pass a table of costs in JSON, or a Python script (.py)") from None
     if not isinstance(content, dict):
         raise ValueError(
             f"{args.file} is a {type(content).__name__} in JSON, and no table of costs; see docs/planning.md"

@@ -222,7 +222,7 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("command", "name", "content", "message"),
     [
-        ("plan", "bad.json", "{", "bad.json is no Python script (.py), and no JSON: "),
+        ("plan", "bad.json", "{", "bad.json is no JSON: "),
         ("plan", "list.json", "[1]", "list.json is a list in JSON, and no table of costs; see docs/planning.md"),
         ("plan", "none.json", None, "none.json: No such file or directory"),
         ("explain", "bad.json", "{", "bad.json is no JSON: "),
