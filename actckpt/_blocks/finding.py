@@ -8,7 +8,9 @@ module of at least two layers that has a forward of its own and stands in a row:
 ModuleDict, or as one of several attributes whose names differ in a number only (`b1`, `b2`). It must be repeated:
 another candidate somewhere in the model is of its kind, which is its type, or for a Sequential the types in it.
 Containers without a forward are looked through. Candidates may be inside each other: stages, their blocks, parts of
-blocks.
+blocks. What computes a parameter (torch's parametrizations) is a part of the module that has the parameter: it is
+neither a layer nor a candidate. Types of the same name and bases are one type, since torch makes a type per
+parametrized module.
 
 Chosen are candidates such that what training holds at its peak is least, by the count of layers: one input for each
 chosen one, the layers outside of all, and, while backward runs through it, the layers of the largest, which count twice
@@ -25,8 +27,9 @@ many layers as they: the first block of a stack is often another one. In a model
 one layer, or one layer that is called many times) those that stand in a ModuleList are chosen from.
 
 A model in which none are found may have blocks that keep their parameters themselves, or have one layer and compute the
-rest in their forward: modules of a container with matrices among their parameters, whose classes derive from Module
-alone, are candidates of two layers then.
+rest in their forward: modules of a container with matrices among their parameters are candidates of two layers then.
+Modules of torch's classes need two matrices, as GRU and MultiheadAttention have: with one, as in Linear, a rerun saves
+nothing.
 """
 
 from collections import Counter
@@ -35,6 +38,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from actckpt._blocks.key_value_caches import is_checkpointing_layer
 
@@ -114,7 +119,7 @@ def _candidates(
     in_a_row = _names_in_a_row(module)
     inside = [
         part
-        for child_name, child in module.named_children()
+        for child_name, child in _named_children(module)
         for part in _candidates(
             child,
             f"{name}.{child_name}" if name else child_name,
@@ -134,7 +139,7 @@ def _candidates(
 
 def _names_in_a_row(module: nn.Module) -> set[str]:
     """Return the names of the children of a module that stand in a row."""
-    names = [name for name, _ in module.named_children()]
+    names = [name for name, _ in _named_children(module)]
     if isinstance(module, _CONTAINERS):
         return set(names)
     stems = Counter(_stem(name) for name in names)
@@ -151,31 +156,50 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    return any(module.children()) and _num_layers(module) >= 2
+    return any(_named_children(module)) and _num_layers(module) >= 2
 
 
 def _is_own_block(module: nn.Module) -> bool:
     """Whether a module may be a block, also with one layer in it, or none. Torch's layers may not, and norms."""
     if _is_block(module):
         return True
-    of_torch = next(base for base in type(module).__mro__ if base.__module__.startswith("torch."))
-    return of_torch is nn.Module and any(parameter.dim() > 1 for parameter in module.parameters())
+    of_torch = next(base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules."))
+    num_matrices = sum(_is_matrix(parameter) for parameter in module.parameters())
+    return num_matrices >= (1 if of_torch is nn.Module else 2)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return not is_lazy(parameter) and sum(size > 1 for size in parameter.shape) > 1
 
 
 def _num_layers(module: nn.Module) -> int:
-    return sum(1 for inner in module.modules() if _is_layer(inner))
+    return len(set(_layers(module)))
 
 
-def _is_layer(module: nn.Module) -> bool:
-    if next(module.children(), None) is not None or isinstance(module, (nn.Identity, *_CONTAINERS)):
-        return False
-    return not (isinstance(module, nn.Dropout) and module.p == 0)
+def _layers(module: nn.Module) -> Iterator[int]:
+    children = list(_named_children(module))
+    saves_nothing = isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and module.p == 0)
+    if not (children or saves_nothing or isinstance(module, _CONTAINERS)):
+        yield id(module)
+    for _, child in children:
+        yield from _layers(child)
+
+
+def _named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in a module, without those that compute its parameters."""
+    for name, child in module.named_children():
+        if not (name == "parametrizations" and is_parametrized(module)):
+            yield name, child
 
 
 def _kind(module: nn.Module) -> Any:
     if type(module) is nn.Sequential:
         return (nn.Sequential, *(_kind(child) for child in module))
-    return type(module)
+    return _name_and_bases(type(module))
+
+
+def _name_and_bases(cls: type) -> tuple[Any, ...]:
+    return (cls.__module__, cls.__qualname__, *(_name_and_bases(base) for base in cls.__bases__))
 
 
 def _all(parts: list[_Part]) -> Iterator[_Part]:

@@ -375,16 +375,16 @@ def test_pins_that_are_none_are_refused_at_the_call(pins: Any, message: str) -> 
         actckpt.remove(model)
 
 
-class _Recurrent(torch.nn.Module):
+class _Rows(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.cells = torch.nn.ModuleList(torch.nn.GRUCell(4, 4) for _ in range(3))
+        self.rows = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (_Recurrent(), r"stand in a row\. Pass blocks=: .*\(GRUCell, of which there are 3\).*'cells\.0', 'cells\.1'"),
+        (_Rows(), r"stand in a row\. Pass blocks=: .*\(Linear, of which there are 3\).*'rows\.0', 'rows\.1'"),
         (torch.nn.LSTM(4, 4, 2), r"no modules inside that are called: give apply the model around it"),
     ],
 )
@@ -395,7 +395,7 @@ def test_a_model_without_repeated_blocks_is_told_what_to_pass(model: torch.nn.Mo
 
 
 def test_the_blocks_that_are_named_where_none_are_found_are_some() -> None:
-    assert actckpt.apply(_Recurrent(), blocks=torch.nn.GRUCell) == ("cells.0", "cells.1", "cells.2")
+    assert actckpt.apply(_Rows(), blocks=torch.nn.Linear) == ("rows.0", "rows.1", "rows.2")
 
 
 def test_what_cannot_be_cut_into_segments_is_one_clear_line() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import actckpt
 from actckpt._blocks.finding import repeated_blocks
@@ -163,6 +166,57 @@ class Shared(nn.Module):
         return x
 
 
+class Rows(nn.Module):
+    """Rows of torch's modules that give tuples; recurrent ones are given the state of the one before."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        others: Any = None
+        for row in self.rows:
+            x, others = row(x, x, x) if isinstance(row, nn.MultiheadAttention) else row(x, others)
+        return x + sum(other.sum() for other in (others if isinstance(others, tuple) else (others,)))
+
+
+class LowRank(nn.Module):
+    """A parametrization of more layers than what it parametrizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up(self.down(weight))
+
+
+def _low_rank() -> nn.Module:
+    linear = nn.Linear(8, 8)
+    parametrize.register_parametrization(linear, "weight", LowRank())
+    return linear
+
+
+class Adapted(nn.Module):
+    """As PEFT wraps a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(8, 8)
+        self.down = nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})
+        self.up = nn.ModuleDict({"default": nn.Linear(2, 8, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up["default"](self.down["default"](x))
+
+
+def _block_of_its_own_class() -> nn.Module:
+    """Some libraries derive a class per module that they change."""
+    block = Block()
+    block.__class__ = type("Changed", (Block,), {})
+    return block
+
+
 class First(Block):
     """The first block of a stack is often of its own kind."""
 
@@ -176,6 +230,10 @@ def _with_head() -> nn.Module:
     return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), *(Block() for _ in range(4)), head)
 
 
+def _each_with_tanh(make: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(make(), nn.Tanh()) for _ in range(3)))
+
+
 MODELS = {
     "blocks rather than stages": (_swin(), {"Block": 12}),
     "rows of one kind and groups of one": (UNet(), {"Residual": 7, "Block": 5}),
@@ -186,6 +244,15 @@ MODELS = {
     "one layer": (Shared(), {"Block": 1}),
     "the first of its own kind": (nn.Sequential(First(), *(Block() for _ in range(4))), {"First": 1, "Block": 4}),
     "neither stem nor head": (_with_head(), {"Block": 4}),
+    "spectral norm": (_each_with_tanh(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))), {"Sequential": 3}),
+    "weight norm": (_each_with_tanh(lambda: parametrizations.weight_norm(nn.Linear(8, 8))), {"Sequential": 3}),
+    "norm by hooks": (_each_with_tanh(lambda: nn.utils.spectral_norm(nn.Linear(8, 8))), {"Sequential": 3}),
+    "parametrized by modules": (_each_with_tanh(_low_rank), {"Sequential": 3}),
+    "adapters": (_each_with_tanh(Adapted), {"Sequential": 3}),
+    "a class each": (nn.Sequential(*(_block_of_its_own_class() for _ in range(3))), {"Changed": 3}),
+    "GRU": (Rows(lambda: nn.GRU(8, 8, batch_first=True)), {"GRU": 3}),
+    "LSTM": (Rows(lambda: nn.LSTM(8, 8, num_layers=2, dropout=0.1, batch_first=True)), {"LSTM": 3}),
+    "attention of torch": (Rows(lambda: nn.MultiheadAttention(8, 2, batch_first=True)), {"MultiheadAttention": 3}),
 }
 
 
@@ -203,7 +270,12 @@ def test_the_blocks_of_a_model_are(name: str) -> None:
 def test_all_of_them_run_and_gradients_are_bit_equal(name: str) -> None:
     model, _ = MODELS[name]
     x = torch.randn(2, 8, 4, 4) if isinstance(model, UNet) else torch.randn(2, 4, 8)
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(1)
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), allow_unused=True)
+    after = copy.deepcopy(model.state_dict())
+    model.load_state_dict(before)
+    torch.manual_seed(1)
     names = actckpt.apply(model)
     try:
         if name == "blocks rather than experts":
@@ -215,6 +287,7 @@ def test_all_of_them_run_and_gradients_are_bit_equal(name: str) -> None:
         actckpt.remove(model)
     for one, other in zip(found, expected, strict=True):
         assert one is other or torch.equal(one, other)
+    assert all(torch.equal(after[where], value) for where, value in model.state_dict().items())
 
 
 @pytest.fixture
@@ -309,9 +382,18 @@ def test_blocks_that_compute_in_their_forward_are_found(block: type[nn.Module]) 
     assert all(torch.equal(a.grad, b) for a, b in zip(model.parameters(), expected, strict=True))
 
 
-@pytest.mark.parametrize("layer", [nn.Linear, Scaled])
-def test_rows_of_layers_are_no_blocks(layer: type[nn.Linear]) -> None:
-    assert repeated_blocks(nn.ModuleList(layer(4, 4) for _ in range(3))) == {}
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Linear(4, 4),
+        lambda: Scaled(4, 4),
+        lambda: nn.LazyLinear(4),
+        lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.utils.spectral_norm(nn.Conv2d(4, 4, 3)),
+    ],
+)
+def test_rows_of_layers_are_no_blocks(layer: Callable[[], nn.Module]) -> None:
+    assert repeated_blocks(nn.ModuleList(layer() for _ in range(3))) == {}
 
 
 class Norm(nn.Module):
