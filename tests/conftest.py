@@ -1,4 +1,4 @@
-"""Every test runs with one torch thread, from the same seeds, and with the audits of the default."""
+"""Tests run in a random order, with one torch thread, from the same seeds, and with the audits of the default."""
 
 import os
 import random
@@ -18,9 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 #: Tests that import the simulated device: torch has an accelerator in their process from then on.
 _DEVICE_TESTS = [Path(__file__).parent / folder for folder in ("unit/sim_device", "device")]
 
+#: Files of a few long tests, which come first, so that other processes have work meanwhile.
+_LONG = ("test_benchmarks.py",)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the contract tests run with the tensors of another device."""
+    """Let tests run in another order, and the contract tests with the tensors of another device."""
+    parser.addoption("--seed", type=int, default=None, help="of the order of files and of tests in them (random)")
     where = "where tensors of tests/contract are"
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=where)
     parser.addoption("--programs", type=int, default=300, help="how many programs each test of random ones draws")
@@ -30,9 +34,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a device that is not there."""
+    """Draw a seed, which xdist passes on to its workers; refuse a device that is not there."""
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(2**16)
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch finds no CUDA device here")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Print the seed, also where nothing fails: some failures show in another run only."""
+    return f"order of tests: --seed {config.option.seed}"
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest then moves tests together that share a parameter of a module's fixture
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Shuffle files, and tests in them. Two tests keep their order where others are left out."""
+
+    def place(text: str) -> float:
+        return random.Random(f"{config.option.seed} {text}").random()
+
+    items.sort(
+        key=lambda item: (item.path.name not in _LONG, place(item.nodeid.partition("::")[0]), place(item.nodeid))
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

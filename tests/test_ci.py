@@ -1,11 +1,13 @@
 """What runs all that a change must pass: two suites at a time, and one that fails or takes too long is named."""
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,3 +69,19 @@ def test_a_suite_far_over_its_share_fails_and_only_its_own_cpu_time_counts(tmp_p
     assert status == 1 and said.endswith("; slow: TOO LONG\n")
     assert rows["idle"][0] == rows["late"][0] == "passed"
     assert rows["slow"] == ["TOO", "LONG", rows["slow"][2], "0.0", "0.0"]
+
+
+def _shuffled(nodeids: Sequence[str], seed: int) -> list[str]:
+    shuffle = runpy.run_path(str(_FOLDER.parent / "tests/conftest.py"))["pytest_collection_modifyitems"]
+    items = [SimpleNamespace(nodeid=nodeid, path=Path(nodeid.partition("::")[0])) for nodeid in nodeids]
+    shuffle(items, SimpleNamespace(option=SimpleNamespace(seed=seed)))
+    return [item.nodeid for item in items]
+
+
+def test_a_seed_alone_decides_on_the_order_of_tests() -> None:
+    nodeids = [f"tests/test_{name}.py::test_{i}" for name in ("a", "b", "c", "benchmarks") for i in range(5)]
+    found = _shuffled(nodeids, 1)
+    assert found == _shuffled(nodeids[::-1], 1) != _shuffled(nodeids, 2)
+    assert _shuffled(nodeids[::3], 1) == [nodeid for nodeid in found if nodeid in nodeids[::3]]
+    files = [nodeid.partition("::")[0] for nodeid in found]
+    assert files == sorted(files, key=files.index) and files[0] == "tests/test_benchmarks.py"

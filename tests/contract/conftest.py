@@ -28,12 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
     random_programs.num_programs = config.getoption("--programs")
 
 
-#: It sees when inner regions release containers, by their references (csrc/rerun/exclusive.cpp). A call of
-#: torch.compile(f, fullgraph=True) that raises, as some in compile/ must, leaves torch's frame evaluation in place for
-#: good (torch 2.13; `torch._dynamo.reset()` does not take it away): then callers hold one more reference to arguments.
-_FIRST = "test_better_than_torch.py"
-
-
 #: Run whole in each sample: what they look at is another thing on a device, in each of their tests.
 _ALWAYS = ("test_random_state.py", "test_budgets_of_losses.py")
 
@@ -48,8 +42,7 @@ def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run that file first, and leave out what does not run on the device that is asked for."""
-    items.sort(key=lambda item: item.path.name != _FIRST)
+    """Leave out what does not run on the device that is asked for."""
     device = items[0].config.getoption("--device") if items else "cpu"
     if device != "cpu":
         here = Path(__file__).parent
