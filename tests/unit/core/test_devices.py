@@ -57,13 +57,17 @@ def noted(notes: SimpleQueue[Any]) -> list[Any]:
     return [notes.get() for _ in range(notes.qsize())]
 
 
+@pytest.fixture(autouse=True)
+def _accelerators_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_accelerators", {})
+
+
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:
     """torch has an accelerator, with a module."""
     found = Module()
     monkeypatch.setattr(torch, KIND, found, raising=False)
     monkeypatch.setattr(torch_private, "current_accelerator", lambda: torch.device(KIND))
-    monkeypatch.setattr(devices, "_accelerators", {})
     return found
 
 
