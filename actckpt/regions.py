@@ -31,7 +31,7 @@ _IN_COMPILED_CODE = (
     "actckpt.region records operators, which a compiled function does not show it: it breaks the graph here. Use "
     "actckpt.checkpoint with a policy, which the compiler follows, or open the region around the compiled function."
 )
-_NOT_OPEN = "Not recorded: the region was not opened yet, or where grad mode was off."
+_NOT_OPEN = "Not recorded: the region was not opened yet, or where grad mode was off, or in torch.export."
 #: The names of contextlib: frames of its decorators stand between a `with` statement and a region.
 _CONTEXTLIB = vars(contextlib)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -110,7 +110,7 @@ class region:  # noqa: N801 - used as a function
     def _enter(self) -> region:
         if self._open is not None:
             raise StillOpenError("This region is open already. Make another one with actckpt.region(...).")
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
             self._figures = Figures()
             self._open = OpenRegion(self._choice, self._caller or _place(sys._getframe(1)), self._figures)
             self._open.__enter__()

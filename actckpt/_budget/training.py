@@ -133,7 +133,7 @@ class BudgetedTraining:
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 _tell_compiled()
             return
         begun = self._begun[threading.get_ident()]

@@ -59,7 +59,7 @@ def compiled_checkpoint(
     policy, context_fn = options.policy, options.context_fn
     if options.use_reentrant:
         raise ValueError("checkpoint: use_reentrant=True is not supported. Drop the keyword.")
-    if policy == "keep" or policy is Action.KEEP:
+    if policy == "keep" or policy is Action.KEEP or torch.compiler.is_exporting():
         return function(*args, **kwargs)
     if policy is not None and policy != "recompute" and policy is not Action.RECOMPUTE:
         context_fn = _contexts_by(policy)

@@ -1,4 +1,4 @@
-"""Regions inside of `torch.func.jvp` and `make_fx`, and over parts of sparse tensors: results are plain autograd's."""
+"""Inside of transforms of `torch.func`, `make_fx` and `torch.export`, and over parts of sparse tensors: as without."""
 
 from __future__ import annotations
 
@@ -130,3 +130,46 @@ def test_values_of_sparse_tensors(method: Callable[[Body], Body], layout: str) -
 
     for _ in range(2):
         assert_equal(run(method(_sparse(layout))), run(_sparse(layout)))
+
+
+class _Block(torch.nn.Module):
+    def __init__(self, wrap: Callable[[Body, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.up, self.down, self.wrap = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8), wrap
+
+    def _body(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._body(x) if self.wrap is None else self.wrap(self._body, x)
+
+
+def _blocks(wrap: Callable[[Body, Tensor], Tensor] | None = None) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(_Block(wrap) for _ in range(3)))
+
+
+def _operators(model: torch.nn.Module, *, strict: bool) -> list[Any]:
+    nodes = torch.export.export(model, (torch.ones(4, 8),), strict=strict).graph.nodes
+    return [node.target for node in nodes if node.op == "call_function"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"activation_budget": "90%"}], ids=str)
+def test_export_sees_the_plain_model(options: dict[str, Any], strict: bool) -> None:
+    model = _blocks()
+    actckpt.apply(model, **options)
+    for _ in range(2):  # a budget has a plan then
+        model(torch.ones(4, 8)).sum().backward()
+    assert _operators(model, strict=strict) == _operators(_blocks(), strict=strict)
+
+
+def _run_in_region(body: Body, x: Tensor) -> Tensor:
+    with actckpt.region():
+        return body(x)
+
+
+def test_export_of_code_with_checkpoints_and_regions_sees_plain_code() -> None:
+    for strict, wrap in ((False, actckpt.checkpoint), (True, actckpt.checkpoint), (False, _run_in_region)):
+        assert _operators(_blocks(wrap), strict=strict) == _operators(_blocks(), strict=strict)
