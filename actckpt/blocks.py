@@ -71,7 +71,7 @@ class BudgetKeywords(TypedDict, total=False):
     """What `apply` takes to find a plan while the model trains."""
 
     budget: float | str
-    activation_budget: int | str
+    activation_budget: float | str
     optimizer: Optimizers
     pins: Mapping[Any, Action | str]
     race: bool

@@ -22,7 +22,7 @@ def plan(
     *,
     model: torch.nn.Module,
     budget: float | str | None = None,
-    activation_budget: int | str | None = None,
+    activation_budget: float | str | None = None,
     blocks: Blocks | None = None,
     optimizer: Optimizers = None,
     pins: Mapping[Any, Action | str] | None = None,
@@ -40,12 +40,12 @@ def plan(
             several times in one forward of the model: the plan has each call.
         model: what the step trains; nothing of it is checkpointed.
         budget: most bytes at the worst moment of a step, all of it: bytes as a whole number, a text with a unit
-            (`"24GiB"`), a share of the device in (0, 1], or `"auto"`: what is free now and what this process holds,
-            less 5 %. On a device everything allocated counts; on a CPU parameters, buffers, gradients, the state of
-            the optimizer and the tensors that the step makes.
+            (`"24GiB"`), a share of the device (`"90%"` or 0.9), or `"auto"`: what is free now and what this process
+            holds, less 5 %. On a device everything allocated counts; on a CPU parameters, buffers, gradients, the state
+            of the optimizer and the tensors that the step makes.
         activation_budget: instead of `budget`, most bytes alive beyond what was there before the step, without
             gradients of parameters: bytes, a text with a unit, or a share of what the step needs without actckpt
-            (`"40%"`).
+            (`"40%"` or 0.4).
         blocks: as in `apply`.
         optimizer: the one that the step runs, if it does; several in a list.
         pins: as in `actckpt.planner.solve`.

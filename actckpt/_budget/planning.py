@@ -35,7 +35,7 @@ def planned(
     model: torch.nn.Module,
     blocks: dict[str, torch.nn.Module],
     budget: float | str | None,
-    activation_budget: int | str | None,
+    activation_budget: float | str | None,
     optimizers: tuple[torch.optim.Optimizer, ...],
     pins: Mapping[Any, Action | str] | None,
     *,

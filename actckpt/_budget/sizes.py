@@ -18,8 +18,11 @@ __all__ = ["activation_budget_bytes", "budget_bytes"]
 
 #: Fewer bytes were meant as something else: 24 is not a budget, "24GiB" is.
 _LEAST_BYTES = 2**20
-_FORMS = "bytes as a whole number, a text like '24GiB', a share of the device in (0, 1], or 'auto'"
-_ACTIVATION_FORMS = "a percentage like '50%', a text like '2GiB', or bytes as a whole number"
+_FORMS = (
+    "bytes as a whole number, a text like '24GiB', a share of the device like '90%' or 0.9 (at most '100%' or 1.0), or "
+    "'auto'"
+)
+_ACTIVATION_FORMS = "a share like '50%' or 0.5 (at most '100%' or 1.0), a text like '2GiB', or bytes as a whole number"
 #: Shares of predicted bytes are rounded up to this many.
 _ROUND_BYTES = 2**10
 #: Of what is free, `"auto"` leaves this much.
@@ -30,57 +33,47 @@ def budget_bytes(budget: object, device: torch.device, *, held_bytes: float) -> 
     """Return a budget for all memory.
 
     Args:
-        budget: a number of bytes, a text with a unit, a share of the device in (0, 1], or `"auto"`.
+        budget: a number of bytes, a text with a unit, a share of the device (`"90%"`, 0.9), or `"auto"`.
         held_bytes: what this process holds already, by the same measure as the peak.
     Raises:
         ValueError: it is none of these, or a share of memory whose size torch does not tell.
     """
     _check_no_plan(budget, "budget")
-    if isinstance(budget, str):
-        text = budget.strip()
-        if text == "auto":
-            return _AUTO * (_free_bytes(device, budget) + held_bytes)
-        if text.endswith("%"):
-            raise ValueError(_is_percentage(budget))
-        if text[-1:].isdigit():
-            raise ValueError(_has_no_unit(budget))
-        return _checked(parse_bytes(budget, what="budget", forms=_FORMS), budget)
-    is_float = isinstance(budget, numbers.Real) and not isinstance(budget, (numbers.Integral, bool))
-    if is_float and 0.0 < float(budget) <= 1.0:  # type: ignore[arg-type]
-        return float(budget) * _total_bytes(device, budget)  # type: ignore[arg-type]
-    return _checked(parse_bytes(budget, what="budget", forms=_FORMS), budget)
+    if isinstance(budget, str) and budget.strip() == "auto":
+        return _AUTO * (_free_bytes(device, budget) + held_bytes)
+    share = _share(budget, "budget", _FORMS)
+    if share is not None:
+        return share * _total_bytes(device, budget)
+    _check_has_unit(budget, "budget")
+    nbytes = parse_bytes(budget, what="budget", forms=_FORMS)
+    if nbytes < _LEAST_BYTES:
+        example = nbytes if not isinstance(budget, str) and 1 < nbytes < 1024 else 24
+        raise ValueError(
+            f"budget={budget!r} is {nbytes} bytes, less than {format_bytes(_LEAST_BYTES)}. Pass a text with a larger "
+            f"unit, like '{example}GiB'."
+        )
+    return float(nbytes)
 
 
 def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
     """Return a budget for activations alone.
 
     Args:
-        budget: a number of bytes, a text with a unit, or a percentage of what the step needs without actckpt.
-        plain_bytes: that.
+        budget: a number of bytes, a text with a unit, or a share of what the step needs without actckpt (`"50%"`, 0.5).
+        plain_bytes: what that is.
     Raises:
         ValueError: it is none of these.
     """
     _check_no_plan(budget, "activation_budget")
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        try:
-            share = float(budget.strip()[:-1]) / 100
-        except ValueError:
-            share = math.nan
-        if not 0 < share <= 1:
-            raise ValueError(f"activation_budget={budget!r} is no share. Pass a percentage above 0, up to '100%'.")
-        return float(math.ceil(share * plain_bytes / _ROUND_BYTES) * _ROUND_BYTES)
-    if isinstance(budget, float) and 0 < budget <= 1:
-        raise ValueError(
-            f"activation_budget={budget!r} is no size. For a share pass a percentage: '{100 * budget:g}%'."
-        )
     if isinstance(budget, str) and budget.strip() == "auto":
         raise ValueError("activation_budget='auto' is none: what is free counts for all memory. Pass budget='auto'.")
-    if isinstance(budget, str) and (number := number_in(budget)) is not None:
-        share = 100 * number if 0 < number < 1 else number
-        example = f"{share:.15g}" if 0 < share <= 100 else "50"
+    share = _share(budget, "activation_budget", _ACTIVATION_FORMS)
+    if share is not None:
+        return float(math.ceil(share * plain_bytes / _ROUND_BYTES) * _ROUND_BYTES)
+    _check_has_unit(budget, "activation_budget")
+    if _is_float(budget) and 1 < budget <= 100:  # type: ignore[operator]
         raise ValueError(
-            f"activation_budget={budget!r} has no unit. Pass a percentage like '{example}%', a text like '2GiB', or "
-            "bytes as a whole number."
+            f"activation_budget={budget!r} is {budget:g} bytes. Pass {_ACTIVATION_FORMS}. Did you mean '{budget:g}%'?"
         )
     nbytes = parse_bytes(budget, what="activation_budget", forms=_ACTIVATION_FORMS)
     if not nbytes:
@@ -88,26 +81,30 @@ def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
     return float(nbytes)
 
 
-def _is_percentage(budget: str) -> str:
-    percent = number_in(budget.strip()[:-1])
-    if percent is None or not 0 < percent <= 100:
-        return (
-            f"budget={budget!r} is no share. For one of the device pass a number in (0, 1], for one of the activations "
-            "activation_budget= with a percentage up to '100%'."
-        )
-    return (
-        f"budget={budget!r} is a percentage. For a share of the device pass budget={percent / 100:g}, for one of the "
-        f"activations activation_budget='{percent:g}%'."
-    )
+def _is_float(budget: object) -> bool:
+    return isinstance(budget, numbers.Real) and not isinstance(budget, numbers.Integral)
 
 
-def _has_no_unit(budget: str) -> str:
-    number = number_in(budget)
-    if number is not None and 0 < number <= 1:
-        return f"budget={budget!r} has no unit. For a share of the device pass the number: budget={number:g}."
-    example = "24" if number is None or not 1 < number < 2**20 else f"{number:g}"
-    return (
-        f"budget={budget!r} has no unit. Pass a text like '{example}GiB' or '{example}GB', or bytes as a whole number."
+def _share(budget: object, what: str, forms: str) -> float | None:
+    """Return the share in (0, 1] that a budget is; None: it is a size."""
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        percent = number_in(budget.strip()[:-1])
+        if percent is None or not 0 < percent <= 100:
+            raise ValueError(f"{what}={budget!r} is no share. Pass {forms}.")
+        return percent / 100
+    return float(budget) if _is_float(budget) and 0 < budget <= 1 else None  # type: ignore[arg-type, operator]
+
+
+def _check_has_unit(budget: object, what: str) -> None:
+    number = number_in(budget) if isinstance(budget, str) else None
+    if number is None:
+        return
+    percent = 100 * number if number <= 1 else number
+    share = f"{percent:.15g}%" if 0 < percent <= 100 else "50%"
+    size = f"{number:g}" if 1 <= number <= 1024 else "24"
+    raise ValueError(
+        f"{what}={budget!r} has no unit. Pass a share like '{share}', a text like '{size}GiB' or '{size}GB', or bytes "
+        "as a whole number."
     )
 
 
@@ -121,16 +118,6 @@ def _check_no_plan(budget: object, what: str) -> None:
             f"{what}={os.fspath(budget)!r} is a path. A plan that was saved there is a policy: "
             f"actckpt.apply(model, policy=actckpt.Plan.load({os.fspath(budget)!r}))."
         )
-
-
-def _checked(nbytes: int, budget: object) -> float:
-    if nbytes < _LEAST_BYTES:
-        example = nbytes if isinstance(budget, int) and 1 < nbytes < 1024 else 24
-        raise ValueError(
-            f"budget={budget!r} is {nbytes} bytes, less than {format_bytes(_LEAST_BYTES)}. Pass a text with a larger "
-            f"unit, like '{example}GiB'."
-        )
-    return float(nbytes)
 
 
 def _total_bytes(device: torch.device, budget: object) -> float:

@@ -21,7 +21,7 @@ class Wanted:
     """What was asked of `apply`."""
 
     budget: float | str | None
-    activation_budget: int | str | None
+    activation_budget: float | str | None
     optimizers: tuple[torch.optim.Optimizer, ...]
     pins: Mapping[Any, Action | str] | None
     race: bool

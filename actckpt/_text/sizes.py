@@ -21,20 +21,31 @@ def parse_bytes(size: object, *, what: str, forms: str = _FORMS) -> int:
     """Return a size in bytes.
 
     Args:
-        size: a whole number of bytes, or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`; units also in small letters.
+        size: a whole number of bytes (also as a float: 4e9), or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`; units
+            also in small letters.
         what: the call and its name, for the error.
         forms: what may be passed, for the error.
     Raises:
         ValueError: it is not a size; names the one that may have been meant.
     """
-    nbytes = int(size) if isinstance(size, numbers.Integral) and not isinstance(size, bool) else -1
+    nbytes = _bytes_in(size)
+    if nbytes is None:
+        raise ValueError(f"{what}={size!r} is not a size. Pass {forms}.{_meant(size)}")
+    return nbytes
+
+
+def _bytes_in(size: object) -> int | None:
+    """Return the bytes of a size; None: it is none."""
+    nbytes = -1
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if match and match[2].upper() in _UNITS and not _is_bits(match[2]):
             nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    if 0 <= nbytes <= _MAX_BYTES:
-        return nbytes
-    raise ValueError(f"{what}={size!r} is not a size. Pass {forms}.{_meant(size)}")
+    elif (isinstance(size, numbers.Integral) and not isinstance(size, bool)) or (
+        isinstance(size, float) and size.is_integer()
+    ):
+        nbytes = int(size)
+    return nbytes if 0 <= nbytes <= _MAX_BYTES else None
 
 
 def _is_bits(unit: str) -> bool:
@@ -52,9 +63,7 @@ def number_in(text: str) -> float | None:
 
 
 def _meant(size: object) -> str:
-    """Say which size something may stand for; nothing where that cannot be told."""
-    if isinstance(size, float) and 1 <= size <= _MAX_BYTES and size.is_integer():
-        return f" Did you mean {int(size)}?"
+    """Say which size a text may stand for; nothing where that cannot be told."""
     match = re.fullmatch(r"\s*(.*\d)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     number = None if match is None else number_in(match[1])
     if match is None or number is None:
@@ -62,8 +71,9 @@ def _meant(size: object) -> str:
     unit = match[2]
     units = [f"{prefix}{end}" for prefix in _PREFIXES if unit[:1].upper() == prefix for end in ("iB", "B")]
     units = [unit] if unit.upper() in _UNITS and not _is_bits(unit) else units
+    sizes = [text for each in units if _bytes_in(text := f"{number:.15g}{each}")]
     bits = f" {unit!r} are bits." if units and _is_bits(unit) else ""
-    return f"{bits} Did you mean {' or '.join(repr(f'{number:.15g}{each}') for each in units)}?" if units else ""
+    return f"{bits} Did you mean {' or '.join(map(repr, sizes))}?" if sizes else bits
 
 
 def format_bytes(nbytes: float) -> str:

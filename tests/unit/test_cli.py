@@ -36,7 +36,7 @@ TOY = [*(f"--{name}={value}" for name, value in _TOY_SIZES.items()), "--device=c
         ("estimate script.py --polcy keep", "unknown option --polcy. Did you mean --policy?"),
         ("doctor everything", "unexpected everything: it stands for no option and no argument"),
         ("plan no/such.json", "error: no/such.json: No such file or directory. See"),
-        ("demo --activation-budget 40", "--activation-budget '40' has no unit. Pass a percentage like '40%'"),
+        ("demo --activation-budget 40", "--activation-budget '40' has no unit. Pass a share like '40%'"),
         ("demo --steps 0", "--steps is 0"),
         ("demo --steps many", "--steps: 'many' is not a whole number"),
         ("demo --layers 1.5", "--layers: '1.5' is not a whole number"),

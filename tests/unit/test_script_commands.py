@@ -184,8 +184,7 @@ _MISTAKES = [
     (_SCRIPT, "--budget 1GiB --device abacus", "The device 'abacus' cannot be used here; usable are auto, cpu"),
     (_SCRIPT, "--budget 1GiB --blocks nowhere", "no module of Sequential is named 'nowhere'"),
     (_SCRIPT, "--budget 40", "--budget '40' has no unit"),
-    (_SCRIPT, "--budget 40%", "for one of the activations --activation-budget '40%'"),
-    (_SCRIPT, "--activation-budget 0.4", "--activation-budget '0.4' has no unit. Pass a percentage like '40%'"),
+    (_SCRIPT, "--activation-budget 0.4", "--activation-budget '0.4' has no unit. Pass a share like '40%'"),
     (_SCRIPT, "--budget 1GiB --activation-budget 50%", "--budget and --activation-budget are both given"),
 ]
 

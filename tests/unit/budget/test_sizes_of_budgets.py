@@ -28,7 +28,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("70GiB", 70 * 2**30),
         ("70 GB", 70 * 10**9),
         (2**30, 2**30),
+        (8e9, 8 * 10**9),
         (0.9, 90 * 2**30),
+        ("90%", 90 * 2**30),
         (1.0, 100 * 2**30),
         ("auto", 0.95 * 64 * 2**30),
     ],
@@ -38,7 +40,7 @@ def test_a_budget_for_everything_in_bytes(budget: object, nbytes: float) -> None
 
 
 @pytest.mark.parametrize(
-    "budget", ["2000", "-2GiB", "70 gigs", "50%", 0.0, 1.01, -1, 24, 2**20 - 1, True, None, "NaNGiB"]
+    "budget", ["2000", "-2GiB", "70 gigs", "150%", 0.0, 1.01, -1, 24, 2**20 - 1, True, None, "NaNGiB"]
 )
 def test_what_is_no_budget_for_everything(budget: object) -> None:
     with pytest.raises(ValueError, match=r"budget="):
@@ -47,9 +49,18 @@ def test_what_is_no_budget_for_everything(budget: object) -> None:
 
 @pytest.mark.parametrize(
     ("budget", "nbytes"),
-    [("40%", 400 * 1024), ("33.3%", 333 * 1024), ("0.05 %", 1024), ("4GiB", 4 * 2**30), (1000, 1000)],
+    [
+        ("40%", 400 * 1024),
+        (0.4, 400 * 1024),
+        (1.0, 1000 * 1024),
+        (2e9, 2 * 10**9),
+        ("33.3%", 333 * 1024),
+        ("0.05 %", 1024),
+        ("4GiB", 4 * 2**30),
+        (1000, 1000),
+    ],
 )
-def test_a_budget_for_activations_in_bytes(budget: int | str, nbytes: int) -> None:
+def test_a_budget_for_activations_in_bytes(budget: float | str, nbytes: int) -> None:
     """Shares are rounded up to whole KiB."""
     assert sizes.activation_budget_bytes(budget, plain_bytes=1000 * 1024.0) == nbytes
 
@@ -57,19 +68,20 @@ def test_a_budget_for_activations_in_bytes(budget: int | str, nbytes: int) -> No
 @pytest.mark.parametrize(
     ("budget", "hint"),
     [
-        (1e9, r"Did you mean 1000000000\?"),
         (float("nan"), r"is not a size\. .*'auto'\.$"),
         (-1, r"is not a size\."),
         (-5.0, r"is not a size\."),
         (40, r"is 40 bytes, less than 1\.00 MiB\. .*like '40GiB'"),
-        ("40", r"has no unit\. .*'40GiB' or '40GB'"),
-        ("0.4", r"has no unit\. .*budget=0\.4\."),
-        ("40 %", r"budget=0\.4, .*activation_budget='40%'"),
-        ("150%", r"is no share\. .*a number in \(0, 1\], .*up to '100%'"),
+        (70.0, r"is 70 bytes, less than 1\.00 MiB\. .*like '70GiB'"),
+        ("40", r"has no unit\. .*'40%'.*'40GiB' or '40GB'"),
+        ("0.4", r"has no unit\. .*'40%'"),
+        ("150%", r"is no share\. .*at most '100%'"),
         ("80G", r"Did you mean '80GiB' or '80GB'\?"),
         ("1,5 gib", r"Did you mean '1\.5gib'\?"),
         ("5e3MiB", r"Did you mean '5000MiB'\?"),
-        ("all", r"is not a size\. .*a share of the device in \(0, 1\], or 'auto'\.$"),
+        ("all", r"is not a size\. .*a share of the device like '90%'.*, or 'auto'\.$"),
+        ("0G", r"or 'auto'\.$"),
+        ("1e30MiB", r"or 'auto'\.$"),
     ],
 )
 def test_an_error_about_a_budget_says_what_was_meant(budget: object, hint: str) -> None:
@@ -80,20 +92,18 @@ def test_an_error_about_a_budget_says_what_was_meant(budget: object, hint: str) 
 @pytest.mark.parametrize(
     ("budget", "hint"),
     [
-        (1e9, r"Did you mean 1000000000\?"),
         (float("nan"), r"is not a size\. .*whole number\.$"),
-        (-1, r"is not a size\. Pass a percentage like '50%'"),
-        (0.4, r"'40%'"),
-        (1.0, r"'100%'"),
-        (1.5, r"whole number\.$"),
+        (-1, r"is not a size\. Pass a share like '50%'"),
+        (1.5, r"is 1\.5 bytes\. .*'1\.5%'\?$"),
+        (70.0, r"is 70 bytes\. .*'70%'\?$"),
         ("40", r"has no unit\. .*'40%'"),
         ("0.4", r"has no unit\. .*'40%'"),
         ("1e9", r"has no unit\. .*'50%'"),
-        ("-10%", r"is no share\. .*up to '100%'"),
+        ("-10%", r"is no share\. .*at most '100%'"),
         ("4G", r"Did you mean '4GiB' or '4GB'\?"),
         ("auto", r"Pass budget='auto'\."),
-        (0, r"is 0 bytes, and a step needs some\. Pass a percentage"),
-        ("0GiB", r"is 0 bytes, and a step needs some\. Pass a percentage"),
+        (0, r"is 0 bytes, and a step needs some\. Pass a share"),
+        ("0GiB", r"is 0 bytes, and a step needs some\. Pass a share"),
         ("0%", r"is no share\."),
         (True, r"is not a size\."),
         (math.inf, r"is not a size\."),
@@ -103,6 +113,28 @@ def test_an_error_about_a_budget_says_what_was_meant(budget: object, hint: str) 
 def test_an_error_about_a_budget_for_activations_says_what_was_meant(budget: object, hint: str) -> None:
     with pytest.raises(ValueError, match=rf"^activation_budget={re.escape(repr(budget))} (.* )?{hint}"):
         sizes.activation_budget_bytes(budget, plain_bytes=1000.0)
+
+
+_WRONG = [0, 1, 40, 70.0, 1.5, 2.0, -1, 1e30, "0", "1", "1.0", "0.4", "40", "70.5", "1e9", "-5", "150%", "-10%", "0%"]
+_WRONG += ["%", "4G", "4Gb", "0G", "0.0001K", "1e30MiB", "5e3MiB", "1,5 gib", "80 gigs", "all", "", True, None]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("wrong", _WRONG)
+def test_what_errors_about_budgets_suggest_is_taken(wrong: object) -> None:
+    takes = {
+        "budget": lambda budget: sizes.budget_bytes(budget, _CPU, held_bytes=0.0),
+        "activation_budget": lambda budget: sizes.activation_budget_bytes(budget, plain_bytes=1e9),
+    }
+    for what, take in takes.items():
+        try:
+            take(wrong)
+        except ValueError as error:
+            words = str(error).removeprefix(f"{what}={wrong!r}")
+            suggested = re.findall(r"(?:like|than|most|or|mean) (?:'([^']+)'|(\d\.\d)\b)", words)
+            assert suggested
+            for text, number in suggested:
+                assert take(text or float(number)) > 0, f"{what}={wrong!r}: {text or number}"
 
 
 def _machine(root: Path, *, total_kib: int, available_kib: int, limit: str, used: int) -> Path:
