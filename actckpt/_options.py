@@ -1,5 +1,6 @@
 """The options of `checkpoint`: defined here once, passed whole, and checked."""
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ __all__ = [
     "SequentialKeywords",
     "check_call",
     "check_no_call",
+    "meant_for_us",
 ]
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -151,7 +153,7 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"checkpoint(layer, x) with layer = {function.__name__}(...)."
         )
     for name in kwargs:
-        hint = _meant_for_us(name)
+        hint = meant_for_us(name)
         if hint and not _takes_keyword(function, name):
             raise TypeError(
                 f"checkpoint: neither checkpoint nor {messages.name_of(function)} has a keyword {name!r}. {hint}"
@@ -159,9 +161,12 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @functools.lru_cache(maxsize=4096)
-def _meant_for_us(name: str) -> str:
+def meant_for_us(name: str) -> str:
+    """Return what to write for a keyword that was meant for us; empty where it is like none of ours."""
     if name == "min_bytes":
         return "To offload from a size on: with actckpt.offload(min_bytes=...): y = layer(x)."
+    if budgets := difflib.get_close_matches(name, ("budget", "activation_budget"), n=1, cutoff=0.8):
+        return f"A budget is one of a model, for all of its blocks: actckpt.apply(model, {budgets[0]}=...)."
     return did_you_mean([name], CheckpointOptions._fields, cutoff=0.8).lstrip()
 
 
@@ -180,7 +185,7 @@ def check_no_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not args and not kwargs:
         return
     unexpected = [f"{len(args)} arguments"] * bool(args) + [f"keyword {name!r}" for name in kwargs]
-    hint = did_you_mean(kwargs, CheckpointOptions._fields)
+    hint = "".join(f" {hint}" for hint in map(meant_for_us, kwargs) if hint)
     raise ValueError(
         f"checkpoint: no function was given, but {', '.join(unexpected)}. Arguments go to the decorated function: "
         f"checkpoint(use_reentrant=False)(fn)(*args).{hint}"

@@ -23,6 +23,7 @@ from actckpt._options import (
     SequentialKeywords,
     check_call,
     check_no_call,
+    meant_for_us,
 )
 from actckpt._text.sizes import parse_bytes
 from actckpt.policies import Policy
@@ -182,9 +183,10 @@ def checkpoint_sequential(
     """
     unknown = sorted(set(kwargs) - set(CheckpointOptions._fields))
     if unknown:
+        hint = meant_for_us(unknown[0])
         raise ValueError(
-            f"checkpoint_sequential: unexpected keyword arguments {', '.join(unknown)}. "
-            "Only keywords of actckpt.checkpoint are taken; functions get one argument."
+            f"checkpoint_sequential: unexpected keyword arguments {', '.join(unknown)}. Only keywords of "
+            f"actckpt.checkpoint are taken; functions get one argument.{hint and f' {hint}'}"
         )
     if not isinstance(functions, Iterable):
         raise TypeError(

@@ -191,7 +191,7 @@ def _apply_budget(
     model: torch.nn.Module, policy: Any, blocks: Blocks | None, options: dict[str, Any]
 ) -> tuple[str, ...]:
     if not isinstance(policy, _Default):
-        what = repr(policy) if isinstance(policy, str) else type(policy).__name__
+        what = repr(policy) if policy is None or isinstance(policy, str) else type(policy).__name__
         raise ValueError(f"apply: a budget beside policy={what}. Pass one of them: the budget decides the policy.")
     if unknown := sorted(set(options) - _BUDGET_OPTIONS):
         known = ", ".join(sorted(_BUDGET_OPTIONS))
@@ -244,6 +244,8 @@ def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
         )
     if policy == "offload":
         offload(**options)  # raises if it cannot be called so
+    else:
+        CheckpointOptions(policy=policy, **options).check({})
 
 
 def remove(model: torch.nn.Module) -> tuple[str, ...]:

@@ -30,12 +30,19 @@ def test_report_explains_tensors_only(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"min_bytes": "x"}, "min_bytes"), ({"to": "dsk"}, "to='dsk' is not a store")]
+    ("options", "message"),
+    [
+        ({"policy": "offload", "min_bytes": "x"}, "min_bytes"),
+        ({"policy": "offload", "to": "dsk"}, "to='dsk' is not a store"),
+        ({"use_reentrant": True}, "use_reentrant=True is not supported"),
+        ({"determinism_check": "no"}, "determinism_check should be one of"),
+        ({"policy": "matmuls", "context_fn": lambda: None}, "policy= and context_fn= both say"),
+    ],
 )
-def test_apply_checks_options_of_offload_before_it_patches(options: dict[str, Any], message: str) -> None:
+def test_apply_checks_options_before_it_patches(options: dict[str, Any], message: str) -> None:
     model = _model()
     with pytest.raises(ValueError, match=message):
-        actckpt.apply(model, policy="offload", **options)
+        actckpt.apply(model, **options)
     assert actckpt.apply(model) == ("0", "1")  # nothing was patched
 
 
@@ -71,6 +78,11 @@ def test_a_policy_function_may_not_return_another_text() -> None:
 def test_a_misspelt_keyword_of_the_decorator_is_answered_with_the_right_one() -> None:
     with pytest.raises(ValueError, match=r"keyword 'use_reentrent'.* Did you mean use_reentrant\?$"):
         actckpt.checkpoint(use_reentrent=False)
+    with pytest.raises(ValueError, match=r"keyword 'budget'.* actckpt\.apply\(model, budget=\.\.\.\)\.$"):
+        actckpt.checkpoint(budget="1GiB")
+    sequential: Any = actckpt.checkpoint_sequential
+    with pytest.raises(ValueError, match=r"arguments budget\..* actckpt\.apply\(model, budget=\.\.\.\)\.$"):
+        sequential(_model(), 2, torch.ones(2, 4), budget="1GiB")
 
 
 def test_the_decorator_checks_its_keywords_before_it_has_a_function() -> None:
@@ -162,8 +174,8 @@ def test_checkpoint_of_the_result_of_a_call_says_how_to_pass_it() -> None:
         actckpt.checkpoint(swapped, layer)
 
 
-def _with_policies(x: torch.Tensor, *, policies: int, min_bytes: int = 0) -> torch.Tensor:
-    return x * policies
+def _with_policies(x: torch.Tensor, *, policies: int, min_bytes: int = 0, budget: int = 0) -> torch.Tensor:
+    return x * policies + budget
 
 
 @pytest.mark.parametrize(
@@ -172,6 +184,8 @@ def _with_policies(x: torch.Tensor, *, policies: int, min_bytes: int = 0) -> tor
         ({"polcy": "keep"}, r"neither checkpoint nor Linear has a keyword 'polcy'\. Did you mean policy\?"),
         ({"presrve_rng_state": False}, r"keyword 'presrve_rng_state'\. Did you mean preserve_rng_state\?"),
         ({"policy": "offload", "min_bytes": "1KiB"}, r"keyword 'min_bytes'\. .* with actckpt\.offload\(min_bytes="),
+        ({"budget": "1GiB"}, r"keyword 'budget'\. A budget is one of a model, .*: actckpt\.apply\(model, budget="),
+        ({"activaton_budget": "50%"}, r"'activaton_budget'\. .*: actckpt\.apply\(model, activation_budget="),
     ],
 )
 @pytest.mark.parametrize("grad", [True, False])
@@ -186,7 +200,7 @@ def test_a_misspelt_keyword_is_answered_with_the_right_one(keywords: dict[str, A
 def test_keywords_that_the_function_takes_go_to_it_whatever_they_are_like(function: Any) -> None:
     x = torch.ones(2, requires_grad=True)
     assert actckpt.checkpoint(function, x, policies=3, min_bytes=1).sum() == 6
-    assert actckpt.checkpoint(function, x, policies=3, policy="keep").sum() == 6
+    assert actckpt.checkpoint(function, x, policies=3, policy="keep", budget=1).sum() == 8
 
 
 def test_a_keyword_that_is_like_none_of_ours_is_answered_by_the_function() -> None:
