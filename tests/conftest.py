@@ -1,9 +1,10 @@
-"""Tests run in a random order, with one torch thread, from the same seeds, and with the audits of the default."""
+"""Tests run in a random order, with one torch thread, from the same seeds and settings."""
 
 import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -63,8 +64,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("--device") != "sim" and collection_path in _DEVICE_TESTS else None
 
 
+def _global_state() -> dict[str, Any]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+    }
+
+
 @pytest.fixture(autouse=True)
-def _one_thread_fixed_seeds_and_audits() -> Iterator[None]:
+def _no_state_is_left() -> Iterator[None]:
+    before = _global_state()
+    yield
+    after = _global_state()
+    left = {name: (value, after[name]) for name, value in before.items() if value != after[name]}
+    assert not left, f"a test left state behind, which the next ones find: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_fixed_seeds_and_settings(_no_state_is_left: None) -> Iterator[None]:
+    settings = vars(actckpt.configure())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -72,4 +93,4 @@ def _one_thread_fixed_seeds_and_audits() -> Iterator[None]:
     numpy.random.seed(0)
     yield
     torch.set_num_threads(threads)
-    actckpt.configure(audit="first")
+    actckpt.configure(**settings)

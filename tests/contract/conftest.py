@@ -90,11 +90,9 @@ def _on_simulated(item: pytest.Item) -> Iterator[None]:
         assert not faults, "\n".join(faults)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _counters_only_observe() -> Iterator[None]:
-    actckpt.configure(observers=[CountOperators])
-    yield
-    actckpt.configure(observers=())
+@pytest.fixture(autouse=True)
+def _counters_only_observe() -> None:
+    actckpt.configure(observers=[CountOperators])  # until the fixture of all tests puts it back, as in `no_audit`
 
 
 @pytest.fixture

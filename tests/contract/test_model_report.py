@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -22,13 +21,8 @@ from actckpt.memory import LiveStorages
 WIDTH = 32
 
 
-@pytest.fixture(autouse=True)
-def _no_audit() -> Iterator[None]:
-    """Checksums are a few bytes that are no values."""
-    before = actckpt.configure().audit
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before)
+#: Checksums are a few bytes that are no values.
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 class Model(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +17,7 @@ NUM = 100
 BYTES = 64 * 1024
 
 
-@pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    before = actckpt.configure()
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before.audit, replay_window=before.replay_window, max_inflight=before.max_inflight)
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _program(weights: list[Tensor], x: Tensor) -> Tensor:

@@ -20,14 +20,6 @@ import actckpt
 from actckpt import _C
 
 
-@pytest.fixture(autouse=True)
-def _first() -> Iterator[None]:
-    before = actckpt.configure().audit
-    actckpt.configure(audit="first")
-    yield
-    actckpt.configure(audit=before, opaque=())
-
-
 class IntoFreshMemory(torch.autograd.Function):
     """Its result comes from a raw kernel."""
 

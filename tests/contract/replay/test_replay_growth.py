@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +14,7 @@ import actckpt
 KEEP_WRITES = actckpt.policies.PerOp({"aten.copy_": "keep"})
 
 
-@pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    before = actckpt.configure()
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before.audit, replay_window=before.replay_window)
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _num_calls(run: Callable[[], Any]) -> int:

@@ -7,7 +7,7 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,13 +23,7 @@ from actckpt import _C, _bind
 from actckpt._replay import opened
 from actckpt.memory import LiveStorages
 
-
-@pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    before = actckpt.configure()
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(audit=before.audit, replay_window=before.replay_window, replay_order=None)
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _chain(x: Tensor, n: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +12,7 @@ from oracle import assert_equal, leaf
 import actckpt
 from actckpt._replay.schedule import ReplayGraph
 
-
-@pytest.fixture(autouse=True)
-def _no_audit_and_no_order_afterwards() -> Iterator[None]:
-    actckpt.configure(audit="off")
-    yield
-    actckpt.configure(replay_order=None)
+pytestmark = pytest.mark.usefixtures("no_audit")
 
 
 def _gradient(order: Callable[[ReplayGraph], Any] | None) -> torch.Tensor:

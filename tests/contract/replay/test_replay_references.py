@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,11 +17,8 @@ import actckpt
 
 
 @pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    before = actckpt.configure()
-    _normed(), _buffer(), _weight()  # outside of any region
-    yield
-    actckpt.configure(audit=before.audit, opaque=before.opaque, replay_window=before.replay_window)
+def _outside_of_any_region() -> None:
+    _normed(), _buffer(), _weight()
 
 
 def _replayed(x: torch.Tensor, policy: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -18,12 +18,6 @@ from actckpt._replay import execute
 from actckpt.memory import LiveStorages
 
 _LAYERS = 32
-
-
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    yield
-    actckpt.configure(replay_window="auto")
 
 
 def _run(window: int | None) -> tuple[int, int, list[torch.Tensor]]:
