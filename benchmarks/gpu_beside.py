@@ -46,10 +46,12 @@ def _transformers_checkpointed(bench: Bench) -> None:
         model.gradient_checkpointing_disable()
 
 
-_KEEPS_MM = partial(torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+#: Linear layers run `mm`, with a bias `addmm`.
+KEPT_BY_TORCH = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+_KEEPS_MATMULS = partial(torch_checkpoint.create_selective_checkpoint_contexts, KEPT_BY_TORCH)
 _TORCH: dict[str, Callable[[Bench], None]] = {
     "torch checkpoint": _checkpointed,
-    "torch selective, keeps mm": partial(_checkpointed, context_fn=_KEEPS_MM),
+    "torch selective, keeps matmuls": partial(_checkpointed, context_fn=_KEEPS_MATMULS),
     "transformers checkpointing": _transformers_checkpointed,
 }
 

@@ -14,6 +14,7 @@ import torch
 
 _BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 _SIZE, _PATHS = 32, 10
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 _MATRIX_BYTES = _SIZE * _SIZE * 4
 
 
@@ -51,6 +52,20 @@ def test_script_prints_every_method_for_both_orders_and_draws(
 @pytest.fixture(scope="module")
 def gpu_offload() -> dict[str, Any]:
     return runpy.run_path(str(_BENCHMARKS / "gpu_offload.py"))
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_torchs_selective_checkpoint_keeps_the_matmuls_that_the_models_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(_BENCHMARKS)
+    kept = runpy.run_path(str(_BENCHMARKS / "gpu_beside.py"))["KEPT_BY_TORCH"]
+    models = runpy.run_path(str(_BENCHMARKS / "gpu_models.py"))
+    made = models["made"](name, models["TOY"], torch.device("cpu"))
+    with torch.profiler.profile() as profile:
+        made.loss()
+    matmuls = {event.key for event in profile.key_averages() if event.key.removeprefix("aten::") in _MATMULS}
+    assert matmuls and matmuls <= {operator.name().partition(".")[0] for operator in kept}
 
 
 @pytest.mark.parametrize("name", ["gpu_offload", "gpu_te", "gpu_budgets"])
@@ -206,7 +221,7 @@ def _check_budgets(figures: dict[str, Any]) -> None:
     assert all(row["same_bits"] for row in figures["gradients"].values()) and len(figures["gradients"]) == 6
     beside = figures["in turns"]["round 1"]["by_now"]
     assert all({"ratio_to_best_simple", "to"} <= set(row) for row in beside.values())
-    assert set(beside["budget 1"]["to"]) == {"torch checkpoint", "torch selective, keeps mm"}
+    assert set(beside["budget 1"]["to"]) == {"torch checkpoint", "torch selective, keeps matmuls"}
     assert figures["estimate"]["llama"]["recompute"]["to_peak"] == pytest.approx(1.0, abs=0.1)
     assert set(figures["vit"]) == set(figures["unet"]) == {"plain", "smallest", "budget 1"}
 
