@@ -337,11 +337,11 @@ def _print(figures: dict[str, Any]) -> None:
     for name, row in figures.get("batches", {}).items():
         print(f"{name:13} largest batch {row['true']}, estimated {row['estimated']} in {row['estimate_seconds']:.1f} s")
     for row in figures.get("devices", []):
-        sizes = ", ".join(f"{row[f'{kind}_peak_bytes'] / 1e9:.2f} GB" for kind in ("estimated", "measured"))
+        sizes = ", ".join(f"{row[f'{kind}_peak_bytes'] / 2**30:.2f} GiB" for kind in ("estimated", "measured"))
         times = ", ".join(f"{row[f'{kind}_ms']:.0f} ms" for kind in ("estimated", "measured"))
         print(f"{row['gpu']}, {row['model']}, {row['policy']}: estimated, measured: {sizes}; {times}")
     for name, row in figures.get("longchat", {}).items():
-        gigabytes = ", ".join(f"{key} {row[f'{key}_bytes'] / 1e9:.2f} GB" for key in ("held", "peak", "total_peak"))
+        gigabytes = ", ".join(f"{key} {row[f'{key}_bytes'] / 2**30:.2f} GiB" for key in ("held", "peak", "total_peak"))
         print(f"{name:24} {gigabytes}, {1e3 * row['seconds']:.1f} ms ({row['times_none']:.3f} x)")
 
 

@@ -130,19 +130,27 @@ def test_estimates_in_the_documentation_are_those_of_the_results() -> None:
     assert "all were equal to the byte, the batches equal" in text
     for name, row in figures["longchat"].items():
         if name != "actckpt, replay":  # as recompute
-            sizes = [row[f"{key}_bytes"] / 1e9 for key in ("held", "peak", "total_peak")]
+            sizes = [row[f"{key}_bytes"] / 2**30 for key in ("held", "peak", "total_peak")]
             _says("docs/estimate.md", name, [*sizes, row["times_none"]])
 
 
 def test_estimates_for_gpus_are_those_of_the_results() -> None:
     rows = _figures("gpu_estimates")["devices"]
     assert len(rows) == 5
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        errors.setdefault(row["model"], []).append(100 * abs(row["estimated_ms"] / row["measured_ms"] - 1))
+    (llama, (unet,)) = (values for model, values in sorted(errors.items()))
+    ranges = f"{min(llama):.0f} to {max(llama):.0f} % off", f"{unet:.0f} % too short"
+    for path in ("docs/estimate.md", "actckpt/estimation.py"):
+        assert all(text in (_ROOT / path).read_text() for text in ranges), path
     for row in rows:
         name = "UNet" if row["model"] == "unet" else "Llama"
         policy = "" if row["policy"] == "none" else f"{row['policy']}, "
-        sizes = [row[f"{kind}_peak_bytes"] / 1e9 for kind in ("estimated", "measured")]
+        sizes = [row[f"{kind}_peak_bytes"] / 2**30 for kind in ("estimated", "measured")]
         times = [row[f"{kind}_ms"] for kind in ("estimated", "measured")]
-        _says("docs/estimate.md", f"{name}, {policy}{row['gpu'].split()[1]}", [*sizes, *times])
+        error = abs(100 * (times[0] / times[1] - 1))
+        _says("docs/estimate.md", f"{name}, {policy}{row['gpu'].split()[1]}", [*sizes, *times, error])
         if name == "Llama":
             assert sizes[0] == pytest.approx(sizes[1], rel=0.01) and times[0] == pytest.approx(times[1], rel=0.05)
 

@@ -23,7 +23,7 @@ class Target:
         float32_flops_per_s: of products and sums of 32-bit numbers (and of 64-bit ones).
         memory_bytes_per_s: bandwidth of its memory.
         link_bytes_per_s: bandwidth to the memory of the host, one way.
-        memory_bytes: how much memory it has.
+        memory_bytes: how much memory its driver reports.
 
     Raises:
         ValueError: a rate is not a finite number above 0.
@@ -31,7 +31,7 @@ class Target:
     Example::
 
         >>> import actckpt, dataclasses
-        >>> half = dataclasses.replace(actckpt.Target.named("h100"), name="half an h100", memory_bytes=40 * 10**9)
+        >>> half = dataclasses.replace(actckpt.Target.named("h100"), name="half an h100", memory_bytes=40 * 2**30)
         >>> half.flops_per_s
         989000000000000.0
     """
@@ -65,20 +65,23 @@ class Target:
         return self.name == "cpu"
 
 
-#: Dense products, without sparsity; memory in bytes of the data sheet (1 GB = 10^9). From the vendors' data sheets of
-#: the H100 SXM5 80 GB, H200 SXM 141 GB, A100 SXM4 80 GB, B200 (an eighth of an HGX B200), Instinct MI300X, L40S and
-#: GeForce RTX 4090 (Ada architecture white paper: 32-bit sums). The CPU is no product: figures of that order.
+_GIB = 2**30
+
+#: Dense products, without sparsity, from the vendors' data sheets of the H100 SXM5, H200 SXM, A100 SXM4, B200 (an
+#: eighth of an HGX B200), Instinct MI300X, L40S and GeForce RTX 4090 (Ada architecture white paper: 32-bit sums).
+#: Memory of the H100, H200 and A100 is what cards report in total; of the others what data sheets say. The CPU is no
+#: product: figures of that order.
 _TARGETS = {
     target.name: target
     for target in (
-        Target("h100", 989e12, 67e12, 3.35e12, _PCIE5, 80 * 10**9),
-        Target("h200", 989e12, 67e12, 4.8e12, _PCIE5, 141 * 10**9),
-        Target("a100", 312e12, 19.5e12, 2.039e12, _PCIE4, 80 * 10**9),
+        Target("h100", 989e12, 67e12, 3.35e12, _PCIE5, int(79.1 * _GIB)),
+        Target("h200", 989e12, 67e12, 4.8e12, _PCIE5, int(139.8 * _GIB)),
+        Target("a100", 312e12, 19.5e12, 2.039e12, _PCIE4, int(79.1 * _GIB)),
         Target("b200", 2250e12, 75e12, 7.7e12, _PCIE5, 180 * 10**9),
         Target("mi300x", 1307e12, 163.4e12, 5.3e12, _PCIE5, 192 * 10**9),
         Target("l40s", 362e12, 91.6e12, 864e9, _PCIE4, 48 * 10**9),
         Target("rtx4090", 165.2e12, 82.6e12, 1008e9, _PCIE4, 24 * 10**9),
-        Target("cpu", 1e12, 1e12, 100e9, 2e9, 64 * 2**30),
+        Target("cpu", 1e12, 1e12, 100e9, 2e9, 64 * _GIB),
     )
 }
 

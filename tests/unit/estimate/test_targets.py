@@ -37,3 +37,9 @@ def test_the_example_runs_and_the_documentation_has_every_target() -> None:
         found = [float(cell.split(" ")[0]) for cell in rows[name].strip("| ").split(" | ")[1:5]]
         rates = (target.flops_per_s, target.float32_flops_per_s, target.memory_bytes_per_s, target.link_bytes_per_s)
         assert found == list(rates), name
+        assert rows[name].endswith(f"| {target.memory_bytes / 2**30:.1f} |"), name
+
+
+@pytest.mark.parametrize(("name", "reported_gib"), [("h100", 79.1), ("h200", 139.8), ("a100", 79.1)])
+def test_memory_is_what_cards_report(name: str, reported_gib: float) -> None:
+    assert named_target(name).memory_bytes / 2**30 == pytest.approx(reported_gib, abs=0.01)
