@@ -380,3 +380,11 @@ def test_numbers_of_tests_on_a_gpu_are_those_of_the_results() -> None:
     for run in (runs[2], runs[3], runs[5]):
         assert f"{run['passed']:,} passed, {run['failed']} failed" in page.replace("\n", " ")
     assert len(_result("te_training")["passed"]) == runs[1]["passed"] == 166
+
+
+def test_every_result_is_cited_by_a_page_or_checked_here() -> None:
+    pages = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+    text = "".join(page.read_text() for page in pages)
+    checked = re.findall(r'_figures\("(\w+)"\)', Path(__file__).read_text())
+    for path in (_ROOT / "benchmarks/results").iterdir():
+        assert path.name in text or path.name.startswith(tuple(checked)), path.name
