@@ -1,6 +1,6 @@
 """The errors that need no torch, for the planner, which does not import it. All of them are in `actckpt.errors`."""
 
-__all__ = ["ActckptError", "CostTableError", "PlanInfeasibleError"]
+__all__ = ["ActckptError", "CostTableError", "PlanInfeasibleError", "TorchVersionError"]
 
 
 class ActckptError(Exception):
@@ -9,6 +9,10 @@ class ActckptError(Exception):
 
 class CostTableError(ActckptError, ValueError):
     """A cost table says something that cannot be. The message names the field."""
+
+
+class TorchVersionError(ActckptError):
+    """What was called needs a private name of torch that the installed version does not have."""
 
 
 class PlanInfeasibleError(ActckptError, ValueError):

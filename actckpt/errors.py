@@ -10,6 +10,7 @@
     |-- PlanInfeasibleError     also ValueError
     |-- RanksDifferError        also RuntimeError
     |-- StillOpenError          also RuntimeError
+    |-- TorchVersionError
     |-- TransformerEngineError
     `-- EngineError             also RuntimeError; of the engine that copies to host memory and disk
         |-- SpillWriteError
@@ -38,7 +39,7 @@ from actckpt._C import (
     SpillReadError,
     SpillWriteError,
 )
-from actckpt._error_base import ActckptError, CostTableError, PlanInfeasibleError
+from actckpt._error_base import ActckptError, CostTableError, PlanInfeasibleError, TorchVersionError
 
 __all__ = [
     "ActckptError",
@@ -61,6 +62,7 @@ __all__ = [
     "SpillReadError",
     "SpillWriteError",
     "StillOpenError",
+    "TorchVersionError",
     "TransformerEngineError",
 ]
 

@@ -1,5 +1,7 @@
 """Private names of torch that the package uses. Every torch from 2.9 on has them, but for those that say "Missing:".
 
+A name that is missing raises where it is used, and not at import: `lookup`.
+
 No other module names a private part of torch, but for what all libraries use (`TorchDispatchMode`, trees, classes of
 operators) and what `_text`, a room below, asks of the dispatcher: `tests/test_layers.py`.
 `tests/unit/core/test_torch_private.py` fails when torch drops one of the names, and says which entry here can go when
@@ -83,6 +85,8 @@ from actckpt._core.torch_private.modes import (
     remove_dispatch_mode,
     replaced_function_modes,
     runs_compiled_below_modes,
+    without_dispatch,
+    without_functions,
 )
 from actckpt._core.torch_private.operators import (
     builtin_functions,
@@ -181,5 +185,7 @@ __all__ = [
     "unsharded_parameter",
     "untraced",
     "wait_for_collective",
+    "without_dispatch",
+    "without_functions",
     "without_tensor_hooks",
 ]

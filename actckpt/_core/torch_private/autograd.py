@@ -8,55 +8,60 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
-from actckpt._core.torch_private.optional import optional
+from actckpt._core.torch_private.lookup import attribute, lookup, optional
 
 #: What packs a saved tensor, and what unpacks it.
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 #: Id of the backward under way in this thread, -1 outside of one. torch's own checkpoint tells backwards apart with it.
-current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+current_graph_task_id: Callable[[], int] = lookup("torch._C._current_graph_task_id")
 
 #: The node whose backward runs in this thread, None outside of one. Torch has the public names of nodes, not this.
-current_node: Callable[[], Any] = torch._C._current_autograd_node
+current_node: Callable[[], Any] = lookup("torch._C._current_autograd_node")
 
 #: The active `torch.utils.checkpoint.GraphExecGroup`. Missing before torch 2.10: there are no such groups.
-current_graph_exec_group: Callable[[], Any] | None = optional(torch._C, "_get_graph_exec_group")
+current_graph_exec_group: Callable[[], Any] | None = optional("torch._C._get_graph_exec_group")
 
 #: Hands the engine a callable for the end of the backward under way. What backward caches is released then
 #: (csrc/core/task_end.h).
-queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+queue_callback: Callable[[Callable[[], None]], None] = lookup(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
 
 #: The hooks that a saved tensor would go through now.
-top_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
+top_hooks: Callable[[bool], Hooks | None] = lookup("torch._C._autograd._top_saved_tensors_default_hooks")
 
 #: What `torch.autograd.graph.saved_tensors_hooks` calls on entry and exit, without its Python frames;
 #: and the setter behind `torch.set_grad_enabled`.
-push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
-pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+push_hooks: Callable[[Any, Any], None] = lookup("torch._C._autograd._push_saved_tensors_default_hooks")
+pop_hooks: Callable[[], None] = lookup("torch._C._autograd._pop_saved_tensors_default_hooks")
+set_grad_enabled: Callable[[bool], None] = lookup("torch._C._set_grad_enabled")
 
 #: Skips autograd in this thread, whatever the grad mode.
-below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd
+below_autograd: Callable[[], Any] = lookup("torch._C._AutoDispatchBelowAutograd")
 
 #: Whether the backward under way was asked to retain the graph.
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+keeps_graph: Callable[[], bool] = lookup("torch._C._autograd._get_current_graph_task_keep_graph")
 
 #: The number that autograd gives to the next node of this thread.
-next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+next_sequence_number: Callable[[], int] = lookup("torch._C._autograd._get_sequence_nr")
 
 #: What every node of a Python autograd.Function is an instance of.
-function_node_type: type = torch._C._FunctionBase
+function_node_type: type = lookup("torch._C._FunctionBase")
 
 #: The code of `torch.autograd.Function.apply`, which is the innermost Python frame while autograd saves for a Function.
-apply_code: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+#: Missing from torch 2.14 on, where it is no Python function: its caller's frame is innermost then.
+apply_code: CodeType | None = optional("torch.autograd.Function.apply.__func__.__code__")
 
-#: The code of the frame in which every call of a module runs its hooks and its forward.
-_call_code: CodeType = torch.nn.Module._call_impl.__code__
+#: The function in which every call of a module runs its hooks and its forward.
+_call_module = lookup("torch.nn.Module._call_impl")
 
-#: The code of the frame in which every backward that Python begins runs.
-_run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
+#: The function in which every backward that Python begins runs.
+_run_backward = lookup("torch.autograd.graph._engine_run_backward")
+
+_backward_hooks = lookup("torch.Tensor._backward_hooks.__get__")
+_without_functions = lookup("torch._C.DisableTorchFunctionSubclass")
 
 
 def outer_hooks() -> Hooks | None:
@@ -77,7 +82,7 @@ def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     A gradient that is computed on behalf of another backward must not meet them twice. torch keeps them in a dict
     of the tensor, which its hook in C++ reads at each call.
     """
-    dicts = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
+    dicts = [hooks for tensor in tensors if (hooks := _backward_hooks(tensor))]
     held = [dict(hooks) for hooks in dicts]
     for hooks in dicts:
         hooks.clear()
@@ -90,7 +95,7 @@ def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def sequence_number(node: Any) -> int:
     """Return the number that autograd gave to a node."""
-    return int(node._sequence_nr())
+    return int(attribute(node, "_sequence_nr")())
 
 
 def reads_filled_late() -> bool | None:
@@ -122,16 +127,17 @@ def backward_roots() -> list[Any] | None:
 
 def _backward_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame that called the engine, from this one outwards."""
-    while frame is not None and frame.f_code is not _run_backward_code:
+    code = _run_backward.__code__
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame
 
 
 def num_calls(module: torch.nn.Module) -> int:
     """Return how many calls of a module this thread is in, as `torch.nn.Module._call_impl` shows, whose hook asks."""
-    num, frame = 0, sys._getframe(1)
+    num, frame, code = 0, sys._getframe(1), _call_module.__code__
     while frame is not None:
-        num += frame.f_code is _call_code and frame.f_locals["self"] is module
+        num += frame.f_code is code and frame.f_locals["self"] is module
         frame = frame.f_back  # type: ignore[assignment]
     return num
 
@@ -154,7 +160,7 @@ _grad_fn: Callable[[torch.Tensor], Any] = torch.Tensor.grad_fn.__get__  # type: 
 
 def node_of(tensor: torch.Tensor) -> Any | None:
     """Return the node that made a tensor, None where torch does not tell: of some views that were written to."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with _without_functions():
         try:
             return _grad_fn(tensor)
         except RuntimeError:

@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch.utils.checkpoint
+from actckpt._core.torch_private.lookup import attribute, lookup, reader
+
+_early_stop = reader("torch.utils.checkpoint._enable_checkpoint_early_stop")
+_debug_enabled = reader("torch.utils.checkpoint._checkpoint_debug_enabled")
+_selective_mode = lookup("torch.utils.checkpoint._CachingTorchDispatchMode")
 
 
 def forced_by_context() -> tuple[bool | None, bool | None]:
@@ -11,14 +15,15 @@ def forced_by_context() -> tuple[bool | None, bool | None]:
 
     None outside of such a context.
     """
-    module: Any = torch.utils.checkpoint
-    return module._enable_checkpoint_early_stop, module._checkpoint_debug_enabled
+    return _early_stop(), _debug_enabled()
 
 
 def selective_policy(context: object) -> Callable[..., Any] | None:
     """Return the policy function of torch's selective checkpointing, if `context` is its mode of the forward."""
-    names: Any = torch.utils.checkpoint
-    return context.policy_fn if type(context) is names._CachingTorchDispatchMode else None  # type: ignore[attr-defined]
+    if not isinstance(context, _selective_mode) or type(context) is not _selective_mode:
+        return None
+    policy: Callable[..., Any] = attribute(context, "policy_fn")
+    return policy
 
 
 def set_selective_policy(context: Any, policy: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from actckpt._core.torch_private.optional import optional
+from actckpt._core.torch_private.lookup import needed, optional
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -19,15 +19,14 @@ SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter.
 COMPILED_PREFIX = "torch._inductor"
 
 
-def disable_dynamo(function: _Function) -> _Function:
-    """Keep torch.compile out of a function, without importing the compiler."""
-    return torch._disable_dynamo(function)  # type: ignore[attr-defined, return-value]
+#: Keeps torch.compile out of a function, without importing the compiler. Missing: the public one imports it.
+disable_dynamo: Callable[[_Function], _Function] = optional("torch._disable_dynamo") or torch.compiler.disable
 
 
-_eval_frame = optional(optional(torch._C, "_dynamo"), "eval_frame")
-_set_code_strategy = optional(_eval_frame, "set_code_exec_strategy")
-_skip = getattr(optional(_eval_frame, "_FrameAction"), "SKIP", None)
-_never_traced = None if _skip is None else _eval_frame._FrameExecStrategy(_skip, _skip)
+_set_code_strategy = optional("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+_strategy = optional("torch._C._dynamo.eval_frame._FrameExecStrategy")
+_skip = optional("torch._C._dynamo.eval_frame._FrameAction.SKIP")
+_never_traced = None if _strategy is None or _skip is None else _strategy(_skip, _skip)
 
 
 def untraced(function: _Function) -> _Function:
@@ -44,7 +43,8 @@ def untraced(function: _Function) -> _Function:
 
 def graph_break(why: str) -> None:
     """Break the graph that is being traced; with `fullgraph=True` that is an error with this text."""
-    torch._dynamo.graph_break(why.strip())  # the error shows results of calls, and global variables it does not
+    # The error shows results of calls, and global variables it does not.
+    needed("torch._dynamo.graph_break")(why.strip())
 
 
 def called_while_traced(function: _Function) -> _Function:

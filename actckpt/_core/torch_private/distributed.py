@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 
-from actckpt._core.torch_private.optional import optional
+from actckpt._core.torch_private.lookup import attribute, lookup
+
+_groups = lookup("torch.distributed.distributed_c10d")
+_group_by_name = lookup("torch.distributed.distributed_c10d._resolve_process_group")
+_world = lookup("torch.distributed.distributed_c10d._world")
+_fake_work = lookup("torch._C._distributed_c10d.FakeWork")
 
 
 def wait_for_collective(tensor: Any) -> None:
@@ -19,23 +24,22 @@ def wait_for_collective(tensor: Any) -> None:
 
 def resolved_group(given: Any) -> Any:
     """Return the process group that operators are given: by its name, as functional collectives are, or in a box."""
-    groups: Any = torch.distributed.distributed_c10d
     if isinstance(given, str):
-        return groups._resolve_process_group(given)
-    return groups.ProcessGroup.unbox(given) if isinstance(given, torch.ScriptObject) else given
+        return _group_by_name(given)
+    return _groups.ProcessGroup.unbox(given) if isinstance(given, torch.ScriptObject) else given
 
 
 def group_store(group: Any) -> Any:
     """Return the key-value store of a process group."""
-    getter = optional(group, "get_group_store")  # public, where torch has it
-    groups: Any = torch.distributed.distributed_c10d
-    return groups._world.pg_map[group][1] if getter is None else getter()
+    getter = getattr(group, "get_group_store", None)  # public, where torch has it
+    return attribute(_world, "pg_map")[group][1] if getter is None else getter()
 
 
 def num_operations(group: Any) -> int | None:
     """Return how many operations a process group ran so far, None: nobody counts them. Gloo counts sends as well."""
+    count = attribute(group, "_get_sequence_number_for_group")
     try:
-        number: int = group._get_sequence_number_for_group()
+        number: int = count()
     except RuntimeError:  # its backend does not
         return None
     return number
@@ -43,20 +47,20 @@ def num_operations(group: Any) -> int | None:
 
 def group_timeout(group: Any) -> timedelta:
     """Return how long collectives of a process group wait for other ranks; torch's default where none can be told."""
-    options = None
+    options, backend_for = None, attribute(group, "_get_backend")
     for device in ("cuda", "cpu"):
         try:
-            options = optional(group._get_backend(torch.device(device)), "options")
+            options = getattr(backend_for(torch.device(device)), "options", None)
         except RuntimeError:  # none of its backends is for this device
             continue
         break
-    found: timedelta | None = None if options is None else optional(options, "_timeout")
+    found: timedelta | None = getattr(options, "_timeout", None)
     return torch.distributed.constants.default_pg_timeout if found is None else found
 
 
 def finished_work() -> Any:
     """Return what a collective of `torch.ops.c10d` returns, as if it had ended."""
-    return torch._C._distributed_c10d.FakeWork().boxed()
+    return _fake_work().boxed()
 
 
 def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
@@ -67,5 +71,7 @@ def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
     if type(owner).__name__ != "FSDPParam":
         return None
     parameter: Any = owner
-    tensor = optional(parameter, "_unsharded_param")  # set by the first gathering
-    return None if tensor is None else (parameter._param_fqn or parameter._module_info.param_name, tensor)
+    tensor = getattr(parameter, "_unsharded_param", None)  # set by the first gathering
+    if tensor is None:
+        return None
+    return attribute(parameter, "_param_fqn") or attribute(parameter, "_module_info").param_name, tensor

@@ -4,30 +4,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._device
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 
-from actckpt._core.torch_private.optional import optional
+from actckpt._core.torch_private.lookup import lookup, optional
+from actckpt._core.torch_private.modes import without_dispatch, without_functions
 
 #: Tensors that have shapes and no bytes.
-fake_tensor_type: type = FakeTensor
+fake_tensor_type: type = lookup("torch._subclasses.fake_tensor.FakeTensor")
 
 #: What operators raise that would have to read the numbers of fake tensors; `func` is the operator.
-needs_numbers: tuple[type[Exception], ...] = (DataDependentOutputException, DynamicOutputShapeException)
+needs_numbers: tuple[type[Exception], ...] = (
+    lookup("torch._subclasses.fake_tensor.DataDependentOutputException"),
+    lookup("torch._subclasses.fake_tensor.DynamicOutputShapeException"),
+)
+
+_fake_mode: Any = lookup("torch._subclasses.fake_tensor.FakeTensorMode")
 
 
-class _FakeMode(FakeTensorMode):
+class _FakeMode(_fake_mode):  # type: ignore[misc]
     """Remembers nothing of operators on storages: torch's cache would hold those storages for ever."""
+
+    cache_enabled: bool
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(isinstance(arg, torch.UntypedStorage) for arg in args):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        is_enabled, self.cache_enabled = self.cache_enabled, False
+        is_enabled: bool = self.cache_enabled
+        self.cache_enabled = False
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
@@ -48,10 +50,11 @@ def new_fake(
     offset: int,
 ) -> torch.Tensor:
     """Return a fake tensor of the CPU on a storage of the meta device. No mode sees how it is made."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with without_functions(), without_dispatch():
         inner = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, tuple(shape), tuple(stride))
-        return FakeTensor(mode, inner, torch.device("cpu"))
+        fake: torch.Tensor = fake_tensor_type(mode, inner, torch.device("cpu"))
+        return fake
 
 
 #: Returns the functions that make tensors on the default device. Missing: a default device other than the CPU stays.
-factories: Callable[[], Any] = optional(torch.utils._device, "_device_constructors") or frozenset
+factories: Callable[[], Any] = optional("torch.utils._device._device_constructors") or frozenset

@@ -5,31 +5,43 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-import torch.utils._device
-import torch.utils._python_dispatch
+from actckpt._core.torch_private.lookup import lookup, optional, reader
 
 #: The stack of function modes of this thread.
-num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-is_function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
-_function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
-_push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
-_pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+num_function_modes: Callable[[], int] = lookup("torch._C._len_torch_function_stack")
+is_function_mode_enabled: Callable[[], bool] = lookup("torch._C._is_torch_function_mode_enabled")
+_function_mode_at: Callable[[int], Any] = lookup("torch._C._get_function_stack_at")
+_push_function_mode: Callable[[Any], None] = lookup("torch._C._push_on_torch_function_stack")
+_pop_function_mode: Callable[[], Any] = lookup("torch._C._pop_torch_function_stack")
 
 #: The stack of dispatch modes of this thread.
-num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
-push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
-pop_dispatch_mode: Callable[[], Any] = partial(torch._C._pop_torch_dispatch_stack, None)
+num_dispatch_modes: Callable[[], int] = lookup("torch._C._len_torch_dispatch_stack")
+dispatch_mode_at: Callable[[int], Any] = lookup("torch._C._get_dispatch_stack_at")
+push_dispatch_mode: Callable[[Any], None] = lookup("torch._C._push_on_torch_dispatch_stack")
+pop_dispatch_mode: Callable[[], Any] = partial(lookup("torch._C._pop_torch_dispatch_stack"), None)
+
+_dispatch_names: Any = lookup("torch.utils._python_dispatch")
+_pop_mode = lookup("torch.utils._python_dispatch._pop_mode")
+_push_mode = lookup("torch.utils._python_dispatch._push_mode")
+_mode_of_kind = lookup("torch._C._get_dispatch_mode")
+_tracing = reader("torch._C._TorchDispatchModeKey.PROXY")
+
+#: The default device, and what sets it.
+_device_names: Any = lookup("torch.utils._device")
+_default_device = reader("torch.utils._device.CURRENT_DEVICE")
+_device_context = lookup("torch.utils._device.DeviceContext")
+
+#: Contexts below which no function mode and no dispatch mode sees what is called.
+without_functions: Callable[[], Any] = lookup("torch._C.DisableTorchFunction")
+without_dispatch: Callable[[], Any] = lookup("torch._C._DisableTorchDispatch")
 
 #: Whether autocast is on for any device.
-any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+any_autocast_enabled: Callable[[], bool] = lookup("torch._C._is_any_autocast_enabled")
 
 #: Whether compiled functions can run below a dispatch mode. Before torch 2.10 their guards fail below each, whatever it
 #: says of itself: they would be compiled again at each call.
-runs_compiled_below_modes: bool = hasattr(
-    torch.utils._python_dispatch, "set_is_in_mode_without_ignore_compile_internals"
-)
+_set_is_traced = optional("torch.utils._python_dispatch.set_is_in_mode_without_ignore_compile_internals")
+runs_compiled_below_modes: bool = _set_is_traced is not None
 
 #: Dispatch modes of torch that change no results. One that is missing is not known: what runs below it is kept.
 OBSERVING_MODES = frozenset(
@@ -57,21 +69,20 @@ def remove_dispatch_mode(mode: Any) -> None:
 
     Also puts right the flags that torch keeps beside the stack.
     """
-    names: Any = torch.utils._python_dispatch
     stack = [dispatch_mode_at(i) for i in range(num_dispatch_modes())]
     if any(other is mode for other in stack):
         above = []
-        while (top := names._pop_mode()) is not mode:
+        while (top := _pop_mode()) is not mode:
             above.append(top)
         for other in reversed(above):
-            names._push_mode(other)
+            _push_mode(other)
         stack = [other for other in stack if other is not mode]
-    names._is_in_torch_dispatch_mode = bool(stack)
-    names._is_in_non_infra_torch_dispatch_mode = any(not other.is_infra_mode() for other in stack)
+    _dispatch_names._is_in_torch_dispatch_mode = bool(stack)
+    _dispatch_names._is_in_non_infra_torch_dispatch_mode = any(not other.is_infra_mode() for other in stack)
     traced = any(not other.ignore_compile_internals() for other in stack)
-    names._is_in_any_mode_without_ignore_compile_internals = traced
-    if runs_compiled_below_modes:
-        names.set_is_in_mode_without_ignore_compile_internals(traced)
+    _dispatch_names._is_in_any_mode_without_ignore_compile_internals = traced
+    if _set_is_traced is not None:
+        _set_is_traced(traced)
 
 
 def function_modes() -> tuple[Any, ...]:
@@ -86,18 +97,13 @@ def replaced_function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
     The modes are not entered again: they are put on the stack as they were.
     """
     outside = _swap_function_modes(modes)
-    device_module: Any = torch.utils._device
-    device = device_module.CURRENT_DEVICE
-    device_module.CURRENT_DEVICE = next((m.device for m in modes if _is_device_context(m)), None)
+    device = _default_device()
+    _device_names.CURRENT_DEVICE = next((m.device for m in modes if isinstance(m, _device_context)), None)
     try:
         yield
     finally:
-        device_module.CURRENT_DEVICE = device
+        _device_names.CURRENT_DEVICE = device
         _swap_function_modes(outside)
-
-
-def _is_device_context(mode: Any) -> bool:
-    return isinstance(mode, torch.utils._device.DeviceContext)
 
 
 def _swap_function_modes(modes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -109,10 +115,10 @@ def _swap_function_modes(modes: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def is_tracing() -> bool:
     """Whether operators are being written into a graph (`make_fx`), to run with other bytes later."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return _mode_of_kind(_tracing()) is not None
 
 
 def below_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch; no mode of this thread sees it, nor the operators that it runs."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with without_functions(), without_dispatch():
         return function(*args, **kwargs)

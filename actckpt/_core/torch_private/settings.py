@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from actckpt._core.torch_private.optional import optional
+from actckpt._core.torch_private.lookup import lookup, optional
+from actckpt._core.torch_private.modes import without_dispatch, without_functions
 
 #: A setting: its name, what tells it, and what sets it to what was told.
 Flag = tuple[str, Callable[[], Any], Callable[[Any], None]]
@@ -20,7 +21,7 @@ def _flags(*names: str) -> tuple[Flag, ...]:
     """Return settings by the common end of the names of their getters and setters. A missing one is left alone."""
     found = []
     for name in names:
-        getter, setter = optional(torch._C, f"_get_{name}"), optional(torch._C, f"_set_{_SETTERS.get(name, name)}")
+        getter, setter = optional(f"torch._C._get_{name}"), optional(f"torch._C._set_{_SETTERS.get(name, name)}")
         if getter is not None and setter is not None:
             found.append((name, getter, partial(_set_at_once, setter) if name in _TELL_SEVERAL else setter))
     return tuple(found)
@@ -69,13 +70,13 @@ flags_of_hip = _flags(*NUMERIC_OF_HIP)
 
 #: Whether algorithms must be deterministic, whether those that are not only warn, and what sets both. The public setter
 #: writes into settings of the compiler too, and imports it.
-must_be_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
-nondeterminism_warns: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
-set_deterministic: Callable[..., None] = torch._C._set_deterministic_algorithms
+must_be_deterministic: Callable[[], bool] = lookup("torch._C._get_deterministic_algorithms")
+nondeterminism_warns: Callable[[], bool] = lookup("torch._C._get_deterministic_algorithms_warn_only")
+set_deterministic: Callable[..., None] = lookup("torch._C._set_deterministic_algorithms")
 
 #: The precision of float32 operators, per backend and operator.
-get_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
-set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
+get_precision: Callable[[str, str], str] = lookup("torch._C._get_fp32_precision_getter")
+set_precision: Callable[[str, str, str], object] = lookup("torch._C._set_fp32_precision_setter")
 
 #: Older settings that stand for several precisions, as (name, getter, setter). Where they and the newer ones were used
 #: side by side, their getters raise.
@@ -83,11 +84,14 @@ older_precisions = _flags("float32_matmul_precision", "cudnn_allow_tf32")
 
 #: Flags of torch's Python code that choose among operators: the names of its module, and that of the flag. The second
 #: module stands behind one that gives its names properties.
-_einsum_names: dict[str, Any] = torch.backends.opt_einsum.m.__dict__  # type: ignore[attr-defined]
-python_flags: tuple[tuple[dict[str, Any], str], ...] = (
-    (torch.backends.mha.__dict__, "_is_fastpath_enabled"),
-    (_einsum_names, "enabled"),
-    (_einsum_names, "strategy"),
+python_flags: tuple[tuple[dict[str, Any], str], ...] = tuple(
+    (names, flag)
+    for path, flag in (
+        ("torch.backends.mha.__dict__", "_is_fastpath_enabled"),
+        ("torch.backends.opt_einsum.m.__dict__", "enabled"),
+        ("torch.backends.opt_einsum.m.__dict__", "strategy"),
+    )
+    if flag in (names := optional(path) or {})
 )
 
 
@@ -97,7 +101,7 @@ _sdp_order = _flags("sdp_priority_order")
 _SDP_ORDER_AT_FIRST = [get() for _, get, _ in _sdp_order]
 #: Tells which kernel attention would run. Missing: settings that are noted before the first attention of a process may
 #: name another order than the one that it runs under.
-_choose_sdp: Callable[..., int] | None = optional(torch, "_fused_sdp_choice")
+_choose_sdp: Callable[..., int] | None = optional("torch._fused_sdp_choice")
 
 
 def settle_sdp_order(device: torch.device) -> None:
@@ -109,7 +113,7 @@ def settle_sdp_order(device: torch.device) -> None:
     if _choose_sdp is None:
         return
     orders = [get() for _, get, _ in _sdp_order]
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with without_functions(), without_dispatch():
         query = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device=device)
         with suppress(RuntimeError):  # the program allows no kernel at all: nothing was put in order
             _choose_sdp(query, query, query)

@@ -5,24 +5,26 @@ from typing import Any
 
 import torch
 
-from actckpt._core.torch_private.optional import optional
+from actckpt._core.torch_private.lookup import lookup, optional
 
 #: A capsule with C functions that describe a tensor in plain numbers (DLPack's C exchange API). Missing before torch
 #: 2.10: they are read one by one, which is slower.
-exchange_api: Any = optional(torch.Tensor, "__dlpack_c_exchange_api__")
+exchange_api: Any = optional("torch.Tensor.__dlpack_c_exchange_api__")
 
 #: A view of the negated numbers, which marks them so and computes nothing.
-neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+neg_view: Callable[[torch.Tensor], torch.Tensor] = lookup("torch._neg_view")
 
 #: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; by the others
 #: `share_memory_` and multiprocessing replace it.
 FREEING_METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
+_address: Callable[[torch.Tensor], int] = lookup("torch.Tensor._cdata.__get__")
+_fix_weakref = lookup("torch.Tensor._fix_weakref")
+
 
 def implementation_of(tensor: torch.Tensor) -> int:
     """Return the address of what a Python tensor stands for: `torch.utils.swap_tensors` gives it another one."""
-    address: int = tensor._cdata
-    return address
+    return _address(tensor)
 
 
 def keep_object(tensor: Any) -> None:
@@ -30,4 +32,4 @@ def keep_object(tensor: Any) -> None:
 
     Before torch 2.10 it may be C++ that does: the object is then emptied when nobody in C++ has the tensor any more.
     """
-    tensor._fix_weakref()
+    _fix_weakref(tensor)

@@ -5,23 +5,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+
+from actckpt._core.torch_private.lookup import lookup, reader
 
 #: Whether operators compute tangents in this thread.
-set_tangents_enabled: Callable[[bool], None] = torch._C._set_fwd_grad_enabled
+set_tangents_enabled: Callable[[bool], None] = lookup("torch._C._set_fwd_grad_enabled")
+_are_enabled: Callable[[], bool] = lookup("torch._C._is_fwd_grad_enabled")
+_level: Callable[[], int] = reader("torch.autograd.forward_ad._current_level")
 
 #: The transforms of `torch.func` that are active.
-innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-_pop_transform: Callable[[], Any] = torch._C._functorch.pop_dynamic_layer_stack
-_push_transform: Callable[[Any], object] = torch._C._functorch.push_dynamic_layer_stack
+innermost_transform: Callable[[], Any] = lookup("torch._C._functorch.peek_interpreter_stack")
+_pop_transform: Callable[[], Any] = lookup("torch._C._functorch.pop_dynamic_layer_stack")
+_push_transform: Callable[[Any], object] = lookup("torch._C._functorch.push_dynamic_layer_stack")
 
 #: Whether a tensor is the tangent zero, of which no bytes exist.
-is_zero_tangent: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+is_zero_tangent: Callable[[torch.Tensor], bool] = lookup("torch.Tensor._is_zerotensor")
 
 
 def tangents_enabled() -> bool:
     """Whether tensors may have tangents now (`torch.autograd.forward_ad`, `torch.func.jvp`)."""
-    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    return _level() >= 0 and _are_enabled()
 
 
 @contextmanager

@@ -21,93 +21,34 @@ import torch
 import torch.distributed as dist
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
-from torch.autograd import Variable, forward_ad
 
 import actckpt
 from actckpt import _C, _bind
 from actckpt._core import torch_private
 from actckpt._core.torch_private import settings as torch_settings
+from actckpt._core.torch_private.lookup import LOOKED_UP, needed
 
+#: What is read of objects of torch, and not looked up at import.
 NAMES = [
-    (torch._C, "_current_graph_task_id"),
-    (torch._C._autograd, "_top_saved_tensors_default_hooks"),
-    (torch._C._autograd, "_push_saved_tensors_default_hooks"),
-    (torch._C._autograd, "_pop_saved_tensors_default_hooks"),
-    (torch._C, "_set_grad_enabled"),
-    (Variable._execution_engine, "queue_callback"),
-    (torch._C, "_is_any_autocast_enabled"),
-    (torch._C, "_accelerator_getAccelerator"),
-    (torch._C, "_len_torch_function_stack"),
-    (torch._C, "_is_torch_function_mode_enabled"),
     (torch._C, "_dispatch_get_all_op_names"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
-    (torch, "_neg_view"),
-    (torch._C, "_VariableFunctions"),
-    (torch._C, "_nn"),
-    (torch._C, "_get_function_stack_at"),
-    (torch._C, "_push_on_torch_function_stack"),
-    (torch._C, "_pop_torch_function_stack"),
-    (torch._C, "_len_torch_dispatch_stack"),
-    (torch._C, "_get_dispatch_stack_at"),
-    (torch._C, "_push_on_torch_dispatch_stack"),
-    (torch._C, "_pop_torch_dispatch_stack"),
-    (torch._C, "_get_dispatch_mode"),
-    (torch._C._TorchDispatchModeKey, "PROXY"),
-    (torch._C, "_set_fwd_grad_enabled"),
-    (torch._C, "_is_fwd_grad_enabled"),
-    (torch._C._functorch, "peek_interpreter_stack"),
-    (torch._C._functorch, "pop_dynamic_layer_stack"),
-    (torch._C._functorch, "push_dynamic_layer_stack"),
-    (torch.Tensor, "_is_zerotensor"),
-    (forward_ad, "_current_level"),
-    (torch.utils._device, "CURRENT_DEVICE"),
     (torch.UntypedStorage, "resize_"),
     (torch.UntypedStorage, "_share_fd_cpu_"),
     (torch.UntypedStorage, "_share_filename_cpu_"),
-    (torch.utils.checkpoint, "_enable_checkpoint_early_stop"),
-    (torch.utils.checkpoint, "_checkpoint_debug_enabled"),
-    (torch._C._autograd, "_get_current_graph_task_keep_graph"),
-    (torch.autograd.graph, "_engine_run_backward"),
-    (torch.Tensor, "__dlpack_c_exchange_api__"),
     (torch.ops.aten.mm.default, "_op"),
-    (torch._C, "_AutoDispatchBelowAutograd"),
-    (torch.utils.checkpoint, "_CachingTorchDispatchMode"),
-    (torch._C, "_dispatch_get_all_op_names"),
-    (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
-    (torch._subclasses.fake_tensor, "FakeTensor"),
-    (torch._subclasses.fake_tensor, "FakeTensorMode"),
-    (torch._subclasses.fake_tensor, "DataDependentOutputException"),
-    (torch._subclasses.fake_tensor, "DynamicOutputShapeException"),
-    (torch._C, "_DisableTorchDispatch"),
-    (torch.utils._device, "_device_constructors"),
-    (torch, "_disable_dynamo"),
-    (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
-    (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
-    (torch._C._dynamo.eval_frame._FrameAction, "SKIP"),
-    (torch._C, "_get_deterministic_algorithms"),
-    (torch._C, "_get_deterministic_algorithms_warn_only"),
-    (torch._C, "_set_deterministic_algorithms"),
-    (torch._C, "_get_fp32_precision_getter"),
-    (torch._C, "_set_fp32_precision_setter"),
-    (torch._C, "_get_float32_matmul_precision"),
-    (torch._C, "_get_cudnn_allow_tf32"),
-    (torch.Tensor, "_cdata"),
-    (torch.Tensor, "_backward_hooks"),
-    (torch.Tensor, "_fix_weakref"),
-    (torch._C, "_FunctionBase"),
-    (torch.utils._python_dispatch, "_pop_mode"),
-    (torch.utils._python_dispatch, "_push_mode"),
     (torch.utils._python_dispatch, "_is_in_torch_dispatch_mode"),
     (torch.utils._python_dispatch, "_is_in_non_infra_torch_dispatch_mode"),
     (torch.utils._python_dispatch, "_is_in_any_mode_without_ignore_compile_internals"),
-    (torch.utils._python_dispatch, "set_is_in_mode_without_ignore_compile_internals"),
-    (torch._C._autograd, "_get_sequence_nr"),
-    (torch.autograd.Function.apply, "__func__"),
     (torch.autograd.graph.Node, "_input_metadata"),
     (torch.autograd.graph.Node, "_sequence_nr"),
 ]
-#: Where torch 2.9 is no longer supported, what asks for these in torch_private goes.
-SINCE_2_10 = ("__dlpack_c_exchange_api__", "set_is_in_mode_without_ignore_compile_internals")
+#: Those that not every torch has, with the first that does and the last, and those of CUDA.
+OPTIONAL = {
+    "torch.Tensor.__dlpack_c_exchange_api__": ((2, 10), None),
+    "torch._C._get_graph_exec_group": ((2, 10), None),
+    "torch.utils._python_dispatch.set_is_in_mode_without_ignore_compile_internals": ((2, 10), None),
+    "torch.autograd.Function.apply.__func__.__code__": (None, (2, 14)),
+}
 
 #: Settings that the oldest torch does not have: one that does.
 SETTINGS_SINCE = {"fa3_sdp_enabled": (2, 11), "cudnn_depthwise_kernel": (2, 13)}
@@ -115,12 +56,15 @@ SETTINGS_SINCE = {"fa3_sdp_enabled": (2, 11), "cudnn_depthwise_kernel": (2, 13)}
 
 @pytest.mark.parametrize(("owner", "name"), NAMES, ids=[name for _, name in NAMES])
 def test_installed_torch_has_the_private_name(owner: Any, name: str) -> None:
-    if name in SINCE_2_10 and torch.__version__ < (2, 10):
-        pytest.skip(f"torch {torch.__version__} is older than {name}")
-    assert hasattr(owner, name), (
-        f"torch {torch.__version__} has no {name} any more. Look for its public successor, use it in "
-        "actckpt/_core/torch_private, and delete this entry."
-    )
+    assert hasattr(owner, name), f"torch {torch.__version__} has no {name} any more: look for its public successor."
+
+
+@pytest.mark.parametrize("path", sorted(path for path, is_needed in LOOKED_UP.items() if is_needed or path in OPTIONAL))
+def test_installed_torch_has_what_is_looked_up_at_import(path: str) -> None:
+    first, until = OPTIONAL.get(path, (None, None))
+    if (first and torch.__version__ < first) or (until and torch.__version__ >= until):
+        pytest.skip(f"torch {torch.__version__} does not have {path}")
+    needed(path)  # fails: look for its public successor
 
 
 def test_a_torch_for_cuda_labels_memory() -> None:
@@ -315,105 +259,6 @@ def test_a_torch_without_a_public_store_of_groups_has_one(group: Any) -> None:
 
 _PACKAGE = Path(torch_private.__file__).parent
 
-#: Functions and tables of the package, each of which is checked here or where the comment says.
-CHECKED = {
-    "Flag",
-    "Hooks",
-    "COMPILED_PREFIX",
-    "FREEING_METHODS",
-    "NUMERIC_OF_CPUS",
-    "NUMERIC_OF_CUDA",
-    "NUMERIC_OF_ELEMENTS",
-    "NUMERIC_OF_HIP",
-    "OBSERVING_MODES",
-    "SCRIPT_FAILURE",  # checked in tests/contract/rerun/test_keywords.py
-    "any_autocast_enabled",
-    "apply_code",
-    "backward_roots",  # checked below
-    "below_autograd",
-    "builtin_functions",  # checked in tests/unit/replay/test_direct.py
-    "cuda_has_context",
-    "current_accelerator",
-    "current_graph_exec_group",
-    "current_graph_task_id",
-    "current_node",  # checked with "reads_filled_late" in tests/contract/rerun/test_filled_late.py
-    "reads_filled_late",
-    "dispatch_mode_at",
-    "exchange_api",
-    "fake_tensor_type",
-    "flags_of_cpus",
-    "flags_of_cuda",
-    "flags_of_elements",
-    "flags_of_hip",
-    "get_precision",
-    "innermost_transform",
-    "is_function_mode_enabled",
-    "is_zero_tangent",
-    "needs_numbers",
-    "neg_view",
-    "function_node_type",
-    "get_memory_label",
-    "set_memory_label",
-    "keeps_graph",
-    "must_be_deterministic",
-    "next_sequence_number",
-    "node_of",
-    "nondeterminism_warns",
-    "num_calls",
-    "num_dispatch_modes",
-    "num_function_modes",
-    "older_precisions",
-    "pop_dispatch_mode",
-    "pop_hooks",
-    "push_dispatch_mode",
-    "push_hooks",
-    "python_flags",
-    "queue_callback",
-    "runs_compiled_below_modes",
-    "set_deterministic",
-    "set_grad_enabled",
-    "set_precision",
-    "set_tangents_enabled",
-    "top_hooks",
-    "below_modes",
-    "below_transforms",
-    "called_while_traced",
-    "is_tracing",
-    "tangents_enabled",
-    "are_on_top",
-    "callee_of",
-    "disable_dynamo",
-    "factories",
-    "finished_work",
-    "fake_mode",
-    "new_fake",
-    "optional",
-    "is_compiled_function",
-    "forced_by_context",
-    "function_modes",
-    "group_store",
-    "group_timeout",
-    "num_operations",
-    "resolved_group",
-    "graph_break",
-    "has_registered_effect",  # here, and in tests/contract/replay/test_replay_routing.py
-    "implementation_of",
-    "keep_object",
-    "outer_hooks",
-    "gradient_bytes",  # here, and "num_gradients" and "sequence_number"
-    "num_gradients",
-    "remove_dispatch_mode",
-    "replaced_function_modes",
-    "selective_policy",
-    "sequence_number",
-    "set_selective_policy",
-    "settle_sdp_order",  # in test_torch_settings.py
-    "unsharded_parameter",
-    "untraced",  # checked in tests/contract/compile/test_compile.py
-    "wait_for_collective",
-    "without_tensor_hooks",
-}
-
 
 def _defined(module: Path) -> set[str]:
     """Return what a module defines at its top level for others."""
@@ -427,13 +272,8 @@ def _defined(module: Path) -> set[str]:
     return {name for name in found if not name.startswith("_")}
 
 
-def test_every_private_name_of_torch_is_checked_here() -> None:
-    modules = [path for path in _PACKAGE.glob("*.py") if path.stem != "__init__"]
-    assert set().union(*map(_defined, modules)) == CHECKED, "add the new name to NAMES and CHECKED above"
-
-
 def test_the_package_exports_all_of_its_modules_but_the_settings() -> None:
-    modules = [path for path in _PACKAGE.glob("*.py") if path.stem not in ("__init__", "optional", "settings")]
+    modules = [path for path in _PACKAGE.glob("*.py") if path.stem not in ("__init__", "lookup", "settings")]
     assert sorted(set().union(*map(_defined, modules))) == sorted(torch_private.__all__)
 
 
