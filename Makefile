@@ -7,6 +7,10 @@ STAMP := $(VENV)/.installed
 TE_VERSION ?= 2.20.2
 TE_VENV ?= .venv-te
 INTEGRATIONS ?= .venv-integrations
+# The newest torch of the registry, installed once: remove the folder to take a newer one.
+NEWEST ?= .venv-newest
+NEWEST_SAMPLE := tests/contract/test_torch_versions.py tests/contract/test_identity.py tests/contract/test_flat.py
+NEWEST_SAMPLE += tests/contract/test_interrupted.py tests/contract/rerun/test_backward.py tests/unit/core
 # Processes that `make test` runs tests in; each test uses one thread.
 WORKERS ?= 2
 # A file's tests run in one process, and the few long ones of test_benchmarks.py do not come last.
@@ -19,7 +23,7 @@ SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cp
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo build test cpu device distributed soak coverage integrations lint types bench sanitize te clean
+.PHONY: demo build test cpu device distributed soak coverage integrations newest lint types bench sanitize te clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
@@ -61,6 +65,11 @@ coverage: $(STAMP)
 # The tests that run code of other packages, in an environment of their own, with the extensions of the first one.
 integrations: $(STAMP) $(INTEGRATIONS)/.installed
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
+
+# A sample of the tests on the newest torch. The extension does not link against torch: that of the first one serves.
+newest: $(STAMP) $(NEWEST)/.installed
+	$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest $(NEWEST_SAMPLE) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -106,5 +115,11 @@ $(INTEGRATIONS)/.installed: tests/integrations/requirements.txt constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip uninstall --yes torchvision
 	touch $@
 
+$(NEWEST)/.installed:
+	@echo "== $(NEWEST): the newest torch, a large download, once"
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install torch pytest pytest-xdist hypothesis numpy scipy rich matplotlib pybind11 setuptools
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(TE_VENV) $(INTEGRATIONS) build actckpt/*.so *.egg-info
+	rm -rf $(VENV) $(TE_VENV) $(INTEGRATIONS) $(NEWEST) build actckpt/*.so *.egg-info

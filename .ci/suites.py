@@ -2,7 +2,7 @@
 
 Builds first; then all that runs in one process, two suites beside each other: lint, types, sdist and wheel, the tests
 with the simulated device, the engine's C++ tests under the sanitizers, code of other libraries, TransformerEngine's
-Python code on the CPU; then what takes two processes, one after the other: two ranks, and the other tests. What a suite
+Python code on the CPU, the newest torch; then what takes two processes, one after the other: two ranks, and the other tests. What a suite
 says lies in build/ci/NAME.log, and is printed in one piece when it ends. The table at the end tells what each took; one
 that took far more than its share fails, too (CONTRIBUTING.md, "Shares of time").
 """
@@ -62,6 +62,7 @@ STAGES = (
         Suite("sanitizers", 3, "make sanitize"),
         Suite("integrations", 3, "make integrations"),
         Suite("TransformerEngine", 2, "make te"),
+        Suite("newest torch", 3, "make newest"),
     ),
     (Suite("distributed", 3, "make distributed"),),
     (Suite("tests", 7, "make cpu"),),
