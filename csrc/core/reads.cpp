@@ -3,9 +3,11 @@
 namespace actckpt {
 
 void Read::connect(PyObject* type, PyObject* other) {
-  const py::object found = attribute(type, name_);
   get_ = nullptr;
   method_ = nullptr;
+  type_ = other_ = nullptr;
+  if (PyObject_HasAttr(type, name_) == 0) return;  // a torch without it: to read it raises, and not to connect
+  const py::object found = attribute(type, name_);
   if (kind_ == Kind::kAttribute && Py_TYPE(found.ptr()) == &PyGetSetDescr_Type) {
     const PyGetSetDef* definition = reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;
     get_ = definition->get;
