@@ -24,6 +24,7 @@ from actckpt._blocks.applied import (
 )
 from actckpt._blocks.choosing import Blocks, check_model
 from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, stayed, sums_of
+from actckpt._blocks.other_checkpointing import restore
 from actckpt._blocks.planned_size import warns_of_larger
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
@@ -261,6 +262,7 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
     check_no_copy(model, applied, "remove")
     check_all_of_budget(model, applied, "remove")
     unpatch(applied)
+    restore(model)
     return tuple(_readable(applied))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
@@ -82,9 +81,10 @@ def patch(
         Their names.
     """
     together = AppliedBlocks()
-    together.model = None if model is None else weakref.ref(model)
     for name, block in blocks.items():
         block.forward = CheckpointedForward(name, block, settings[name], together)
+    if model is not None:
+        together.belong_to(model)
     return tuple(blocks)
 
 
@@ -201,6 +201,7 @@ class CheckpointedForward:
         self.has_run = True
         if not torch.compiler.is_compiling():
             self._check_caller(sys._getframe(1))
+            self.together.take_over_late(self)
             if self.together.is_watching:
                 return self.together.watched(self, args, kwargs)
         return self.run(args, kwargs, None)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from actckpt._blocks.other_checkpointing import holders, is_on, take_over
 from actckpt._blocks.recording import RecordedCall, Recording
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
@@ -79,6 +80,8 @@ class AppliedBlocks:
         self.forwards: dict[str, Block] = {}
         #: The one that was given to `apply`; None: it is not known.
         self.model: weakref.ref[torch.nn.Module] | None = None
+        #: Modules around blocks with a flag of another library's checkpointing; empty where they are not known.
+        self.holders: list[weakref.ref[torch.nn.Module]] = []
         self.is_checked = False
         #: Whether calls go through `watched`: up to a backward in the first step, and in the one after each report.
         self.is_watching = True
@@ -115,6 +118,24 @@ class AppliedBlocks:
         trained = next((parameter for parameter in parameters if parameter.requires_grad), None)
         self._gradient_hook = None if trained is None else trained.register_hook(came)
 
+    def belong_to(self, model: torch.nn.Module) -> None:
+        """Note whose blocks they are, and take the place of checkpointing that another library does there."""
+        self.model = weakref.ref(model)
+        self.holders = holders(model, self.forwards)
+        take_over(model, self._blocks())
+
+    def take_over_late(self, forward: Block) -> None:
+        """Do that again where it was turned on since; `forward` is about to run."""
+        if is_on(forward.block, self.holders):
+            model = None if self.model is None else self.model()
+            if model is None:  # of a copy: each block alone
+                take_over(forward.block, {"": forward.block})
+            else:
+                take_over(model, self._blocks())
+
+    def _blocks(self) -> dict[str, torch.nn.Module]:
+        return {name: forward.block for name, forward in self.forwards.items()}
+
     def count_calls_in(self, model: torch.nn.Module | None) -> None:
         """Count the calls of each block anew in each forward of a model, from now on; None: no more."""
         if self._hook is not None:
@@ -136,6 +157,7 @@ class AppliedBlocks:
         # Of a copy the stores know nothing yet, and its parameters are others. What finds a plan is the model's: where
         # that is copied, it adds itself.
         state = {**vars(self), "_window_bytes": None, "model": None, "_gradient_hook": None, "training": None}
+        state["holders"] = []
         state["are_of_other_training"] = self.are_of_other_training or self.training is not None
         state["is_watching"] = True  # their first step is to come
         del state["forwards"]  # they add themselves

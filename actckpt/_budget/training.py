@@ -136,6 +136,8 @@ class BudgetedTraining:
             if torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 _tell_compiled()
             return
+        first = next(iter(self._forwards.values()))
+        first.together.take_over_late(first)
         begun = self._begun[threading.get_ident()]
         if begun:
             self._drop_interrupted(begun)

@@ -580,3 +580,47 @@ def test_a_shallow_copy_of_a_model_is_not_removed_from() -> None:
     assert actckpt.remove(model[:2]) == ("0", "1"), "a part of the model, which it was given for, is none"
     deep = copy.deepcopy(model)
     assert actckpt.remove(deep) == ("2", "3") == actckpt.remove(model)
+
+
+class _Around(torch.nn.Module):
+    """Checkpoints its blocks where a flag is on, as models of Diffusers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.gradient_checkpointing = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            is_on = self.gradient_checkpointing and self.training
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if is_on else block(x)
+        return x
+
+
+@pytest.mark.parametrize("options", [{"policy": "matmuls"}, {"activation_budget": "90%"}], ids=str)
+@pytest.mark.parametrize("is_on_before", [True, False])
+def test_checkpointing_of_the_model_itself_is_taken_over(options: dict[str, Any], is_on_before: bool) -> None:
+    x = torch.randn(4, 8)
+
+    def calls_in_a_step() -> list[int]:
+        before = [block.calls for block in model.blocks]
+        torch.manual_seed(0)
+        model(x).sum().backward()
+        return [block.calls - num for block, num in zip(model.blocks, before, strict=True)]
+
+    model = _Around()
+    plain = copy.deepcopy(model)
+    model.gradient_checkpointing = is_on_before
+    names = actckpt.apply(model, **options)
+    assert names == ("blocks.0", "blocks.1", "blocks.2")
+    model.gradient_checkpointing = True
+    for _ in range(3):
+        calls_in_a_step()
+    assert calls_in_a_step() == [1, 1, 1], "a policy runs no code again, and theirs does"
+    assert actckpt.report(model).blocks_ran == names
+    actckpt.remove(model)
+    assert calls_in_a_step() == [2, 2, 2], "the model's own is back"
+    for _ in range(5):
+        torch.manual_seed(0)
+        plain(x).sum().backward()
+    assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])

@@ -72,14 +72,13 @@ def _batch(name: str) -> dict[str, Tensor]:
     ids=lambda options: ", ".join(map(str, options.values())) or "recompute",
 )
 @pytest.mark.parametrize("name", _MODELS)
-def test_transformers_with_enable(name: str, options: dict[str, Any]) -> None:
+def test_transformers_with_apply(name: str, options: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
-    from actckpt.integrations.transformers import enable
 
     def run(is_ours: bool) -> list[Tensor]:
         model = _transformer(name)
         if is_ours:
-            enable(model, **options)
+            actckpt.apply(model, **options)
         found = _train_on(model, lambda: model(**_batch(name), use_cache=False).loss)
         assert not is_ours or actckpt.report(model).blocks_ran
         return found
@@ -123,21 +122,20 @@ def test_transformers_trainer(options: dict[str, Any], is_mixed: bool, tmp_path:
     _assert_equal_if_repeatable(run)
 
 
-@pytest.mark.parametrize("is_before", [True, False], ids=["enable first", "LoRA first"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["apply first", "LoRA first"])
 def test_peft_lora(is_before: bool) -> None:
     pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
-    from actckpt.integrations.transformers import enable
 
     def run(is_ours: bool) -> list[Tensor]:
         model = _transformer("llama")
         if is_ours and is_before:
-            enable(model)
+            actckpt.apply(model)
         torch.manual_seed(3)
         settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
         model = peft.get_peft_model(model, settings)
         if is_ours and not is_before:
-            enable(model)
+            actckpt.apply(model)
         return _train_on(model, lambda: model(**_batch("llama"), use_cache=False).loss)
 
     _assert_equal_if_repeatable(run)

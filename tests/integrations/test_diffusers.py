@@ -47,6 +47,19 @@ def test_the_blocks_of_a_unet_hold_and_peak_no_more_than_its_own_checkpointing(m
     )
 
 
+def test_the_own_checkpointing_of_a_unet_is_taken_over_and_given_back() -> None:
+    model, inputs, _ = _unconditional()
+    for is_on_before in (True, False):
+        if is_on_before:
+            model.enable_gradient_checkpointing()
+        actckpt.apply(model, "matmuls")
+        model.enable_gradient_checkpointing()
+        model(*inputs).sample.sum().backward()
+        assert not model.is_gradient_checkpointing and actckpt.report(model).blocks_ran
+        actckpt.remove(model)
+        assert model.is_gradient_checkpointing
+
+
 @pytest.mark.parametrize("policy", ["recompute", "matmuls"])
 def test_twenty_steps_of_a_unet_are_those_of_plain_training(policy: str) -> None:
     torch.manual_seed(0)

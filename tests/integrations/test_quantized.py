@@ -13,7 +13,6 @@ from transformers_models import batch, make
 
 import actckpt
 from actckpt import config
-from actckpt.integrations.transformers import enable
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -71,7 +70,7 @@ def test_a_quantized_base_trains_as_with_the_librarys_own_and_holds_no_more(bits
     bytes_of_theirs = held_and_peak(theirs, lambda: theirs(**batch("llama")).loss)
     for options in OURS.values():
         model = _model(folder, OPTIONS[bits])
-        enable(model, **options)
+        actckpt.apply(model, **options)
         assert_equal(_losses(model), plain)
         assert actckpt.report(model).blocks_ran
         if not options:
@@ -82,7 +81,7 @@ def test_a_quantized_base_trains_as_with_the_librarys_own_and_holds_no_more(bits
 @pytest.mark.parametrize("policy", ["matmuls", "recompute"])
 def test_matmuls_runs_no_product_with_4_bits_again(policy: str, folder: Path) -> None:
     model = _model(folder, OPTIONS["4 bits"])
-    enable(model, policy)
+    actckpt.apply(model, policy)
     loss = model(**batch("llama")).loss
     observers = config.settings().observers
     actckpt.configure(observers=[*observers, _Products])

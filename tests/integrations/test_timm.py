@@ -45,6 +45,18 @@ def test_the_blocks_of_a_model_hold_and_peak_no_more_than_timms_own(timm: Any, n
     )
 
 
+def test_timms_own_checkpointing_is_taken_over_and_given_back(timm: Any) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, img_size=32, num_classes=10)
+    for is_on_before in (True, False):
+        model.set_grad_checkpointing(is_on_before)
+        actckpt.apply(model, "matmuls")
+        model.set_grad_checkpointing()
+        model(torch.randn(1, 3, 32, 32)).sum().backward()
+        assert not model.grad_checkpointing and actckpt.report(model).blocks_ran
+        actckpt.remove(model)
+        assert model.grad_checkpointing
+
+
 @pytest.mark.parametrize("policy", ["recompute", "matmuls"])
 def test_twenty_steps_of_a_vit_are_those_of_plain_training(timm: Any, policy: str) -> None:
     torch.manual_seed(0)

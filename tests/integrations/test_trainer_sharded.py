@@ -1,4 +1,4 @@
-"""`enable` before a Trainer whose model is sharded with FSDP, on two ranks."""
+"""`apply` before a Trainer whose model is sharded with FSDP, on two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialS
 from training import STEPS, held_and_peak
 from transformers_models import make
 import actckpt
-from actckpt.integrations.transformers import enable
 
 torch.set_num_threads(1)
 ids = torch.randint(3, 64, (64, 12), generator=torch.Generator().manual_seed(0))
@@ -39,7 +38,7 @@ for version in (2, 1):
         model, folder = make("llama"), f"{sys.argv[1]}/{how}{version}"
         model.config.use_cache = False
         if how in ("ours", "matmuls"):
-            enable(model, **({"policy": "matmuls"} if how == "matmuls" else {}))
+            actckpt.apply(model, **({"policy": "matmuls"} if how == "matmuls" else {}))
         arguments = transformers.TrainingArguments(output_dir=folder, **options, **quiet)
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
         state = trainer.accelerator.state

@@ -13,7 +13,7 @@ from transformers_models import make
 
 import actckpt
 from actckpt.integrations import transformers as integration
-from actckpt.integrations.transformers import callback, enable
+from actckpt.integrations.transformers import callback
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -115,7 +115,7 @@ def test_a_trainer_with_the_callback_trains_as_without(make_trainer: Callable[..
 
 def test_the_optimizer_is_told_beside_a_budget_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr(integration, "enable", lambda model, policy, **options: given.append(options))
+    monkeypatch.setattr(integration, "apply", lambda model, **options: given.append(options))
     for options in ({"activation_budget": "50%"}, {"policy": "matmuls"}, {"budget": "1GiB", "optimizer": None}):
         _run(_trainer(tmp_path, make("llama"), [callback(**options)]))
     assert [isinstance(one.get("optimizer"), torch.optim.Optimizer) for one in given] == [True, False, False]
@@ -136,10 +136,10 @@ def test_a_trainer_that_finds_a_batch_that_fits_starts_again(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("make_trainer", [_trainer, _sft], ids=["Trainer", "SFTTrainer"])
-def test_a_model_that_is_enabled_before_stays_so_in_a_trainer(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_model_that_is_applied_before_stays_so_in_a_trainer(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     expected = _run(make_trainer(tmp_path, make("llama"), [], gradient_checkpointing=False))
     seen, model = Seen(), make("llama")
-    enable(model, "matmuls")
+    actckpt.apply(model, "matmuls")
     assert_equal(_run(make_trainer(tmp_path, model, [seen], gradient_checkpointing=True)), expected)
     assert len(seen.blocks_ran) == 3
 
