@@ -54,24 +54,26 @@ def checkpoint_call(
     if extensions.awaited:
         extensions.register_awaited()
     if policy is not None and policy != "recompute":
-        site = site_of_call(function, args, kwargs)
-        if not site.is_rerun:
+        if not (site := site_of_call(function, args, kwargs)).is_rerun:
             return _replayed(choice_of(policy), site, function, args, kwargs, options, inside)
         options = options._replace(preserve_rng_state=True)  # as replay does
 
     note_forward(function)
-    forced_early_stop, forced_debug = torch_private.forced_by_context()
-    if forced_early_stop is not None or forced_debug is not None:
-        options = _forced(options, forced_early_stop, forced_debug)
+    if (forced := torch_private.forced_by_context()) != (None, None):
+        options = _forced(options, *forced)
     # The common kind runs without Python code around the function; the extension says if it is one.
     has_contexts = options.context_fn is not noop_context_fn
     is_uncommon = kwargs or input_hooks or options.debug or options.offload_inputs or options.rng_trackers
-    if not (is_uncommon or has_contexts or extensions.around_regions) and is_of_module(function):
-        check_metadata = options.determinism_check == "default"
-        result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
-        if result is not NotImplemented:
-            return result
-    return _run(function, args, kwargs, options, input_hooks, inside.figures)
+    try:
+        if not (is_uncommon or has_contexts or extensions.around_regions) and is_of_module(function):
+            check_metadata = options.determinism_check == "default"
+            result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
+            if result is not NotImplemented:
+                return result
+        return _run(function, args, kwargs, options, input_hooks, inside.figures)
+    except RuntimeError as error:
+        messages.raise_if_hooks_are_refused(error, "checkpoint")
+        raise
 
 
 #: The same where the compiler would trace it and must not: it runs in between two compiled graphs.

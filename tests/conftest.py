@@ -35,11 +35,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw a seed, which xdist passes on to its workers; refuse a device that is not there."""
+    """Draw a seed, the same in all processes of a run; refuse a device that is not there."""
     if config.option.seed is None:
-        config.option.seed = random.SystemRandom().randrange(2**16)
+        drawn = random.SystemRandom().randrange(2**16)
+        config.option.seed = getattr(config, "workerinput", {}).get("seed", drawn)
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch finds no CUDA device here")
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker the seed of the run."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actckpt._core import torch_private
 from actckpt._core.sites import module_name, modules_on_stack, user_line
 from actckpt._core.tensor_changes import version_of
-from actckpt.errors import InputChangedError, RerunMismatchError, SavedTensorChangedError
+from actckpt.errors import CheckpointError, InputChangedError, RerunMismatchError, SavedTensorChangedError
 
 if TYPE_CHECKING:
     from actckpt import _C
@@ -31,6 +31,21 @@ _ROUTING = (
     'otherwise in the rerun. Regions with a policy, such as policy="matmuls", keep what decides and replay the rest. '
     "Or leave the router outside of the checkpointed function.\n"
 )
+
+
+_HOOKS_REFUSED = (
+    "{}: torch.func.grad, vjp, jacrev and hessian refuse saved-tensor hooks, with which checkpoints, regions and "
+    "offloading work, as torch's own checkpoint does, around them and inside. Use torch.autograd.grad or backward (of "
+    "torch.func.functional_call, where parameters are given), or torch.autograd.functional.jacobian and hessian; "
+    "torch.func.jvp, jacfwd and vmap work (a policy, such as policy=[], lets backward follow). Or run this part "
+    "without checkpoints: actckpt.remove(model)."
+)
+
+
+def raise_if_hooks_are_refused(error: RuntimeError, what: str) -> None:
+    """Raise an error that says what to do where torch raised since a transform of torch.func takes no hooks."""
+    if str(error).startswith("torch.func.") and not isinstance(error, CheckpointError):
+        raise CheckpointError(_HOOKS_REFUSED.format(what)) from error
 
 
 class Trace:

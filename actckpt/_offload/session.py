@@ -36,7 +36,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from actckpt import _C
 from actckpt._C import EVERYTHING_STAYS
 from actckpt._C import OffloadSession as Session
-from actckpt._core import torch_private
+from actckpt._core import messages, torch_private
 from actckpt._core.counters import counters
 from actckpt._core.functions import check_runs_when_called
 from actckpt._core.region_report import Figures, Report
@@ -73,7 +73,11 @@ class Offloading(ContextDecorator):
         self._figures = Figures()
         self._figures.watch(session)
         hooks = saved_tensors_hooks(*session.hooks)
-        hooks.__enter__()
+        try:
+            hooks.__enter__()
+        except RuntimeError as error:
+            messages.raise_if_hooks_are_refused(error, "offload")
+            raise
         if not hasattr(self._entered, "open"):
             self._entered.open = []
         self._entered.open.append((session, hooks))

@@ -14,7 +14,7 @@ import weakref
 from typing import Any
 
 from actckpt._C import Calls, all_or_nothing, is_paused, pack_recorded, unknown_modes, unpack_recorded
-from actckpt._core import modes, torch_private
+from actckpt._core import messages, modes, torch_private
 from actckpt._core.region_report import Figures
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
 from actckpt._replay import saved_tensor_hooks
@@ -67,6 +67,14 @@ def innermost_tape() -> Tape | None:
     if tape is None or is_paused():
         return None
     return tape if torch_private.are_on_top((tape.pack_hook, unpack_recorded)) else None
+
+
+def _push(hooks: torch_private.Hooks) -> None:
+    try:
+        torch_private.push_hooks(*hooks)
+    except RuntimeError as error:
+        messages.raise_if_hooks_are_refused(error, "region")
+        raise
 
 
 class OpenRegion:
@@ -150,7 +158,7 @@ class OpenRegion:
             if self._figures is not None:
                 self._figures.watch(session)
             self._hooks = session.hooks
-            torch_private.push_hooks(*self._hooks)
+            _push(self._hooks)
         elif always is not Action.KEEP:
             self._record(current, outer_hooks)
         return self
@@ -189,7 +197,7 @@ class OpenRegion:
         self._hooks = tape.pack_hook, unpack_recorded
         self._recorder = self._watching(site) or (_local.idle.pop() if _local.idle else Recorder())
         self._recorder.tape = self.tape = tape
-        torch_private.push_hooks(*self._hooks)
+        _push(self._hooks)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
         _local.tape = tape
         recording.add(tape)

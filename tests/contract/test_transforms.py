@@ -11,6 +11,7 @@ from oracle import assert_equal
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointError
 
 import actckpt
 from actckpt.policies import PerOp
@@ -173,3 +174,41 @@ def _run_in_region(body: Body, x: Tensor) -> Tensor:
 def test_export_of_code_with_checkpoints_and_regions_sees_plain_code() -> None:
     for strict, wrap in ((False, actckpt.checkpoint), (True, actckpt.checkpoint), (False, _run_in_region)):
         assert _operators(_blocks(wrap), strict=strict) == _operators(_blocks(), strict=strict)
+
+
+_TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+    "grad": torch.func.grad,
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x),
+    "jacrev": torch.func.jacrev,
+    "hessian": torch.func.hessian,
+}
+_METHODS = {**METHODS, "rerun": lambda body: lambda *tensors: actckpt.checkpoint(body, *tensors)}
+
+
+@pytest.mark.parametrize("transform", _TRANSFORMS.values(), ids=_TRANSFORMS)
+@pytest.mark.parametrize("name", _METHODS)
+def test_transforms_that_take_no_hooks_are_one_clear_error(name: str, transform: Any) -> None:
+    call = _METHODS[name](lambda x: x.sin().sum())
+    with pytest.raises(CheckpointError, match=r"^\w+: torch\.func\.grad.* Use torch\.autograd\."):
+        transform(call)(torch.ones(4, requires_grad=True))
+    x = torch.ones(4, requires_grad=True)  # and nothing is left behind
+    assert_equal(torch.autograd.grad(call(x), x), (x.detach().cos(),))
+
+
+def test_a_transform_inside_of_a_rerun_that_takes_no_hooks_is_one_clear_error() -> None:
+    with pytest.raises(CheckpointError, match=r"^checkpoint: torch\.func\.grad"):
+        actckpt.checkpoint(torch.func.grad(lambda x: x.sin().sum()), torch.ones(4, requires_grad=True))
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacfwd], ids=["vmap", "jacfwd"])
+@pytest.mark.parametrize("name", _METHODS)
+def test_other_transforms_run_as_without(name: str, transform: Any) -> None:
+    x = torch.rand(3, 4)
+    assert_equal(transform(_METHODS[name](torch.sin))(x), transform(torch.sin)(x))
+
+
+def test_backward_of_the_results_of_vmap_needs_a_policy() -> None:
+    x, w = torch.rand(3, 4), torch.rand(4, requires_grad=True)
+    expected = torch.autograd.grad((x * w).sin().sum(), w)
+    found = torch.func.vmap(lambda row: actckpt.checkpoint(lambda: (row * w).sin(), policy=[]))(x)
+    assert_equal(torch.autograd.grad(found.sum(), w), expected)
