@@ -24,6 +24,8 @@ Rule 5.  Effects. Collectives, operators that write to arguments behind their sc
 Rule 6.  Audit. See `audit`.
 Rule 7.  Outside changes. If replay needs bytes that changed after the region closed, unpack raises. The aliases that
          tell are made outside of the dispatch handler: inside, `detach()` does not share the version counter.
+         State that the region itself wrote in place (buffers of `spectral_norm`, moving averages) changes again in
+         its next call: dropped values are replayed from a copy, made when the region closes.
 Rule 8.  Outside storages. Before replay reads a storage from outside, its size must be the recorded one.
 Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`), each operator under the
          settings that it had in forward (NOTE [ Settings ]). A tensor that
@@ -39,6 +41,7 @@ Rule 12. Caching. Replayed values that this backward asks for again stay until i
 Rule 13. Order. See `schedule`.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -334,4 +337,15 @@ def _end_write(
     value.version = -1  # counted up after this handler returns
     if is_unread(known.value):
         known.value.held = None
+    _note_written_state(tape, known.value, value, tensor)
     known.value = value
+
+
+def _note_written_state(tape: Tape, old: Value, new: Value, tensor: Tensor) -> None:
+    """Note what an operator wrote in place to state from outside (Rule 7)."""
+    is_first = old.is_input and not old.is_parameter and not tensor.requires_grad
+    if not is_first and (tape.written_state is None or old not in tape.written_state):
+        return
+    if tape.written_state is None:
+        tape.written_state = weakref.WeakSet()
+    tape.written_state.add(new)

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +14,7 @@ from actckpt._C import EngineError, unmoved
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.subclasses import TakenApart
+from actckpt._core.tensor_changes import version_of
 from actckpt._replay import aliases, audit, candidates, casts, naming, wrappers
 from actckpt._replay.lineage import Handle, Value, window_of
 from actckpt._replay.outer_hooks import Reads, hand_out, hand_out_token, reads_of
@@ -199,6 +200,8 @@ def _close(tape: Tape) -> None:
     if tape.roots is not None:
         aliases.look_at_parameters(tape.roots)
     values = _C.release_unneeded(tape)
+    if tape.written_state is not None:
+        _copy_written_state(tape, tape.written_state)
     hand_out_token(tape, values)
     for value in values:
         _hold_or_store(tape, value, reads.get(value))
@@ -260,3 +263,12 @@ def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
         value.held = None
     else:
         value.held = alias
+
+
+def _copy_written_state(tape: Tape, written: Iterable[Value]) -> None:
+    """Copy written state that dropped values are replayed from: the next call overwrites it (Rule 7)."""
+    for value in written:
+        if value.held is None or value.is_wanted():  # autograd itself refuses later changes of what it saved
+            continue
+        if value.version in (-1, version_of(value.held)):  # else it changed behind the recorder's back: unpack raises
+            tape.copy(value)

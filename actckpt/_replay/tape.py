@@ -62,6 +62,8 @@ class Tape(TapeCore):
     #: Of `candidates` that wait, and at how many they are decided next: NOTE [ Least held ].
     candidate_bytes = 0
     decides_at_bytes = 0
+    #: What it wrote in place to memory from outside that has no graph, such as buffers of modules; None: nothing.
+    written_state: weakref.WeakSet[Value] | None = None
     #: Of `opaque_bytes`, those of compiled code.
     compiled_bytes = 0
     #: What `PREFER_OFFLOAD` moves.
@@ -196,7 +198,7 @@ class Tape(TapeCore):
             return
         is_kept = value.step is None or value.action is not Action.RECOMPUTE
         if is_kept and self.needed.has(value):
-            self._copy(value)
+            self.copy(value)
             return
         if value.step is None:
             self._lose(value)
@@ -206,7 +208,8 @@ class Tape(TapeCore):
         self.num_lost += 1
         self.obtainable.lose(value)
 
-    def _copy(self, value: Value) -> None:
+    def copy(self, value: Value) -> None:
+        """Hold a copy of the bytes of a value instead of the memory that will be overwritten."""
         counters.add("copied_on_write_bytes", value.nbytes)
         with Paused():
             base = value.held

@@ -135,6 +135,22 @@ def test_buffers_that_a_forward_reads_and_changes_are_as_it_found_them(module: s
     assert_equal(_train(ours, make, how), _train(plain, make, how))
 
 
+def _in_region(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    with actckpt.region("recompute"):
+        return function(*args)
+
+
+REPLAYS: dict[str, Any] = {"region": _in_region, "matmuls": partial(actckpt.checkpoint, policy="matmuls")}
+
+
+@pytest.mark.filterwarnings("ignore:.*")  # torch.ao is deprecated
+@pytest.mark.parametrize("replay", REPLAYS)
+@pytest.mark.parametrize("module", MODULES)
+def test_replay_has_the_buffers_that_a_later_forward_overwrites(module: str, replay: str) -> None:
+    make, how = MODULES[module], CALLS["module"]
+    assert_equal(_train(REPLAYS[replay], make, how), _train(plain, make, how))
+
+
 def test_spectral_norm_is_silently_wrong_with_torch() -> None:
     make, how = MODULES["spectral_norm"], CALLS["module"]
     try:
