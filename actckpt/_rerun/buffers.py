@@ -19,11 +19,14 @@ Rule 3. A buffer that changed and of which there is no copy (its module did so f
 Rule 4. BatchNorm moves its statistics in training and does not read them, and no version tells. They are not copied
         before the forward; a rerun gets copies of what is there then, where its count of batches tells that it ran.
         Only classes whose code is known do this: a subclass of them may well read its statistics.
+Rule 5. A hook before a module's forward may set a tensor as a plain attribute (the weight of the older `spectral_norm`,
+        `weight_norm` and pruning). Where the hook does not run again, a rerun finds the tensor of its forward.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -152,13 +155,44 @@ class _Noted:
         return Stale(buffer, self.marks[name][0], f"Buffer {name!r} of {messages.name_of(self.module)}", advice)
 
 
+class _Attributes:
+    """Tensors that are plain attributes of a module with hooks before its forward (Rule 5)."""
+
+    __slots__ = ("_found", "_module")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+        #: Without their graph, which may own the region before.
+        self._found = {name: (weakref.ref(tensor), _C.without_graph(tensor)) for name, tensor in tensors.items()}
+
+    def replaced(self) -> dict[str, Tensor]:
+        """Return what the forward found where there is another tensor now."""
+        now = vars(self._module)
+        return {name: alias for name, (tensor, alias) in self._found.items() if now.get(name) is not tensor()}
+
+    @contextmanager
+    def as_found(self) -> Iterator[None]:
+        """Run the body with what the forward found."""
+        replaced = self.replaced()
+        outside = {name: vars(self._module)[name] for name in replaced if name in vars(self._module)}
+        vars(self._module).update(replaced)
+        try:
+            yield
+        finally:
+            for name in replaced:
+                vars(self._module).pop(name, None)
+            vars(self._module).update(outside)
+
+
 class Buffers:
     """The buffers of a region's modules. See NOTE [ Buffers ]."""
 
-    __slots__ = ("_is_done", "_noted", "_was_watched")
+    __slots__ = ("_attributes", "_is_done", "_noted", "_was_watched")
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._noted = [_Noted(module) for module in dict.fromkeys(modules)]
+        self._attributes = [_Attributes(one.module) for one in self._noted if one.module._forward_pre_hooks]
         self._was_watched = False
         self._is_done = False
 
@@ -176,7 +210,9 @@ class Buffers:
 
     def are_as_found(self) -> bool:
         """Whether a rerun needs no copies and checks no reads."""
-        return all(noted.is_as_found() for noted in self._noted)
+        return all(noted.is_as_found() for noted in self._noted) and not any(
+            attributes.replaced() for attributes in self._attributes
+        )
 
     @contextmanager
     def as_found(self) -> Iterator[list[Stale]]:
@@ -186,7 +222,10 @@ class Buffers:
         try:
             for one in noted:
                 _put(one.module, one.for_rerun())
-            yield [stale for one in noted for stale in one.stale()]
+            with ExitStack() as stack:
+                for attributes in self._attributes:
+                    stack.enter_context(attributes.as_found())
+                yield [stale for one in noted for stale in one.stale()]
         finally:
             for one, buffers in zip(noted, outside, strict=True):
                 _put(one.module, buffers)

@@ -151,6 +151,20 @@ def test_replay_has_the_buffers_that_a_later_forward_overwrites(module: str, rep
     assert_equal(_train(REPLAYS[replay], make, how), _train(plain, make, how))
 
 
+def test_a_rerun_has_the_weight_that_a_hook_outside_of_it_had_set() -> None:
+    """`apply` runs the forward of a block again, and not the hooks before it."""
+
+    def run(*, is_applied: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(_spectral(), torch.nn.Tanh(), _spectral())
+        if is_applied:
+            actckpt.apply(model, policy="recompute", blocks=["0", "2"])
+        (model(torch.ones(4, 8)).square().sum() + model(torch.ones(4, 8) * 2).square().sum()).backward()
+        return gradients(model)
+
+    assert_equal(run(is_applied=True), run(is_applied=False))
+
+
 def test_spectral_norm_is_silently_wrong_with_torch() -> None:
     make, how = MODULES["spectral_norm"], CALLS["module"]
     try:
