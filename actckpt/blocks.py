@@ -23,7 +23,7 @@ from actckpt._blocks.applied import (
     watch,
 )
 from actckpt._blocks.choosing import Blocks, check_model
-from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, stayed, sums_of
+from actckpt._blocks.model_report import GroupBy, ModelReport, kept_below_modes, rows_of, stayed, sums_of
 from actckpt._blocks.other_checkpointing import restore
 from actckpt._blocks.planned_size import warns_of_larger
 from actckpt._budget.planned_model import check_planned_for
@@ -325,6 +325,7 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     if plan is not None:
         is_of_it = any(blocks.recording.plan is plan for blocks in together.values())
         note = f"Recorded: {_STEP_OF_PLAN if is_of_it else _STEP_OF_OTHER}"
+    note = kept_below_modes(found) + note
     trainings = [blocks.training for blocks in together.values() if blocks.training is not None]
     is_unplanned = plan is None and len(trainings) > 0
     if is_unplanned:  # the calls that were measured were none of training

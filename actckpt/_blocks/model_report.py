@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from actckpt._core.modes import BELOW
 from actckpt._core.region_report import READ, SMALL
 from actckpt._core.sites import qualified_name
 from actckpt._text.listed import listed
@@ -17,7 +18,7 @@ from actckpt._text.tables import aligned
 from actckpt.action import Action
 from actckpt.planner.plans import Plan
 
-__all__ = ["GroupBy", "ModelReport", "ModelRow", "folded", "rows_of", "stayed", "sums_of"]
+__all__ = ["GroupBy", "ModelReport", "ModelRow", "folded", "kept_below_modes", "rows_of", "stayed", "sums_of"]
 
 GroupBy = Literal["operator", "module", "type"]
 #: Of several entries for one storage, the one with the highest number says what became of it.
@@ -176,6 +177,15 @@ def stayed(found: Sequence[Found]) -> str:
         f"Nothing was offloaded: all {what}. They have {format_bytes(nbytes / num)} on average; "
         "pass less than that: actckpt.apply(model, policy='offload', min_bytes=...)."
     )
+
+
+def kept_below_modes(found: Sequence[Found]) -> str:
+    """Say what stayed on account of the program's dispatch modes, by the reason that names one."""
+    sums: dict[str, int] = {}
+    for _, entry in _once(found):
+        if entry.why.startswith(BELOW):
+            sums[entry.why] = sums.get(entry.why, 0) + entry.nbytes
+    return "".join(f"Kept although the policy drops it: {format_bytes(n)} {why}.\n" for why, n in sums.items())
 
 
 def rows_of(

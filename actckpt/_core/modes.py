@@ -11,9 +11,11 @@ What is timed of a block runs with the modes of this package taken off: they see
 
 Modes known to change no results do not count, and stay: those of this package, of torch (`torch_private`), and those
 that `configure(observers=[...])` names. What counts is the class that has the handler: a subclass with one of its own
-is another mode. Torch's own infrastructure (fake tensors, tracing) stays as well.
+is another mode. Torch's own infrastructure (fake tensors, tracing) stays as well. Whether another mode changes results
+cannot be found out: it may begin to at any operator, or write to what it returns by a kernel that no dispatcher sees.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,10 +23,16 @@ from typing import Any
 
 from actckpt import config
 from actckpt._core import torch_private
+from actckpt._core.sites import warn_user
 
-__all__ = ["name_of", "put_back", "replaced", "take_off", "unknown", "without_own"]
+__all__ = ["BELOW", "put_back", "replaced", "take_off", "unknown", "warn", "why_kept", "without_own"]
 
 Modes = tuple[Any, ...]
+
+#: How the reason begins why what is made below a mode is kept.
+BELOW = "made below the dispatch mode"
+#: Types of modes that a warning has named.
+_warned: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
 @lru_cache(maxsize=256)
@@ -52,9 +60,29 @@ def unknown() -> Modes:
     return tuple([mode for mode, kind in zip(active, kinds, strict=True) if not _only_observes(kind, observers)])
 
 
-def name_of(mode: Any) -> str:
-    """Return the name of a mode's class, for reports."""
-    return f"{type(mode).__module__}.{type(mode).__qualname__}"
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def why_kept(mode: Any) -> str:
+    """Return why what is made below a mode is kept, for reports."""
+    return (
+        f"{BELOW} {_name_of(type(mode))}, which may change results; if it does not, name it in configure(observers=...)"
+    )
+
+
+def warn(modes: Modes) -> None:
+    """Warn of modes that a region records above, once per type."""
+    for kind in dict.fromkeys(map(type, modes)):
+        if kind in _warned:
+            continue
+        _warned.add(kind)
+        warn_user(
+            f"The dispatch mode {_name_of(kind)} is active around a region and may change what operators return. The "
+            "region keeps what its policy would recompute, so that gradients stay right. If the mode changes no "
+            f"results, name it: actckpt.configure(observers=[{kind.__name__}]). checkpoint(fn, ...) without a "
+            "policy runs the function again below the mode. This is said once per type of mode."
+        )
 
 
 def take_off() -> Modes:

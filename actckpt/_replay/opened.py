@@ -180,10 +180,8 @@ class OpenRegion:
         site = self._caller if isinstance(self._caller, Site) else site_of(self._caller)
         tape = Tape(self._choice, outer_hooks, site)
         if unknown := unknown_modes():
-            tape.why_opaque = (
-                f"made below the dispatch mode {modes.name_of(unknown[-1])}, which may change results; if it does not, "
-                "name it in configure(observers=...)"
-            )
+            modes.warn(unknown)
+            tape.why_opaque = modes.why_kept(unknown[-1])
         if self._figures is not None:
             tape.entries, tape.meter = self._figures.entries, self._figures.meter
             self._figures.site = site

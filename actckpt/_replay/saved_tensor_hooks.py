@@ -217,8 +217,8 @@ def is_much(opaque_bytes: int, total_bytes: int) -> bool:
 
 
 def _warn_of_opaque(tape: Tape) -> None:
-    """Say once per site that replay does not help much there."""
-    if tape.site.has_warned:
+    """Say once per site that replay does not help much there; modes that are the reason were named before."""
+    if tape.site.has_warned or tape.why_opaque:
         return
     tape.site.has_warned = True
     total = tape.recompute_bytes + tape.opaque_bytes

@@ -21,6 +21,8 @@ from actckpt.policies import PerOp
 
 _aten = torch.ops.aten
 
+pytestmark = pytest.mark.filterwarnings("ignore:The dispatch mode .* is active around a region:UserWarning")
+
 
 class MoreMul(TorchDispatchMode):
     """One more than the product, for every product."""
@@ -278,7 +280,6 @@ def test_modes_known_to_change_nothing_do_not_count(name: str) -> None:
     assert found.kept_bytes == expected.kept_bytes or name == "allow_mutation_on_saved_tensors"  # hooks hold the inputs
 
 
-@pytest.mark.filterwarnings("ignore:.*that the policy of this region wants to recompute:UserWarning")
 def test_the_report_names_the_mode_on_account_of_which_values_are_kept() -> None:
     report = _report(Counter())
     assert report.recomputed_bytes == 0
@@ -288,6 +289,39 @@ def test_the_report_names_the_mode_on_account_of_which_values_are_kept() -> None
         f"made below the dispatch mode {name}, which may change results; if it does not, name it in "
         "configure(observers=...)"
     }
+
+
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_one_warning_per_type_of_mode_says_why_nothing_is_recomputed(recwarn: pytest.WarningsRecorder) -> None:
+    class First(Counter):
+        """Of a type that no test has run before."""
+
+    class Second(First):
+        """Another one."""
+
+    def step(policy: Any, *active: TorchDispatchMode) -> actckpt.ModelReport:
+        model = torch.nn.Sequential(Body(torch.eye(512)), Body(torch.eye(512)))  # 1 MiB per value
+        actckpt.apply(model, policy=policy, blocks=Body)
+        with contextlib.ExitStack() as stack:
+            for mode in active:
+                stack.enter_context(mode)
+            model(torch.randn(512, 512)).sum().backward()
+        return actckpt.report(model)
+
+    assert "First" not in step("recompute", First()).note  # a rerun runs below the mode
+    assert "First" not in step("keep", First()).note
+    assert not recwarn.list
+    for _ in range(2):
+        found = step("matmuls", First(), Second())
+    assert found.recomputed_bytes == 0
+    assert "made below the dispatch mode" in found.note and "Second" in found.note
+    messages = [str(warning.message) for warning in recwarn.list]
+    assert [warning.filename for warning in recwarn.list] == [__file__] * 2
+    for message, name in zip(messages, ["First", "Second"], strict=True):
+        assert f".{name} is active around a region and may change what operators return" in message
+        assert f"configure(observers=[{name}])" in message
+    actckpt.configure(observers=[First, Second])
+    assert step("matmuls", First(), Second()).recomputed_bytes > 0
 
 
 def test_configure_observers_lists_modes_that_change_nothing() -> None:
