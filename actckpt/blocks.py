@@ -50,11 +50,14 @@ _STEP_OF_OTHER = (
     "a step under another plan than the one that is shown (of another kind of step, or one that took turns with it): "
     "what blocks kept there says nothing of this one. The next step is recorded."
 )
+_MOST_OF_POLICY = 60
 _NOT_RUN = "Nothing was recorded: no block has run yet. Run a step, forward and backward."
-_NOTHING_RECORDED = (
+_KEEP = "policy='keep'"
+_NOTHING_OF_KEEP = (
     "Nothing was recorded: policy 'keep' leaves everything to autograd, so that the blocks hold what plain training "
-    "holds (actckpt.region('keep', record=True) shows what); or they ran under torch.compile, or without gradients."
+    "holds (actckpt.region('keep', record=True) shows what)."
 )
+_NOTHING_RECORDED = "Nothing was recorded: the blocks ran under torch.compile, or without gradients."
 _NOTHING_OF_COPY = (
     "Nothing was recorded: these blocks are a copy of those of a model with a budget, and ran without gradients, or "
     "under torch.compile."
@@ -184,6 +187,8 @@ def apply(
     _check_options(policy, options)
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, {name: {"policy": policy, **options} for name in chosen}, model)
+    for forward in forwards_in(chosen).values():
+        forward.together.policy = f"policy={_named(policy)}"
     watch(chosen)
     return names
 
@@ -207,7 +212,7 @@ def _apply_budget(
     forwards = forwards_in(chosen)
     training = BudgetedTraining(model, forwards, wanted)
     for forward in forwards.values():
-        forward.together.training = training
+        forward.together.training, forward.together.policy = training, wanted.text
     watch(chosen)
     return names
 
@@ -224,12 +229,20 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
     forwards = forwards_in(chosen)
     count_calls(model, forwards.values())
     for forward in forwards.values():
-        forward.together.plan = plan
+        forward.together.plan, forward.together.policy = plan, "policy=<a plan>"
     if (found := warns_of_larger(plan)) is not None:
         block, size = found
         forwards[block].planned_size = size
     watch(chosen)
     return names
+
+
+def _named(policy: Policy | None) -> str:
+    """Return a policy as it may be written in `apply`; of a function or a long table its name or type."""
+    if policy is None or isinstance(policy, Action):
+        return repr("recompute" if policy is None else policy.value)
+    text = str(getattr(policy, "__qualname__", repr(policy)))
+    return text if len(text) <= _MOST_OF_POLICY else f"<a {type(policy).__name__}>"
 
 
 def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
@@ -332,10 +345,13 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         note, found = next((each.refused for each in trainings if each.refused), _NO_PLAN), []
     is_plain = plan is not None and plan.overhead_seconds == 0.0
     is_copy = not trainings and any(blocks.are_of_other_training for blocks in together.values())
-    nothing = "" if is_plain else _NOT_RUN if not ran else _NOTHING_OF_COPY if is_copy else _NOTHING_RECORDED
+    policies = dict.fromkeys(blocks.policy for blocks in together.values())
+    of_none = _NOTHING_OF_KEEP if [*policies] == [_KEEP] else _NOTHING_RECORDED
+    nothing = "" if is_plain else _NOT_RUN if not ran else _NOTHING_OF_COPY if is_copy else of_none
     return ModelReport(
         blocks_patched=tuple(applied),
         blocks_ran=ran,
+        policy=" and ".join(policies),
         operators_not_run=tuple(idle),
         plan=plan,
         rows=rows_of(model, applied, found, group_by, top),

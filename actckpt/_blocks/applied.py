@@ -155,13 +155,19 @@ class CheckpointedForward:
         #: What it is given under a plan, where it may be the one that shows that.
         self.planned_size: PlannedSize | None
         self.use(settings)
+        #: As `apply` was asked for: copies begin with this.
+        self._calls_as_applied = self._calls
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
         self.__wrapped__ = block.forward  # the signature, for `inspect`
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has not run, and whatever a budget decided for this model is decided anew for that one.
+        return {**vars(self), "_calls": self._calls_as_applied, "has_run": False, "instead": None, "planned_size": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.together.add(self)  # of a copy: blocks that are not in it do not count
+        self.together.add(self)  # blocks that are not in the copy do not count
 
     def use(self, settings: Settings) -> None:
         """Run with these settings from the next call on, which is the first one in a forward of the model."""

@@ -57,6 +57,8 @@ class ModelReport:
     blocks_patched: tuple[str, ...]
     #: Those of them that ran since.
     blocks_ran: tuple[str, ...]
+    #: What `apply` was asked for: `"policy='recompute'"`, `"activation_budget='50%'"`.
+    policy: str = ""
     #: Operators that the policy names and that did not run in the first step, with what ran in their place.
     operators_not_run: tuple[str, ...] = ()
     #: What became of the values that blocks saved in the recorded step, the largest first.
@@ -92,7 +94,7 @@ class ModelReport:
     def table(self) -> str:
         """Return a text for people."""
         not_run = [name for name in self.blocks_patched if name not in self.blocks_ran]
-        lines = [f"{len(self.blocks_ran)} of {len(self.blocks_patched)} blocks ran"]
+        lines = [f"{len(self.blocks_ran)} of {len(self.blocks_patched)} blocks ran ({self.policy})"]
         if not_run:
             lines.append(f"not run: {', '.join(not_run)}")
         if self.operators_not_run:

@@ -92,6 +92,8 @@ class AppliedBlocks:
         self.training: Training | None = None
         #: Whether they were copied, without what found a plan for them.
         self.are_of_other_training = False
+        #: The policy or the budget as it was given, with its keyword.
+        self.policy = ""
         self._plan: Plan | None = None
         self._has_told_unplanned = False
         self._window_bytes: int | None = None

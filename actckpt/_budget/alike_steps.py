@@ -63,10 +63,6 @@ class AlikeSteps:
         #: Of the step that was measured before, while it is measured again.
         self._before: tuple[MeasuredStep, float] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has steps of its own.
-        return {**vars(self), "_watching": None, "_first_step": None, "_loss": None, "_casts": CachedCasts()}
-
     def disturb(self) -> None:
         """A forward begins, of this size or of another one: a step that runs is not alone, and tells nothing."""
         if self._alive.num:

@@ -63,9 +63,6 @@ class AliveForwards:
         #: Whether one backward read several forwards, and the last one that read any.
         self._are_read_together, self._last_backward = False, -1
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_now": Counter(), "_before": None}  # those of a copy are others
-
     @property
     def num(self) -> int:
         """How many are alive now."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -88,10 +87,6 @@ class CurrentPlan:
         #: The one that was made last, which others take turns with in a race.
         self._solved: Plan | None = None
         self.refused = ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_fixed": None}  # a copy has other parameters
-        return state if self.held_output_bytes is not None else {**state, "measured": None}
 
     @property
     def is_known(self) -> bool:

@@ -41,13 +41,10 @@ _models = itertools.count()
 
 
 class RaceNumbers:
-    """Numbers the races of one model with a budget. A copy of the model has numbers of its own."""
+    """Numbers the races of one model with a budget."""
 
     def __init__(self) -> None:
         self._model, self._races = next(_models), itertools.count()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RaceNumbers, ()
 
     def next(self) -> str:
         """Return what no other race is called."""
@@ -109,9 +106,6 @@ class RaceOfRanks(Race):
         #: What the ranks that race do: which these are, their plans and the first forward; None: not known yet.
         self._agreed: dict[str, Any] | None = None
         self._has_said = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_race, ()  # of a copy the other ranks know nothing
 
     def next(self) -> Plan:
         """Return the plan that runs next, or the one that has won, or the first one where there is no race."""
@@ -187,10 +181,6 @@ class RaceOfRanks(Race):
     def _gives_up(self) -> Plan:
         self.is_over = True
         return self._entries[0][1]
-
-
-def _no_race() -> None:
-    return None
 
 
 def race_of(entries: list[tuple[str, Plan]], device: torch.device, number: str) -> Race | None:

@@ -31,6 +31,7 @@ Rule 5. Where the plan is not predicted to be much faster than the best simple c
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import threading
 import weakref
@@ -70,6 +71,14 @@ class BudgetedTraining:
 
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:
         self._model, self._forwards, self._wanted = model, forwards, wanted
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+        self._start()
+
+    def _start(self) -> None:
+        """Nothing is measured or planned yet."""
         self._told: set[str] = set()
         self._numbers, self._alive = RaceNumbers(), AliveForwards()
         self._sizes = KnownSizes(self._another)
@@ -79,13 +88,8 @@ class BudgetedTraining:
         self._begun: defaultdict[int, list[Found | None]] = defaultdict(list)
         #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
         self.is_called = self._keeps_gradients = False
-        self._device_type = device_of(model).type
         #: Weak: a library may put others in their place (sharding), and these must be able to go.
         self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
 
     @property
     def plan(self) -> Plan | None:
@@ -202,10 +206,13 @@ class BudgetedTraining:
                 own.steps.begin(keeps_gradients=keeps_gradients, is_smaller=own.is_smaller, shapes=own.shapes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_parameters": None, "_begun": defaultdict(list)}  # those of a copy are others
+        # The optimizer trains this model, not a copy of it. What was measured is of this one, too.
+        wanted = dataclasses.replace(self._wanted, optimizers=())
+        return {"_model": self._model, "_forwards": self._forwards, "_wanted": wanted, "_hooks": self._hooks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._start()
         for forward in self._forwards.values():  # a copied block does not take this, and so the model, along
             forward.together.training = self
 
@@ -219,7 +226,7 @@ class BudgetedTraining:
         # Numbers and texts may be others in each step, as data is.
         flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
-        device_type = self._device_type
+        device_type = device_of(self._model).type
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         kind = self._model.training, autocast, trained, keywords, frozenset(flags), *inputs
         return Shapes(kind, tuple(tuple(n if type(n) is int else 1 for n in tensor.shape) for tensor in tensors))

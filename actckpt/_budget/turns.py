@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import Any
 
 import torch
 
@@ -47,9 +46,6 @@ class Race:
         self._at: int | None = None
         self._began: Moment = 0.0
         self.is_over = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_steps": [[] for _ in self._entries], "_began": 0.0}  # a copy runs a race of its own
 
     def next(self) -> Plan:
         """Return the plan that runs next, or the one that has won."""

@@ -431,7 +431,7 @@ def test_a_block_that_does_not_run_in_a_step_with_a_backward_is_told_once() -> N
     _step(model)
     report = actckpt.report(model)
     assert report.blocks_patched == NAMES and report.blocks_ran == ("layers.0", "layers.2")
-    assert str(report).startswith("2 of 3 blocks ran\nnot run: layers.1\n")
+    assert str(report).startswith("2 of 3 blocks ran (policy='recompute')\nnot run: layers.1\n")
     assert report.as_dict()["blocks_ran"] == ("layers.0", "layers.2")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import warnings
 from collections.abc import Sequence
@@ -83,9 +82,8 @@ def test_the_plan_of_the_smallest_size_that_is_larger_runs() -> None:
         _step(model, [shape])
         found[shape] = _plan(model)
     for shape, larger in {(8, 12): (8, 16), (8, 17): (8, 64), (4, 65): (4, 128), (1, 1): (8, 16)}.items():
-        for each in (model, copy.deepcopy(model)):
-            _step(each, [shape])
-            assert _plan(each) == found[larger]
+        _step(model, [shape])
+        assert _plan(model) == found[larger]
 
 
 def test_larger_sizes_have_plans_of_their_own_and_too_many_are_told() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from oracle import assert_equal
 from test_budgets import Training
+from torch import nn
 
 import actckpt
 
@@ -56,3 +59,41 @@ def test_a_copied_block_that_ran_without_gradients_is_told_of_no_policy() -> Non
         copied(torch.randn(4, 32, 32))
     found = actckpt.report(copied)
     assert not found.rows and "a copy of those of a model with a budget" in found.note
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_has_its_budget_and_is_planned_anew_without_the_optimizer(
+    num_steps: int, copied_by: Callable[[nn.Module], nn.Module]
+) -> None:
+    training = Training()
+    plain_bytes = len(pickle.dumps(training.model))
+    optimizer = torch.optim.AdamW(training.model.parameters())
+    actckpt.apply(training.model, activation_budget="60%", optimizer=optimizer, race=False)
+    for _ in range(num_steps):
+        training.step()
+        optimizer.step()
+    optimizer.zero_grad()
+    assert len(pickle.dumps(training.model)) < plain_bytes + 20_000
+
+    copied = copied_by(training.model)
+    found = actckpt.report(copied)
+    assert found.policy == "activation_budget='60%'" and found.policy in str(found)
+    assert found.plan is None and not found.blocks_ran and "policy 'keep'" not in str(found)
+    other = Training()
+    other.model = copied
+    for _ in range(2):
+        other.step()
+    assert actckpt.report(copied).plan is not None
+    training.step()  # the model trains on
+    assert actckpt.report(training.model).plan is not None or num_steps == 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "matmuls", "keep", ["aten.addmm"]])
+def test_a_loaded_model_reports_the_policy_that_it_was_given(policy: Any) -> None:
+    training = Training()
+    actckpt.apply(training.model, policy=policy)
+    training.step()
+    found = actckpt.report(pickle.loads(pickle.dumps(training.model)))
+    assert found.policy == f"policy={policy!r}" and f"(policy={policy!r})" in str(found)
+    assert not found.blocks_ran and "no block has run yet" in found.note

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
-import pickle
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from actckpt._budget import rank_races, turns
-from actckpt._budget.rank_races import Board, RaceNumbers, RaceOfRanks
+from actckpt._budget.rank_races import Board, RaceOfRanks
 from actckpt.planner import Plan, solve
 
 CPU = torch.device("cpu")
@@ -138,11 +136,3 @@ def test_a_store_that_is_gone_ends_the_race(plan: Plan, monkeypatch: pytest.Monk
         monkeypatch.setattr(race._board, "concluded", gone)
     steps.run_to_the_end(lambda *_: 1.0)
     assert all(each.chosen == "plan" and not each.race for each in steps.plans)
-
-
-def test_copies_race_not(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(plan, [["plan", "a"]] * 2, monkeypatch)
-    assert copy.deepcopy(steps.races[0]) is None and pickle.loads(pickle.dumps(steps.races[0])) is None
-    numbers = RaceNumbers()
-    found = {each.next() for each in (numbers, copy.deepcopy(numbers), pickle.loads(pickle.dumps(numbers)))}
-    assert len(found | {numbers.next()}) == 4
