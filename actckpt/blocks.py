@@ -26,6 +26,7 @@ from actckpt._blocks.choosing import Blocks, check_model
 from actckpt._blocks.model_report import GroupBy, ModelReport, kept_below_modes, rows_of, stayed, sums_of
 from actckpt._blocks.other_checkpointing import restore
 from actckpt._blocks.planned_size import warns_of_larger
+from actckpt._budget.infeasible import OnInfeasible
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
@@ -79,6 +80,7 @@ class BudgetKeywords(TypedDict, total=False):
     optimizer: Optimizers
     pins: Mapping[Any, Action | str]
     race: bool
+    on_infeasible: OnInfeasible
 
 
 _OFFLOAD_OPTIONS = frozenset(OffloadKeywords.__annotations__)
@@ -151,6 +153,8 @@ def apply(
             nothing to choose) it takes turns with simple choices in the next steps, where they may be as fast, and the
             fastest stays. Each kind of step has a plan of its own: sizes of inputs, autocast, training or evaluation
             mode, what is trained; after 16 of them smaller sizes run the plans of larger ones.
+            Where no plan is predicted to fit, `on_infeasible="warn"` (the default) runs the plan that needs least and
+            warns, with the smallest budget and what holds the memory; `on_infeasible="raise"` raises.
             `actckpt.report(model).plan` is the plan, None until it is made. What is computed from outputs of the model
             counts as its graph shows, or as a device's allocator tells.
     Returns:
@@ -161,7 +165,8 @@ def apply(
         TypeError: `model` is no module.
         ValueError: the policy, the budget, an action of `pins` or an option is not known, or `offload` does not take
             its value. At the forward that would first run the plan: a pin names nothing.
-        PlanInfeasibleError: at the forward that would first run the plan: no plan is predicted to fit the budget.
+        PlanInfeasibleError: with `on_infeasible="raise"`, at the forward that would first run the plan: no plan is
+            predicted to fit the budget. Without it, only where pins leave no plan for any budget.
 
     Example::
 
@@ -343,6 +348,8 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     is_unplanned = plan is None and len(trainings) > 0
     if is_unplanned:  # the calls that were measured were none of training
         note, found = next((each.refused for each in trainings if each.refused), _NO_PLAN), []
+    elif refused := [each.refused for each in trainings if each.refused]:
+        note = f"The plan exceeds the budget. {refused[0]}\n{note}"
     is_plain = plan is not None and plan.overhead_seconds == 0.0
     is_copy = not trainings and any(blocks.are_of_other_training for blocks in together.values())
     policies = dict.fromkeys(blocks.policy for blocks in together.values())

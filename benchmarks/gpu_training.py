@@ -154,7 +154,7 @@ def smallest(bench: Bench) -> dict[str, Any]:
     """Return the smallest budget, as the error for one that is too small tells it in training."""
     before = allocated()
     torch.accelerator.reset_peak_memory_stats()  # of plain training: with it the first step tells less
-    actckpt.apply(bench.model, budget=_NO_BUDGET)
+    actckpt.apply(bench.model, budget=_NO_BUDGET, on_infeasible="raise")
     try:
         for _ in range(3):
             bench.step()

@@ -18,6 +18,7 @@ from actckpt._budget.cached_casts import CachedCasts
 from actckpt._budget.current_plan import CurrentPlan
 from actckpt._budget.first_step import FirstStep
 from actckpt._budget.growth import Growth
+from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.links import prepare
 from actckpt._budget.loss import Loss
 from actckpt._budget.measuring import MeasuredStep
@@ -50,9 +51,10 @@ class AlikeSteps:
         told: set[str],
         numbers: RaceNumbers,
         alive: AliveForwards,
+        infeasible: Infeasible,
     ) -> None:
         self._model, self._forwards, self._told, self._alive = model, forwards, told, alive
-        self._plan = CurrentPlan(model, forwards, wanted, numbers, alive)
+        self._plan = CurrentPlan(model, forwards, wanted, numbers, alive, infeasible)
         self._watching: Watching | None = None
         self._first_step: FirstStep | None = None
         self._loss: Loss | None = None
@@ -88,12 +90,12 @@ class AlikeSteps:
         self._plan.keeps_gradients = keeps_gradients
         self._alive.begin(self._plan if shapes is None else shapes)
         try:
-            self._use_plan(is_smaller=is_smaller)
+            self._use_plan(is_smaller=is_smaller, has_alternative=shapes is not None)
         except PlanInfeasibleError:
             self._alive.refused()
             raise
 
-    def _use_plan(self, *, is_smaller: bool) -> None:
+    def _use_plan(self, *, is_smaller: bool, has_alternative: bool) -> None:
         if self._is_unseen or self._is_silent:
             use_settings(self._forwards, {})
             if self._is_unseen:
@@ -110,7 +112,7 @@ class AlikeSteps:
         elif self._plan.measured is None or not self._plan.is_known:
             use_settings(self._forwards, {})
         else:
-            use_settings(self._forwards, self._plan.next(is_smaller=is_smaller))
+            use_settings(self._forwards, self._plan.next(is_smaller=is_smaller, has_alternative=has_alternative))
             self._look_at(self._growth.planned_size())
 
     def _look_at(self, size: PlannedSize) -> None:
@@ -123,7 +125,7 @@ class AlikeSteps:
             prepare(device)
         self._first_step = FirstStep(self._model, device)
         parts = self._forwards, device, self._first_step, OutsideGraph(self._model)
-        self._watching = Watching(*parts, offloads=offloads, least_bytes=self._growth.least_bytes)
+        self._watching = Watching(self._model, *parts, offloads=offloads, least_bytes=self._growth.least_bytes)
 
     def ran_larger(self, name: str, given: tuple[float, ...], *, is_smaller: bool) -> None:
         """A block that runs first was given tensors of so many bytes, more than when it was measured.
@@ -163,7 +165,7 @@ class AlikeSteps:
 
     @property
     def refused(self) -> str:
-        """Why the last plan could not be made."""
+        """Why no plan fits; empty: the one that ran last does."""
         return self._plan.refused
 
     @property

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._blocks.outside import advice
 from actckpt._budget.alive_forwards import AliveForwards
+from actckpt._budget.infeasible import Infeasible, with_cause
 from actckpt._budget.links import give_back_unused, is_linked, poll, with_links
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.meters import FixedBytes, Meter
@@ -50,7 +52,7 @@ class CurrentPlan:
         keeps_gradients: they are there all the time.
         may_be_exceeded: steps were larger than the one that was measured.
         plan: the one that ran last.
-        refused: why the last one could not be made.
+        refused: why no plan fits; empty: the one that ran last does.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class CurrentPlan:
         wanted: Wanted,
         numbers: RaceNumbers,
         alive: AliveForwards,
+        infeasible: Infeasible,
     ) -> None:
+        self._infeasible = infeasible
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._numbers, self._alive = numbers, alive
         self.device = device_of(model)
@@ -107,16 +111,17 @@ class CurrentPlan:
         if self._wanted.budget is not None:  # else nothing is observed
             self._observing.doubt_bytes = doubt_bytes
 
-    def next(self, *, is_smaller: bool) -> Mapping[str, Settings]:
+    def next(self, *, is_smaller: bool, has_alternative: bool) -> Mapping[str, Settings]:
         """A forward begins under the plan; return what each block does.
 
         Args:
             is_smaller: it is of a smaller size.
+            has_alternative: where no plan fits, another one may be made for that size.
         """
         self._pace.step()
         is_observed = self._observing.wants_plan or self._stalls.wants_plan or self._is_free_memory_changed()
         if self.plan is None or self._is_outdated() or is_observed:
-            self._make()
+            self._make(has_alternative=has_alternative)
         self._num_planned += 1
         if self._race is not None and not is_smaller:
             self.plan = self._race.next()
@@ -220,7 +225,7 @@ class CurrentPlan:
         self._pace.use()
         return True
 
-    def _make(self) -> None:
+    def _make(self, *, has_alternative: bool) -> None:
         from actckpt._budget.fitting import plan_within  # with the solver: half a second to import
 
         poll(self.device)
@@ -233,11 +238,17 @@ class CurrentPlan:
         costs, share = tables[-1]
         if share.has_reserve and devices.counting(self.device) is not None:
             tables.append((costs, dataclasses.replace(share, has_least=True)))
-        try:
-            plan, share = plan_within(tables, self._wanted.pins, is_late=self._is_late())
-        except PlanInfeasibleError as error:
-            self.refused, self.plan = str(error), None  # the one that was made before does not fit either
-            raise
+
+        def refuse(error: PlanInfeasibleError) -> None:
+            is_late, cause = self._is_late(), advice(measured.made_outside, self._model, self._forwards)
+            error = with_cause(error, cause)
+            self.refused = str(error)
+            if self._infeasible.raises(is_late=is_late, has_alternative=has_alternative):
+                raise error
+            self._infeasible.warn(error, is_late=is_late)
+
+        self.refused, self.plan = "", None  # the one of before does not fit either
+        plan, share = plan_within(tables, self._wanted.pins, refuse)
         facts = facts_of(self._model, measured.names)
         plan = dataclasses.replace(plan, blocks=measured.names, places=measured.places, model=facts)
         self._given_bytes, self.plan, self._solved, self._race = share.given_bytes, plan, plan, None

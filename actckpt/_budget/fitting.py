@@ -20,8 +20,6 @@ from actckpt._budget.links import Pins
 from actckpt._budget.offloading import solved
 from actckpt._budget.shares import Bounds, Share
 from actckpt._budget.simple import plain_plan, predicted
-from actckpt._budget.words import EXCEEDED
-from actckpt._core.sites import warn_user
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
 from actckpt.planner.costs import CostTable
@@ -198,13 +196,15 @@ class _Search:
         )
 
 
-def plan_within(tables: list[tuple[CostTable, Share]], pins: Pins | None, *, is_late: bool) -> tuple[Plan, Share]:
-    """Return the plan for the first table that has one within its share.
+def plan_within(
+    tables: list[tuple[CostTable, Share]], pins: Pins | None, refuse: Callable[[PlanInfeasibleError], None]
+) -> tuple[Plan, Share]:
+    """Return the plan for the first table that has one within its share; where none has one, that which needs least.
 
     Args:
-        is_late: where none has one, which is told, it is the plan that needs least.
+        refuse: is given the error in that case, and may raise it.
     Raises:
-        PlanInfeasibleError: none has one, and it is not late.
+        PlanInfeasibleError: of `refuse`, or no plan is possible whatever the budget.
     """
     errors: list[PlanInfeasibleError] = []
     for costs, share in tables:
@@ -213,9 +213,9 @@ def plan_within(tables: list[tuple[CostTable, Share]], pins: Pins | None, *, is_
         except PlanInfeasibleError as error:
             errors.append(share.infeasible(error).with_traceback(None))
             smallest_bytes = error.smallest_bytes
-    if not is_late or smallest_bytes is None:
+    if smallest_bytes is None:
         raise errors.pop(0) from None
-    warn_user(EXCEEDED.format(errors[0]))  # where the model is called
+    refuse(errors.pop(0))
     return smallest_plan(costs, smallest_bytes, pins), share
 
 

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 #: Name of the value that stands for what the stem leaves.
-_HELD = "(held)"
+_HELD = "(made outside of the blocks)"
 
 
 @dataclasses.dataclass(frozen=True)

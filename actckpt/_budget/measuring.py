@@ -31,6 +31,7 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward, patch, unpatch
 from actckpt._blocks.arguments import first_tensor
+from actckpt._blocks.outside import MadeOutside, OutsideModules
 from actckpt._budget.alone import Exchanges, num_ranks
 from actckpt._budget.cached_casts import CachedCasts, holding_casts
 from actckpt._budget.class_names import AFTER, BEFORE, with_block_names
@@ -78,6 +79,7 @@ class MeasuredStep:
     cast_bytes: tuple[int, ...] = ()
     #: By name of a block, of casts that it was the last one to find in the cache of autocast, of another forward.
     casts_found: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    made_outside: tuple[MadeOutside, ...] = ()
 
     def needing(self, needed: Sequence[float]) -> MeasuredStep:
         """Return the step in which what is on the stack needs so many bytes."""
@@ -171,7 +173,7 @@ def measure(
         for each, runs in zip((stem, head), zip(*seconds, strict=True), strict=True)
     )
     found = cost_table(profiled, stem, between(marks, num_calls, read.backward_bytes), head, read)
-    return dataclasses.replace(casts.completed(found), sees_backward=True)
+    return dataclasses.replace(casts.completed(found), sees_backward=True, made_outside=watched.made_outside)
 
 
 class _Watched:
@@ -186,6 +188,7 @@ class _Watched:
     ) -> None:
         self._step, self._blocks, self._state, self._model = step, blocks, state, model
         self._device = device_of(model)
+        self.made_outside: tuple[MadeOutside, ...] = ()
 
     @contextlib.contextmanager
     def _calls(self, call: _BlockCall) -> Iterator[None]:
@@ -264,10 +267,17 @@ class _Watched:
             return result
 
         self._state.put_back()
+
+        def ended(*_: object) -> None:
+            self.made_outside = outside.made()
+
         # What the optimizer makes is no activation: what counts ends before it.
         with contextlib.ExitStack() as exits:
             exits.enter_context(self._calls(call))
             if live is not None:
+                outside = OutsideModules(self._model, self._blocks, live)
+                exits.callback(outside.close)
+                exits.callback(self._model.register_forward_hook(ended).remove)
                 exits.enter_context(live.paused())
                 exits.enter_context(live)
             exits.enter_context(self._state.before_update(lambda: marks.note("done")))

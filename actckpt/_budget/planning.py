@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from actckpt._blocks.outside import advice
 from actckpt._budget.fitting import fitted
+from actckpt._budget.infeasible import with_cause
 from actckpt._budget.links import flush, is_linked, prepare, with_links
 from actckpt._budget.measuring import MeasuredStep, measure
 from actckpt._budget.meters import Meter
@@ -22,7 +24,7 @@ from actckpt._budget.sizes import activation_budget_bytes
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
 from actckpt.action import Action
-from actckpt.errors import BlocksError
+from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.planner.plans import Plan
 from actckpt.statistics import uncounted
 
@@ -61,7 +63,10 @@ def planned(
             measured = dataclasses.replace(measured, costs=with_links(measured.costs, device_of(model)))
         trials = _Trials(checked, model, state, meter, measured)
         others = [] if pins else [other for name, other in simple_plans(measured.costs) if name != NOTHING]
-        found = fitted(measured.costs, nbytes, pins, trials.peak_of, others)
+        try:
+            found = fitted(measured.costs, nbytes, pins, trials.peak_of, others)
+        except PlanInfeasibleError as error:
+            raise with_cause(error, advice(measured.made_outside, model, blocks)) from None
         if race and not pins and found.overhead_seconds > 0.0:  # else there is nothing to gain
             found = race_plans(found, simple_plans(measured.costs), trials)
     finally:

@@ -44,6 +44,7 @@ from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
+from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.known_sizes import Found, KnownSizes
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
@@ -81,6 +82,7 @@ class BudgetedTraining:
         """Nothing is measured or planned yet."""
         self._told: set[str] = set()
         self._numbers, self._alive = RaceNumbers(), AliveForwards()
+        self._infeasible = Infeasible(self._wanted.on_infeasible)
         self._sizes = KnownSizes(self._another)
         self._current: AlikeSteps | None = None
         #: By thread, forwards that have begun and not ended, None for those that nothing is done for. There are several
@@ -98,8 +100,8 @@ class BudgetedTraining:
 
     @property
     def refused(self) -> str:
-        """Why the size that ran last has no plan: none fits; empty where it has one, or none is made yet."""
-        return "" if self._current is None or self._current.plan is not None else self._current.refused
+        """Why no plan fits for the size that ran last; empty where one does, or none is made yet."""
+        return "" if self._current is None else self._current.refused
 
     @property
     def race_steps_left(self) -> int:
@@ -133,7 +135,8 @@ class BudgetedTraining:
             size.close()
 
     def _another(self) -> AlikeSteps:
-        return AlikeSteps(self._model, self._forwards, self._wanted, self._told, self._numbers, self._alive)
+        shared = self._told, self._numbers, self._alive, self._infeasible
+        return AlikeSteps(self._model, self._forwards, self._wanted, *shared)
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():

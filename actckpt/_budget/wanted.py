@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from actckpt._budget.infeasible import OnInfeasible, check_on_infeasible
 from actckpt._budget.running import device_of
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
 from actckpt.action import Action
@@ -25,6 +26,7 @@ class Wanted:
     optimizers: tuple[torch.optim.Optimizer, ...]
     pins: Mapping[Any, Action | str] | None
     race: bool
+    on_infeasible: OnInfeasible = "warn"
 
     @property
     def is_what_is_free(self) -> bool:
@@ -42,7 +44,7 @@ class Wanted:
 
 
 def check_wanted(options: Mapping[str, Any], model: torch.nn.Module, what: str) -> None:
-    """Raise a ValueError where a budget, `pins` or `race` is none, or not one of the two budgets is given."""
+    """Raise a ValueError where a budget or another option is none, or not one of the two budgets is given."""
     budget, activation_budget = options.get("budget"), options.get("activation_budget")
     if (budget is None) == (activation_budget is None):
         given = "neither" if budget is None else "both"
@@ -54,3 +56,4 @@ def check_wanted(options: Mapping[str, Any], model: torch.nn.Module, what: str) 
     checked_pins(options.get("pins"))
     if not isinstance(race := options.get("race", True), bool):
         raise ValueError(f"{what}: race={race!r}. Pass True or False.")
+    check_on_infeasible(options.get("on_infeasible", "warn"), what)

@@ -13,6 +13,7 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.arguments import first_tensor
+from actckpt._blocks.outside import OutsideModules
 from actckpt._blocks.planned_size import given_bytes
 from actckpt._budget.cached_casts import CachedCasts, beside_casts, holding_casts
 from actckpt._budget.first_step import FirstStep
@@ -39,6 +40,7 @@ class Watching:
 
     def __init__(
         self,
+        model: torch.nn.Module,
         forwards: dict[str, CheckpointedForward],
         device: torch.device,
         first_step: FirstStep,
@@ -65,6 +67,7 @@ class Watching:
         self.thread = threading.get_ident()
         for name, forward in forwards.items():
             forward.instead = _Instead(self, name)
+        self._outside = OutsideModules(model, forwards, self._live)
         self._live.__enter__()
         self._marks.note("start")
 
@@ -110,6 +113,7 @@ class Watching:
         self._marks.note("done")
         self._marks.settle()
         self._live.__exit__(None, None, None)
+        self._outside.close()
         self._first_step.forward_ended()
         for forward in self._forwards.values():
             forward.instead = None
@@ -135,7 +139,7 @@ class Watching:
         flush(self._device)
         profiled = [each.with_input_kept() for each in as_given(profiled, begins(marks))]
         found = cost_table(profiled, stem, between(marks, num_calls, backward_bytes), head, read)
-        return dataclasses.replace(found, casts_found=self.casts.found())
+        return dataclasses.replace(found, casts_found=self.casts.found(), made_outside=self._outside.made())
 
 
 def _gathered_bytes(block: torch.nn.Module) -> int:

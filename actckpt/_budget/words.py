@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-__all__ = ["CHECKPOINTED", "COMPILED", "EXCEEDED", "GROWS", "MANY_SIZES", "NO_OUTPUTS", "RETAINED", "TWICE"]
+__all__ = ["CHECKPOINTED", "COMPILED", "GROWS", "MANY_SIZES", "NO_OUTPUTS", "RETAINED", "TWICE"]
 
-EXCEEDED = (
-    "apply: steps need more memory than was known when their plan was made, or less of it is free, and with that no "
-    "plan fits. From now on the plan runs that needs least. {}"
-)
 COMPILED = (
     "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
     "a reentrant checkpoint they do in backward alone): they cannot be measured there, and stay checkpointed until one "

@@ -127,7 +127,7 @@ def budgeted(activation_budget: str) -> Method:
         import actckpt
         from actckpt.demo.model import Block
 
-        actckpt.apply(model, blocks=Block, activation_budget=activation_budget)
+        actckpt.apply(model, blocks=Block, activation_budget=activation_budget, on_infeasible="raise")
 
     description = f"find the fastest plan for {activation_budget} of activations"
     return Method("budget", description, apply, may_not_fit=True)

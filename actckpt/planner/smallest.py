@@ -94,7 +94,7 @@ def _kept_names(problem: Problem, best: Candidate, worst: int) -> str:
                 names.setdefault(
                     value.name, "can only be kept" if len(allowed) == 1 else "kept for want of host memory"
                 )
-    return ", ".join(f"{name} {why}" for name, why in names.items())
+    return ", ".join(f"{name.strip('()')} {why}" for name, why in names.items())
 
 
 def _beyond_budget(problem: Problem) -> str:

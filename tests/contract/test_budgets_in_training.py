@@ -312,7 +312,7 @@ def test_forwards_that_are_alive_together_only_later_share_it_from_then_on(budge
 @pytest.mark.parametrize("budget", [1, 1000, "0.001%"])
 def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan(budget: int | str) -> None:
     training = Training()
-    actckpt.apply(training.model, activation_budget=budget)
+    actckpt.apply(training.model, activation_budget=budget, on_infeasible="raise")
     training.step()
     message = rf"\(activation_budget={budget!r}\): the smallest budget is .*Pass that budget or a larger one"
     with pytest.raises(actckpt.PlanInfeasibleError, match=message):

@@ -77,7 +77,7 @@ def _step(model: Any, rows: int) -> tuple[list[Tensor], int]:
 
 def _smallest(after: str, rows: int) -> int:
     model = _Model(after)
-    actckpt.apply(model, activation_budget=1000, race=False)
+    actckpt.apply(model, activation_budget=1000, race=False, on_infeasible="raise")
     with pytest.raises(actckpt.PlanInfeasibleError) as error:
         for _ in range(2):
             _step(model, rows)
@@ -231,7 +231,7 @@ def test_gradients_of_casts_wait_where_one_autocast_has_several_backwards() -> N
 
     def peak(budget: int, *, copies: bool = False) -> int:
         model = _Model("call")
-        actckpt.apply(model, activation_budget=budget, race=False)
+        actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
         for number in range(4):
             gradients, nbytes = _step_of(model, 64, 64)
             assert_equal(gradients, expected)
@@ -253,7 +253,7 @@ def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) 
 
     def peaks(budget: int | str) -> list[int]:
         model, found = _Model("call"), []
-        actckpt.apply(model, activation_budget=budget, race=False)
+        actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
         for _ in range(4):
             gradients, nbytes = _step_of(model, *rows)
             assert_equal(gradients, expected)

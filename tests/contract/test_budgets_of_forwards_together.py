@@ -41,7 +41,9 @@ def _trained(
     """Return the plan, and the peaks of all steps but the first, in which everything is checkpointed."""
     gc.collect()  # of the model before, whose bytes count on a device
     model, peaks = _model(), []
-    actckpt.apply(model, blocks=Mlp, race=False, **{"budget" if total else "activation_budget": budget})
+    actckpt.apply(
+        model, blocks=Mlp, race=False, **{"budget" if total else "activation_budget": budget}, on_infeasible="raise"
+    )
     for _ in range(4):
         gradients, peak_bytes = _step(model, rows, total=total, is_summed=is_summed)
         assert_equal(gradients, expected)

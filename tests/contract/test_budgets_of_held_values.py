@@ -88,7 +88,7 @@ def _opaque() -> Iterator[None]:
 def test_steps_in_training_fit(kind: str, share: float) -> None:
     training = _Training(kind)
     expected, plain = training.step()
-    actckpt.apply(training.model, blocks=_Block, activation_budget=1000, race=False)
+    actckpt.apply(training.model, blocks=_Block, activation_budget=1000, race=False, on_infeasible="raise")
     with pytest.raises(actckpt.PlanInfeasibleError) as error:
         for _ in range(2):
             training.step()

@@ -80,7 +80,7 @@ def _step(model: nn.Module, size: int) -> tuple[list[Tensor], int]:
 @functools.cache
 def _smallest_bytes(kind: type[Model], size: int, block: type[Mlp] = Mlp) -> int:
     model = _made(kind, block)
-    actckpt.apply(model, activation_budget=1)
+    actckpt.apply(model, activation_budget=1, on_infeasible="raise")
     _step(model, size)
     with pytest.raises(actckpt.PlanInfeasibleError) as raised:
         _step(model, size)

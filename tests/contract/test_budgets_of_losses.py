@@ -72,7 +72,7 @@ def _step(model: Classifier, backward: Callable[[dict[str, Tensor]], None]) -> t
 
 def _smallest_bytes(backward: Callable[[dict[str, Tensor]], None]) -> int:
     model = Classifier()
-    actckpt.apply(model, activation_budget="1B")
+    actckpt.apply(model, activation_budget="1B", on_infeasible="raise")
     _step(model, backward)
     with pytest.raises(actckpt.PlanInfeasibleError) as caught:
         _step(model, backward)
@@ -152,7 +152,7 @@ def test_two_forwards_that_lead_to_one_loss_are_both_counted() -> None:
         (model()["outputs"] - model()["outputs"]).square().mean().backward()
 
     model = Classifier()
-    actckpt.apply(model, activation_budget="1B")
+    actckpt.apply(model, activation_budget="1B", on_infeasible="raise")
     train(model)
     with pytest.raises(actckpt.PlanInfeasibleError) as caught:
         train(model)

@@ -252,7 +252,7 @@ def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() ->
 
 def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="1%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="1%", race=False, on_infeasible="raise")
     _step(model, [(8, 64)])
     for _ in range(5):
         with pytest.raises(actckpt.PlanInfeasibleError):
@@ -262,7 +262,7 @@ def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
 def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> None:
     expected, plain_bytes, _ = _step(_model(), [(8, 64)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.45 * plain_bytes), race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.45 * plain_bytes), race=False, on_infeasible="raise")
     for _ in range(2):
         _step(model, [(8, 64)])
     with pytest.raises(actckpt.PlanInfeasibleError, match="of which 2 were alive at once"):
@@ -275,7 +275,7 @@ def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> N
 
 def test_a_smaller_size_that_fits_is_not_refused_with_the_larger_one() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=_step(_model(), [(8, 16)])[1], race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=_step(_model(), [(8, 16)])[1], race=False, on_infeasible="raise")
     for shape in [(8, 4), (8, 5), (8, 6)] * 2:
         _step(model, [shape])
     _step(model, [(8, 256)])

@@ -46,7 +46,7 @@ def test_steps_that_retain_their_graph_from_the_first_one_on_stay_in_the_budget(
     total = keyword == "budget"
     expected, plain_bytes = _step(_model(), kind, total=total)
     model = _model()
-    actckpt.apply(model, **{keyword: 2**20 if total else 1})
+    actckpt.apply(model, **{keyword: 2**20 if total else 1}, on_infeasible="raise")
     _step(model, kind)
     with pytest.raises(actckpt.PlanInfeasibleError) as raised:
         _step(model, kind)
@@ -118,7 +118,7 @@ def test_a_graph_that_a_last_backward_released_counts_no_more() -> None:
 
 def test_a_budget_that_is_too_small_for_a_retained_graph_is_told_in_training() -> None:
     model = _model()
-    actckpt.apply(model, activation_budget=1, race=False)
+    actckpt.apply(model, activation_budget=1, race=False, on_infeasible="raise")
     _step(model, "once")
     with pytest.raises(actckpt.PlanInfeasibleError) as raised:
         _step(model, "once")

@@ -92,7 +92,7 @@ def test_a_plan_holds_from_the_step_after_that_in_which_other_blocks_first_ran(k
 @pytest.mark.filterwarnings("ignore:apply. . of 10 blocks did not run:UserWarning")
 def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
     model, runs = _Model(), [0, 1, 2]
-    actckpt.apply(model, activation_budget=1000, race=False)
+    actckpt.apply(model, activation_budget=1000, race=False, on_infeasible="raise")
     model.step(runs)
     with pytest.raises(actckpt.PlanInfeasibleError) as raised:
         model.step(runs)

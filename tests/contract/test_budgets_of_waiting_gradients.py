@@ -69,7 +69,7 @@ def test_steps_fit_at_each_budget(kind: str, total: bool) -> None:
         gc.collect()  # of the model before, whose bytes count on a device
         model, tokens = _made(kind)
         keyword = "budget" if total else "activation_budget"
-        actckpt.apply(model, blocks=Mlp, race=False, **{keyword: nbytes})
+        actckpt.apply(model, blocks=Mlp, race=False, on_infeasible="raise", **{keyword: nbytes})
         for _ in range(3):
             found, peak_bytes = _step(model, tokens, total=total)
             assert_equal(found, expected)

@@ -366,7 +366,7 @@ def _budgeted() -> tuple[nn.Module, Tensor]:
 def test_a_budget_that_no_plan_fits_is_in_the_report() -> None:
     model, x = _budgeted()
     actckpt.remove(model)
-    actckpt.apply(model, activation_budget=70)
+    actckpt.apply(model, activation_budget=70, on_infeasible="raise")
     model(x).sum().backward()
     with pytest.raises(actckpt.PlanInfeasibleError) as raised:
         model(x)

@@ -90,7 +90,7 @@ def test_steps_run_in_the_smallest_budget_that_is_named(kind: type[nn.Module], k
 
     def trained(model: nn.Module, **options: Any) -> list[tuple[list[Tensor], int]]:
         if options:
-            actckpt.apply(model, blocks=(Encoder, Residual), race=False, **options)
+            actckpt.apply(model, blocks=(Encoder, Residual), race=False, on_infeasible="raise", **options)
         images = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
         return [_step(model, images, total=keyword == "budget", to_none=to_none) for _ in range(4)]
 

@@ -109,7 +109,7 @@ def _unet_peaks(budget: int | None, num_steps: int, dtype: torch.dtype) -> tuple
     model = _UNet().to("sim", dtype)
     x = torch.randn(2, 3, 48, 48).to("sim", dtype)
     if budget is not None:
-        actckpt.apply(model, budget=budget, blocks=_ConvBlock)
+        actckpt.apply(model, budget=budget, blocks=_ConvBlock, on_infeasible="raise")
     peaks = []
     for _ in range(num_steps):
         model.zero_grad()

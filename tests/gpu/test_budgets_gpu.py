@@ -84,7 +84,7 @@ def _repeatable() -> None:
 @functools.cache
 def _smallest() -> int:
     """Return the smallest budget, as the error for one that is too small tells it."""
-    training = _Training(lambda model: actckpt.apply(model, budget=8 * _MIB))
+    training = _Training(lambda model: actckpt.apply(model, budget=8 * _MIB, on_infeasible="raise"))
     try:
         for _ in range(3):
             training.step()

@@ -1,0 +1,62 @@
+"""What `apply` does where no plan fits into the budget."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from actckpt._core.sites import warn_user
+from actckpt._error_base import PlanInfeasibleError
+from actckpt._text.misspelt import did_you_mean
+
+__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "with_cause"]
+
+OnInfeasible = Literal["warn", "raise"]
+
+#: A step that needs this many times what the last warning said triggers another one.
+_WARN_AGAIN = 1.05
+_RUNS_LEAST = (
+    "apply: {} Until then the plan that needs least runs, which exceeds the budget; on_infeasible='raise' raises "
+    "instead."
+)
+_LATE = (
+    "apply: steps need more memory than was known when their plan was made, or less of it is free, and with that no "
+    "plan fits. From now on the plan runs that needs least. {}"
+)
+
+
+def check_on_infeasible(given: object, what: str) -> None:
+    """Raise a ValueError where `on_infeasible` is none of its values."""
+    if given not in get_args(OnInfeasible):
+        near = did_you_mean([str(given)], get_args(OnInfeasible), show=repr)
+        raise ValueError(f"{what}: on_infeasible={given!r}. Pass 'warn' or 'raise'.{near}")
+
+
+def with_cause(error: PlanInfeasibleError, cause: str) -> PlanInfeasibleError:
+    """Return an error that also says what holds the memory in the model; `cause` is a sentence without its dot."""
+    if not cause or not error.holds:
+        return error
+    holds = f"{error.holds}. {cause}"
+    return PlanInfeasibleError(str(error).replace(error.holds, holds), error.smallest_bytes, holds)
+
+
+class Infeasible:
+    """The warnings about the budget of one model."""
+
+    def __init__(self, on_infeasible: OnInfeasible) -> None:
+        self._raises, self._warned_bytes = on_infeasible == "raise", 0.0
+
+    def raises(self, *, is_late: bool, has_alternative: bool) -> bool:
+        """Return whether an error is raised.
+
+        Args:
+            is_late: steps of the plan ran already.
+            has_alternative: the caller catches the error and makes another plan.
+        """
+        return not is_late and (self._raises or has_alternative)
+
+    def warn(self, error: PlanInfeasibleError, *, is_late: bool) -> None:
+        """Warn where the model is called, unless an earlier warning named as large a budget."""
+        smallest_bytes = error.smallest_bytes or 0.0
+        if smallest_bytes > _WARN_AGAIN * self._warned_bytes:
+            self._warned_bytes = smallest_bytes
+            warn_user((_LATE if is_late else _RUNS_LEAST).format(error))
