@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/collected.h"
 #include "core/python.h"
 
 namespace actckpt {
@@ -17,6 +18,14 @@ struct Captured {
 struct StatesObject {
   PyObject_HEAD std::vector<Captured> captured;
 };
+
+template <typename Visit>
+void for_each_reference(StatesObject& states, const Visit& visit) {
+  for (Captured& entry : states.captured) {
+    visit(entry.generator.ptr());
+    visit(entry.state.ptr());
+  }
+}
 
 PyTypeObject* states_type = nullptr;
 
@@ -41,11 +50,17 @@ PyObject* states_now(PyObject* self, PyObject*) {
   return guarded([&] { return generators_now(py::reinterpret_borrow<py::object>(self)).release().ptr(); });
 }
 
+int states_clear(PyObject* self) {
+  const std::vector<Captured> released = std::exchange(states_of(self)->captured, {});
+  return 0;
+}
+
 void states_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
   using Vector = std::vector<Captured>;
   states_of(self)->captured.~Vector();
   PyTypeObject* type = Py_TYPE(self);
-  PyObject_Free(self);
+  type->tp_free(self);
   Py_DECREF(type);
 }
 
@@ -54,11 +69,14 @@ PyMethodDef states_methods[] = {{"restore", states_restore, METH_NOARGS, "Write 
                                 {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot generators_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(states_dealloc)},
+                                  {Py_tp_traverse, reinterpret_cast<void*>(collected::traverse<StatesObject>)},
+                                  {Py_tp_clear, reinterpret_cast<void*>(states_clear)},
                                   {Py_tp_methods, states_methods},
                                   {Py_tp_doc, const_cast<char*>("States of torch.Generators, by value.")},
                                   {0, nullptr}};
 PyType_Spec generators_spec = {"actckpt._C.GeneratorStates", sizeof(StatesObject), 0,
-                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, generators_slots};
+                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_HAVE_GC,
+                               generators_slots};
 
 }  // namespace
 
@@ -70,7 +88,7 @@ py::object capture_generators(PyObject* generators) {
     PyObject* generator = PyTuple_GET_ITEM(generators, i);
     captured.push_back({py::reinterpret_borrow<py::object>(generator), call_method(generator, names().get_state)});
   }
-  StatesObject* self = PyObject_New(StatesObject, states_type);
+  StatesObject* self = states_of(states_type->tp_alloc(states_type, 0));
   if (self == nullptr) throw py::error_already_set();
   new (&self->captured) std::vector<Captured>(std::move(captured));
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));

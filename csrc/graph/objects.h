@@ -1,8 +1,8 @@
 // The graph that a region records (NOTE [ Lineage ] in actckpt/_replay/lineage.py), as plain C objects:
 // they are made for every operator and every saved tensor of a forward.
 //
-// All of them are guarded by the GIL. None takes part in garbage collection: references point one way, from a
-// handle to what it is made from, and never back.
+// All of them are guarded by the GIL. Only tapes take part in garbage collection: of all others, references point one
+// way, from a handle to what it is made from, and only autograd's graph holds the handles.
 #pragma once
 
 #include <cstdint>

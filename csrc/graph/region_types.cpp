@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/collected.h"
 #include "core/python.h"
 #include "graph/needs.h"
 
@@ -39,6 +40,16 @@ void release_field(PyObject*& field) noexcept {
   set_aside->push_back(object);
 }
 
+template <typename Visit>
+void for_each_reference(TapeObject& tape, const Visit& visit) {
+  for (PyObject** field : {&tape.storages, &tape.holding, &tape.saved, &tape.choice, &tape.choice_facts.actions,
+                           &tape.choice_facts.default_action, &tape.lock, &tape.replay_order, &tape.modules,
+                           &tape.opaque_places, &tape.audited_places, &tape.opaque_names, &tape.entries, &tape.outer,
+                           &tape.meter, &tape.candidates, &tape.calls, &tape.why_untold, &tape.why_opaque}) {
+    visit(*field);
+  }
+}
+
 namespace {
 
 void handle_dealloc(PyObject* self) {
@@ -63,39 +74,19 @@ void tape_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   auto* tape = reinterpret_cast<TapeObject*>(self);
   release(tape->cached);
-  Py_CLEAR(tape->choice_facts.actions);
-  Py_CLEAR(tape->choice_facts.default_action);
-  using T = TapeObject;
-  free_object<T>(self, &T::storages, &T::holding, &T::saved, &T::choice, &T::lock, &T::replay_order, &T::modules,
-                 &T::opaque_places, &T::audited_places, &T::opaque_names, &T::entries, &T::outer, &T::candidates,
-                 &T::calls, &T::why_untold, &T::why_opaque, &T::meter);
-}
-
-int tape_traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  auto* tape = reinterpret_cast<TapeObject*>(self);
-  Py_VISIT(tape->storages);
-  Py_VISIT(tape->holding);
-  Py_VISIT(tape->saved);
-  Py_VISIT(tape->choice);
-  Py_VISIT(tape->replay_order);
-  Py_VISIT(tape->entries);
-  Py_VISIT(tape->outer);
-  Py_VISIT(tape->candidates);
-  return 0;
+  py::error_scope pending;
+  PyTypeObject* type = Py_TYPE(self);
+  {
+    FreeScope scope;
+    for_each_reference(*tape, release_field);
+    type->tp_free(self);
+  }
+  Py_DECREF(type);
 }
 
 int tape_clear(PyObject* self) {
-  auto* tape = reinterpret_cast<TapeObject*>(self);
-  Py_CLEAR(tape->storages);
-  Py_CLEAR(tape->holding);
-  Py_CLEAR(tape->saved);
-  Py_CLEAR(tape->choice);
-  Py_CLEAR(tape->replay_order);
-  Py_CLEAR(tape->entries);
-  Py_CLEAR(tape->outer);
-  Py_CLEAR(tape->candidates);
-  return 0;
+  reinterpret_cast<TapeObject*>(self)->is_open = 0;  // nothing records in it any longer
+  return collected::clear<TapeObject>(self);
 }
 
 PyObject* tape_choice(PyObject* self, void*) {
@@ -188,7 +179,7 @@ PyType_Slot handle_slots[] = {{Py_tp_dealloc, slot(handle_dealloc)}, {Py_tp_memb
 PyType_Slot entry_slots[] = {{Py_tp_dealloc, slot(entry_dealloc)}, {Py_tp_members, entry_members}, {0, nullptr}};
 PyType_Slot tape_slots[] = {{Py_tp_new, slot(tape_new)},
                             {Py_tp_dealloc, slot(tape_dealloc)},
-                            {Py_tp_traverse, slot(tape_traverse)},
+                            {Py_tp_traverse, slot(collected::traverse<TapeObject>)},
                             {Py_tp_clear, slot(tape_clear)},
                             {Py_tp_members, tape_members},
                             {Py_tp_getset, tape_getters},

@@ -7,6 +7,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/collected.h"
 #include "core/python.h"
 #include "core/reads.h"
 #include "core/released.h"
@@ -17,6 +18,17 @@ namespace actckpt {
 
 PyTypeObject* frame_type = nullptr;
 PyTypeObject* slot_type = nullptr;
+
+// Not what reruns brought back: it goes with its backward.
+template <typename Visit>
+void for_each_reference(FrameObject& frame, const Visit& visit) {
+  Recipe& recipe = frame.recipe;
+  for (py::object* field :
+       {&recipe.function, &recipe.args, &recipe.state, &recipe.random, &recipe.region, &recipe.lock, &recipe.buffers}) {
+    visit(field->ptr());
+  }
+  if (recipe.parameters.use_count() == 1) for_each_reference(*recipe.parameters, visit);
+}
 
 namespace {
 
@@ -72,7 +84,14 @@ SlotObject* new_slot(FrameObject* frame, std::size_t index) {
 
 // ------------------------------------------------------------------------------------- Frame
 
+int frame_clear(PyObject* self) {
+  FrameObject* frame = frame_of(self);
+  const std::shared_ptr<Parameters> parameters = std::move(frame->recipe.parameters);
+  return collected::clear<FrameObject>(self);
+}
+
 void frame_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
   FrameObject* frame = frame_of(self);
   if (frame->weakrefs != nullptr) PyObject_ClearWeakRefs(self);
   using SavedVector = std::vector<Saved>;
@@ -180,13 +199,15 @@ PyMemberDef frame_members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(Frame
                                {nullptr, 0, 0, 0, nullptr}};
 
 PyType_Slot frame_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(frame_dealloc)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(collected::traverse<FrameObject>)},
+                             {Py_tp_clear, reinterpret_cast<void*>(frame_clear)},
                              {Py_tp_methods, frame_methods},
                              {Py_tp_getset, frame_getset},
                              {Py_tp_members, frame_members},
                              {Py_tp_doc, const_cast<char*>("Saved tensors of one region.")},
                              {0, nullptr}};
 PyType_Spec frame_spec = {"actckpt._C.Frame", sizeof(FrameObject), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, frame_slots};
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_HAVE_GC, frame_slots};
 
 PyType_Slot slot_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(slot_dealloc)},
                             {Py_tp_doc, const_cast<char*>("What autograd holds instead of a tensor.")},

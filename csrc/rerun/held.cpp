@@ -1,8 +1,10 @@
 #include "rerun/held.h"
 
 #include <new>
+#include <stdexcept>
 #include <utility>
 
+#include "core/collected.h"
 #include "core/python.h"
 #include "core/reads.h"
 
@@ -21,6 +23,11 @@ struct HeldObject {
   bool is_of_parameter;  // itself, or what it is a view of
 };
 
+template <typename Visit>
+void for_each_reference(HeldObject& held, const Visit& visit) {
+  for (py::object* field : {&held.held, &held.unpack, &held.storage}) visit(field->ptr());
+}
+
 PyTypeObject* held_type = nullptr;
 
 HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self); }
@@ -28,7 +35,7 @@ HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self)
 bool is_tensor(PyObject* object) { return is_of_type(object, names().tensor_type); }
 
 py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
-  HeldObject* self = PyObject_New(HeldObject, held_type);
+  HeldObject* self = held_of(held_type->tp_alloc(held_type, 0));  // zeroed: the collector may look at it
   if (self == nullptr) throw py::error_already_set();
   new (&self->held) py::object();
   new (&self->unpack) py::object();
@@ -61,6 +68,7 @@ py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
 
 py::object restore(PyObject* object) {
   HeldObject* self = held_of(object);
+  if (!self->held) throw std::runtime_error("The tensor was freed with the region that held it.");
   if (self->is_tensor && (version_of(self->held.ptr()) != self->version ||
                           reads().implementation.number(self->held.ptr()) != self->implementation ||
                           (self->storage && memory_of(self->held.ptr()).ptr() != self->storage.ptr()))) {
@@ -88,17 +96,21 @@ PyObject* held_restore(PyObject* self, PyObject*) {
   return guarded([&] { return restore(self).release().ptr(); });
 }
 
-PyObject* held_get_held(PyObject* self, void*) { return Py_NewRef(held_of(self)->held.ptr()); }
+PyObject* held_get_held(PyObject* self, void*) {
+  const py::object& held = held_of(self)->held;
+  return Py_NewRef(held ? held.ptr() : Py_None);
+}
 
 PyObject* held_get_version(PyObject* self, void*) { return PyLong_FromLongLong(held_of(self)->version); }
 
 void held_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
   HeldObject* held = held_of(self);
   held->storage.~object();
   held->unpack.~object();
   held->held.~object();
   PyTypeObject* type = Py_TYPE(self);
-  PyObject_Free(self);
+  type->tp_free(self);
   Py_DECREF(type);
 }
 
@@ -119,12 +131,14 @@ PyGetSetDef held_getset[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyType_Slot held_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(held_dealloc)},
+                            {Py_tp_traverse, reinterpret_cast<void*>(collected::traverse<HeldObject>)},
+                            {Py_tp_clear, reinterpret_cast<void*>(collected::clear<HeldObject>)},
                             {Py_tp_methods, held_methods},
                             {Py_tp_getset, held_getset},
                             {Py_tp_doc, const_cast<char*>("A tensor held for reruns.")},
                             {0, nullptr}};
 PyType_Spec held_spec = {"actckpt._C.HeldTensor", sizeof(HeldObject), 0,
-                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, held_slots};
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_HAVE_GC, held_slots};
 
 PyObject* without_graph_function(PyObject*, PyObject* tensor) {
   return guarded([&] { return without_graph(py::reinterpret_borrow<py::object>(tensor)).release().ptr(); });

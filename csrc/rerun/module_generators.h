@@ -27,6 +27,17 @@ class ModuleGenerators {
   // were not noted, and what took the place of anything else, are let alone. The list is null until there is something.
   void add_displaced(const py::object& attributes, py::object* displaced) const;
 
+  template <typename Visit>
+  friend void for_each_reference(ModuleGenerators& generators, const Visit& visit) {
+    visit(generators.all_.ptr());
+    for (Place& place : generators.places_) {
+      for (py::object* field : {&place.attributes, &place.key, &place.value}) visit(field->ptr());
+    }
+    for (Noted& noted : generators.noted_) {
+      for (py::object* field : {&noted.attributes, &noted.mode}) visit(field->ptr());
+    }
+  }
+
  private:
   // An attribute that is a generator, or None, in whose place one may be put.
   struct Place {

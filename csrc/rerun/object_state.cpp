@@ -5,6 +5,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/collected.h"
 #include "core/python.h"
 #include "rerun/containers.h"
 #include "rerun/held.h"
@@ -334,9 +335,17 @@ py::str Structure::place_of(const py::object& tensor) const {
   return py::str("A tensor in an object");
 }
 
+void Structure::release() {
+  roots_.clear();
+  const std::vector<Container> released = std::exchange(containers_, {});
+  const py::list lists[] = {take_tensors(), take_generators(), std::exchange(modules_, py::list())};
+}
+
 void add_structure_type(py::module_& module) {
-  py::class_<Replaced>(module, "Replaced", "What containers held when a rerun began.");
-  py::class_<Structure>(module, "Structure", "Containers and objects as a forward found them.")
+  py::class_<Replaced>(module, "Replaced", "What containers held when a rerun began.",
+                       collected::by_collector<Replaced>());
+  py::class_<Structure>(module, "Structure", "Containers and objects as a forward found them.",
+                        collected::by_collector<Structure>())
       .def(py::init<py::tuple, py::set, py::list>(), py::arg("roots"), py::arg("rebuilt"), py::arg("left_alone"))
       .def("forward_done", &Structure::forward_done)
       .def("swap_in", &Structure::swap_in)

@@ -32,7 +32,14 @@ struct Container {
 // What containers held when a rerun began; given back when it ends.
 struct Replaced {
   std::vector<std::pair<std::size_t, py::object>> contents;  // by index of the container
+
+  void release() { const auto released = std::exchange(contents, {}); }
 };
+
+template <typename Visit>
+void for_each_reference(Replaced& replaced, const Visit& visit) {
+  for (auto& entry : replaced.contents) visit(entry.second.ptr());
+}
 
 class Structure {
  public:
@@ -60,6 +67,17 @@ class Structure {
   py::list take_tensors() { return std::exchange(tensors_, py::list()); }
   py::list take_generators() { return std::exchange(generators_, py::list()); }
   const py::list& modules() const noexcept { return modules_; }
+
+  template <typename Visit>
+  friend void for_each_reference(Structure& structure, const Visit& visit) {
+    for (Container& container : structure.containers_) {
+      for (py::object* field : {&container.object, &container.found, &container.changed_keys}) visit(field->ptr());
+    }
+    for (py::list* field : {&structure.tensors_, &structure.generators_, &structure.modules_}) visit(field->ptr());
+  }
+
+  // Forgets what was noted: nothing is given back any longer.
+  void release();
 
  private:
   friend class Walk;

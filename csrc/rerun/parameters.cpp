@@ -3,6 +3,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/collected.h"
 #include "core/python.h"
 #include "core/reads.h"
 
@@ -225,9 +226,12 @@ py::object Parameters::replaced() const {
   return result;
 }
 
+void Parameters::release() { const Parameters released = std::exchange(*this, Parameters()); }
+
 void add_parameter_functions(py::module_& module) {
   const auto list_of = [](const py::object& list) { return list ? py::list(list) : py::list(); };
-  py::class_<Parameters, Handle>(module, "Parameters", "Parameters as a forward left them.")
+  py::class_<Parameters, Handle>(module, "Parameters", "Parameters as a forward left them.",
+                                 collected::by_collector<Parameters, Handle>())
       .def(py::init([](const py::object& function, const py::object& others) {
              return Handle(new Parameters(function.ptr(), others.is_none() ? nullptr : others.ptr()));
            }),

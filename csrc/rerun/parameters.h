@@ -41,7 +41,22 @@ class Parameters {
   // torch.Generators that modules had before the forward; null where there are none.
   const py::object& generators() const noexcept { return generators_.all(); }
 
+  template <typename Visit>
+  friend void for_each_reference(Parameters& parameters, const Visit& visit) {
+    for (py::object* field : {&parameters.root_, &parameters.others_, &parameters.buffered_}) visit(field->ptr());
+    for_each_reference(parameters.generators_, visit);
+    for (Group& group : parameters.groups_) visit(group.module.ptr());
+    for (Entry& entry : parameters.entries_) {
+      for (py::object* field : {&entry.key, &entry.value, &entry.copy}) visit(field->ptr());
+    }
+  }
+
+  // Forgets what was noted: nothing is checked any longer.
+  void release();
+
  private:
+  Parameters() = default;
+
   struct Entry {
     py::object key, value;
     long long version;  // -1: not checked
