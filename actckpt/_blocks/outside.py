@@ -120,10 +120,16 @@ def blocks_argument(model: torch.nn.Module, more: Sequence[str], blocks: Iterabl
     return f"blocks={patterns if is_same else [*more, *names]}"
 
 
-def advice(rows: Sequence[MadeOutside], model: torch.nn.Module, blocks: Iterable[str]) -> str:
-    """Say how much is made outside of the blocks of a model, by which modules, and what to do; empty: nothing is."""
+def advice(
+    rows: Sequence[MadeOutside], model: torch.nn.Module, blocks: Iterable[str], needed_bytes: float | None
+) -> str:
+    """Say how much is made outside of the blocks of a model, by which modules, and what to do.
+
+    Args:
+        needed_bytes: of the smallest budget; where less than a tenth of that is made there, nothing is said.
+    """
     total = sum(row.nbytes for row in rows)
-    if not total:
+    if total <= _LEAST_SHARE * (needed_bytes or 0.0):
         return ""
     rows = [row for row in rows if row.nbytes >= _LEAST_SHARE * total] or rows[:1]
     named = [f"{row.name or f'the forward of {type(model).__name__}'} ({format_bytes(row.nbytes)})" for row in rows]

@@ -240,8 +240,8 @@ class CurrentPlan:
             tables.append((costs, dataclasses.replace(share, has_least=True)))
 
         def refuse(error: PlanInfeasibleError) -> None:
-            is_late, cause = self._is_late(), advice(measured.made_outside, self._model, self._forwards)
-            error = with_cause(error, cause)
+            is_late, made = self._is_late(), measured.made_outside
+            error = with_cause(error, advice(made, self._model, self._forwards, error.smallest_bytes))
             self.refused = str(error)
             if self._infeasible.raises(is_late=is_late, has_alternative=has_alternative):
                 raise error

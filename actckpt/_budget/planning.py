@@ -66,7 +66,7 @@ def planned(
         try:
             found = fitted(measured.costs, nbytes, pins, trials.peak_of, others)
         except PlanInfeasibleError as error:
-            raise with_cause(error, advice(measured.made_outside, model, blocks)) from None
+            raise with_cause(error, advice(measured.made_outside, model, blocks, error.smallest_bytes)) from None
         if race and not pins and found.overhead_seconds > 0.0:  # else there is nothing to gain
             found = race_plans(found, simple_plans(measured.costs), trials)
     finally:
