@@ -12,6 +12,7 @@ import torch
 from typing_extensions import Unpack
 
 from actckpt._blocks.applied import (
+    applied_blocks,
     blocks_of,
     check_all_of_budget,
     check_no_copy,
@@ -23,9 +24,10 @@ from actckpt._blocks.applied import (
     watch,
 )
 from actckpt._blocks.choosing import Blocks, check_model
-from actckpt._blocks.model_report import GroupBy, ModelReport, kept_below_modes, rows_of, stayed, sums_of
+from actckpt._blocks.model_report import GroupBy, ModelReport
 from actckpt._blocks.other_checkpointing import restore
 from actckpt._blocks.planned_size import warns_of_larger
+from actckpt._blocks.report_data import keep_report, kept_report, report_data
 from actckpt._budget.infeasible import OnInfeasible
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
@@ -42,27 +44,7 @@ from actckpt.policies import Policy, choice_of
 
 __all__ = ["apply", "remove", "report"]
 
-_NO_PLAN = (
-    "No plan for the budget is made yet, and all blocks are checkpointed: it is made at the second forward with "
-    "gradients of the model that was given to apply, for the first 16 kinds of steps, and not under torch.compile."
-)
-_STEP_OF_PLAN = "a step of the plan. Of blocks that run as they are, it has what the plan says."
-_STEP_OF_OTHER = (
-    "a step under another plan than the one that is shown (of another kind of step, or one that took turns with it): "
-    "what blocks kept there says nothing of this one. The next step is recorded."
-)
 _MOST_OF_POLICY = 60
-_NOT_RUN = "Nothing was recorded: no block has run yet. Run a step, forward and backward."
-_KEEP = "policy='keep'"
-_NOTHING_OF_KEEP = (
-    "Nothing was recorded: policy 'keep' leaves everything to autograd, so that the blocks hold what plain training "
-    "holds (actckpt.region('keep', record=True) shows what)."
-)
-_NOTHING_RECORDED = "Nothing was recorded: the blocks ran under torch.compile, or without gradients."
-_NOTHING_OF_COPY = (
-    "Nothing was recorded: these blocks are a copy of those of a model with a budget, and ran without gradients, or "
-    "under torch.compile."
-)
 
 
 class OffloadKeywords(TypedDict, total=False):
@@ -268,7 +250,7 @@ def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
 
 
 def remove(model: torch.nn.Module) -> tuple[str, ...]:
-    """Undo `apply` for every block of `model`.
+    """Undo `apply` for every block of `model`. `report(model)` goes on to return the last report.
 
     Returns:
         The qualified names of the blocks that were checkpointed; where `model` is itself one, the name of its type.
@@ -279,6 +261,7 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
     applied = blocks_of(model, "remove")
     check_no_copy(model, applied, "remove")
     check_all_of_budget(model, applied, "remove")
+    keep_report(model, report_data(_readable(applied)))
     unpatch(applied)
     restore(model)
     return tuple(_readable(applied))
@@ -300,7 +283,8 @@ def _check_rows(group_by: str, top: int | None) -> None:
 def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int | None = None) -> ModelReport:
     """Return what the blocks of an applied model did: which of them ran, and what became of what they saved.
 
-    The first step is recorded, and the one after each report; others cost nothing. A step is up to its backward.
+    The first step is recorded, the first one of each plan, and the one after each report; others cost nothing. A step
+    is up to its backward. After `remove`, and until the next `apply`, this returns the last report.
 
     Args:
         model: the one that was given to `apply`.
@@ -309,7 +293,7 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
             blocks together, or per type of modules.
         top: the number of rows, the largest; the others are summed up in one more. None: all.
     Raises:
-        BlocksError: no block of `model` is checkpointed.
+        BlocksError: no block of `model` is checkpointed, or was before `remove`.
         ValueError: `group_by` or `top` is none of these.
 
     Example::
@@ -324,46 +308,13 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         (('0', '1'), [('0-1', 0, 64), ('0-1.1', 64, 0)])
     """
     _check_rows(group_by, top)
+    check_model(model, "report")
+    if not applied_blocks(model) and (kept := kept_report(model)) is not None:
+        modules = dict(model.named_modules())
+        blocks = {name: modules.get(name, model) for name in kept.blocks}
+        return kept.report(model, blocks, group_by, top, is_removed=True)
     applied = _readable(blocks_of(model, "report"))
-    ran = tuple(name for name, module in applied.items() if module.forward.has_run)
-    together = {id(module.forward.together): module.forward.together for module in applied.values()}
-    idle = dict.fromkeys(operator for blocks in together.values() for operator in blocks.matches.idle())
-    plan = next((blocks.plan for blocks in together.values() if blocks.plan is not None), None)
-    found = [
-        (name, entry)
-        for name, module in applied.items()
-        for entry in module.forward.together.recording.entries_of(module.forward)
-    ]
-    is_first = any(blocks.recording.num_steps == 1 for blocks in together.values())
-    for blocks in together.values():
-        blocks.is_watching = True
-    note = f"Recorded: {'the first step' if is_first else 'the step after the report before'}; the next one is, too."
-    if small := stayed(found):
-        note = f"{small}\n{note}"
-    if plan is not None:
-        is_of_it = any(blocks.recording.plan is plan for blocks in together.values())
-        note = f"Recorded: {_STEP_OF_PLAN if is_of_it else _STEP_OF_OTHER}"
-    note = kept_below_modes(found) + note
-    trainings = [blocks.training for blocks in together.values() if blocks.training is not None]
-    is_unplanned = plan is None and len(trainings) > 0
-    if is_unplanned:  # the calls that were measured were none of training
-        note, found = next((each.refused for each in trainings if each.refused), _NO_PLAN), []
-    elif refused := [each.refused for each in trainings if each.refused]:
-        note = f"The plan exceeds the budget. {refused[0]}\n{note}"
-    is_plain = plan is not None and plan.overhead_seconds == 0.0
-    is_copy = not trainings and any(blocks.are_of_other_training for blocks in together.values())
-    policies = dict.fromkeys(blocks.policy for blocks in together.values())
-    of_none = _NOTHING_OF_KEEP if [*policies] == [_KEEP] else _NOTHING_RECORDED
-    nothing = "" if is_plain else _NOT_RUN if not ran else _NOTHING_OF_COPY if is_copy else of_none
-    return ModelReport(
-        blocks_patched=tuple(applied),
-        blocks_ran=ran,
-        policy=" and ".join(policies),
-        operators_not_run=tuple(idle),
-        plan=plan,
-        rows=rows_of(model, applied, found, group_by, top),
-        group_by=group_by,
-        race_steps_left=None if is_unplanned else max((each.race_steps_left for each in trainings), default=0),
-        note=note if found or is_unplanned else nothing,
-        **sums_of(found),
-    )
+    data = report_data(applied)
+    for module in applied.values():
+        module.forward.together.is_watching = True
+    return data.report(model, applied, group_by, top)

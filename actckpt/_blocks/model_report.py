@@ -72,9 +72,11 @@ class ModelReport:
     group_by: GroupBy = "operator"
     #: Which step that was; or why nothing is known.
     note: str = ""
+    #: That this is the last report of a model after `remove`; else an empty text.
+    heading: str = ""
     #: Of `apply(budget=...)` and `apply(policy=plan)`; None: not made yet, or another policy.
     plan: Plan | None = None
-    #: In so many more steps plans take turns, `plan` is one of them, and then the fastest stays; 0: none do; None: a
+    #: So many more steps are trials, which run `plan` and simple choices in turn; the fastest one is kept. None: a
     #: budget was given, and no plan is made yet.
     race_steps_left: int | None = 0
 
@@ -94,7 +96,8 @@ class ModelReport:
     def table(self) -> str:
         """Return a text for people."""
         not_run = [name for name in self.blocks_patched if name not in self.blocks_ran]
-        lines = [f"{len(self.blocks_ran)} of {len(self.blocks_patched)} blocks ran ({self.policy})"]
+        lines = [self.heading] if self.heading else []
+        lines.append(f"{len(self.blocks_ran)} of {len(self.blocks_patched)} blocks ran ({self.policy})")
         if not_run:
             lines.append(f"not run: {', '.join(not_run)}")
         if self.operators_not_run:
@@ -110,7 +113,8 @@ class ModelReport:
         if self.note:
             lines.append(self.note)
         if self.race_steps_left:
-            lines.append(f"Plans take turns in {self.race_steps_left} more steps, then the fastest stays. One of them:")
+            steps = f"the next {self.race_steps_left} steps"
+            lines.append(f"Trials: {steps} run this plan and simple choices in turn; the fastest one is kept.")
         if self.plan is not None:
             lines += [self.plan.explain(), self.plan.table()]
         return "\n".join(lines)

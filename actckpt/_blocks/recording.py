@@ -28,7 +28,6 @@ from actckpt._core.storages import storages_of
 from actckpt._offload.session import Offloading
 from actckpt._text.sizes import format_bytes
 from actckpt.action import Action
-from actckpt.planner.plans import Plan
 
 __all__ = ["RecordedCall", "Recording"]
 
@@ -128,8 +127,6 @@ class Recording:
         self._is_over = False
         #: How many steps were recorded.
         self.num_steps = 0
-        #: The plan that the last one of them ran under.
-        self.plan: Plan | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recording, ()  # a copy begins anew

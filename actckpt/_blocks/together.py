@@ -20,6 +20,8 @@ from actckpt.planner.plans import Plan
 __all__ = ["AppliedBlocks"]
 
 _MAX_NAMES = 5
+#: Of so many plans the recorded step is held.
+_MAX_RECORDINGS = 8
 _NEVER_CALLED = (
     "apply: there is a budget, but {0} itself was not called in a step that called backward, only blocks of it. No "
     "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls. Told once."
@@ -55,7 +57,11 @@ class Training(Protocol):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan; None: not made yet."""
+        """The plan that a report shows; None: not made yet."""
+
+    @property
+    def running_plan(self) -> Plan | None:
+        """The plan of the forward that runs: in a trial, the one that is tried."""
 
     @property
     def refused(self) -> str:
@@ -88,6 +94,8 @@ class AppliedBlocks:
         #: Which operators that the policy names ran in any of them.
         self.matches = Matches()
         self.recording = Recording()
+        #: Of plans, the one that was recorded last at the end. Plans that differ in what a race measured are one.
+        self._recordings: list[tuple[Plan | None, Recording]] = [(None, self.recording)]
         #: What finds a plan for them while the model trains.
         self.training: Training | None = None
         #: Whether they were copied, without what found a plan for them.
@@ -162,6 +170,8 @@ class AppliedBlocks:
         state["holders"] = []
         state["are_of_other_training"] = self.are_of_other_training or self.training is not None
         state["is_watching"] = True  # their first step is to come
+        state["recording"] = Recording()
+        state["_recordings"] = [(None, state["recording"])]
         del state["forwards"]  # they add themselves
         return state
 
@@ -178,11 +188,27 @@ class AppliedBlocks:
     def plan(self, plan: Plan) -> None:
         self._plan = plan
 
+    def recording_of(self, plan: Plan | None) -> Recording | None:
+        """Return what was recorded last under a plan, or without one; None: nothing was."""
+        actions = getattr(plan, "actions", None)
+        return next((found for each, found in self._recordings if getattr(each, "actions", None) is actions), None)
+
+    def _choose_recording(self, plan: Plan | None) -> None:
+        if self.recording is not self.recording_of(plan):
+            self.recording = self.recording_of(plan) or Recording()
+            self._recordings = [each for each in self._recordings if each[1] is not self.recording]
+            self._recordings = [*self._recordings, (plan, self.recording)][-_MAX_RECORDINGS:]
+
+    def record_first_step(self, plan: Plan) -> None:
+        """Record the step that begins if none was recorded under this plan."""
+        if self.recording_of(plan) is None:
+            self.is_watching = True
+
     def watched(self, forward: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block and take down what it saves; as soon as backward comes to it, the blocks are checked."""
         if not torch.is_grad_enabled():
             return forward.run(args, kwargs, None)
-        self.recording.plan = self.plan
+        self._choose_recording(self._plan if self.training is None else self.training.running_plan)
         with self.recording.begin(forward, forward.block) as record:
             result = forward.run(args, kwargs, record)
         for tensor in tensors_in(result):

@@ -154,8 +154,13 @@ class AlikeSteps:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that ran last; None until one is made."""
-        return self._plan.plan
+        """The plan that a report shows; None until one is made."""
+        return self._plan.reported
+
+    @property
+    def running_plan(self) -> Plan | None:
+        """The plan of the forward that runs."""
+        return self._plan.running
 
     @property
     def has_plan(self) -> bool:
@@ -287,3 +292,4 @@ class AlikeSteps:
             self._first_step = self._loss = None
         if turn is not None:
             turn.end()
+            self._plan.settle()

@@ -88,6 +88,8 @@ class CurrentPlan:
         #: Of the plan that ran last.
         self._settings: tuple[Plan, Mapping[str, Settings]] | None = None
         self.plan: Plan | None = None
+        #: That of the forward that runs: of a trial, or of a smaller size.
+        self.running: Plan | None = None
         #: The one that was made last, which others take turns with in a race.
         self._solved: Plan | None = None
         self.refused = ""
@@ -99,7 +101,7 @@ class CurrentPlan:
 
     def forget(self) -> None:
         """The step is measured again."""
-        self.measured = self.held_output_bytes = self.plan = self._race = None
+        self.measured = self.held_output_bytes = self.plan = self.running = self._race = None
 
     def complete(self, measured: MeasuredStep, doubt_bytes: float) -> None:
         """The backward of the step that was measured has ended.
@@ -127,7 +129,7 @@ class CurrentPlan:
             self.plan = self._race.next()
             if self._race.is_over:
                 self._race = None
-        plan = self._solved if is_smaller and self._race is not None else self.plan
+        plan = self.running = self._solved if is_smaller and self._race is not None else self.plan
         assert plan is not None
         if self._wanted.budget is not None:
             is_alone = self._alive.num == 1
@@ -135,11 +137,24 @@ class CurrentPlan:
         self._stalls.begin(plan, counts=self._alive.num == 1 and self._race is None and not is_smaller)
         if self._settings is None or self._settings[0] is not plan:
             self._settings = plan, settings_of(plan, self._model)
+            for forward in self._forwards.values():
+                forward.together.record_first_step(plan)
         return self._settings[1]
 
     def turn(self) -> Turn | None:
         """Return the step of a race that runs now; None: it is in none."""
         return None if self._race is None else self._race.turn()
+
+    @property
+    def reported(self) -> Plan | None:
+        """The plan that goes on to run: while it is tried against simple choices, the one that was solved."""
+        return self.plan if self._race is None else self._solved
+
+    def settle(self) -> None:
+        """A step has ended: where it was the last one of a race whose times are known, its winner runs from now on."""
+        winner = None if self._race is None else self._race.winner()
+        if winner is not None:
+            self.plan, self._race = winner, None
 
     @property
     def race_steps_left(self) -> int:
@@ -256,8 +271,6 @@ class CurrentPlan:
             self._race = race_of(entries_of(plan, share.nbytes, self.device), self.device, self._numbers.next())
         if self._wanted.budget is not None:
             self._observing.watch(self._model.get_submodule(measured.names[-2] or ""))
-        for forward in self._forwards.values():
-            forward.together.is_watching = True  # so that the report has a step of the plan
 
     def _measured_now(self, meter: Meter) -> MeasuredStep:
         """Return the step as it runs now, with all that counts."""

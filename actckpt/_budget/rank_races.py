@@ -107,6 +107,10 @@ class RaceOfRanks(Race):
         self._agreed: dict[str, Any] | None = None
         self._has_said = False
 
+    def winner(self) -> Plan | None:
+        """Return None: ranks agree on the winner when a forward begins."""
+        return None
+
     def next(self) -> Plan:
         """Return the plan that runs next, or the one that has won, or the first one where there is no race."""
         self._num_forwards += 1

@@ -99,6 +99,11 @@ class BudgetedTraining:
         return None if self._current is None else self._current.plan
 
     @property
+    def running_plan(self) -> Plan | None:
+        """The plan of the forward that runs."""
+        return None if self._current is None else self._current.running_plan
+
+    @property
     def refused(self) -> str:
         """Why no plan fits for the size that ran last; empty where one does, or none is made yet."""
         return "" if self._current is None else self._current.refused

@@ -54,6 +54,10 @@ class Race:
         self.is_over = True
         return self._winner(self._medians())
 
+    def winner(self) -> Plan | None:
+        """Return the plan that has won; None: not known yet."""
+        return self._winner(self._medians()) if self._is_run() else None
+
     @property
     def steps_left(self) -> int:
         """How many steps it still takes."""

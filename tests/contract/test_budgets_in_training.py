@@ -66,7 +66,7 @@ def test_the_race_runs_in_real_steps_and_its_winner_stays(monkeypatch: pytest.Mo
         assert_equal(gradients, expected)
         found = actckpt.report(training.model)
         assert (found.race_steps_left is None) == (found.plan is None)
-        assert bool(found.race_steps_left) == (f"take turns in {found.race_steps_left} more steps" in str(found))
+        assert bool(found.race_steps_left) == (f"the next {found.race_steps_left} steps run this plan" in str(found))
         plans.append(found.plan)
         left.append(found.race_steps_left or 0)
     final = plans[-1]

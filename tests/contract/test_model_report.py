@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 import pickle
+import weakref
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -375,7 +379,7 @@ def test_a_budget_that_no_plan_fits_is_in_the_report() -> None:
     assert found.plan is None and str(raised.value) in str(found) and found.race_steps_left is None
 
 
-def test_a_record_of_a_step_of_another_kind_says_so() -> None:
+def test_a_report_has_a_step_of_the_plan_that_it_shows() -> None:
     model, x = _budgeted()
     for rows in (128, 128, 128, 32, 32, 32):
         model(x[:rows]).sum().backward()
@@ -384,7 +388,72 @@ def test_a_record_of_a_step_of_another_kind_says_so() -> None:
     for _ in range(2):
         model(x).sum().backward()
         model(x[:32]).sum().backward()
-    of_large = actckpt.report(model)  # of the step after that report, under the plan for the larger ones
-    assert of_large.plan == of_small.plan and "another kind of step" in of_large.note
-    model(x[:32]).sum().backward()
-    assert "a step of the plan" in actckpt.report(model).note
+    again = actckpt.report(model)  # the step after that report ran under the plan for the larger ones
+    assert again.plan == of_small.plan and again.note == of_small.note and again.kept_bytes == of_small.kept_bytes
+    model(x).sum().backward()
+    assert actckpt.report(model).kept_bytes > 2 * of_small.kept_bytes
+
+
+def _tried() -> tuple[nn.Module, Tensor]:
+    """Return a model with so many blocks that its plan is little faster than to recompute all of them."""
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))  # noqa: E731
+    model = nn.Sequential(*(block() for _ in range(32)))
+    actckpt.apply(model, activation_budget="18%")
+    return model, torch.randn(256, 64)
+
+
+@pytest.mark.parametrize("num_steps", [3, 4, 6])
+def test_a_report_while_plans_are_tried_shows_the_plan_that_was_made(num_steps: int) -> None:
+    model, x = _tried()
+    for _ in range(num_steps):
+        model(x).square().mean().backward()
+    found = actckpt.report(model)
+    assert found.plan.chosen == "plan" and "a step of the plan" in found.note and found.rows
+    rerun = sum(found.plan.rerun)
+    assert 0 < rerun < 32 and sum(row.num_blocks for row in found.rows if row.name == "(rerun)") == rerun
+    steps = f"the next {found.race_steps_left} steps run this plan and simple choices in turn"
+    assert found.race_steps_left > 0 and steps in str(found)
+
+
+def test_a_report_after_the_last_trial_shows_the_plan_that_goes_on_to_run() -> None:
+    model, x = _tried()
+    for _ in range(2):
+        model(x).square().mean().backward()
+    for _ in range(actckpt.report(model).race_steps_left):
+        model(x).square().mean().backward()
+    found = actckpt.report(model)
+    assert found.race_steps_left == 0 and found.plan.race and "a step of the plan" in found.note and found.rows
+    model(x).square().mean().backward()
+    assert actckpt.report(model).plan is found.plan
+
+
+@pytest.mark.parametrize("group_by", ["operator", "module", "type"])
+@pytest.mark.parametrize("options", [{"policy": "matmuls"}, {"activation_budget": "60%", "race": False}])
+def test_the_last_report_stays_after_remove(options: dict[str, Any], group_by: Any) -> None:
+    model, x = _budgeted()
+    actckpt.remove(model)
+    actckpt.apply(model, **options)
+    for _ in range(2):
+        model(x).sum().backward()
+    before = actckpt.report(model, group_by=group_by, top=1)
+    actckpt.remove(model)
+    after = actckpt.report(model, group_by=group_by, top=1)
+    assert before.rows and dataclasses.replace(after, heading="") == before
+    assert str(after).startswith("The last report before actckpt.remove: ")
+    actckpt.apply(model)
+    assert not actckpt.report(model).heading and actckpt.report(model).policy == "policy='recompute'"
+
+
+def test_the_last_report_holds_neither_the_model_nor_a_tensor() -> None:
+    model, x = _budgeted()
+    for _ in range(2):
+        model(x).sum().backward()
+    actckpt.remove(model)
+    found = actckpt.report(model)
+    gone = [weakref.ref(model), weakref.ref(model[0]), *(weakref.ref(each) for each in model.parameters())]
+    del model
+    gc.collect()
+    assert not any(ref() is not None for ref in gone) and found.rows
+    with pytest.raises(actckpt.BlocksError, match="none of"):
+        actckpt.report(nn.Linear(2, 2))
