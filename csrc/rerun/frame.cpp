@@ -19,17 +19,6 @@ namespace actckpt {
 PyTypeObject* frame_type = nullptr;
 PyTypeObject* slot_type = nullptr;
 
-// Not what reruns brought back: it goes with its backward.
-template <typename Visit>
-void for_each_reference(FrameObject& frame, const Visit& visit) {
-  Recipe& recipe = frame.recipe;
-  for (py::object* field :
-       {&recipe.function, &recipe.args, &recipe.state, &recipe.random, &recipe.region, &recipe.lock, &recipe.buffers}) {
-    visit(field->ptr());
-  }
-  if (recipe.parameters.use_count() == 1) for_each_reference(*recipe.parameters, visit);
-}
-
 namespace {
 
 // Room for so many saved tensors is taken at once.
@@ -85,8 +74,7 @@ SlotObject* new_slot(FrameObject* frame, std::size_t index) {
 // ------------------------------------------------------------------------------------- Frame
 
 int frame_clear(PyObject* self) {
-  FrameObject* frame = frame_of(self);
-  const std::shared_ptr<Parameters> parameters = std::move(frame->recipe.parameters);
+  const std::shared_ptr<Parameters> parameters = std::move(frame_of(self)->recipe.parameters);
   return collected::clear<FrameObject>(self);
 }
 
@@ -165,7 +153,6 @@ PyObject* frame_args(PyObject* self, void*) { return or_none(frame_of(self)->rec
 PyObject* frame_region(PyObject* self, void*) { return or_none(frame_of(self)->recipe.region); }
 PyObject* frame_state(PyObject* self, void*) { return or_none(frame_of(self)->recipe.state); }
 PyObject* frame_random(PyObject* self, void*) { return or_none(frame_of(self)->recipe.random); }
-
 PyObject* frame_buffers(PyObject* self, void*) { return or_none(frame_of(self)->recipe.buffers); }
 
 PyObject* frame_parameters(PyObject* self, void*) {
@@ -234,17 +221,14 @@ void FrameObject::drop(PyObject* key) noexcept {
 }
 
 py::object new_frame(Recipe recipe, bool check_metadata) {
-  PyObject* self = frame_type->tp_alloc(frame_type, 0);
+  PyObject* self = frame_type->tp_alloc(frame_type, 0);  // zeroed
   if (self == nullptr) throw py::error_already_set();
   FrameObject* frame = frame_of(self);
-  frame->weakrefs = nullptr;
   new (&frame->recipe) Recipe(std::move(recipe));
   new (&frame->saved) std::vector<Saved>();
   frame->saved.reserve(kFewSaved);
   new (&frame->values) std::vector<std::unique_ptr<Values>>();
-  frame->num_live = 0;
   frame->check_metadata = check_metadata;
-  frame->forward_completed = false;
   return py::reinterpret_steal<py::object>(self);
 }
 

@@ -89,6 +89,17 @@ struct FrameObject {
   void drop(PyObject* key) noexcept;
 };
 
+// Not what reruns brought back: it goes with its backward.
+template <typename Visit>
+void for_each_reference(FrameObject& frame, const Visit& visit) {
+  Recipe& recipe = frame.recipe;
+  for (py::object* field :
+       {&recipe.function, &recipe.args, &recipe.state, &recipe.random, &recipe.region, &recipe.lock, &recipe.buffers}) {
+    visit(field->ptr());
+  }
+  if (recipe.parameters.use_count() == 1) for_each_reference(*recipe.parameters, visit);
+}
+
 struct SlotObject {
   PyObject_HEAD FrameObject* frame;  // owned
   std::size_t index;
