@@ -2,9 +2,9 @@
 
 Builds first; then all that runs in one process, two suites beside each other: lint, types, sdist and wheel, the tests
 with the simulated device, the engine's C++ tests under the sanitizers, code of other libraries, TransformerEngine's
-Python code on the CPU, the newest torch; then what takes two processes, one after the other: two ranks, and the other tests. What a suite
-says lies in build/ci/NAME.log, and is printed in one piece when it ends. The table at the end tells what each took; one
-that took far more than its share fails, too (CONTRIBUTING.md, "Shares of time").
+Python code on the CPU, the newest torch; then what takes two processes, one after the other: two ranks, and the other
+tests. What a suite says lies in build/ci/NAME.log, and is printed in one piece when it ends. The table at the end tells
+what each took; one that took far more than its share fails, too (CONTRIBUTING.md, "Shares of time").
 """
 
 import os

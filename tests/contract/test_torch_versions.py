@@ -4,14 +4,15 @@ import json
 import subprocess
 import sys
 
-#: Forks a process per name that is needed, and one for all others, which are optional. It takes the name away from
+#: Forks a process per name that is needed, and one for all optional settings. It takes the name away from
 #: torch, imports the package, and trains in each way. Where torch itself cannot train without it, the import counts.
 _PROGRAM = """
 import functools, importlib, json, os, re, sys, traceback
 import torch
 
 def gradients(method):
-    import actckpt
+    if method != "plain":
+        import actckpt
     torch.manual_seed(0)
     blocks = [torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)) for _ in range(2)]
     model, x = torch.nn.Sequential(*blocks), torch.randn(64, 8)
@@ -35,6 +36,7 @@ def use_torch():
     with Mode(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         x.exp().sum().backward()
     torch.distributed.is_available() and torch.distributed.is_initialized()
+    torch.accelerator.current_accelerator()
 
 class Gone:
     def __get__(self, *_):
@@ -49,7 +51,7 @@ class Without:
         return getattr(self.owner, name)
 
 def take_away(path):
-    path = re.sub(r"([.]__(get|dict|func|code)__)+$", "", path)
+    path = re.sub(r"([.](m|__(get|dict|func|code)__))+$", "", path)
     if path in sys.modules:
         sys.modules[path] = None
     *parts, name = path.split(".")
@@ -73,17 +75,24 @@ def names():
     begins_with = ("torch._ops.OpOverload", "torch.utils._python_dispatch")
     needed = [[path] for path, is_needed in sorted(LOOKED_UP.items()) if is_needed and path not in begins_with]
     others = [path for path, is_needed in LOOKED_UP.items() if not is_needed and optional(path) is not None]
-    return [*needed, others], torch_modules
+    settings = [path for path in others if path.startswith(("torch._C._get_", "torch._C._set_"))]
+    return [*needed, *([path] for path in others if path not in settings), settings], torch_modules
 
 def without(paths):
     for path in paths:
         take_away(path)
-    import actckpt
+    expected, imported = None, "right"
+    try:
+        import actckpt
+    except Exception:
+        imported = traceback.format_exc()
     try:
         use_torch()
         expected = gradients("plain")
     except Exception:
         return {"plain": "torch fails"}
+    if imported != "right":
+        return {"import": imported}
     found = {}
     for method in ("checkpoint", "region", "budget"):
         try:
