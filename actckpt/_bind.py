@@ -152,6 +152,7 @@ NAMES: dict[str, Any] = {
     "function_type": torch_private.function_node_type,
     "apply_code": torch_private.apply_code,
     "compiled_prefix": torch_private.COMPILED_PREFIX,
+    "compiler_prefix": torch_private.COMPILER_PREFIX,
     # Names of the modules whose calls run operators.
     "module_call_code": torch.nn.Module.__call__.__code__,
     "qualified_name": sites.qualified_name,

@@ -26,15 +26,15 @@ def made_by_function(tape: Tape, value: Value, node: Any) -> None:
 
 
 def saved_by_function(tape: Tape, value: Value, tensor: Tensor) -> None:
-    """Note a value that compiled code saves and was not given; called below the `apply` of any autograd.Function.
+    """Note a value that compiled code saves and was not given; called below the `apply` of an autograd.Function.
 
     Others may save what they keep over many steps (workspaces, casts of parameters).
     """
-    call = sys._getframe(1).f_locals
-    if not torch_private.is_compiled_function(call["cls"]):
+    args = torch_private.compiled_call(sys._getframe(1))
+    if args is None:
         return
     storage = tensor.untyped_storage()
-    if not any(isinstance(given, Tensor) and strided_storage_of(given) is storage for given in call["args"]):
+    if not any(isinstance(given, Tensor) and strided_storage_of(given) is storage for given in args):
         _note(tape, value, COMPILED)
 
 

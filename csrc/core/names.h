@@ -196,6 +196,7 @@ namespace actckpt {
   X(function_type)     /* of the nodes of autograd.Functions */ \
   X(apply_code)        /* of `autograd.Function.apply` */ \
   X(compiled_prefix)   /* of the names of modules of compiled code */ \
+  X(compiler_prefix)   /* of the names of modules that call compiled code */ \
   X(module_call_code)  /* of `Module.__call__` */ \
   X(qualified_name)    /* (outermost module, module) -> its name there */
 

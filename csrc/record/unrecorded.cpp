@@ -35,13 +35,15 @@ bool passes_on(const py::object& frame, PyObject* module) {
   return PyUnicode_Compare(attribute(code.ptr(), names().code_name).ptr(), names().dispatch_name) == 0;
 }
 
-// Whether `Function.apply` of an autograd.Function is the innermost Python frame, as it is while autograd saves for
-// one.
-bool is_in_apply() {
+// Whether autograd may be saving for compiled code, which is an autograd.Function: the innermost Python frame is then
+// `Function.apply`, or, where that is no Python function, the compiler's that calls it.
+bool may_save_for_compiled_code() {
   PyFrameObject* frame = PyEval_GetFrame();
   if (frame == nullptr) return false;
   const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  return code.ptr() == names().apply_code;
+  if (code.ptr() == names().apply_code) return true;
+  PyObject* name = module_of(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
+  return name != nullptr && begins_with(name, names().compiler_prefix);
 }
 
 }  // namespace
@@ -71,9 +73,8 @@ void look_at_maker(TapeObject* tape, ValueObject* value, PyObject* root) {
 }
 
 void look_at_saver(TapeObject* tape, ValueObject* value, PyObject* tensor) {
-  if (value->is_input == 0 || value->is_parameter != 0 || reads().requires_grad.is_true(tensor) || !is_in_apply()) {
-    return;
-  }
+  if (value->is_input == 0 || value->is_parameter != 0 || reads().requires_grad.is_true(tensor)) return;
+  if (!may_save_for_compiled_code()) return;
   PyObject* saved[] = {reinterpret_cast<PyObject*>(tape), as_object(value), tensor};
   if (!py::reinterpret_steal<py::object>(PyObject_Vectorcall(names().saved_by_function, saved, 3, nullptr))) {
     throw py::error_already_set();

@@ -47,8 +47,10 @@ from actckpt._core.torch_private.checkpointing import (
 )
 from actckpt._core.torch_private.compiler import (
     COMPILED_PREFIX,
+    COMPILER_PREFIX,
     SCRIPT_FAILURE,
     called_while_traced,
+    compiled_call,
     disable_dynamo,
     graph_break,
     is_compiled_function,
@@ -110,6 +112,7 @@ from actckpt._core.torch_private.transforms import (
 
 __all__ = [
     "COMPILED_PREFIX",
+    "COMPILER_PREFIX",
     "FREEING_METHODS",
     "OBSERVING_MODES",
     "SCRIPT_FAILURE",
@@ -124,6 +127,7 @@ __all__ = [
     "builtin_functions",
     "called_while_traced",
     "callee_of",
+    "compiled_call",
     "cuda_has_context",
     "current_accelerator",
     "current_graph_exec_group",

@@ -51,7 +51,7 @@ next_sequence_number: Callable[[], int] = lookup("torch._C._autograd._get_sequen
 function_node_type: type = lookup("torch._C._FunctionBase")
 
 #: The code of `torch.autograd.Function.apply`, which is the innermost Python frame while autograd saves for a Function.
-#: Missing from torch 2.14 on, where it is no Python function: its caller's frame is innermost then.
+#: Missing from torch 2.14 on, where it is no Python function: its caller's frame is innermost then (`compiled_call`).
 apply_code: CodeType | None = optional("torch.autograd.Function.apply.__func__.__code__")
 
 #: The function in which every call of a module runs its hooks and its forward.

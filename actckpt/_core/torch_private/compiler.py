@@ -1,7 +1,7 @@
 """Private names of torch's compilers, Dynamo and TorchScript: what is kept out of a trace, what tells compiled code."""
 
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Sequence
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,10 @@ SCRIPT_FAILURE = "The following operation failed in the TorchScript interpreter.
 #: What the names of the modules of compiled code begin with. Where torch calls it otherwise, operators of compiled code
 #: are recorded like any others, and the audit finds what its kernels do in between.
 COMPILED_PREFIX = "torch._inductor"
+
+#: What the names of the modules begin with whose functions call compiled code. Where torch calls them otherwise, what
+#: compiled code saves counts as an input of the region, which keeps it.
+COMPILER_PREFIX = "torch._functorch._aot_autograd"
 
 
 #: Keeps torch.compile out of a function, without importing the compiler. Missing: the public one imports it.
@@ -54,6 +58,16 @@ def called_while_traced(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def compiled_call(caller: FrameType) -> Sequence[Any] | None:
+    """Return what the compiled code was given that a frame calls, None where it calls none.
+
+    The frame is that of `Function.apply`. From torch 2.14 on, where it has none, it is the compiler's that calls it.
+    """
+    names = caller.f_locals
+    function = names["cls"] if "cls" in names else getattr(names.get("f"), "__self__", None)
+    return names.get("args") if is_compiled_function(function) else None
 
 
 def is_compiled_function(function: object) -> bool:
