@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
