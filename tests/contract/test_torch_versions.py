@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 
-#: Forks a process per name that is needed, and one for all optional settings. It takes the name away from
-#: torch, imports the package, and trains in each way. Where torch itself cannot train without it, the import counts.
+#: Forks a process per name that is needed, and one for all that are optional. It takes names away from torch, imports
+#: the package, and trains in each way. Where torch itself cannot train without one of several, they are halved.
 _PROGRAM = """
-import functools, importlib, json, os, re, sys, traceback
+import functools, gc, importlib, json, os, re, sys, traceback
 import torch
+sys.dont_write_bytecode = False  # many processes import the package
 
 def gradients(method):
     if method != "plain":
@@ -39,8 +40,10 @@ def use_torch():
     torch.accelerator.current_accelerator()
 
 class Gone:
+    def __init__(self, name):
+        self.name = name
     def __get__(self, *_):
-        raise AttributeError
+        raise AttributeError(f"no attribute '{self.name}'")
 
 class Without:
     def __init__(self, owner, name):
@@ -62,7 +65,7 @@ def take_away(path):
         delattr(owner, name)
     except (AttributeError, TypeError):  # inherited, or of an object whose names are fixed
         if isinstance(owner, type):
-            setattr(owner, name, Gone())
+            setattr(owner, name, Gone(name))
         else:
             setattr(outer, parts[-1], Without(owner, name))
 
@@ -75,24 +78,20 @@ def names():
     begins_with = ("torch._ops.OpOverload", "torch.utils._python_dispatch")
     needed = [[path] for path, is_needed in sorted(LOOKED_UP.items()) if is_needed and path not in begins_with]
     others = [path for path, is_needed in LOOKED_UP.items() if not is_needed and optional(path) is not None]
-    settings = [path for path in others if path.startswith(("torch._C._get_", "torch._C._set_"))]
-    return [*needed, *([path] for path in others if path not in settings), settings], torch_modules
+    return [*needed, others], torch_modules
 
 def without(paths):
     for path in paths:
         take_away(path)
-    expected, imported = None, "right"
-    try:
-        import actckpt
-    except Exception:
-        imported = traceback.format_exc()
     try:
         use_torch()
         expected = gradients("plain")
     except Exception:
         return {"plain": "torch fails"}
-    if imported != "right":
-        return {"import": imported}
+    try:
+        import actckpt
+    except Exception:
+        return {"import": traceback.format_exc()}
     found = {}
     for method in ("checkpoint", "region", "budget"):
         try:
@@ -100,6 +99,8 @@ def without(paths):
             found[method] = "right" if same else "WRONG"
         except actckpt.ActckptError as error:
             found[method] = "clear" if f"torch {torch.__version__} has no torch." in str(error) else str(error)
+        except AttributeError as error:  # C++ reads `_cdata` of each tensor that it meets, by name
+            found[method] = "clear" if "no attribute '_cdata'" in str(error) else traceback.format_exc()
         except Exception:
             found[method] = traceback.format_exc()
     return found
@@ -120,6 +121,14 @@ def in_child(function):
     status = os.waitpid(child, 0)[1]
     return json.loads(said) if status == 0 else {"status": status}
 
+def check(paths):
+    said = in_child(functools.partial(without, paths))
+    if "plain" in said and len(paths) > 1:
+        check(paths[: len(paths) // 2])
+        check(paths[len(paths) // 2 :])
+    else:
+        print(json.dumps([paths, said]), flush=True)
+
 collected = in_child(names)
 assert isinstance(collected, list), collected
 groups, modules = collected
@@ -129,8 +138,9 @@ for module in modules:  # once, and not in each child
     except ImportError:
         pass
 torch.set_num_threads(1)
+gc.freeze()
 for paths in groups:
-    print(json.dumps([paths, in_child(functools.partial(without, paths))]), flush=True)
+    check(paths)
 """
 
 
