@@ -243,6 +243,21 @@ class _Watched:
         _check(self._blocks, [each.name for each in found], reached, forwards.num)
         return found, forwards.read or Read.nothing(len(found)), casts
 
+    @contextlib.contextmanager
+    def _outside_watched(self, live: NumberedStorages) -> Iterator[None]:
+        """Take down what modules outside of blocks make in a forward of the model."""
+        outside = OutsideModules(self._model, self._blocks, live)
+
+        def ended(*_: object) -> None:
+            self.made_outside = outside.made()
+
+        hook = self._model.register_forward_hook(ended)
+        try:
+            yield
+        finally:
+            hook.remove()
+            outside.close()
+
     def marked(self, live: NumberedStorages | None) -> list[Mark]:
         """Return the marks of one step."""
         marks = Marks(live, self._device)
@@ -268,16 +283,11 @@ class _Watched:
 
         self._state.put_back()
 
-        def ended(*_: object) -> None:
-            self.made_outside = outside.made()
-
         # What the optimizer makes is no activation: what counts ends before it.
         with contextlib.ExitStack() as exits:
             exits.enter_context(self._calls(call))
             if live is not None:
-                outside = OutsideModules(self._model, self._blocks, live)
-                exits.callback(outside.close)
-                exits.callback(self._model.register_forward_hook(ended).remove)
+                exits.enter_context(self._outside_watched(live))
                 exits.enter_context(live.paused())
                 exits.enter_context(live)
             exits.enter_context(self._state.before_update(lambda: marks.note("done")))
