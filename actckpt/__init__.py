@@ -75,6 +75,7 @@ from actckpt.errors import (
     SpillReadError,
     SpillWriteError,
     StillOpenError,
+    TorchVersionError,
     TransformerEngineError,
 )
 from actckpt.estimation import Estimate, EstimatedPolicy, Target, estimate
@@ -123,6 +124,7 @@ __all__ = [
     "Stats",
     "StillOpenError",
     "Target",
+    "TorchVersionError",
     "TransformerEngineError",
     "__version__",
     "apply",

@@ -303,13 +303,16 @@ def test_no_room_holds_more_than_a_quarter_of_its_language(files: list[Path], to
     assert share <= 0.25, f"{largest} holds {share:.0%} of all lines but the engine's: give each thing it does a room"
 
 
-def test_import_adds_less_than_300_ms_to_torch(tmp_path: Path) -> None:
+def test_import_takes_less_than_a_fifth_of_the_time_of_torch(tmp_path: Path) -> None:
+    # Seconds depend on what else runs on the core; torch takes longer then, too.
     # With bytecode at hand, as an installed package has it: the first import writes it.
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    code = "import torch, time; start = time.process_time(); import actckpt; print(time.process_time() - start)"
+    code = "import time; clock = time.process_time; start = clock(); import torch; middle = clock(); import actckpt; "
+    code += "print((clock() - middle) / (middle - start))"
+    shares = []
     for _ in range(4):
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environ)
-        seconds = float(done.stdout)
-        if seconds < 0.3:
+        shares.append(float(done.stdout))
+        if shares[-1] < 0.2:
             return
-    raise AssertionError(f"four imports took {seconds:.2f} s each, or more")
+    raise AssertionError(f"four imports took {min(shares):.2f} of the time of torch's, or more")

@@ -23,8 +23,13 @@ COMPILED_PREFIX = "torch._inductor"
 COMPILER_PREFIX = "torch._functorch._aot_autograd"
 
 
-#: Keeps torch.compile out of a function, without importing the compiler. Missing: the public one imports it.
-disable_dynamo: Callable[[_Function], _Function] = optional("torch._disable_dynamo") or torch.compiler.disable
+#: Missing: the public one imports the compiler.
+_disable = optional("torch._disable_dynamo") or torch.compiler.disable
+
+
+def disable_dynamo(function: _Function) -> _Function:
+    """Keep torch.compile out of a function, without importing the compiler."""
+    return _disable(function)  # type: ignore[no-any-return]
 
 
 _set_code_strategy = optional("torch._C._dynamo.eval_frame.set_code_exec_strategy")
