@@ -12,6 +12,7 @@ import torch
 from typing_extensions import Unpack
 
 from actckpt._blocks.applied import (
+    applied_blocks,
     blocks_of,
     check_all_of_budget,
     check_no_copy,
@@ -23,13 +24,15 @@ from actckpt._blocks.applied import (
     watch,
 )
 from actckpt._blocks.choosing import Blocks, check_model
-from actckpt._blocks.model_report import GroupBy, ModelReport, rows_of, stayed, sums_of
+from actckpt._blocks.model_report import GroupBy, ModelReport
 from actckpt._blocks.other_checkpointing import restore
 from actckpt._blocks.planned_size import warns_of_larger
+from actckpt._blocks.recorded_report import RecordedReport, keep_last_report, last_report
+from actckpt._budget.budget_config import BudgetConfig, check_budget
+from actckpt._budget.loop import BudgetLoop, runs_loop
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
-from actckpt._budget.wanted import Wanted, check_wanted
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
@@ -40,25 +43,6 @@ from actckpt.planner.plans import Plan
 from actckpt.policies import Policy, choice_of
 
 __all__ = ["apply", "remove", "report"]
-
-_NO_PLAN = (
-    "No plan for the budget is made yet, and all blocks are checkpointed: it is made at the second forward with "
-    "gradients of the model that was given to apply, for the first 16 kinds of steps, and not under torch.compile."
-)
-_STEP_OF_PLAN = "a step of the plan. Of blocks that run as they are, it has what the plan says."
-_STEP_OF_OTHER = (
-    "a step under another plan than the one that is shown (of another kind of step, or one that took turns with it): "
-    "what blocks kept there says nothing of this one. The next step is recorded."
-)
-_NOT_RUN = "Nothing was recorded: no block has run yet. Run a step, forward and backward."
-_NOTHING_RECORDED = (
-    "Nothing was recorded: policy 'keep' leaves everything to autograd, so that the blocks hold what plain training "
-    "holds (actckpt.region('keep', record=True) shows what); or they ran under torch.compile, or without gradients."
-)
-_NOTHING_OF_COPY = (
-    "Nothing was recorded: these blocks are a copy of those of a model with a budget, and ran without gradients, or "
-    "under torch.compile."
-)
 
 
 class OffloadKeywords(TypedDict, total=False):
@@ -76,6 +60,7 @@ class BudgetKeywords(TypedDict, total=False):
     optimizer: Optimizers
     pins: Mapping[Any, Action | str]
     race: bool
+    on_infeasible: Literal["warn", "raise"]
 
 
 _OFFLOAD_OPTIONS = frozenset(OffloadKeywords.__annotations__)
@@ -200,12 +185,13 @@ def _apply_budget(
         raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
     optimizers = optimizers_of(options.pop("optimizer", None), model, "apply")
     given = {**dict.fromkeys(("budget", "activation_budget", "pins")), "race": True, **options}
-    wanted = Wanted(optimizers=optimizers, **given)
-    check_wanted(given, model, "apply")
+    config = BudgetConfig(optimizers=optimizers, **given)
+    check_budget(given, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
     forwards = forwards_in(chosen)
-    training = BudgetedTraining(model, forwards, wanted)
+    training: BudgetLoop | BudgetedTraining
+    training = (BudgetLoop if runs_loop(model, config) else BudgetedTraining)(model, forwards, config)
     for forward in forwards.values():
         forward.together.training = training
     watch(chosen)
@@ -261,6 +247,7 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
     applied = blocks_of(model, "remove")
     check_no_copy(model, applied, "remove")
     check_all_of_budget(model, applied, "remove")
+    keep_last_report(model, RecordedReport.of(_readable(applied)))
     unpatch(applied)
     restore(model)
     return tuple(_readable(applied))
@@ -285,7 +272,7 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     The first step is recorded, and the one after each report; others cost nothing. A step is up to its backward.
 
     Args:
-        model: the one that was given to `apply`.
+        model: the one that was given to `apply`. After `remove`, the last report is returned.
         group_by: one row per operator (`"(rerun)"` for what blocks that run again save, `"(input)"` for what they hold
             for it, `"(as it is)"` for what blocks hold of which a plan keeps everything), per module, with identical
             blocks together, or per type of modules.
@@ -306,40 +293,11 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         (('0', '1'), [('0-1', 0, 64), ('0-1.1', 64, 0)])
     """
     _check_rows(group_by, top)
+    check_model(model, "report")
+    if not applied_blocks(model) and (last := last_report(model)) is not None:
+        return last.rendered(model, group_by, top)
     applied = _readable(blocks_of(model, "report"))
-    ran = tuple(name for name, module in applied.items() if module.forward.has_run)
-    together = {id(module.forward.together): module.forward.together for module in applied.values()}
-    idle = dict.fromkeys(operator for blocks in together.values() for operator in blocks.matches.idle())
-    plan = next((blocks.plan for blocks in together.values() if blocks.plan is not None), None)
-    found = [
-        (name, entry)
-        for name, module in applied.items()
-        for entry in module.forward.together.recording.entries_of(module.forward)
-    ]
-    is_first = any(blocks.recording.num_steps == 1 for blocks in together.values())
-    for blocks in together.values():
-        blocks.is_watching = True
-    note = f"Recorded: {'the first step' if is_first else 'the step after the report before'}; the next one is, too."
-    if small := stayed(found):
-        note = f"{small}\n{note}"
-    if plan is not None:
-        is_of_it = any(blocks.recording.plan is plan for blocks in together.values())
-        note = f"Recorded: {_STEP_OF_PLAN if is_of_it else _STEP_OF_OTHER}"
-    trainings = [blocks.training for blocks in together.values() if blocks.training is not None]
-    is_unplanned = plan is None and len(trainings) > 0
-    if is_unplanned:  # the calls that were measured were none of training
-        note, found = next((each.refused for each in trainings if each.refused), _NO_PLAN), []
-    is_plain = plan is not None and plan.overhead_seconds == 0.0
-    is_copy = not trainings and any(blocks.are_of_other_training for blocks in together.values())
-    nothing = "" if is_plain else _NOT_RUN if not ran else _NOTHING_OF_COPY if is_copy else _NOTHING_RECORDED
-    return ModelReport(
-        blocks_patched=tuple(applied),
-        blocks_ran=ran,
-        operators_not_run=tuple(idle),
-        plan=plan,
-        rows=rows_of(model, applied, found, group_by, top),
-        group_by=group_by,
-        race_steps_left=None if is_unplanned else max((each.race_steps_left for each in trainings), default=0),
-        note=note if found or is_unplanned else nothing,
-        **sums_of(found),
-    )
+    found = RecordedReport.of(applied)
+    for module in applied.values():
+        module.forward.together.is_watching = True
+    return found.rendered(model, group_by, top)

@@ -71,8 +71,8 @@ class ModelReport:
     note: str = ""
     #: Of `apply(budget=...)` and `apply(policy=plan)`; None: not made yet, or another policy.
     plan: Plan | None = None
-    #: In so many more steps plans take turns, `plan` is one of them, and then the fastest stays; 0: none do; None: a
-    #: budget was given, and no plan is made yet.
+    #: In how many more steps candidate plans may be tried; the fastest one is kept. None: a budget was given, and no plan
+    #: is made yet.
     race_steps_left: int | None = 0
 
     @property
@@ -107,7 +107,9 @@ class ModelReport:
         if self.note:
             lines.append(self.note)
         if self.race_steps_left:
-            lines.append(f"Plans take turns in {self.race_steps_left} more steps, then the fastest stays. One of them:")
+            lines.append(
+                f"Candidate plans are tried in up to {self.race_steps_left} more steps; the fastest one is kept."
+            )
         if self.plan is not None:
             lines += [self.plan.explain(), self.plan.table()]
         return "\n".join(lines)

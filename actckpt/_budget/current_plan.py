@@ -14,6 +14,7 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.alive_forwards import AliveForwards
+from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.links import give_back_unused, is_linked, poll, with_links
 from actckpt._budget.measuring import MeasuredStep
 from actckpt._budget.meters import FixedBytes, Meter
@@ -27,7 +28,6 @@ from actckpt._budget.shares import Bounds, Part, Share
 from actckpt._budget.stalls import Stalls
 from actckpt._budget.turns import Race, Turn, entries_of
 from actckpt._budget.unmeasured import Unmeasured
-from actckpt._budget.wanted import Wanted
 from actckpt._core import devices
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
@@ -58,7 +58,7 @@ class CurrentPlan:
         self,
         model: torch.nn.Module,
         forwards: dict[str, CheckpointedForward],
-        wanted: Wanted,
+        wanted: BudgetConfig,
         numbers: RaceNumbers,
         alive: AliveForwards,
     ) -> None:
@@ -286,5 +286,9 @@ class CurrentPlan:
 
     def _is_late(self) -> bool:
         """Return whether the program has come too far to be stopped where no plan fits."""
-        is_late = self.may_be_exceeded or self._num_planned > (0 if self._retains else _WATCHED_STEPS)
+        is_late = (
+            self._wanted.on_infeasible == "warn"
+            or self.may_be_exceeded
+            or self._num_planned > (0 if self._retains else _WATCHED_STEPS)
+        )
         return is_late or self._observing.has_corrected or self.unmeasured.has_calls

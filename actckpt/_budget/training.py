@@ -43,11 +43,11 @@ from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
+from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.known_sizes import Found, KnownSizes
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
 from actckpt._budget.shapes import Shapes
-from actckpt._budget.wanted import Wanted
 from actckpt._budget.words import CHECKPOINTED, COMPILED, MANY_SIZES
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
@@ -68,8 +68,17 @@ def _tell_compiled() -> bool:
 class BudgetedTraining:
     """The blocks of a model, and what was found for them (NOTE [ A budget in training ])."""
 
-    def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:
+    def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: BudgetConfig) -> None:
         self._model, self._forwards, self._wanted = model, forwards, wanted
+        self._device_type = device_of(model).type
+        self._start()
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _start(self) -> None:
+        """Know nothing of the model yet."""
         self._told: set[str] = set()
         self._numbers, self._alive = RaceNumbers(), AliveForwards()
         self._sizes = KnownSizes(self._another)
@@ -79,13 +88,8 @@ class BudgetedTraining:
         self._begun: defaultdict[int, list[Found | None]] = defaultdict(list)
         #: Whether a step began (Rule 1), and whether one after the first began with gradients (Rule 3).
         self.is_called = self._keeps_gradients = False
-        self._device_type = device_of(model).type
         #: Weak: a library may put others in their place (sharding), and these must be able to go.
         self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
 
     @property
     def plan(self) -> Plan | None:
@@ -202,10 +206,13 @@ class BudgetedTraining:
                 own.steps.begin(keeps_gradients=keeps_gradients, is_smaller=own.is_smaller, shapes=own.shapes)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_parameters": None, "_begun": defaultdict(list)}  # those of a copy are others
+        # A copy measures anew, and has optimizers of its own.
+        names = ("_model", "_forwards", "_device_type", "_hooks")
+        return {**{name: vars(self)[name] for name in names}, "_wanted": self._wanted.without_optimizers()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._start()
         for forward in self._forwards.values():  # a copied block does not take this, and so the model, along
             forward.together.training = self
 

@@ -148,7 +148,7 @@ def _trained(loop: _Loop, budget: str | int) -> tuple[actckpt.Plan, int]:
     """Return the plan of a model that was trained, and what its last step took."""
     expected, _ = _step(_Model(loop))
     model = _Model(loop)
-    actckpt.apply(model, blocks=type(model.blocks[0]), activation_budget=budget, race=False)
+    actckpt.apply(model, blocks=type(model.blocks[0]), activation_budget=budget, race=False, on_infeasible="raise")
     for _ in range(3):
         gradients, peak = _step(model)
         assert_equal(gradients, expected)

@@ -72,7 +72,7 @@ def _step(model: Classifier, backward: Callable[[dict[str, Tensor]], None]) -> t
 
 def _smallest_bytes(backward: Callable[[dict[str, Tensor]], None]) -> int:
     model = Classifier()
-    actckpt.apply(model, activation_budget="1B")
+    actckpt.apply(model, activation_budget="1B", on_infeasible="raise")
     _step(model, backward)
     with pytest.raises(actckpt.PlanInfeasibleError) as caught:
         _step(model, backward)
@@ -135,7 +135,7 @@ def test_the_smallest_budget_has_room_for_what_is_computed_from_outputs(backward
     smallest_bytes = _smallest_bytes(backward)
     assert backward not in OWN or smallest_bytes < plain_bytes
     model = Classifier()
-    actckpt.apply(model, activation_budget=smallest_bytes, race=False)
+    actckpt.apply(model, activation_budget=smallest_bytes, race=False, on_infeasible="raise")
     for _ in range(3):
         gradients, peak_bytes = _step(model, backward)
         assert_equal(gradients, expected)
@@ -152,7 +152,7 @@ def test_two_forwards_that_lead_to_one_loss_are_both_counted() -> None:
         (model()["outputs"] - model()["outputs"]).square().mean().backward()
 
     model = Classifier()
-    actckpt.apply(model, activation_budget="1B")
+    actckpt.apply(model, activation_budget="1B", on_infeasible="raise")
     train(model)
     with pytest.raises(actckpt.PlanInfeasibleError) as caught:
         train(model)

@@ -57,7 +57,7 @@ def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
     draw = random.Random(0)
     _, plain_bytes, _ = _step(_model(), [(8, 64)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.6 * plain_bytes), race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.6 * plain_bytes), race=False, on_infeasible="raise")
     lengths = [(8, 64), (8, 16), (8, 32)] * 2 + [(8, draw.randint(1, 64)) for _ in range(20)]
     for number, shape in enumerate(lengths):
         expected, _, _ = _step(_model(), [shape])
@@ -69,7 +69,7 @@ def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
 
 def test_smaller_sizes_recompute_no_more_than_the_plan_does() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     for length in range(1, 64, 7):
@@ -78,7 +78,7 @@ def test_smaller_sizes_recompute_no_more_than_the_plan_does() -> None:
 
 def test_the_plan_of_the_smallest_size_that_is_larger_runs() -> None:
     model, found = _model(), {}
-    actckpt.apply(model, blocks=Mlp, activation_budget="70%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="70%", race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (4, 128)] * 2:
         _step(model, [shape])
         found[shape] = _plan(model)
@@ -90,7 +90,7 @@ def test_the_plan_of_the_smallest_size_that_is_larger_runs() -> None:
 
 def test_larger_sizes_have_plans_of_their_own_and_too_many_are_told() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for shape in [(8, length) for length in (8, 16, 24, 32, 40)] * 2:
@@ -108,7 +108,7 @@ def test_forwards_that_are_alive_with_one_of_a_larger_size_share_the_budget() ->
     """Of four, two get plans of their own; then there are too many, and the others count as ones of the larger size."""
     _, plain_bytes, _ = _step(_model(), [(8, 64), (8, 60)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.7 * plain_bytes), race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.7 * plain_bytes), race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     peaks = []
@@ -123,7 +123,7 @@ def test_forwards_that_are_alive_with_one_of_a_larger_size_share_the_budget() ->
 def test_steps_of_smaller_sizes_take_no_turn_in_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actckpt._budget.turns._SURE_ON_CPU", 10.0)
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="60%")
+    actckpt.apply(model, blocks=Mlp, activation_budget="60%", on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     _step(model, [(8, 64)])
@@ -143,7 +143,7 @@ def test_smaller_forwards_that_are_alive_together_have_plans_of_their_own(small:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         _, plain_bytes, _ = _step(_model(), [(8, 64)])
         model = _model()
-        actckpt.apply(model, blocks=Mlp, activation_budget=int(0.8 * plain_bytes), race=False)
+        actckpt.apply(model, blocks=Mlp, activation_budget=int(0.8 * plain_bytes), race=False, on_infeasible="raise")
         for shape in [(8, 64), (64, 4), (4, 2)] * 2:
             _step(model, [shape])
         _step(model, [(8, 64)])
@@ -169,7 +169,7 @@ def test_gradients_count_once_where_smaller_forwards_are_alive_together() -> Non
     weights_bytes = sum(parameter.nbytes for parameter in _model().parameters())
     plain_bytes = weights_bytes + step(_model(), [(16, 64), (16, 64)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, budget=plain_bytes, race=False)
+    actckpt.apply(model, blocks=Mlp, budget=plain_bytes, race=False, on_infeasible="raise")
     for shape in [(16, 128), (16, 32), (16, 16)] * 2:
         step(model, [shape])
     peaks = [step(model, [(16, 64), (16, 64)]) for _ in range(4)]
@@ -198,7 +198,7 @@ def _cut(model: nn.Module, padded: int, rows: int) -> int:
 
 def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
     model = _Cut()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8)] * 2:
         _cut(model, *size)
     _cut(model, 512, 200)
@@ -214,7 +214,7 @@ def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
 
 def test_a_size_that_is_measured_again_has_a_plan_for_smaller_ones() -> None:
     model = _Cut()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8), (9, 9), (10, 10)] * 2:
         _cut(model, *size)
     _cut(model, 512, 500)
@@ -242,7 +242,7 @@ class _Jagged(nn.Module):
 
 def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() -> None:
     model = _Jagged()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     plans = []
     for rows in (90, 80, 70, 60, 50, 300, 300, 300, 40):
         parts = [torch.randn(rows, DIM), torch.randn(9, DIM)]
@@ -254,7 +254,7 @@ def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() ->
 
 def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="1%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="1%", race=False, on_infeasible="raise")
     _step(model, [(8, 64)])
     for _ in range(5):
         with pytest.raises(actckpt.PlanInfeasibleError):
@@ -264,7 +264,7 @@ def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
 def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> None:
     expected, plain_bytes, _ = _step(_model(), [(8, 64)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.45 * plain_bytes), race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.45 * plain_bytes), race=False, on_infeasible="raise")
     for _ in range(2):
         _step(model, [(8, 64)])
     with pytest.raises(actckpt.PlanInfeasibleError, match="of which 2 were alive at once"):
@@ -277,7 +277,7 @@ def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> N
 
 def test_a_smaller_size_that_fits_is_not_refused_with_the_larger_one() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=_step(_model(), [(8, 16)])[1], race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=_step(_model(), [(8, 16)])[1], race=False, on_infeasible="raise")
     for shape in [(8, 4), (8, 5), (8, 6)] * 2:
         _step(model, [shape])
     _step(model, [(8, 256)])

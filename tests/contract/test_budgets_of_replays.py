@@ -77,7 +77,7 @@ def test_budgets_hold_where_replays_need_more_than_what_is_kept() -> None:
     expected = _trained(_model(), 4)
     plain_bytes = expected[-1][1]
     model = _model()
-    actckpt.apply(model, blocks=Block, activation_budget=1, race=False)
+    actckpt.apply(model, blocks=Block, activation_budget=1, race=False, on_infeasible="raise")
     with pytest.raises(actckpt.PlanInfeasibleError) as raised:
         _trained(model, 2)
     smallest_bytes = raised.value.smallest_bytes
@@ -86,7 +86,7 @@ def test_budgets_hold_where_replays_need_more_than_what_is_kept() -> None:
     for share in range(2):
         budget = smallest_bytes + (plain_bytes - smallest_bytes) * share // 2
         model = _model()
-        actckpt.apply(model, blocks=Block, activation_budget=budget, race=False)
+        actckpt.apply(model, blocks=Block, activation_budget=budget, race=False, on_infeasible="raise")
         found = _trained(model, 4)
         for (gradients, _), (others, _) in zip(found, expected, strict=True):
             assert_equal(gradients, others)

@@ -359,14 +359,14 @@ def _budgeted() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     block = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))  # noqa: E731
     model = nn.Sequential(*(block() for _ in range(6)))
-    actckpt.apply(model, activation_budget="60%", race=False)
+    actckpt.apply(model, activation_budget="60%", race=False, on_infeasible="raise")
     return model, torch.randn(128, 64)
 
 
 def test_a_budget_that_no_plan_fits_is_in_the_report() -> None:
     model, x = _budgeted()
     actckpt.remove(model)
-    actckpt.apply(model, activation_budget=70)
+    actckpt.apply(model, activation_budget=70, on_infeasible="raise")
     model(x).sum().backward()
     with pytest.raises(actckpt.PlanInfeasibleError) as raised:
         model(x)

@@ -41,7 +41,7 @@ def _smallest(use: Callable[[Training, int], object]) -> float:
 
 
 def _train(training: Training, budget: int) -> None:
-    actckpt.apply(training.model, budget=budget)
+    actckpt.apply(training.model, budget=budget, on_infeasible="raise")
     for _ in range(3):  # where a step of the plan exceeded the budget, the third one is the first of another plan
         training.peak()
 

@@ -108,7 +108,7 @@ class _Training:
 
     def smallest(self) -> int:
         """Return the smallest budget, as the error for one that is too small tells it."""
-        actckpt.apply(self.model, budget=1 << 20, blocks=self.blocks)
+        actckpt.apply(self.model, budget=1 << 20, blocks=self.blocks, on_infeasible="raise")
         try:
             for _ in range(2):
                 self.peak()
@@ -137,12 +137,12 @@ def test_a_budget_that_was_told_is_met_where_a_second_step_needs_little_more() -
     def budget(share: float) -> int:
         return fixed + int(share * (told - fixed))
 
-    actckpt.apply(training.model, budget=budget(0.992), blocks=training.blocks)
+    actckpt.apply(training.model, budget=budget(0.992), blocks=training.blocks, on_infeasible="raise")
     peaks = [training.peak() for _ in range(4)]
     assert max(peaks[1:]) <= budget(0.992)
     actckpt.remove(training.model)
     training.model.zero_grad()
-    actckpt.apply(training.model, budget=budget(0.98), blocks=training.blocks)
+    actckpt.apply(training.model, budget=budget(0.98), blocks=training.blocks, on_infeasible="raise")
     with pytest.raises(actckpt.PlanInfeasibleError, match="2% for what is not seen") as caught:
         [training.peak() for _ in range(2)]
     assert caught.value.smallest_bytes == pytest.approx(told, rel=0.001), "what is told is met by a margin again"
@@ -153,7 +153,7 @@ def test_the_smallest_budget_holds_wherever_kernels_need_most(place: str) -> Non
     training = _MODELS[place]()
     training.peak()  # first kernels leave something behind
     budget = training.smallest()
-    actckpt.apply(training.model, budget=budget, blocks=training.blocks)
+    actckpt.apply(training.model, budget=budget, blocks=training.blocks, on_infeasible="raise")
     training.peak()
     peaks = [training.peak() for _ in range(4)]  # a warning would be an error
     assert 0.85 * budget < max(peaks) <= budget
@@ -177,6 +177,6 @@ def test_what_runs_between_blocks_counts_with_the_block_after_it_where_it_holds_
     training = _MODELS["before the blocks"]()
     monkeypatch.setattr(FirstStep, "_bytes_before", lambda self, number, ended: 100 << 20 if number == 2 else 0)
     with pytest.raises(actckpt.PlanInfeasibleError, match=r"'blocks.2': 100.[0-9]+ MiB its working set"):
-        actckpt.apply(training.model, budget="90MiB", blocks=training.blocks)
+        actckpt.apply(training.model, budget="90MiB", blocks=training.blocks, on_infeasible="raise")
         for _ in range(2):
             training.peak()
