@@ -17,7 +17,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 class StopRerun(BaseException): ...
 
 @final
-class Slot: ...
+class Slot:
+    @property
+    def frame(self) -> Frame: ...
 
 @final
 class Frame:

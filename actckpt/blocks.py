@@ -267,6 +267,12 @@ def _readable(applied: dict[str, Any]) -> dict[str, Any]:
     return {name or type(block).__name__: block for name, block in applied.items()}
 
 
+def _rescues(applied: dict[str, Any]) -> dict[str, int]:
+    """Return how many forwards of each block ran out of memory and ran again, of those with any."""
+    rescues = {name: block.forward.together.rescues[block.forward.name] for name, block in applied.items()}
+    return {name: num for name, num in rescues.items() if num}
+
+
 def _check_rows(group_by: str, top: int | None) -> None:
     if group_by not in get_args(GroupBy):
         near = did_you_mean([str(group_by)], get_args(GroupBy), show=repr)
@@ -332,6 +338,7 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
         blocks_patched=tuple(applied),
         blocks_ran=ran,
         operators_not_run=tuple(idle),
+        forwards_rescued=_rescues(applied),
         plan=plan,
         rows=rows_of(model, applied, found, group_by, top),
         group_by=group_by,

@@ -24,22 +24,26 @@ NOTE [What is counted]
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt._core import devices, torch_private
+from actckpt._blocks.choosing import check_model
+from actckpt._core import devices, rescue, torch_private
+from actckpt._core.memory_by_module import explain
+from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.storages import storages_of
 
-__all__ = ["LiveStorages", "StepMemory", "measure_step"]
+__all__ = ["LiveStorages", "StepMemory", "explain_oom", "measure_step"]
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
@@ -343,3 +347,35 @@ class _ResizeWatch:
 
 
 _resize_watch = _ResizeWatch()
+
+
+@contextlib.contextmanager
+def explain_oom(model: torch.nn.Module, optimizer: Optimizers = None) -> Iterator[None]:
+    """Say in an out-of-memory error which modules hold how much.
+
+    A table of at most ten lines is added to the error as a note (before Python 3.11 to its message): what is kept for
+    backward, inputs of checkpoints, parameters, gradients, state of optimizers, and what else is allocated. What is
+    kept counts for the module whose parameter was used last before it. It needs no `apply`.
+
+    Args:
+        model: whose modules are listed.
+        optimizer: one or several, whose state is counted.
+    Raises:
+        TypeError: `model` is no module, or `optimizer` no optimizer.
+
+    Example::
+
+        with actckpt.explain_oom(model, optimizer):
+            loss_fn(model(x)).backward()
+            optimizer.step()
+
+    Cost: none, as long as nothing fails.
+    """
+    check_model(model, "explain_oom")
+    optimizers = optimizers_of(optimizer, model, "explain_oom")
+    try:
+        yield
+    except RuntimeError as error:
+        if rescue.is_out_of_memory(error):
+            explain(error, model, optimizers)
+        raise

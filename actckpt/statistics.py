@@ -66,6 +66,10 @@ class Stats:
     kept_opaque: int
     #: Bytes copied because an operator was about to overwrite them in place while backward still needs them.
     copied_on_write_bytes: int
+    #: Forwards of blocks that ran out of memory and ran again, checkpointed.
+    rescued_forwards: int
+    #: Reruns, replays and reloads in backward that ran out of memory and ran once more.
+    rescued_recomputations: int
 
     def _texts(self) -> dict[str, str]:
         """Return the fields that are not zero, with their units."""
@@ -115,6 +119,8 @@ _OF_STORES = (
 )
 
 
+_COUNTED = ("idle_offloads", "kept_opaque", "copied_on_write_bytes", "rescued_forwards", "rescued_recomputations")
+
 _HELD = (
     *("store_bytes", "peak_store_bytes", "host_bytes", "pageable_bytes", "disk_bytes"),
     *("inflight_bytes", "peak_inflight_bytes"),
@@ -124,7 +130,7 @@ _HELD = (
 def _totals() -> dict[str, float]:
     totals: dict[str, float] = dict(_C.offload_sums())
     totals["rerun_regions"] = _C.num_reruns()
-    for name in ("idle_offloads", "kept_opaque", "copied_on_write_bytes"):
+    for name in _COUNTED:
         totals[name] = counters.value(name)
     totals["replayed_operators"] = _C.num_replayed()
     of_stores = counts.sums()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from actckpt._blocks import rescue
 from actckpt._blocks.arguments import keep_others_in_place
 from actckpt._blocks.choosing import Blocks, check_made, check_model, chosen_blocks, nothing_found
 from actckpt._blocks.key_value_caches import without_cache
@@ -25,6 +26,7 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._blocks.together import AppliedBlocks
 from actckpt._blocks.windows import Windows
 from actckpt._checkpointed_call import checkpoint_call
+from actckpt._core import agreement
 from actckpt._options import CheckpointOptions
 from actckpt._replay.calls import Inside
 from actckpt._text.listed import listed
@@ -133,12 +135,17 @@ class _How:
         self.windows: Windows | None = options.pop("windows", None)
         self.is_planned: bool = options.pop("is_planned", False)
         self.is_unplanned: bool = options.pop("is_unplanned", False)
-        is_rerun = not self.is_plain and options.get("policy") in (None, "recompute", Action.RECOMPUTE)
+        drops = not self.is_plain and options.get("policy") in (None, "recompute", Action.RECOMPUTE)
         #: Whether key-value caches are taken away, which would hold what is dropped.
-        self.drops_caches: bool = options.pop("drops_caches", is_rerun)
+        self.drops_caches: bool = options.pop("drops_caches", drops)
+        self.is_rerun = drops and not offloads
         #: The keywords of `offload`, None: the block is checkpointed.
         self.offloading = options if offloads else None
         self.options = CheckpointOptions() if offloads else CheckpointOptions(**options)
+
+
+#: How forwards run that ran out of memory.
+_RERUN, _REPLAYED = _How({"policy": None}), _How({"policy": []})
 
 
 class CheckpointedForward:
@@ -150,6 +157,8 @@ class CheckpointedForward:
         self.together = together
         together.add(self)
         self.has_run = False
+        #: For forwards that run out of memory.
+        self.state = rescue.StateOfBlock()
         #: Takes calls in place of this: `instead(self, args, kwargs)`.
         self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
         #: What it is given under a plan, where it may be the one that shows that.
@@ -233,6 +242,19 @@ class CheckpointedForward:
             if arguments is None:
                 return self.original()(*args, **kwargs)
             args, kwargs = arguments
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._run_as(how, record, args, kwargs)
+        first, again = functools.partial(self._run_as, how, record), functools.partial(self._run_again, how, record)
+        return rescue.run(self, args, kwargs, first, again)
+
+    def _run_again(self, how: _How, record: RecordedCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it checkpointed, after it ran out of memory (NOTE [ Rescued forwards ])."""
+        if record is not None:
+            record.begin_again()
+        again = how if how.is_rerun else _REPLAYED if agreement.has_others() else _RERUN
+        return self._run_as(again, record, args, kwargs)
+
+    def _run_as(self, how: _How, record: RecordedCall | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if how.is_plain:
             if record is not None and how.held is not None:
                 record.keeps(*how.held)

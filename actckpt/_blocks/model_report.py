@@ -58,6 +58,8 @@ class ModelReport:
     blocks_ran: tuple[str, ...]
     #: Operators that the policy names and that did not run in the first step, with what ran in their place.
     operators_not_run: tuple[str, ...] = ()
+    #: How many forwards of blocks ran out of memory, and ran again checkpointed; of blocks with such forwards.
+    forwards_rescued: Mapping[str, int] = dataclasses.field(default_factory=dict)
     #: What became of the values that blocks saved in the recorded step, the largest first.
     rows: tuple[ModelRow, ...] = ()
     #: Of these values, each storage once: bytes that blocks hold at the end of the forward, moved to a store, dropped.
@@ -96,6 +98,9 @@ class ModelReport:
             lines.append(f"not run: {', '.join(not_run)}")
         if self.operators_not_run:
             lines.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
+        if self.forwards_rescued:
+            found = ", ".join(f"{name} ({num})" for name, num in self.forwards_rescued.items())
+            lines.append(f"ran out of memory, and ran again checkpointed (forwards): {found}")
         if self.rows:
             share = "-" if self.kept_share is None else f"{100 * self.kept_share:.0f} %"
             header = (self.group_by, "blocks", "values", "of plain", "kept", "offloaded", "recomputed", "replays")

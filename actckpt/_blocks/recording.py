@@ -67,6 +67,12 @@ class RecordedCall:
             self._entries = _moved_and_small(self.offloading)
         del self.figures, self.offloading  # they hold what only a region that is open needs
 
+    def begin_again(self) -> None:
+        """Forget what is known of the call, which runs again."""
+        self.figures, self.offloading = Figures(), None
+        self._entries, self._held = self.figures.entries, []
+        self._saved.clear()
+
     def holds(self, arguments: Any, action: Action) -> None:
         """Note what a rerun starts from: it is held, or offloaded, from when the forward ran."""
         for storage in {id(storage): storage for storage in storages_of(arguments)}.values():

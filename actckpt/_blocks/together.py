@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -67,6 +68,10 @@ class Training(Protocol):
     def ran_unplanned(self, name: str) -> bool:
         """A block ran that the plan has nothing for; return whether the next plan has it."""
 
+    def rescued(self, name: str) -> None:
+        """The forward of a block ran out of memory, and ran again."""
+        return
+
     def close(self) -> None:
         """Watch the model no more. May be called more than once."""
 
@@ -89,6 +94,8 @@ class AppliedBlocks:
         self.training: Training | None = None
         #: Whether they were copied, without what found a plan for them.
         self.are_of_other_training = False
+        #: How many forwards of each block ran out of memory, and ran again.
+        self.rescues: Counter[str] = Counter()
         self._plan: Plan | None = None
         self._has_told_unplanned = False
         self._window_bytes: int | None = None
@@ -176,6 +183,12 @@ class AppliedBlocks:
         if self.training is not None and not self.training.is_called:
             warn_user(_NEVER_CALLED.format(self.training.model_name))
         self.tell_idle()
+
+    def rescued(self, name: str) -> None:
+        """Take down that the forward of a block ran out of memory, and ran again."""
+        self.rescues[name] += 1
+        if self.training is not None:
+            self.training.rescued(name)
 
     def tell_idle(self) -> None:
         """Warn where blocks did not run."""

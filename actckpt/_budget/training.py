@@ -41,6 +41,7 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
+from actckpt._blocks.together import Training
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
 from actckpt._budget.known_sizes import Found, KnownSizes
@@ -65,7 +66,7 @@ def _tell_compiled() -> bool:
     return True
 
 
-class BudgetedTraining:
+class BudgetedTraining(Training):
     """The blocks of a model, and what was found for them (NOTE [ A budget in training ])."""
 
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:

@@ -46,9 +46,11 @@ def register(name: str, release: Callable[[int], int]) -> None:
     _holders[name] = release
 
 
-def release(nbytes: int) -> dict[str, int]:
+def release(nbytes: int, *, of_host: bool = True) -> dict[str, int]:
     """Ask the holders in turn for bytes until `nbytes` are released or none are left.
 
+    Args:
+        of_host: ask for memory of the host, too.
     Returns:
         The bytes that each holder released which was asked, by its name, in the order of asking.
     """
@@ -57,7 +59,7 @@ def release(nbytes: int) -> dict[str, int]:
     for name in ORDER:
         if missing <= 0:
             break
-        if name in _holders:
+        if name in _holders and (of_host or name != "host pool"):
             given[name] = _holders[name](missing)
             missing -= given[name]
     return given

@@ -37,7 +37,7 @@ from actckpt._C import memory_of, storage_of
 from actckpt._core import messages
 from actckpt._core.tensor_changes import version_of
 
-__all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
+__all__ = ["Buffers", "Stale", "has_statistics", "may_change", "note_buffers", "tensors_in", "written_tensors"]
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 #: Classes of timm that do the same, by name: it need not be there.
@@ -74,7 +74,7 @@ class _Noted:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.is_statistics = module.training and _is_batch_norm(type(module)) and module.running_mean is not None
+        self.is_statistics = module.training and has_statistics(module)
         self.found = {} if self.is_statistics else dict(module._buffers)
         self.marks = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
         known = _known.get(module, 0)
@@ -132,6 +132,15 @@ class _Noted:
         if self.is_statistics:
             return not self.has_run
         return self.copies is None and self._stands() and not self.stale()
+
+    def put_back(self) -> bool:
+        if self.copies is None:
+            return self._stands() and not self._moved()
+        for buffer, copy in zip(self.found.values(), self.copies.values(), strict=True):
+            if buffer is not None and copy is not None:
+                buffer.copy_(copy)
+        _put(self.module, self.found)
+        return True
 
     def for_rerun(self) -> dict[str, Tensor | None]:
         if self.is_statistics:
@@ -191,10 +200,25 @@ class Buffers:
             for one, buffers in zip(noted, outside, strict=True):
                 _put(one.module, buffers)
 
+    def put_back(self) -> bool:
+        """Put back what a forward that failed found, in the same tensors; return False where there are no copies."""
+        with torch.no_grad():
+            return all(noted.put_back() for noted in self._noted)
+
 
 def note_buffers(modules: list[torch.nn.Module]) -> Buffers:
     """Return the buffers of these modules as they are; called by the extension."""
     return Buffers(modules)
+
+
+def has_statistics(module: Any) -> bool:
+    """Whether a module is a BatchNorm with running statistics, which it moves in training (Rule 4)."""
+    return _is_batch_norm(type(module)) and module.running_mean is not None
+
+
+def may_change(module: torch.nn.Module) -> bool:
+    """Whether a module is known to change its buffers (Rule 2)."""
+    return bool(_known.get(module, 0) & (_CHANGES | _HIDES))
 
 
 def _is_batch_norm(kind: type) -> bool:

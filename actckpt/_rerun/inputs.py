@@ -35,7 +35,7 @@ from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import messages
-from actckpt._core.functions import contents_of, global_names, is_of_module
+from actckpt._core.functions import EMPTY_CELL, contents_of, global_names, is_of_module
 from actckpt._core.tensor_changes import Watched
 from actckpt._rerun.buffers import Buffers, Stale
 from actckpt._rerun.object_state import modules_as_found, reads_checked, structure_as_found
@@ -177,6 +177,20 @@ class Originals:
         unchanged = [(cell, value) for cell, value in self._cells if id(cell) not in rebound]
         return Restored(call, [found.watched.tensor for found in self._tensors], self._rebound, unchanged)
 
+    def put_back(self) -> bool:
+        """Give closure cells what a forward that failed found there; return whether tensors are unchanged."""
+        for cell, value in self._cells:
+            if value is EMPTY_CELL and contents_of(cell) is not value:
+                del cell.cell_contents
+            elif contents_of(cell) is not value:
+                cell.cell_contents = value
+        return not any(found.watched.is_changed() or found.watched.has_other_memory() for found in self._tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among function and arguments."""
+        return [found.watched.tensor for found in self._tensors]
+
 
 class _Rebinding:
     """Gives functions new cells where a closure variable was bound anew after the forward (Rule 2)."""
@@ -304,6 +318,17 @@ class Inputs:
         """
         restored: Restored = self._held.restore()
         return restored
+
+    def put_back(self) -> bool:
+        """Put containers and objects back as a forward that failed found them; return whether tensors are unchanged."""
+        self._structure.swap_in()
+        is_changed = any(found.is_changed() or found.has_other_memory() for found in self._object_tensors)
+        return not is_changed and bool(self._held.put_back())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are held as they are."""
+        return self._held.tensors if isinstance(self._held, Originals) else []
 
     def is_half_done(self, restored: Restored) -> bool:
         """Whether a rerun has yet to change back what its forward changed back (Rule 7 of Found by the forward)."""

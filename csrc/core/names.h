@@ -132,6 +132,9 @@ namespace actckpt {
   X(generators_of) \
   X(refill) \
   X(note_buffers) \
+  X(may_run_again)   /* (error, collectives before): whether what ran out of memory runs once more */ \
+  X(make_room)       /* caches give their memory back */ \
+  X(num_collectives) /* of this rank so far; None: there are no others */ \
   X(swap_timeout_error) \
   X(mismatch_error) \
   X(modified_error) \

@@ -188,7 +188,13 @@ PyType_Slot frame_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(frame_deall
 PyType_Spec frame_spec = {"actckpt._C.Frame", sizeof(FrameObject), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, frame_slots};
 
+PyObject* slot_frame(PyObject* self, void*) { return Py_NewRef(&reinterpret_cast<SlotObject*>(self)->frame->ob_base); }
+
+PyGetSetDef slot_getset[] = {{"frame", slot_frame, nullptr, "The frame of its region.", nullptr},
+                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
 PyType_Slot slot_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(slot_dealloc)},
+                            {Py_tp_getset, slot_getset},
                             {Py_tp_doc, const_cast<char*>("What autograd holds instead of a tensor.")},
                             {0, nullptr}};
 PyType_Spec slot_spec = {"actckpt._C.Slot", sizeof(SlotObject), 0,

@@ -9,6 +9,7 @@
 #include "core/locked.h"
 #include "core/open_reruns.h"
 #include "core/python.h"
+#include "core/rescue.h"
 #include "core/swap_lock.h"
 #include "rerun/held.h"
 #include "rerun/parameters.h"
@@ -184,7 +185,7 @@ py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
   if (!keep) key = py::reinterpret_steal<py::object>(PyList_New(0));  // equal to no other key
   py::object value = take(frame, index, key.ptr());
   while (!value) {
-    rerun(frame, index, key);
+    with_rescue(call(names().num_collectives), [&] { rerun(frame, index, key); });
     value = take(frame, index, key.ptr());
     if (!was_released(frame, key.ptr())) break;  // by another thread, meanwhile
   }

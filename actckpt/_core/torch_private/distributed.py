@@ -41,6 +41,11 @@ def num_operations(group: Any) -> int | None:
     return number
 
 
+def operations_of_groups() -> tuple[int | None, ...]:
+    """Return `num_operations` of each process group, in the order in which they were made."""
+    return tuple(map(num_operations, torch.distributed.distributed_c10d._world.pg_map))
+
+
 def group_timeout(group: Any) -> timedelta:
     """Return how long collectives of a process group wait for other ranks; torch's default where none can be told."""
     options = None
