@@ -7,8 +7,7 @@ leaves have at most its bytes is dropped at once. Any other is a *candidate*: it
 many candidates, each smaller than it, so they are decided together: kept are those candidates that, with the leaves of
 all others, have the fewest bytes. That is a minimal cut of the graph between the candidates and their leaves
 (csrc/graph/least_held.h). To keep all candidates and no leaf is one such cut, and is what plain autograd holds: so
-the least is never more than plain autograd holds. Small candidates are kept one by one where their own leaves are
-larger: a few bytes are not worth a replay from memory that the program may change before backward.
+the least is never more than plain autograd holds.
 
 Candidates are decided when the region closes. They are also decided each time that their bytes have doubled since the
 last decision, or a region over a whole model would hold them and their leaves together until it closes. Such an early
@@ -21,15 +20,13 @@ from typing import Any
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._replay.lineage import Value, mark_needed, new_leaf_bytes
+from actckpt._replay.lineage import Value, mark_needed
 from actckpt.action import Action
 
 __all__ = ["Verdict", "add", "decide"]
 
 #: The early decisions of a region begin at so many bytes of candidates.
 _FIRST_DECISION_BYTES = 1 << 12
-#: Candidates of so many bytes are kept one by one.
-_SMALL_BYTES = 1 << 8
 
 
 class Verdict(enum.IntEnum):
@@ -53,7 +50,7 @@ def add(tape: Any, value: Value, tensor: Tensor) -> None:
 
 def decide(tape: Any, *, is_last: bool) -> None:
     """Decide which candidates are kept and which are dropped; unless it is the last decision, some may wait."""
-    waiting = _without_small(tape, _waiting(tape))
+    waiting = _waiting(tape)
     verdicts = _C.verdicts(waiting)
     tape.candidates = []
     tape.candidate_bytes = 0
@@ -84,17 +81,6 @@ def _waiting(tape: Any) -> list[Value]:
         else:
             waiting.append(value)
     return waiting
-
-
-def _without_small(tape: Any, waiting: list[Value]) -> list[Value]:
-    """Keep small candidates with larger leaves, which the program may change before backward; return the others."""
-    others = []
-    for value in waiting:
-        if value.nbytes <= _SMALL_BYTES and new_leaf_bytes(value, value.nbytes) > value.nbytes:
-            _keep(tape, value)
-        else:
-            others.append(value)
-    return others
 
 
 def _keep(tape: Any, value: Value) -> None:
