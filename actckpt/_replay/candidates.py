@@ -40,12 +40,12 @@ class Verdict(enum.IntEnum):
 
 def add(tape: Any, value: Value, tensor: Tensor) -> None:
     """Let a dropped value wait for the decision whether it is kept."""
-    if tape.candidate_bytes >= max(tape.decides_at_bytes, _FIRST_DECISION_BYTES):
-        decide(tape, is_last=False)
-        tape.decides_at_bytes = 2 * tape.candidate_bytes
-    value.spare = tensor  # no saved tensor is on it yet: it is decided the next time
+    value.spare = tensor
     tape.candidates.append(value)
     tape.candidate_bytes += value.nbytes
+    if tape.candidate_bytes >= tape.decides_at_bytes:
+        decide(tape, is_last=False)
+        tape.decides_at_bytes = max(2 * tape.candidate_bytes, _FIRST_DECISION_BYTES)
 
 
 def decide(tape: Any, *, is_last: bool) -> None:
