@@ -16,7 +16,7 @@ from actckpt._core.counters import counters
 from actckpt._offload import notices, stores
 from actckpt._offload.demotion import RegionPlan
 from actckpt._offload.session import Session
-from actckpt._replay import aliases, candidates
+from actckpt._replay import aliases
 from actckpt._replay.aliases import Seen
 from actckpt._replay.audit import Site
 from actckpt._replay.checksums import compact
@@ -59,9 +59,6 @@ class Tape(TapeCore):
     token: Any = None
     #: Those that ran, None: none.
     collectives: Collectives | None = None
-    #: Of `candidates` that wait, and at how many they are decided next: NOTE [ Least held ].
-    candidate_bytes = 0
-    decides_at_bytes = 0
     #: What it wrote in place to memory from outside that has no graph, such as buffers of modules; None: nothing.
     written_state: weakref.WeakSet[Value] | None = None
     #: Of `opaque_bytes`, those of compiled code.
@@ -297,7 +294,7 @@ class Tape(TapeCore):
         return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
 
     def audit_late(self, value: Value) -> None:
-        """Leave the checksums of a value that is dropped, although it might have been kept (see `candidates`)."""
+        """Leave the checksums of a value that is dropped, although it might have been kept (see `saved.close`)."""
         for begin in self.late_audits.pop(value, ()):
             begin()
 
@@ -331,7 +328,8 @@ class Tape(TapeCore):
         if action is not Action.RECOMPUTE:
             return
         if not value.needs_collective and new_leaf_bytes(value, value.nbytes) > value.nbytes:
-            candidates.add(self, value, tensor)
+            value.spare = tensor
+            self.candidates.append(value)
         else:
             mark_needed(value)
 

@@ -6,7 +6,6 @@
 
 #include "core/python.h"
 #include "core/reads.h"
-#include "graph/least_held.h"
 #include "graph/lineage.h"
 #include "graph/window.h"
 #include "offload/handles.h"
@@ -110,13 +109,6 @@ void add_pack_functions(py::module_& module) {
   });
   module.def("new_leaf_bytes",
              [](const py::handle& value, long long at_most) { return new_leaf_bytes(as_value(value), at_most); });
-  module.def("verdicts", [](const py::list& candidates) {
-    std::vector<ValueObject*> values;
-    for (const py::handle value : candidates) values.push_back(as_value(value));
-    py::list found;
-    for (const Verdict verdict : verdicts(values)) found.append(static_cast<int>(verdict));
-    return found;
-  });
   module.def("mark_needed", [](const py::handle& value) { mark_needed(as_value(value)); });
 }
 
