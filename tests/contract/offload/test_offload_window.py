@@ -118,6 +118,10 @@ def test_the_least_of_what_owners_allow_is_the_window() -> None:
 
 
 def test_a_store_made_later_has_the_limit_of_owners() -> None:
+    before = vars(actckpt.configure())
+    actckpt.configure(max_inflight="64MiB")
+    expected = stores.window_bytes()  # less where a model of another test lives on, whose plan offloads
+    actckpt.configure(**before)
     owner = _Owner()
     stores.limit_windows(owner, 3 << 20)
     actckpt.configure(max_inflight="64MiB")  # the store is made again when it is used next
@@ -128,4 +132,4 @@ def test_a_store_made_later_has_the_limit_of_owners() -> None:
     y.backward()
     del owner
     gc.collect()
-    assert stores.window_bytes() == 64 << 20
+    assert stores.window_bytes() == expected
