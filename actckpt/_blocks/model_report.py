@@ -76,7 +76,7 @@ class ModelReport:
     heading: str = ""
     #: Of `apply(budget=...)` and `apply(policy=plan)`; None: not made yet, or another policy.
     plan: Plan | None = None
-    #: So many more steps are trials, which run `plan` and simple choices in turn; the fastest one is kept. None: a
+    #: How many more steps are trials, which run `plan` and simple choices in turn; the fastest one is kept. None: a
     #: budget was given, and no plan is made yet.
     race_steps_left: int | None = 0
 
