@@ -4,11 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from actckpt._error_base import CostTableError, PlanInfeasibleError
-from actckpt.planner.costs import BlockClass, Capacity, CostTable, Value
+from actckpt.planner.costs import BlockClass, Capacity, CostTable, Segment, Value
 from actckpt.planner.plans import Plan
 
 if TYPE_CHECKING:
-    from actckpt.planner.simulation import Simulation, Span, simulate
+    from actckpt.planner.simulation import Simulation, Span, needs, simulate
     from actckpt.planner.solving import solve
 
 __all__ = [
@@ -18,9 +18,11 @@ __all__ = [
     "CostTableError",
     "Plan",
     "PlanInfeasibleError",
+    "Segment",
     "Simulation",
     "Span",
     "Value",
+    "needs",
     "simulate",
     "solve",
 ]
@@ -28,6 +30,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the solver and the simulator once they are asked for: models that use no plan do not wait for them."""
-    if name in ("Simulation", "Span", "simulate", "solve"):
+    if name in ("Simulation", "Span", "needs", "simulate", "solve"):
         return getattr(importlib.import_module(f"{__name__}.{'solving' if name == 'solve' else 'simulation'}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
