@@ -29,10 +29,11 @@ from actckpt._blocks.other_checkpointing import restore
 from actckpt._blocks.planned_size import warns_of_larger
 from actckpt._blocks.report_data import keep_report, kept_report, report_data
 from actckpt._budget.infeasible import OnInfeasible
+from actckpt._budget.budget_config import BudgetConfig, check_budget
+from actckpt._budget.loop import BudgetLoop, runs_loop
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
-from actckpt._budget.wanted import Wanted, check_wanted
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
@@ -192,14 +193,15 @@ def _apply_budget(
         raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
     optimizers = optimizers_of(options.pop("optimizer", None), model, "apply")
     given = {**dict.fromkeys(("budget", "activation_budget", "pins")), "race": True, **options}
-    wanted = Wanted(optimizers=optimizers, **given)
-    check_wanted(given, model, "apply")
+    config = BudgetConfig(optimizers=optimizers, **given)
+    check_budget(given, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
     forwards = forwards_in(chosen)
-    training = BudgetedTraining(model, forwards, wanted)
+    training: BudgetLoop | BudgetedTraining
+    training = (BudgetLoop if runs_loop(model, config) else BudgetedTraining)(model, forwards, config)
     for forward in forwards.values():
-        forward.together.training, forward.together.policy = training, wanted.text
+        forward.together.training, forward.together.policy = training, config.text
     watch(chosen)
     return names
 

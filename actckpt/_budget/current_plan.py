@@ -28,7 +28,7 @@ from actckpt._budget.shares import Bounds, Part, Share
 from actckpt._budget.stalls import Stalls
 from actckpt._budget.turns import Race, Turn, entries_of
 from actckpt._budget.unmeasured import Unmeasured
-from actckpt._budget.wanted import Wanted
+from actckpt._budget.budget_config import BudgetConfig
 from actckpt._core import devices
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
@@ -59,7 +59,7 @@ class CurrentPlan:
         self,
         model: torch.nn.Module,
         forwards: dict[str, CheckpointedForward],
-        wanted: Wanted,
+        wanted: BudgetConfig,
         numbers: RaceNumbers,
         alive: AliveForwards,
         infeasible: Infeasible,

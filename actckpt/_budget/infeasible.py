@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, get_args
 
 from actckpt._core.sites import warn_user
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.misspelt import did_you_mean
 
-__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "with_cause"]
+__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "with_budget", "with_cause"]
 
 OnInfeasible = Literal["warn", "raise"]
 
@@ -29,6 +30,12 @@ def check_on_infeasible(given: object, what: str) -> None:
     if given not in get_args(OnInfeasible):
         near = did_you_mean([str(given)], get_args(OnInfeasible), show=repr)
         raise ValueError(f"{what}: on_infeasible={given!r}. Pass 'warn' or 'raise'.{near}")
+
+
+def with_budget(error: PlanInfeasibleError, budget: str) -> PlanInfeasibleError:
+    """Return an error that says the budget as it was written."""
+    text = re.sub(r"fits into ([^:]*): ", rf"fits into \1 ({budget}): ", str(error), count=1)
+    return PlanInfeasibleError(text, error.smallest_bytes, error.holds)
 
 
 def with_cause(error: PlanInfeasibleError, cause: str) -> PlanInfeasibleError:

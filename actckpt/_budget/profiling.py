@@ -32,6 +32,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.apart import attributes_of, counts_calls, holds_input
-from actckpt._budget.block_bytes import HeldBytes, held_bytes, more_bytes, peak_bytes
+from actckpt._budget.block_bytes import BlockPeaks, HeldBytes, block_peaks, held_bytes, more_bytes, peak_bytes
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.draws import Draws
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
@@ -75,13 +76,17 @@ class Profiler:
 
     Args:
         offloads: whether plans may offload.
+        step: a context around the one run of each call that is part of the step; None: peaks of phases are not asked for.
     """
 
-    def __init__(self, *, offloads: bool) -> None:
+    def __init__(
+        self, *, offloads: bool, step: Callable[[], contextlib.AbstractContextManager[object]] | None = None
+    ) -> None:
         self._offloads = offloads
         self._running = ""
         #: And what the forward of each needs at most.
-        self._known: dict[tuple[Any, ...], tuple[BlockClass, float]] = {}
+        self._known: dict[tuple[Any, ...], tuple[BlockClass, float, BlockPeaks | None]] = {}
+        self._step = step
 
     def call(
         self,
@@ -131,7 +136,8 @@ class Profiler:
         before = attributes_of(block)
         argument = first_tensor((args, kwargs))
         draws = Draws()
-        result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
+        with self._step() if self._step is not None else contextlib.nullcontext():
+            result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
         drawn = draws.unrestored(block, structure.generators.values())
         inputs.forward_done()
         check_units(name, structure)
@@ -150,14 +156,39 @@ class Profiler:
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
             with inputs.as_found(checks=False), _explained(name):
                 policies = _moved(recorded), _replaying(recorded)
-                self._known[key] = _profiled(call, values, *policies, no_rerun=no_rerun)
-        costs, forward_bytes = self._known[key]
+                found, forward_bytes = _profiled(call, values, *policies, no_rerun=no_rerun)
+                peaks = None if self._step is None else _peaks(call, policies[1], can_rerun=found.rerun)
+                self._known[key] = found, forward_bytes, peaks
+        costs, forward_bytes, peaks = self._known[key]
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
         held = tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held())
         casts = tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts())
-        found, given = structure.taken_found_casts(), (structure.input, structure.input_bytes)
-        return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held, casts, found)
+        found_casts, given = structure.taken_found_casts(), (structure.input, structure.input_bytes)
+        made = {places[value]: storage for value, storage in structure.storages().items() if value in places}
+        arguments = tuple((weakref.ref(each), each.nbytes()) for each in storages_of(list(tensors_in((args, kwargs)))))
+        results = tuple(weakref.ref(each) for each in storages_of(list(tensors_in(result))))
+        return result, ProfiledBlock(
+            name,
+            costs,
+            by_name,
+            *given,
+            returned,
+            forward_bytes,
+            held,
+            casts,
+            found_casts,
+            peaks,
+            made,
+            arguments,
+            results,
+        )
+
+
+@uncounted()
+def _peaks(call: BlockCall, replaying: list[Policy], *, can_rerun: bool) -> BlockPeaks:
+    with modes.without_own():
+        return block_peaks(call, replaying, can_rerun=can_rerun)
 
 
 def _note_held(call: BlockCall, result: Any, inputs: Any) -> None:

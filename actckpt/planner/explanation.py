@@ -178,6 +178,9 @@ def _without_reruns(plan: Plan) -> Iterator[str]:
 
 def _other_budgets(plan: Plan) -> Iterator[str]:
     """Say what a larger budget would save and a smaller one would cost."""
+    if plan.peak_bytes > plan.budget_bytes:
+        yield f"No plan fits this budget: this one needs least, {format_bytes(plan.peak_bytes)}."
+        return
     change, rounding = min(_MORE_BYTES, plan.budget_bytes / 10), _ROUNDING * plan.plain_seconds
     if plan.overhead_seconds:
         more = solve(plan.costs, budget=plan.budget_bytes + change, pins=dict(plan.pins))

@@ -109,7 +109,7 @@ def test_gradients_of_weights_wait_where_one_backward_reads_several_forwards(
 def test_a_backward_that_reads_several_forwards_only_later_is_planned_from_then_on() -> None:
     rows, model = (64, 64), _model()
     apart, summed = (_step(_model(), rows, total=False, is_summed=kind) for kind in (False, True))
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(1.6 * summed[1]), race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(1.6 * summed[1]), race=False, on_infeasible="raise")
     plans = []
     for is_summed, (expected, _) in [(False, apart)] * 3 + [(True, summed)] * 3:
         gradients, _ = _step(model, rows, total=False, is_summed=is_summed)
@@ -124,7 +124,7 @@ def test_a_size_that_never_begins_alone_is_planned_again_when_an_optimizer_has_i
     torch.manual_seed(0)
     model = _model()
     optimizer = torch.optim.Adam(model.parameters())
-    actckpt.apply(model, blocks=Mlp, race=False, budget=10**8, optimizer=optimizer)
+    actckpt.apply(model, blocks=Mlp, race=False, budget=10**8, optimizer=optimizer, on_infeasible="raise")
     fixed = []
     for number in range(6):
         for loss in [model(torch.randn(rows, DIM)).square().mean() for rows in (64, 256)]:
@@ -153,7 +153,7 @@ class _Cut(nn.Module):
 
 def test_a_size_that_never_begins_alone_is_measured_again_when_it_grows_inside() -> None:
     model, sizes = _Cut(), []
-    actckpt.apply(model, blocks=Mlp, race=False, activation_budget=10**9)
+    actckpt.apply(model, blocks=Mlp, race=False, activation_budget=10**9, on_infeasible="raise")
     for number in range(10):
         padded = torch.randn(600, DIM)
         padded[64 if number < 4 else 512 :, 0] = 100
@@ -166,7 +166,7 @@ def test_a_size_that_never_begins_alone_is_measured_again_when_it_grows_inside()
 
 def test_forwards_of_nothing_have_a_share() -> None:
     model = _model().requires_grad_(requires_grad=False)
-    actckpt.apply(model, blocks=Mlp, race=False, activation_budget=2_000_000)
+    actckpt.apply(model, blocks=Mlp, race=False, activation_budget=2_000_000, on_infeasible="raise")
     for _ in range(3):
         inputs = [torch.randn(rows, DIM, requires_grad=True) for rows in (0, 256)]
         for loss in [model(x).square().sum() for x in inputs]:

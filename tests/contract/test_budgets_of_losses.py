@@ -135,7 +135,7 @@ def test_the_smallest_budget_has_room_for_what_is_computed_from_outputs(backward
     smallest_bytes = _smallest_bytes(backward)
     assert backward not in OWN or smallest_bytes < plain_bytes
     model = Classifier()
-    actckpt.apply(model, activation_budget=smallest_bytes, race=False)
+    actckpt.apply(model, activation_budget=smallest_bytes, race=False, on_infeasible="raise")
     for _ in range(3):
         gradients, peak_bytes = _step(model, backward)
         assert_equal(gradients, expected)

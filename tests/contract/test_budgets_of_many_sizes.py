@@ -56,7 +56,7 @@ def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
     draw = random.Random(0)
     _, plain_bytes, _ = _step(_model(), [(8, 64)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.6 * plain_bytes), race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.6 * plain_bytes), race=False, on_infeasible="raise")
     lengths = [(8, 64), (8, 16), (8, 32)] * 2 + [(8, draw.randint(1, 64)) for _ in range(20)]
     for number, shape in enumerate(lengths):
         expected, _, _ = _step(_model(), [shape])
@@ -68,7 +68,7 @@ def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
 
 def test_smaller_sizes_recompute_no_more_than_the_plan_does() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     for length in range(1, 64, 7):
@@ -77,7 +77,7 @@ def test_smaller_sizes_recompute_no_more_than_the_plan_does() -> None:
 
 def test_the_plan_of_the_smallest_size_that_is_larger_runs() -> None:
     model, found = _model(), {}
-    actckpt.apply(model, blocks=Mlp, activation_budget="70%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="70%", race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (4, 128)] * 2:
         _step(model, [shape])
         found[shape] = _plan(model)
@@ -88,7 +88,7 @@ def test_the_plan_of_the_smallest_size_that_is_larger_runs() -> None:
 
 def test_larger_sizes_have_plans_of_their_own_and_too_many_are_told() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for shape in [(8, length) for length in (8, 16, 24, 32, 40)] * 2:
@@ -106,7 +106,7 @@ def test_forwards_that_are_alive_with_one_of_a_larger_size_share_the_budget() ->
     """Of four, two get plans of their own; then there are too many, and the others count as ones of the larger size."""
     _, plain_bytes, _ = _step(_model(), [(8, 64), (8, 60)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.7 * plain_bytes), race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.7 * plain_bytes), race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     peaks = []
@@ -121,7 +121,7 @@ def test_forwards_that_are_alive_with_one_of_a_larger_size_share_the_budget() ->
 def test_steps_of_smaller_sizes_take_no_turn_in_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actckpt._budget.turns._SURE_ON_CPU", 10.0)
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="60%")
+    actckpt.apply(model, blocks=Mlp, activation_budget="60%", on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     _step(model, [(8, 64)])
@@ -141,7 +141,7 @@ def test_smaller_forwards_that_are_alive_together_have_plans_of_their_own(small:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         _, plain_bytes, _ = _step(_model(), [(8, 64)])
         model = _model()
-        actckpt.apply(model, blocks=Mlp, activation_budget=int(0.8 * plain_bytes), race=False)
+        actckpt.apply(model, blocks=Mlp, activation_budget=int(0.8 * plain_bytes), race=False, on_infeasible="raise")
         for shape in [(8, 64), (64, 4), (4, 2)] * 2:
             _step(model, [shape])
         _step(model, [(8, 64)])
@@ -167,7 +167,7 @@ def test_gradients_count_once_where_smaller_forwards_are_alive_together() -> Non
     weights_bytes = sum(parameter.nbytes for parameter in _model().parameters())
     plain_bytes = weights_bytes + step(_model(), [(16, 64), (16, 64)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, budget=plain_bytes, race=False)
+    actckpt.apply(model, blocks=Mlp, budget=plain_bytes, race=False, on_infeasible="raise")
     for shape in [(16, 128), (16, 32), (16, 16)] * 2:
         step(model, [shape])
     peaks = [step(model, [(16, 64), (16, 64)]) for _ in range(4)]
@@ -196,7 +196,7 @@ def _cut(model: nn.Module, padded: int, rows: int) -> int:
 
 def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
     model = _Cut()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8)] * 2:
         _cut(model, *size)
     _cut(model, 512, 200)
@@ -212,7 +212,7 @@ def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
 
 def test_a_size_that_is_measured_again_has_a_plan_for_smaller_ones() -> None:
     model = _Cut()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8), (9, 9), (10, 10)] * 2:
         _cut(model, *size)
     _cut(model, 512, 500)
@@ -240,7 +240,7 @@ class _Jagged(nn.Module):
 
 def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() -> None:
     model = _Jagged()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     plans = []
     for rows in (90, 80, 70, 60, 50, 300, 300, 300, 40):
         parts = [torch.randn(rows, DIM), torch.randn(9, DIM)]

@@ -121,7 +121,7 @@ def test_a_plan_fits_from_the_smallest_budget_on_and_gradients_are_plain(kind: s
 def test_a_budget_in_training_fits_and_gradients_are_plain(kind: str, share: str) -> None:
     expected, plain = _step(_made(kind))
     model = _made(kind)
-    actckpt.apply(model, blocks="blocks.*", activation_budget=share)
+    actckpt.apply(model, blocks="blocks.*", activation_budget=share, on_infeasible="raise")
     for number in range(12):
         gradients, peak = _step(model)
         assert_equal(gradients, expected)
@@ -234,7 +234,7 @@ def test_forwards_without_gradients_between_calls_count_for_nothing_in_the_first
     for each in (model, plain):
         each.blocks[0].register_forward_pre_hook(_look)
     expected, plain_peak = _step(plain)
-    actckpt.apply(model, blocks="blocks.*", activation_budget="60%", race=False)
+    actckpt.apply(model, blocks="blocks.*", activation_budget="60%", race=False, on_infeasible="raise")
     for number in range(4):
         gradients, peak = _step(model)
         assert_equal(gradients, expected)
@@ -255,7 +255,7 @@ def test_a_first_step_in_which_no_block_runs_with_gradients_is_told() -> None:
     torch.manual_seed(0)
     model = Reentrant()
     expected, _ = _step(model)
-    actckpt.apply(model, blocks="blocks.*", activation_budget="60%")
+    actckpt.apply(model, blocks="blocks.*", activation_budget="60%", on_infeasible="raise")
     with pytest.warns(UserWarning, match=r"none runs with gradients \(in a reentrant checkpoint"):
         gradients, _ = _step(model)
     assert_equal(gradients, expected)
@@ -289,7 +289,7 @@ def test_several_forwards_that_are_alive_at_once() -> None:
 
     expected = train(_made("one block"))
     budgeted = _made("one block")
-    actckpt.apply(budgeted, blocks="blocks.*", activation_budget="60%")
+    actckpt.apply(budgeted, blocks="blocks.*", activation_budget="60%", on_infeasible="raise")
     for model in (_applied(), budgeted):
         for _ in range(3):
             assert_equal(train(model), expected)
@@ -302,7 +302,7 @@ def test_the_gradient_that_several_calls_add_up_counts() -> None:
     own = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
     assert [block.gradient_bytes for block in plan.costs.blocks] == [0.0] * 6 + [own, 0.0]
     stem, head = (sum(each.nbytes for each in part.parameters()) for part in (model.embedding, model.head))
-    actckpt.apply(model, blocks="blocks.*", budget="8MiB")
+    actckpt.apply(model, blocks="blocks.*", budget="8MiB", on_infeasible="raise")
     for _ in range(2):
         _step(model)
     plan = actckpt.report(model).plan
@@ -349,7 +349,7 @@ def test_a_checkpoint_inside_of_the_model_is_one_clear_error_and_one_around_it_i
 
 def test_a_block_inside_of_another_one_is_one_clear_error() -> None:
     model = _made("one block")
-    actckpt.apply(model, blocks=["blocks.0", "blocks.0.up"], activation_budget="60%")
+    actckpt.apply(model, blocks=["blocks.0", "blocks.0.up"], activation_budget="60%", on_infeasible="raise")
     with pytest.raises(actckpt.BlocksError, match=r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"):
         model(_tokens())
     actckpt.remove(model)

@@ -86,7 +86,7 @@ def test_budgets_hold_where_replays_need_more_than_what_is_kept() -> None:
     for share in range(2):
         budget = smallest_bytes + (plain_bytes - smallest_bytes) * share // 2
         model = _model()
-        actckpt.apply(model, blocks=Block, activation_budget=budget, race=False)
+        actckpt.apply(model, blocks=Block, activation_budget=budget, race=False, on_infeasible="raise")
         found = _trained(model, 4)
         for (gradients, _), (others, _) in zip(found, expected, strict=True):
             assert_equal(gradients, others)

@@ -63,7 +63,7 @@ def test_a_plan_holds_from_the_step_after_that_in_which_other_blocks_first_ran(k
     plain, model = _Model(), _Model()
     steps = _draws() if kind == "layer dropout" else _loops()
     _, most = plain.step(max(steps, key=len))
-    actckpt.apply(model, activation_budget=round(share * most), race=False)
+    actckpt.apply(model, activation_budget=round(share * most), race=False, on_infeasible="raise")
     excess, plans = [], []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -98,7 +98,7 @@ def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
         model.step(runs)
     assert raised.value.smallest_bytes is not None
     actckpt.remove(model)
-    actckpt.apply(model, activation_budget=int(raised.value.smallest_bytes) + 1, race=False)
+    actckpt.apply(model, activation_budget=int(raised.value.smallest_bytes) + 1, race=False, on_infeasible="raise")
     for _ in range(2):
         model.step(runs)
     everything = list(range(_NUM_BLOCKS))
@@ -113,7 +113,9 @@ def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
 def test_with_pins_the_plan_stays_as_it_was() -> None:
     """They name calls by their number, and classes of blocks by their names: more calls would change both."""
     model, without = _Model(), [number for number in range(_NUM_BLOCKS) if number != 1]
-    actckpt.apply(model, activation_budget="100%", pins={(6, "f.2::aten.gelu.default#0.0"): "recompute"})
+    actckpt.apply(
+        model, activation_budget="100%", pins={(6, "f.2::aten.gelu.default#0.0"): "recompute"}, on_infeasible="raise"
+    )
     for _ in range(2):
         model.step(without)
     plan = actckpt.report(model).plan
