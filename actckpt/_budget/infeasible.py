@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, get_args
 
 from actckpt._core.sites import warn_user
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.misspelt import did_you_mean
+from actckpt._text.sizes import format_bytes
 
-__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "with_budget", "with_cause"]
+__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "infeasible_error", "with_cause"]
 
 OnInfeasible = Literal["warn", "raise"]
 
@@ -32,10 +32,18 @@ def check_on_infeasible(given: object, what: str) -> None:
         raise ValueError(f"{what}: on_infeasible={given!r}. Pass 'warn' or 'raise'.{near}")
 
 
-def with_budget(error: PlanInfeasibleError, budget: str) -> PlanInfeasibleError:
-    """Return an error that says the budget as it was written."""
-    text = re.sub(r"fits into ([^:]*): ", rf"fits into \1 ({budget}): ", str(error), count=1)
-    return PlanInfeasibleError(text, error.smallest_bytes, error.holds)
+def infeasible_error(
+    error: PlanInfeasibleError, *, budget: str, budget_bytes: float, smallest_bytes: int, cause: str
+) -> PlanInfeasibleError:
+    """Return an error that says the budget as it was written; `cause` is a sentence without its dot, or empty."""
+    holds = f"{error.holds}. {cause}" if cause else error.holds
+    return PlanInfeasibleError(
+        f"No plan fits into {format_bytes(budget_bytes)} ({budget}): the smallest budget is "
+        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes). {holds}. Pass that budget or a larger one, or make "
+        "the batch smaller.",
+        smallest_bytes,
+        holds,
+    )
 
 
 def with_cause(error: PlanInfeasibleError, cause: str) -> PlanInfeasibleError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,11 +13,11 @@ from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import advice
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.cycle_model import CycleModel
-from actckpt._budget.infeasible import Infeasible, with_budget, with_cause
+from actckpt._budget.infeasible import Infeasible, infeasible_error
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.settled_block import SettledBlock
-from actckpt._budget.simple import NOTHING, simple_plans
+from actckpt._budget.simple import NOTHING, plain_plan, simple_plans
 from actckpt._budget.timeline import Cycle
 from actckpt._budget.trials import Candidate, Trials
 from actckpt.errors import PlanInfeasibleError
@@ -29,6 +30,8 @@ __all__ = ["BudgetConfig", "Kind"]
 _MOST_ROUNDS, _UNUSED = 3, 0.02
 #: Static bytes changed where they did by more than this share; they are looked at in the first cycles and then now and then.
 _CHANGE, _FIRST_LOOKS, _CYCLES_PER_LOOK = 0.01, 4, 16
+#: What an error adds to the smallest budget, for what differs between cycles: a share of what is no static memory, and bytes.
+_RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: So often a kind is measured.
 _MOST_MEASURED = 8
 
@@ -49,6 +52,7 @@ class Kind:
     Attributes:
         stage: what the next cycle is for.
         plan: the one to stay with; None: not made yet.
+        left_bytes: what an earlier cycle of the step left behind, when that was last metered.
         running_plan: that of the cycle, a candidate's in a trial; None: everything is recomputed.
         refused: why it exceeds the budget, or why there is none; empty where it fits.
     """
@@ -67,6 +71,7 @@ class Kind:
         self.running_plan: Plan | None = None
         self.refused = ""
         self.is_measured_now = False
+        self.left_bytes = 0
         self._model: CycleModel | None = None
         self._attempts: list[_Attempt] = []
         self._trials: Trials | None = None
@@ -171,14 +176,22 @@ class Kind:
     def _smallest(self, costs: CostTable, error: PlanInfeasibleError) -> Plan:
         """No plan fits: return the one that needs least, with a warning."""
         assert self._model is not None
-        is_late = len(self._attempts) > 0
-        cause = advice(self._model.made_outside, self._module, self._forwards, error.smallest_bytes)
-        error = with_cause(with_budget(error, self._config.text), cause)
-        self.refused, self.plan = str(error), None
-        if error.smallest_bytes is None or self._infeasible.raises(is_late=is_late, has_alternative=False):
+        least, is_late = error.smallest_bytes, len(self._attempts) > 0
+        if least is None:
             raise error
-        self._infeasible.warn(error, is_late=is_late)
-        return self._planned(costs, error.smallest_bytes)
+        reserve = _RESERVE * (least - self._static_bytes) + _RESERVE_BYTES
+        told = infeasible_error(
+            error,
+            budget=self._config.text,
+            budget_bytes=self._budget_bytes,
+            smallest_bytes=math.ceil(min(least + reserve, plain_plan(costs).peak_bytes)),
+            cause=advice(self._model.made_outside, self._module, self._forwards, least),
+        )
+        self.refused, self.plan = str(told), None
+        if self._infeasible.raises(is_late=is_late, has_alternative=False):
+            raise told
+        self._infeasible.warn(told, is_late=is_late)
+        return self._planned(costs, least)
 
     def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
         from actckpt.planner.solving import solve  # with scipy: half a second to import

@@ -38,7 +38,7 @@ from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.kinds import Kind
 from actckpt._budget.links import is_linked
-from actckpt._budget.meter import meter_of, sweep
+from actckpt._budget.meter import Meter, meter_of, sweep
 from actckpt._budget.profiled_block import ProfiledBlock
 from actckpt._budget.profiling import Profiler
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
@@ -65,6 +65,10 @@ def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
     """Return whether the loop plans for a model: on a CPU that trains in one process and offloads nothing."""
     device = device_of(model)
     return device.type == "cpu" and not is_linked(device, config.pins) and num_ranks() == 1
+
+
+def _with_meter(ended: list[Meter], meter: Meter | None) -> list[Meter] | None:
+    return None if meter is None else [each for each in (*ended, meter) if each.left_bytes([])]
 
 
 @torch_private.called_while_traced
@@ -101,6 +105,8 @@ class BudgetLoop:
         self._warned: set[str] = set()
         self._infeasible = Infeasible(self._config.on_infeasible)
         self._outside: OutsideModules | None = None
+        #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
+        self._ended_meters: list[Meter] | None = None
         self._num_unread = 0
         self._calls_of_last_cycle: tuple[Call, ...] = ()
         self._num_forwards = 0
@@ -237,6 +243,7 @@ class BudgetLoop:
         self._kind = kind
         self._profiled, self._settled = [], []
         static_bytes, held = self._config.static(self._model, self._device)
+        static_bytes += self._left_bytes(kind, held, accumulates=bool(key[0]))
         is_metered = kind is not None and kind.begin(static_bytes)  # raises where no plan fits and that was asked for
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
@@ -245,6 +252,14 @@ class BudgetLoop:
             self._outside = OutsideModules(self._model, self._forwards, storages)
         for forward in self._forwards.values():
             forward.instead = None if meter is None else self._call
+
+    def _left_bytes(self, kind: Kind | None, gradients: list[torch.Tensor], *, accumulates: bool) -> int:
+        """Return the bytes that an earlier cycle of the step left behind: casts that autocast holds, outputs in use."""
+        if kind is None or not (accumulates or self._config.is_total):
+            return 0
+        if self._ended_meters is not None:
+            kind.left_bytes = sum(meter.left_bytes(gradients) for meter in self._ended_meters)
+        return kind.left_bytes
 
     def _begin_forward(self, key: Any) -> None:
         cycle, kind = self._cycle, self._kind
@@ -342,6 +357,7 @@ class BudgetLoop:
         cycle, self._cycle = self._cycle, None
         if cycle is not None:
             self._end_outside(cycle)
+            self._ended_meters = _with_meter(self._ended_meters or [], cycle.meter)
         self._epoch += 1
         self._num_alive = 0
         if cycle is not None:

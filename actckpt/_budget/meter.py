@@ -48,6 +48,9 @@ class Meter(Protocol):
     def end(self) -> None:
         """Count nothing more."""
 
+    def left_bytes(self, gradients: list[torch.Tensor]) -> int:
+        """Return the bytes alive now of what it counted, but for these tensors. Called once it has ended."""
+
     def storages(self) -> MadeStorages | None:
         """Return the storages that it counts, by the order in which they were made; None where it counts bytes alone."""
 
@@ -98,6 +101,10 @@ class _ModeMeter(LiveStorages):
 
     def storages(self) -> MadeStorages:
         return self
+
+    def left_bytes(self, gradients: list[torch.Tensor]) -> int:
+        known = [storage for storage in storages_of(gradients) if self._entry(storage) is not None]
+        return self.live_bytes - sum(storage.nbytes() for storage in known)
 
     def has_made(self, storage: torch.UntypedStorage, *, since: int) -> bool:
         """Return whether a storage was made after so many others."""
@@ -203,6 +210,9 @@ class _AllocatorMeter:
 
     def storages(self) -> None:
         return None
+
+    def left_bytes(self, gradients: list[torch.Tensor]) -> int:
+        return 0  # what is allocated counts already
 
     def end(self) -> None:
         for hook in self._hooks:

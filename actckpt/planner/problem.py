@@ -212,6 +212,8 @@ class Problem:
         index = segment.running
         again = segment.bases[self._mode(choice, index)] - segment.plain_bytes
         if costs.segments is not None:
+            if again <= 0:
+                return [(segment.plain_bytes + again, "where no block keeps anything")]
             return [(segment.plain_bytes, "where no block keeps anything"), (again, "for what is computed again")]
         working = costs.blocks[index].working_set_bytes
         gradients = segment.plain_bytes - working - costs.fixed_bytes

@@ -249,12 +249,12 @@ def _experts() -> Program:
 def _forces() -> Program:
     """The loss contains a gradient of the output: backward runs through a backward."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(_WIDTH, 128), nn.Tanh(), nn.Linear(128, _WIDTH)) for _ in range(4)))
-    positions = torch.randn(256, _WIDTH)
+    positions = torch.randn(256, _WIDTH).requires_grad_()
 
     def step() -> None:
-        x = positions.clone().requires_grad_()
-        energy = model(x).square().sum()
-        (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+        positions.grad = None
+        energy = model(positions).square().sum()
+        (forces,) = torch.autograd.grad(energy, positions, create_graph=True)
         (1e-3 * energy + forces.square().sum()).backward()
 
     return model, step
