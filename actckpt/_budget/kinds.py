@@ -17,7 +17,7 @@ from actckpt._budget.infeasible import Infeasible, infeasible_error
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.settled_block import SettledBlock
-from actckpt._budget.simple import NOTHING, plain_plan, simple_plans
+from actckpt._budget.simple import plain_plan, simple_plans
 from actckpt._budget.timeline import Cycle
 from actckpt._budget.trials import Candidate, Trials
 from actckpt.errors import PlanInfeasibleError
@@ -248,10 +248,10 @@ class Kind:
         candidates = [Candidate("plan", plan, plan.peak_bytes, is_measured=True)]
         for name, other in simple_plans(plan.costs):
             is_same = any(other.actions == each.plan.actions and other.rerun == each.plan.rerun for each in candidates)
-            if name != NOTHING and not is_same and other.peak_bytes <= self._budget_bytes:
+            if not is_same:
                 placed = self._placed(dataclasses.replace(other, budget_bytes=self._budget_bytes))
-                candidates.append(Candidate(name, placed, other.peak_bytes))
-        if len(candidates) > 1:
+                candidates.append(Candidate(name, placed, other.peak_bytes, fits=other.peak_bytes <= self._budget_bytes))
+        if sum(each.fits for each in candidates) > 1:
             self._trials, self.stage = Trials(candidates, self._budget_bytes), "try"
 
     def _tried(self, cycle: Cycle) -> None:

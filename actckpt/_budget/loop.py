@@ -108,7 +108,8 @@ class BudgetLoop:
         #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
         self._ended_meters: list[Meter] | None = None
         self._num_unread = 0
-        self._calls_of_last_cycle: tuple[Call, ...] = ()
+        #: How often each block was called.
+        self._num_calls = Counter[str]()
         self._num_forwards = 0
         #: Whether a forward with gradients began.
         self.is_called = False
@@ -166,17 +167,17 @@ class BudgetLoop:
         Raises:
             BlocksError: a block did not run, or ran in several forwards of the model, or backward did not reach it.
         """
-        ran = Counter(name for name, _ in self._calls_of_last_cycle)
         for name in blocks:
-            if not ran[name] or (ran[name] > 1 and self._num_forwards != 1):
+            num_calls = self._num_calls[name]
+            if not num_calls or (num_calls > 1 and self._num_forwards != 1):
                 raise BlocksError(
-                    f"plan: block {name!r} ran {ran[name]} times in the step, and the model was called "
+                    f"plan: block {name!r} ran {num_calls} times in the step, and the model was called "
                     f"{self._num_forwards} times, expected once. Pass a step with one forward of the model, or other "
                     "blocks=."
                 )
         if self._kind is None or self._kind.stage == "measure":
             raise BlocksError(
-                f"plan: backward did not run through block {blocks[-1]!r}. Pass a step with its backward."
+                f"plan: backward did not run through block {blocks[0]!r}. Pass a step with its backward."
             )
 
     def ran_unplanned(self, name: str) -> bool:
@@ -335,7 +336,7 @@ class BudgetLoop:
         self._num_alive -= 1
         if self._num_alive == 0:
             cycle = self._cycle
-            self._calls_of_last_cycle = tuple(cycle.calls)
+            self._num_calls.update(call.block for call in cycle.calls)
             self._close_cycle()
             if self._kind is not None:
                 self._kind.end(cycle, self._settled)

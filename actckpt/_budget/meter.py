@@ -147,6 +147,7 @@ class _ModeMeter(LiveStorages):
         if self.is_counting:
             self.is_counting = False
             self.__exit__(None, None, None)
+            self._parameters = ()  # it may outlive them
             _ended.append(self)
 
 

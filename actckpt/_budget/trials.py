@@ -50,13 +50,13 @@ class Trials:
     """Candidates and their cycles.
 
     Args:
-        candidates: the solver's plan first, whose peak is known.
+        candidates: the solver's plan first, whose peak is known. Those that are not predicted to fit are only listed.
         budget_bytes: what a candidate's measured peak must not exceed.
     """
 
     def __init__(self, candidates: list[Candidate], budget_bytes: float) -> None:
         self._all, self._budget_bytes = candidates, budget_bytes
-        self._left = list(candidates)
+        self._left = [each for each in candidates if each.fits]
         self._running = candidates[0]
 
     @property
