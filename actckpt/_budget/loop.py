@@ -32,6 +32,7 @@ from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.outside import OutsideModules
+from actckpt._blocks.planned_size import PlannedSize, given_bytes
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
@@ -44,7 +45,7 @@ from actckpt._budget.profiling import Profiler
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._budget.settled_block import SettledBlock, settled
 from actckpt._budget.timeline import Call, Cycle
-from actckpt._budget.warnings import CHECKPOINTED, COMPILED, NO_OUTPUTS, TWO_THREADS, UNREAD
+from actckpt._budget.warnings import CHECKPOINTED, COMPILED, GROWS, NO_OUTPUTS, TWO_THREADS, UNREAD
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
@@ -69,6 +70,11 @@ def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
 
 def _with_meter(ended: list[Meter], meter: Meter | None) -> list[Meter] | None:
     return None if meter is None else [each for each in (*ended, meter) if each.left_bytes([])]
+
+
+def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
+    if training is not None:  # else the block was copied without its model
+        training.ran_larger(name, given)
 
 
 @torch_private.called_while_traced
@@ -108,6 +114,7 @@ class BudgetLoop:
         #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
         self._ended_meters: list[Meter] | None = None
         self._num_unread = 0
+        self._size: PlannedSize | None = None
         self._calls_of_last_cycle: tuple[Call, ...] = ()
         self._num_forwards = 0
         #: Whether a forward with gradients began.
@@ -166,7 +173,7 @@ class BudgetLoop:
         Raises:
             BlocksError: a block did not run, or ran in several forwards of the model, or backward did not reach it.
         """
-        ran = Counter(name for name, _ in self._calls_of_last_cycle)
+        ran = Counter(call.block for call in self._calls_of_last_cycle)
         for name in blocks:
             if not ran[name] or (ran[name] > 1 and self._num_forwards != 1):
                 raise BlocksError(
@@ -187,11 +194,12 @@ class BudgetLoop:
         return not self._config.pins and self._kind.measure_again()  # pins name calls by their number
 
     def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
-        """A block that runs first was given more bytes than when it was measured: this forward recomputes everything."""
+        """A block was given more bytes than when it was measured: from here on the forward recomputes everything."""
         use_settings(self._forwards, {})
         if self._cycle is not None and self._kind is not None:
             self._cycle.is_void = True
-            self._kind.measure_again()
+            if not self._kind.grew(name, given):
+                self._warn(GROWS)
 
     def close(self) -> None:
         """Watch the model no more."""
@@ -264,8 +272,7 @@ class BudgetLoop:
     def _begin_forward(self, key: Any) -> None:
         cycle, kind = self._cycle, self._kind
         assert cycle is not None
-        number = cycle.num_forwards
-        cycle.num_forwards += 1
+        number = cycle.forward_begins()
         self._num_forwards += 1
         self._num_alive += 1
         settings: Mapping[str, Settings] | None = None if kind is None else kind.settings(number, key)
@@ -276,6 +283,15 @@ class BudgetLoop:
             cycle.is_void = cycle.is_void or not self._is_measuring()
         else:
             use_settings(self._forwards, settings)
+            self._watch_sizes(number)
+
+    def _watch_sizes(self, number: int) -> None:
+        """Compare what blocks are given in a forward that runs a plan with what they were given when measured."""
+        if self._kind is None or self._is_measuring():
+            return
+        self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger, is_for_one=False)
+        for forward in self._forwards.values():
+            forward.planned_size = self._size
 
     def _is_measuring(self) -> bool:
         return self._cycle is not None and self._kind is not None and self._kind.is_measured_now
@@ -285,6 +301,9 @@ class BudgetLoop:
             return
         running = self._running[threading.get_ident()]
         cycle = running.pop() if running else None  # none where a hook that runs earlier failed
+        if self._size is not None and not running:  # blocks may run outside of their model
+            self._size.close()
+            self._size = None
         if cycle is None or cycle is not self._cycle:
             return
         cycle.note("forward")
@@ -307,6 +326,7 @@ class BudgetLoop:
         epoch, is_over, is_read = self._epoch, False, False
         cycle = self._cycle
         assert cycle is not None
+        number = cycle.num_forwards - 1
 
         def gone() -> None:
             nonlocal is_over
@@ -318,9 +338,10 @@ class BudgetLoop:
         def reached(_: torch.Tensor) -> None:
             nonlocal is_read
             is_read = True
-            cycle.num_backwards += 1
+            retains_graph = torch_private.keeps_graph()
+            cycle.backward_reaches(number, torch_private.current_graph_task_id(), retains_graph=retains_graph)
             self._settle(cycle)
-            if not torch_private.keeps_graph():
+            if not retains_graph:
                 _C.when_backward_ends(gone)
 
         dropped = weakref.finalize(reached, gone)
@@ -335,6 +356,8 @@ class BudgetLoop:
         self._num_alive -= 1
         if self._num_alive == 0:
             cycle = self._cycle
+            if not cycle.calls and cycle.num_backwards and not cycle.is_void and self._is_measuring():
+                self._warn(COMPILED)
             self._calls_of_last_cycle = tuple(cycle.calls)
             self._close_cycle()
             if self._kind is not None:
@@ -393,7 +416,10 @@ class BudgetLoop:
             cycle.is_void = True
             return forward.run_as_set(args, kwargs, record)
         number = len(cycle.calls)
-        cycle.calls.append(Call(forward.name, cycle.num_forwards - 1))
+        given = given_bytes((args, kwargs))
+        cycle.calls.append(Call(forward.name, cycle.num_forwards - 1, given))
+        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(forward.name, given):
+            cycle.is_void = True
         source = first_tensor((args, kwargs))
         if source is not None and source.requires_grad:
             source.register_hook(lambda _: cycle.note("backward ends", number))
