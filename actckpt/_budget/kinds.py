@@ -90,6 +90,8 @@ class Kind:
         self._module, self._forwards, self._config = model, forwards, config
         self._infeasible = infeasible
         self.stage: Stage = "measure"
+        #: What it returns to where a measured cycle tells nothing new.
+        self._stage_before: Stage = "measure"
         self.plan: Plan | None = None
         self.running_plan: Plan | None = None
         self.refused = ""
@@ -123,27 +125,33 @@ class Kind:
 
     # What a cycle does.
 
-    def begin(self, static_bytes: float) -> bool:
+    def begin(self, static_bytes: float, *, is_smaller: bool = False) -> bool:
         """A cycle begins; return whether it is metered.
 
+        Args:
+            static_bytes: what counts toward the budget and existed before.
+            is_smaller: it is of another kind, whose shapes are in no dimension larger.
         Raises:
             PlanInfeasibleError: no plan fits, and the user asked for this error.
         """
-        self.is_measured_now = self.stage == "measure"
+        self.is_measured_now = self.stage == "measure" and not is_smaller
         if self.is_measured_now:
             self._measured_keys, self.running_plan = [], None
             if self._num_empty > _FIRST_EMPTY and self._num_empty % _CYCLES_PER_LOOK:
                 self._num_empty += 1
                 self.is_measured_now = False
             return self.is_measured_now
-        if self._is_changed(static_bytes):
+        if self.stage != "measure" and self._is_changed(static_bytes):
             self._attempts, self._trials, self.stage = [], None, "fit"
             self._static_bytes = static_bytes
         self._num_cycles += 1
         if self.stage == "fit" and not self._attempts_are_open():
             self._solve(static_bytes)
-        if self._trials is None:
-            return self.stage == "fit"
+        if is_smaller or (self._trials is None and self.running_plan is None):
+            assert self.plan is not None
+            self._run(self.plan)
+        if self._trials is None or is_smaller:
+            return self.stage == "fit" and not is_smaller
         candidate = self._trials.next()
         self._run(candidate.plan)
         return not candidate.is_measured
@@ -159,7 +167,7 @@ class Kind:
             self._measured_keys.append(key)
         if self.running_plan is None:
             return dict.fromkeys(self._forwards, RECOMPUTE)
-        is_known = number < min(len(self._settings), len(self._forward_keys)) and self._forward_keys[number] == key
+        is_known = number < min(len(self._settings), len(self._forward_keys)) and self._forward_keys[number].holds(key)
         return self._settings[number] if is_known else None
 
     def end(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
@@ -168,18 +176,23 @@ class Kind:
             self._measured(cycle, blocks)
         elif cycle.is_void or self._model is None:
             return
-        elif cycle.num_backwards and tuple(cycle.order) not in self._orders:
+        elif not self.knows_order(cycle):
             self.measure_again()
         elif self._trials is not None:
             self._tried(cycle)
         elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):
             self._fit(cycle)
 
+    def knows_order(self, cycle: Cycle) -> bool:
+        """Return whether the forwards and backwards of a cycle ran in an order that was measured."""
+        return not cycle.num_backwards or tuple(cycle.order) in self._orders
+
     def measure_again(self) -> bool:
         """A plan did not know what ran; return whether the next cycle is measured."""
         if self._num_measured >= _MOST_MEASURED:
             return False
-        self.stage = "measure"
+        if self.stage != "measure":
+            self._stage_before, self.stage = self.stage, "measure"
         return True
 
     # Sizes inside of the model, which its arguments do not show.
@@ -209,7 +222,7 @@ class Kind:
         self._num_smaller += 1
         if self._num_smaller >= _MOST_SMALLER:
             self._num_waits += 1
-            self.stage = self._stage_before()
+            self.stage = self._stage_before
         return True
 
     # Stages.
@@ -219,7 +232,7 @@ class Kind:
         self._num_measured += 1
         self._num_empty = 0 if cycle.calls else self._num_empty + 1
         if cycle.is_void or not cycle.calls or len(blocks) != len(cycle.calls) or not cycle.num_backwards:
-            self.stage = "measure" if self._model is None else self._stage_before()
+            self.stage = self._stage_before
             return
         is_new = tuple(cycle.order) not in self._orders
         self._orders.add(tuple(cycle.order))
@@ -228,8 +241,10 @@ class Kind:
             model.add(cycle, blocks)
         else:
             model = CycleModel(cycle, blocks)
-        if self._model is not None and len(model.calls) < len(self._model.calls) and not self._is_larger(model):
-            self.stage = self._stage_before()
+        before = () if self._model is None else self._model.calls
+        is_less = len(model.calls) < len(before) or _total(model.calls) < _ALIKE * _total(before)
+        if self._model is not None and is_less and not self._is_larger(model):
+            self.stage = self._stage_before
             return
         self._model, self._attempts, self._trials, self.plan = model, [], None, None
         self.stage, self._num_cycles, self._static_bytes = "fit", 0, cycle.static_bytes
@@ -249,9 +264,6 @@ class Kind:
         calls = self._model.calls
         is_same = len(calls) == len(cycle.calls) and all(map(Call.is_same, calls, cycle.calls))
         return is_same and _total(cycle.calls) >= _ALIKE * _total(calls)
-
-    def _stage_before(self) -> Stage:
-        return "settled" if self.plan is not None else "fit"
 
     def _attempts_are_open(self) -> bool:
         """Return whether the plan was solved and waits to be observed."""
@@ -378,7 +390,10 @@ class Kind:
     def _run(self, plan: Plan) -> None:
         """Let the next cycles run a plan: each forward its part of it."""
         assert self._model is not None and plan.blocks is not None and plan.places is not None
-        self.running_plan, self._has_run = plan, True
+        self._has_run = True
+        if plan is self.running_plan:
+            return
+        self.running_plan = plan
         for forward in self._forwards.values():  # its first cycle is metered, so no trial is slower by that
             forward.together.record_first_step(plan)
         num_forwards = len(self._forward_keys)

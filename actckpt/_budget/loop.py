@@ -38,6 +38,7 @@ from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.kinds import Kind
+from actckpt._budget.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._budget.links import is_linked
 from actckpt._budget.meter import Meter, meter_of, sweep
 from actckpt._budget.profiled_block import ProfiledBlock
@@ -45,7 +46,7 @@ from actckpt._budget.profiling import Profiler
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._budget.settled_block import SettledBlock, settled
 from actckpt._budget.timeline import Call, Cycle
-from actckpt._budget.warnings import CHECKPOINTED, COMPILED, GROWS, NO_OUTPUTS, TWO_THREADS, UNREAD
+from actckpt._budget.warnings import CHECKPOINTED, COMPILED, GROWS, MANY_SIZES, NO_OUTPUTS, TWO_THREADS, UNREAD
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
@@ -54,8 +55,6 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetLoop", "runs_loop"]
 
-#: So many kinds have plans of their own.
-_MOST_KINDS = 64
 #: So many forwards of one cycle may wait for a backward while others had theirs; then the oldest count as never read.
 _MOST_FORWARDS = 16
 #: So many forwards in a row without any backward trigger a warning.
@@ -96,8 +95,12 @@ class BudgetLoop:
         ]
 
     def _start(self) -> None:
-        self._kinds: dict[Any, Kind] = {}
+        self._infeasible = Infeasible(self._config.on_infeasible)
+        self._kinds = KnownKinds(lambda: Kind(self._model, self._forwards, self._config, self._infeasible))
         self._kind: Kind | None = None
+        self._key: CycleKey | None = None
+        #: Whether the cycle runs the plan of a larger one.
+        self._is_smaller = False
         self._cycle: Cycle | None = None
         #: Forwards of the cycle that are alive; `_epoch` tells those of cycles that were given up.
         self._num_alive = self._epoch = 0
@@ -109,7 +112,6 @@ class BudgetLoop:
         self._settled: list[SettledBlock] = []
         self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
         self._warned: set[str] = set()
-        self._infeasible = Infeasible(self._config.on_infeasible)
         self._outside: OutsideModules | None = None
         #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
         self._ended_meters: list[Meter] | None = None
@@ -191,14 +193,23 @@ class BudgetLoop:
         if self._cycle is None or self._kind is None:
             return False
         self._cycle.is_void = True
-        return not self._config.pins and self._kind.measure_again()  # pins name calls by their number
+        return not self._config.pins and self._measure_again()  # pins name calls by their number
+
+    def _measure_again(self) -> bool:
+        """A plan did not know what ran; return whether a later cycle is measured."""
+        if self._is_smaller and self._key is not None:
+            self._kinds.separate(self._key)
+            return True
+        return self._kind is not None and self._kind.measure_again()
 
     def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
         """A block was given more bytes than when it was measured: from here on the forward recomputes everything."""
         use_settings(self._forwards, {})
         if self._cycle is not None and self._kind is not None:
             self._cycle.is_void = True
-            if not self._kind.grew(name, given):
+            if self._is_smaller:
+                self._measure_again()
+            elif not self._kind.grew(name, given):
                 self._warn(GROWS)
 
     def close(self) -> None:
@@ -244,15 +255,15 @@ class BudgetLoop:
         running[-1] = self._cycle
 
     def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        key = self._cycle_key(args, kwargs)
-        kind = self._kinds.get(key)
-        if kind is None and len(self._kinds) < _MOST_KINDS:
-            kind = self._kinds[key] = Kind(self._model, self._forwards, self._config, self._infeasible)
+        key = self._key = self._cycle_key(args, kwargs)
+        kind, self._is_smaller = self._kinds.find(key)
         self._kind = kind
+        if kind is None:
+            self._warn(MANY_SIZES)
         self._profiled, self._settled = [], []
         static_bytes, held = self._config.static(self._model, self._device)
-        static_bytes += self._left_bytes(kind, held, accumulates=bool(key[0]))
-        is_metered = kind is not None and kind.begin(static_bytes)  # raises where no plan fits and that was asked for
+        static_bytes += self._left_bytes(kind, held, accumulates=key.accumulates)
+        is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)  # raises where no plan fits and that was asked for
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
         self._cycle = Cycle(self._device, meter, static_bytes)
@@ -269,7 +280,7 @@ class BudgetLoop:
             kind.left_bytes = sum(meter.left_bytes(gradients) for meter in self._ended_meters)
         return kind.left_bytes
 
-    def _begin_forward(self, key: Any) -> None:
+    def _begin_forward(self, key: ForwardKey) -> None:
         cycle, kind = self._cycle, self._kind
         assert cycle is not None
         number = cycle.forward_begins()
@@ -277,8 +288,8 @@ class BudgetLoop:
         self._num_alive += 1
         settings: Mapping[str, Settings] | None = None if kind is None else kind.settings(number, key)
         if settings is None:
-            if kind is not None and not self._config.pins:
-                kind.measure_again()
+            if not self._config.pins:
+                self._measure_again()
             use_settings(self._forwards, dict.fromkeys(self._forwards, RECOMPUTE))
             cycle.is_void = cycle.is_void or not self._is_measuring()
         else:
@@ -360,8 +371,10 @@ class BudgetLoop:
                 self._warn(COMPILED)
             self._calls_of_last_cycle = tuple(cycle.calls)
             self._close_cycle()
-            if self._kind is not None:
+            if self._kind is not None and not self._is_smaller:
                 self._kind.end(cycle, self._settled)
+            elif self._kind is not None and not cycle.is_void and not self._kind.knows_order(cycle):
+                self._measure_again()
             self._profiled, self._settled = [], []
 
     def _give_up_cycle(self) -> None:
@@ -462,23 +475,23 @@ class BudgetLoop:
 
     # Kinds.
 
-    def _cycle_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _cycle_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CycleKey:
         gradients = any(found is not None and found.grad is not None for ref in self._own() for found in (ref(),))
-        return gradients, self._kind_key(args, kwargs)
+        return CycleKey(gradients, self._kind_key(args, kwargs))
 
-    def _kind_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _kind_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
         """Return what a forward's share of a plan depends on."""
         trained = bytes(found is None or found.requires_grad for ref in self._own() for found in (ref(),))
-        tensors = [
-            (tuple(size if type(size) is int else 1 for size in tensor.shape), tensor.dtype, tensor.requires_grad)
+        tensors = tuple(
+            (tuple(size if type(size) is int else 1 for size in tensor.shape), (tensor.dtype, tensor.requires_grad))
             for tensor in tensors_in((args, kwargs))
-        ]
+        )
         # Numbers and texts may be others in each step, as data is.
         flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return self._model.training, autocast, trained, keywords, frozenset(flags), tuple(tensors)
+        return ForwardKey((self._model.training, autocast, trained, keywords, frozenset(flags)), tensors)
 
     def _own(self) -> list[weakref.ref[torch.nn.Parameter]]:
         if self._parameters is None:
