@@ -9,6 +9,7 @@ that. own_s is what the block that runs in s needs in the mode of the plan (all 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from actckpt._budget.class_names import with_block_names
 from actckpt._budget.settled_block import SettledBlock
@@ -24,6 +25,19 @@ Mode = str
 _KEPT, _REPLAYED, _RERUN = "kept", "replayed", "rerun"
 
 
+#: In which order forwards and backwards ran (`Cycle.order`).
+_Order = tuple[tuple[int, int, bool], ...]
+_Correction = tuple[_Order, SegmentKey, Mode]
+
+
+class _Row(NamedTuple):
+    """A segment of a measured cycle, with its block calls as they were measured there."""
+
+    order: _Order
+    segment: Segment
+    blocks: tuple[SettledBlock, ...]
+
+
 class CycleModel:
     """What one kind of cycle needs under any plan.
 
@@ -36,26 +50,37 @@ class CycleModel:
         self.calls = tuple(cycle.calls)
         self.blocks = tuple(blocks)
         self.made_outside = cycle.made_outside
-        self._segments = cycle.segments()
+        self._rows: list[_Row] = []
         #: Differences between observed and predicted peaks, by segment and mode of the block that runs in it.
-        self._corrections: dict[tuple[SegmentKey, Mode], float] = {}
+        self._corrections: dict[_Correction, float] = {}
         self._costs = [block.costs for block in blocks]
+        self.add(cycle, blocks)
+
+    def add(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
+        """Add a cycle of the same calls, in which backwards came in another order: plans must fit in each order."""
+        self._rows += [_Row(tuple(cycle.order), each, tuple(blocks)) for each in cycle.segments()]
+
+    @property
+    def num_orders(self) -> int:
+        """In how many orders forwards and backwards ran."""
+        return len({row.order for row in self._rows})
 
     def costs(self, static_bytes: float) -> CostTable:
         """Return the cost table for the planner."""
         names: dict[BlockClass, str] = {}
         stack = tuple(names.setdefault(block, f"class {len(names)}") for block in self._costs)
-        segments = tuple(self._segment(each, static_bytes) for each in self._segments)
+        segments = tuple(self._segment(row, static_bytes) for row in self._rows)
         found = CostTable({name: block for block, name in names.items()}, stack, segments=segments)
         return with_block_names(found, [call.block for call in self.calls])
 
-    def _segment(self, segment: Segment, static_bytes: float) -> planner_costs.Segment:
-        counted = (self.blocks[j].always_kept_bytes + self.blocks[j].droppable_input_bytes for j in segment.alive)
+    def _segment(self, row: _Row, static_bytes: float) -> planner_costs.Segment:
+        segment, blocks = row.segment, row.blocks
+        counted = (blocks[j].always_kept_bytes + blocks[j].droppable_input_bytes for j in segment.alive)
         base = static_bytes + segment.peak_bytes - sum(counted)
-        bases = {mode: base + self._correction(segment, mode) for mode in (_KEPT, _REPLAYED, _RERUN)}
+        bases = {mode: base + self._correction(row, mode) for mode in (_KEPT, _REPLAYED, _RERUN)}
         limit = float("inf")
         if segment.running >= 0:
-            block = self.blocks[segment.running]
+            block = blocks[segment.running]
             peaks, kept = block.peaks, block.always_kept_bytes
             if segment.is_forward:
                 limit = max(segment.live_bytes + peaks.forward - segment.peak_bytes, 0.0) + kept
@@ -73,8 +98,9 @@ class CycleModel:
             kept_limit_bytes=limit,
         )
 
-    def _correction(self, segment: Segment, mode: Mode) -> float:
-        return self._corrections.get((segment.key, mode if segment.running >= 0 else ""), 0.0)
+    def _correction(self, row: _Row, mode: Mode) -> float:
+        key = row.order, row.segment.key, mode if row.segment.running >= 0 else ""
+        return self._corrections.get(key, 0.0)
 
     def observe(self, cycle: Cycle, plan: Plan, predicted: Sequence[float]) -> None:
         """Correct the model by a metered cycle that ran under a plan.
@@ -82,15 +108,17 @@ class CycleModel:
         Args:
             predicted: peak bytes of each segment under the plan.
         """
+        order = tuple(cycle.order)
         seen = {segment.key: segment.peak_bytes + cycle.static_bytes for segment in cycle.segments()}
-        for segment, need in zip(self._segments, predicted, strict=True):
-            if segment.key not in seen:
+        for row, need in zip(self._rows, predicted, strict=True):
+            segment = row.segment
+            if row.order != order or segment.key not in seen:
                 continue
             error = seen[segment.key] - need
             mode = "" if segment.running < 0 else self._mode(plan, segment.running)
             if error < 0 and mode == _REPLAYED:  # another plan may replay other values
                 continue
-            key = segment.key, mode
+            key = order, segment.key, mode
             self._corrections[key] = self._corrections.get(key, 0.0) + error
 
     def _mode(self, plan: Plan, call: int) -> Mode:
@@ -99,11 +127,11 @@ class CycleModel:
         actions = tuple(plan.actions[call][value.name] for value in self._costs[call].values)
         return _REPLAYED if self._costs[call].is_recorded(actions) else _KEPT
 
-    def corrections(self) -> dict[tuple[SegmentKey, Mode], float]:
+    def corrections(self) -> dict[_Correction, float]:
         """Return a copy of the corrections, for `restore`."""
         return dict(self._corrections)
 
-    def restore(self, corrections: Mapping[tuple[SegmentKey, Mode], float]) -> None:
+    def restore(self, corrections: Mapping[_Correction, float]) -> None:
         """Put corrections back."""
         self._corrections = dict(corrections)
 

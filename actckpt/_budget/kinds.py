@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from actckpt._budget.planned_model import facts_of
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.settled_block import SettledBlock
 from actckpt._budget.simple import plain_plan, simple_plans
-from actckpt._budget.timeline import Cycle
+from actckpt._budget.timeline import Call, Cycle
 from actckpt._budget.trials import Candidate, Trials
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
@@ -28,12 +29,18 @@ __all__ = ["BudgetConfig", "Kind"]
 
 #: Rounds of correction, and the share of the budget that may be left while values are dropped.
 _MOST_ROUNDS, _UNUSED = 3, 0.02
-#: Static bytes changed where they did by more than this share; they are looked at in the first cycles and then now and then.
-_CHANGE, _FIRST_LOOKS, _CYCLES_PER_LOOK = 0.01, 4, 16
+#: Static bytes changed where they did by more than this share, and a budget of free memory, read once in so many cycles.
+_CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
+#: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered.
+_FIRST_EMPTY = 16
 #: What an error adds to the smallest budget, for what differs between cycles: a share of what is no static memory, and bytes.
 _RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: So often a kind is measured.
-_MOST_MEASURED = 8
+_MOST_MEASURED = 16
+#: A cycle is measured that is given this share of the largest one. So many smaller ones recompute everything until it comes.
+_NEARLY, _MOST_SMALLER, _MOST_WAITS = 0.9, 20, 3
+#: So many cycles are metered until the plan stays although none was like the measured one, which is given this share.
+_MOST_METERED, _ALIKE = 16, 0.99
 
 Stage = Literal["measure", "fit", "try", "settled"]
 
@@ -44,6 +51,22 @@ class _Attempt:
 
     plan: Plan
     peak_bytes: float
+
+
+def _most(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(max(pair) for pair in itertools.zip_longest(one, other, fillvalue=0.0))
+
+
+def _most_given(calls: Iterable[Call]) -> dict[str, tuple[float, ...]]:
+    """Return per block the most bytes of each tensor that its calls were given."""
+    found: dict[str, tuple[float, ...]] = {}
+    for call in calls:
+        found[call.block] = _most(found.get(call.block, ()), call.given)
+    return found
+
+
+def _total(calls: Iterable[Call]) -> float:
+    return sum(sum(call.given) for call in calls)
 
 
 class Kind:
@@ -67,6 +90,8 @@ class Kind:
         self._module, self._forwards, self._config = model, forwards, config
         self._infeasible = infeasible
         self.stage: Stage = "measure"
+        #: What it returns to where a measured cycle tells nothing new.
+        self._stage_before: Stage = "measure"
         self.plan: Plan | None = None
         self.running_plan: Plan | None = None
         self.refused = ""
@@ -76,9 +101,22 @@ class Kind:
         self._attempts: list[_Attempt] = []
         self._trials: Trials | None = None
         self._settings: list[Mapping[str, Settings]] = []
+        #: Shapes and flags of each forward, in the cycle that the plan was made for and in the one that is measured.
         self._forward_keys: list[Any] = []
+        self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = 0
+        #: Per block, the bytes of each tensor that the largest call was given which exceeded the measured ones.
+        self._largest: dict[str, tuple[float, ...]] = {}
+        self._num_smaller = self._num_waits = 0
+        #: Cycles in a row that were to be measured, and in which no block ran with gradients.
+        self._num_empty = 0
+        #: Orders of forwards and backwards that were measured.
+        self._orders: set[tuple[tuple[int, int, bool], ...]] = set()
+        #: Whether cycles ran under a plan: after that no error is raised.
+        self._has_run = False
+        #: Why no plan fits by the corrected model.
+        self._told: PlanInfeasibleError | None = None
 
     @property
     def num_trials_left(self) -> int:
@@ -87,24 +125,33 @@ class Kind:
 
     # What a cycle does.
 
-    def begin(self, static_bytes: float) -> bool:
+    def begin(self, static_bytes: float, *, is_smaller: bool = False) -> bool:
         """A cycle begins; return whether it is metered.
 
+        Args:
+            static_bytes: what counts toward the budget and existed before.
+            is_smaller: it is of another kind, whose shapes are in no dimension larger.
         Raises:
             PlanInfeasibleError: no plan fits, and the user asked for this error.
         """
-        self.is_measured_now = self.stage == "measure"
+        self.is_measured_now = self.stage == "measure" and not is_smaller
         if self.is_measured_now:
-            self._forward_keys, self.running_plan = [], None
-            return True
-        if self._is_changed(static_bytes):
+            self._measured_keys, self.running_plan = [], None
+            if self._num_empty > _FIRST_EMPTY and self._num_empty % _CYCLES_PER_LOOK:
+                self._num_empty += 1
+                self.is_measured_now = False
+            return self.is_measured_now
+        if self.stage != "measure" and self._is_changed(static_bytes):
             self._attempts, self._trials, self.stage = [], None, "fit"
             self._static_bytes = static_bytes
         self._num_cycles += 1
         if self.stage == "fit" and not self._attempts_are_open():
             self._solve(static_bytes)
-        if self._trials is None:
-            return self.stage == "fit"
+        if is_smaller or (self._trials is None and self.running_plan is None):
+            assert self.plan is not None
+            self._run(self.plan)
+        if self._trials is None or is_smaller:
+            return self.stage == "fit" and not is_smaller
         candidate = self._trials.next()
         self._run(candidate.plan)
         return not candidate.is_measured
@@ -117,9 +164,10 @@ class Kind:
             key: its shapes and flags.
         """
         if self.is_measured_now:
-            self._forward_keys.append(key)
+            self._measured_keys.append(key)
+        if self.running_plan is None:
             return dict.fromkeys(self._forwards, RECOMPUTE)
-        is_known = number < len(self._settings) and self._forward_keys[number] == key
+        is_known = number < min(len(self._settings), len(self._forward_keys)) and self._forward_keys[number].holds(key)
         return self._settings[number] if is_known else None
 
     def end(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
@@ -128,16 +176,53 @@ class Kind:
             self._measured(cycle, blocks)
         elif cycle.is_void or self._model is None:
             return
+        elif not self.knows_order(cycle):
+            self.measure_again()
         elif self._trials is not None:
             self._tried(cycle)
-        elif self.stage == "fit" and tuple(cycle.calls) == self._model.calls:
+        elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):
             self._fit(cycle)
+
+    def knows_order(self, cycle: Cycle) -> bool:
+        """Return whether the forwards and backwards of a cycle ran in an order that was measured."""
+        return not cycle.num_backwards or tuple(cycle.order) in self._orders
 
     def measure_again(self) -> bool:
         """A plan did not know what ran; return whether the next cycle is measured."""
         if self._num_measured >= _MOST_MEASURED:
             return False
-        self.stage = "measure"
+        if self.stage != "measure":
+            self._stage_before, self.stage = self.stage, "measure"
+        return True
+
+    # Sizes inside of the model, which its arguments do not show.
+
+    def given_bytes(self, number: int) -> dict[str, tuple[float, ...]]:
+        """Return per block the most bytes of each tensor that it was given in a forward of the measured cycle."""
+        if self._model is None:
+            return {}
+        return _most_given(call for call in self._model.calls if call.forward == number)
+
+    def grew(self, name: str, given: tuple[float, ...]) -> bool:
+        """A block was given more than that; return whether one of the next cycles is measured."""
+        self._largest[name] = _most(self._largest.get(name, ()), given)
+        if self.stage != "measure":
+            if self._num_waits >= _MOST_WAITS:
+                return False
+            self._num_smaller = 0
+        return self.measure_again()
+
+    def is_smaller(self, name: str, given: tuple[float, ...]) -> bool:
+        """Return whether a block is given less in the measured cycle than in the largest one: a later one is measured."""
+        measured = _most_given(self._model.calls).get(name, ()) if self._model is not None else ()
+        rows = itertools.zip_longest(self._largest.get(name, ()), measured, given, fillvalue=0.0)
+        if all(now >= _NEARLY * most or most <= then for most, then, now in rows):
+            return False
+        self.is_measured_now = False
+        self._num_smaller += 1
+        if self._num_smaller >= _MOST_SMALLER:
+            self._num_waits += 1
+            self.stage = self._stage_before
         return True
 
     # Stages.
@@ -145,18 +230,40 @@ class Kind:
     def _measured(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
         """Take over what a cycle was measured to need, unless it is less than what is known."""
         self._num_measured += 1
+        self._num_empty = 0 if cycle.calls else self._num_empty + 1
         if cycle.is_void or not cycle.calls or len(blocks) != len(cycle.calls) or not cycle.num_backwards:
-            self.stage = "measure" if self._model is None else self._stage_before()
+            self.stage = self._stage_before
             return
-        model = CycleModel(cycle, blocks)
-        if self._model is not None and len(model.calls) < len(self._model.calls):
-            self.stage = self._stage_before()
+        is_new = tuple(cycle.order) not in self._orders
+        self._orders.add(tuple(cycle.order))
+        if self._model is not None and is_new and self._is_alike(cycle):
+            model = self._model
+            model.add(cycle, blocks)
+        else:
+            model = CycleModel(cycle, blocks)
+        before = () if self._model is None else self._model.calls
+        is_less = len(model.calls) < len(before) or _total(model.calls) < _ALIKE * _total(before)
+        if self._model is not None and is_less and not self._is_larger(model):
+            self.stage = self._stage_before
             return
         self._model, self._attempts, self._trials, self.plan = model, [], None, None
         self.stage, self._num_cycles, self._static_bytes = "fit", 0, cycle.static_bytes
+        self._largest, self._num_smaller = {}, 0
+        self._forward_keys = self._measured_keys
 
-    def _stage_before(self) -> Stage:
-        return "settled" if self.plan is not None else "fit"
+    def _is_larger(self, model: CycleModel) -> bool:
+        """Return whether a block is given more in another cycle than in the measured one."""
+        assert self._model is not None
+        before = _most_given(self._model.calls)
+        pairs = ((given, before.get(name, ())) for name, given in _most_given(model.calls).items())
+        return any(now > then for given, known in pairs for now, then in zip(given, known, strict=False))
+
+    def _is_alike(self, cycle: Cycle) -> bool:
+        """Return whether the same calls ran as in the measured cycle, and were given as much."""
+        assert self._model is not None
+        calls = self._model.calls
+        is_same = len(calls) == len(cycle.calls) and all(map(Call.is_same, calls, cycle.calls))
+        return is_same and _total(cycle.calls) >= _ALIKE * _total(calls)
 
     def _attempts_are_open(self) -> bool:
         """Return whether the plan was solved and waits to be observed."""
@@ -167,6 +274,7 @@ class Kind:
         self._static_bytes = static_bytes
         costs = self._model.costs(static_bytes)
         self._budget_bytes, self.refused = self._config.budget_bytes(costs, self._module), ""
+        self._told = None
         try:
             self.plan = self._planned(costs)
         except PlanInfeasibleError as error:
@@ -176,22 +284,30 @@ class Kind:
     def _smallest(self, costs: CostTable, error: PlanInfeasibleError) -> Plan:
         """No plan fits: return the one that needs least, with a warning."""
         assert self._model is not None
-        least, is_late = error.smallest_bytes, len(self._attempts) > 0
+        least, is_late = error.smallest_bytes, self._has_run
         if least is None:
             raise error
+        made = self._model.made_outside, self._module
         reserve = _RESERVE * (least - self._static_bytes) + _RESERVE_BYTES
         told = infeasible_error(
             error,
             budget=self._config.text,
             budget_bytes=self._budget_bytes,
             smallest_bytes=math.ceil(min(least + reserve, plain_plan(costs).peak_bytes)),
-            cause=advice(self._model.made_outside, self._module, self._forwards, least),
+            cause=". ".join(filter(None, (self._forwards_text(), advice(*made, self._forwards, least)))),
         )
+        if self._attempts:  # what is observed of the smallest plan decides
+            self._told = told
+            return self._planned(costs, least)
         self.refused, self.plan = str(told), None
         if self._infeasible.raises(is_late=is_late, has_alternative=False):
             raise told
         self._infeasible.warn(told, is_late=is_late)
         return self._planned(costs, least)
+
+    def _forwards_text(self) -> str:
+        num = len(self._forward_keys)
+        return f"{num} forwards of the model are part of the step before backward has ended" if num > 1 else ""
 
     def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
         from actckpt.planner.solving import solve  # with scipy: half a second to import
@@ -219,9 +335,15 @@ class Kind:
             if fitting
             else min(self._attempts, key=lambda each: each.peak_bytes)
         )
-        self.plan = dataclasses.replace(best.plan, peak_bytes=best.peak_bytes)
+        peak_bytes = best.peak_bytes
+        if self._model.num_orders > 1 or not self._is_alike(cycle):
+            peak_bytes = max(peak_bytes, best.plan.peak_bytes)
+        self.plan = dataclasses.replace(best.plan, peak_bytes=peak_bytes)
         self._run(self.plan)
         self.stage = "settled"
+        if not fitting and self._told is not None:
+            self.refused = str(self._told)
+            self._infeasible.warn(self._told, is_late=True)
         self._begin_trials()
 
     def _solve_again(self, cycle: Cycle) -> bool:
@@ -268,10 +390,13 @@ class Kind:
     def _run(self, plan: Plan) -> None:
         """Let the next cycles run a plan: each forward its part of it."""
         assert self._model is not None and plan.blocks is not None and plan.places is not None
+        self._has_run = True
+        if plan is self.running_plan:
+            return
         self.running_plan = plan
         for forward in self._forwards.values():  # its first cycle is metered, so no trial is slower by that
             forward.together.record_first_step(plan)
-        num_forwards = 1 + max(call.forward for call in self._model.calls)
+        num_forwards = len(self._forward_keys)
         self._settings = []
         for number in range(num_forwards):
             own = [at for at, call in enumerate(self._model.calls) if call.forward == number]
@@ -287,7 +412,11 @@ class Kind:
             self._settings.append(settings_of(part, self._module))
 
     def _is_changed(self, static_bytes: float) -> bool:
-        """Return whether what existed before the cycle is not what the plan was made for."""
-        if self.plan is None:
+        """Return whether what existed before the cycle, or the budget, is not what the plan was made for."""
+        if self.plan is None or self._model is None:
             return False
+        if self._config.is_what_is_free and self.stage == "settled" and self._num_cycles % _CYCLES_PER_LOOK == 0:
+            more = self._config.budget_bytes(self.plan.costs, self._module) / self._budget_bytes - 1
+            if more < -_CHANGE_OF_BUDGET or (more > _CHANGE_OF_BUDGET and self.plan.overhead_seconds > 0.0):
+                return True
         return abs(static_bytes - self._static_bytes) > _CHANGE * self._static_bytes

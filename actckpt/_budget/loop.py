@@ -32,11 +32,13 @@ from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.outside import OutsideModules
+from actckpt._blocks.planned_size import PlannedSize, given_bytes
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.kinds import Kind
+from actckpt._budget.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._budget.links import is_linked
 from actckpt._budget.meter import Meter, meter_of, sweep
 from actckpt._budget.profiled_block import ProfiledBlock
@@ -44,7 +46,7 @@ from actckpt._budget.profiling import Profiler
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._budget.settled_block import SettledBlock, settled
 from actckpt._budget.timeline import Call, Cycle
-from actckpt._budget.warnings import CHECKPOINTED, COMPILED, NO_OUTPUTS, TWO_THREADS, UNREAD
+from actckpt._budget.warnings import CHECKPOINTED, COMPILED, GROWS, MANY_SIZES, NO_OUTPUTS, TWO_THREADS, UNREAD
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
@@ -53,8 +55,6 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetLoop", "runs_loop"]
 
-#: So many kinds have plans of their own.
-_MOST_KINDS = 64
 #: So many forwards of one cycle may wait for a backward while others had theirs; then the oldest count as never read.
 _MOST_FORWARDS = 16
 #: So many forwards in a row without any backward trigger a warning.
@@ -69,6 +69,11 @@ def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
 
 def _with_meter(ended: list[Meter], meter: Meter | None) -> list[Meter] | None:
     return None if meter is None else [each for each in (*ended, meter) if each.left_bytes([])]
+
+
+def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
+    if training is not None:  # else the block was copied without its model
+        training.ran_larger(name, given)
 
 
 @torch_private.called_while_traced
@@ -90,8 +95,12 @@ class BudgetLoop:
         ]
 
     def _start(self) -> None:
-        self._kinds: dict[Any, Kind] = {}
+        self._infeasible = Infeasible(self._config.on_infeasible)
+        self._kinds = KnownKinds(lambda: Kind(self._model, self._forwards, self._config, self._infeasible))
         self._kind: Kind | None = None
+        self._key: CycleKey | None = None
+        #: Whether the cycle runs the plan of a larger one.
+        self._is_smaller = False
         self._cycle: Cycle | None = None
         #: Forwards of the cycle that are alive; `_epoch` tells those of cycles that were given up.
         self._num_alive = self._epoch = 0
@@ -103,13 +112,13 @@ class BudgetLoop:
         self._settled: list[SettledBlock] = []
         self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
         self._warned: set[str] = set()
-        self._infeasible = Infeasible(self._config.on_infeasible)
         self._outside: OutsideModules | None = None
         #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
         self._ended_meters: list[Meter] | None = None
         self._num_unread = 0
         #: How often each block was called.
         self._num_calls = Counter[str]()
+        self._size: PlannedSize | None = None
         self._num_forwards = 0
         #: Whether a forward with gradients began.
         self.is_called = False
@@ -185,14 +194,24 @@ class BudgetLoop:
         if self._cycle is None or self._kind is None:
             return False
         self._cycle.is_void = True
-        return not self._config.pins and self._kind.measure_again()  # pins name calls by their number
+        return not self._config.pins and self._measure_again()  # pins name calls by their number
+
+    def _measure_again(self) -> bool:
+        """A plan did not know what ran; return whether a later cycle is measured."""
+        if self._is_smaller and self._key is not None:
+            self._kinds.separate(self._key)
+            return True
+        return self._kind is not None and self._kind.measure_again()
 
     def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
-        """A block that runs first was given more bytes than when it was measured: this forward recomputes everything."""
+        """A block was given more bytes than when it was measured: from here on the forward recomputes everything."""
         use_settings(self._forwards, {})
         if self._cycle is not None and self._kind is not None:
             self._cycle.is_void = True
-            self._kind.measure_again()
+            if self._is_smaller:
+                self._measure_again()
+            elif not self._kind.grew(name, given):
+                self._warn(GROWS)
 
     def close(self) -> None:
         """Watch the model no more."""
@@ -237,15 +256,15 @@ class BudgetLoop:
         running[-1] = self._cycle
 
     def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        key = self._cycle_key(args, kwargs)
-        kind = self._kinds.get(key)
-        if kind is None and len(self._kinds) < _MOST_KINDS:
-            kind = self._kinds[key] = Kind(self._model, self._forwards, self._config, self._infeasible)
+        key = self._key = self._cycle_key(args, kwargs)
+        kind, self._is_smaller = self._kinds.find(key)
         self._kind = kind
+        if kind is None:
+            self._warn(MANY_SIZES)
         self._profiled, self._settled = [], []
         static_bytes, held = self._config.static(self._model, self._device)
-        static_bytes += self._left_bytes(kind, held, accumulates=bool(key[0]))
-        is_metered = kind is not None and kind.begin(static_bytes)  # raises where no plan fits and that was asked for
+        static_bytes += self._left_bytes(kind, held, accumulates=key.accumulates)
+        is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)  # raises where no plan fits and that was asked for
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
         self._cycle = Cycle(self._device, meter, static_bytes)
@@ -262,21 +281,29 @@ class BudgetLoop:
             kind.left_bytes = sum(meter.left_bytes(gradients) for meter in self._ended_meters)
         return kind.left_bytes
 
-    def _begin_forward(self, key: Any) -> None:
+    def _begin_forward(self, key: ForwardKey) -> None:
         cycle, kind = self._cycle, self._kind
         assert cycle is not None
-        number = cycle.num_forwards
-        cycle.num_forwards += 1
+        number = cycle.forward_begins()
         self._num_forwards += 1
         self._num_alive += 1
         settings: Mapping[str, Settings] | None = None if kind is None else kind.settings(number, key)
         if settings is None:
-            if kind is not None and not self._config.pins:
-                kind.measure_again()
+            if not self._config.pins:
+                self._measure_again()
             use_settings(self._forwards, dict.fromkeys(self._forwards, RECOMPUTE))
             cycle.is_void = cycle.is_void or not self._is_measuring()
         else:
             use_settings(self._forwards, settings)
+            self._watch_sizes(number)
+
+    def _watch_sizes(self, number: int) -> None:
+        """Compare what blocks are given in a forward that runs a plan with what they were given when measured."""
+        if self._kind is None or self._is_measuring():
+            return
+        self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger, is_for_one=False)
+        for forward in self._forwards.values():
+            forward.planned_size = self._size
 
     def _is_measuring(self) -> bool:
         return self._cycle is not None and self._kind is not None and self._kind.is_measured_now
@@ -286,6 +313,9 @@ class BudgetLoop:
             return
         running = self._running[threading.get_ident()]
         cycle = running.pop() if running else None  # none where a hook that runs earlier failed
+        if self._size is not None and not running:  # blocks may run outside of their model
+            self._size.close()
+            self._size = None
         if cycle is None or cycle is not self._cycle:
             return
         cycle.note("forward")
@@ -308,6 +338,7 @@ class BudgetLoop:
         epoch, is_over, is_read = self._epoch, False, False
         cycle = self._cycle
         assert cycle is not None
+        number = cycle.num_forwards - 1
 
         def gone() -> None:
             nonlocal is_over
@@ -319,9 +350,10 @@ class BudgetLoop:
         def reached(_: torch.Tensor) -> None:
             nonlocal is_read
             is_read = True
-            cycle.num_backwards += 1
+            retains_graph = torch_private.keeps_graph()
+            cycle.backward_reaches(number, torch_private.current_graph_task_id(), retains_graph=retains_graph)
             self._settle(cycle)
-            if not torch_private.keeps_graph():
+            if not retains_graph:
                 _C.when_backward_ends(gone)
 
         dropped = weakref.finalize(reached, gone)
@@ -337,9 +369,13 @@ class BudgetLoop:
         if self._num_alive == 0:
             cycle = self._cycle
             self._num_calls.update(call.block for call in cycle.calls)
+            if not cycle.calls and cycle.num_backwards and not cycle.is_void and self._is_measuring():
+                self._warn(COMPILED)
             self._close_cycle()
-            if self._kind is not None:
+            if self._kind is not None and not self._is_smaller:
                 self._kind.end(cycle, self._settled)
+            elif self._kind is not None and not cycle.is_void and not self._kind.knows_order(cycle):
+                self._measure_again()
             self._profiled, self._settled = [], []
 
     def _give_up_cycle(self) -> None:
@@ -394,7 +430,10 @@ class BudgetLoop:
             cycle.is_void = True
             return forward.run_as_set(args, kwargs, record)
         number = len(cycle.calls)
-        cycle.calls.append(Call(forward.name, cycle.num_forwards - 1))
+        given = given_bytes((args, kwargs))
+        cycle.calls.append(Call(forward.name, cycle.num_forwards - 1, given))
+        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(forward.name, given):
+            cycle.is_void = True
         source = first_tensor((args, kwargs))
         if source is not None and source.requires_grad:
             source.register_hook(lambda _: cycle.note("backward ends", number))
@@ -437,23 +476,23 @@ class BudgetLoop:
 
     # Kinds.
 
-    def _cycle_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _cycle_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CycleKey:
         gradients = any(found is not None and found.grad is not None for ref in self._own() for found in (ref(),))
-        return gradients, self._kind_key(args, kwargs)
+        return CycleKey(gradients, self._kind_key(args, kwargs))
 
-    def _kind_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _kind_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
         """Return what a forward's share of a plan depends on."""
         trained = bytes(found is None or found.requires_grad for ref in self._own() for found in (ref(),))
-        tensors = [
-            (tuple(size if type(size) is int else 1 for size in tensor.shape), tensor.dtype, tensor.requires_grad)
+        tensors = tuple(
+            (tuple(size if type(size) is int else 1 for size in tensor.shape), (tensor.dtype, tensor.requires_grad))
             for tensor in tensors_in((args, kwargs))
-        ]
+        )
         # Numbers and texts may be others in each step, as data is.
         flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return self._model.training, autocast, trained, keywords, frozenset(flags), tuple(tensors)
+        return ForwardKey((self._model.training, autocast, trained, keywords, frozenset(flags)), tensors)
 
     def _own(self) -> list[weakref.ref[torch.nn.Parameter]]:
         if self._parameters is None:

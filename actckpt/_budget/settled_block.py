@@ -60,7 +60,8 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     ]
     given, *values = block.costs.values
     assert given.name == BLOCK_INPUT
-    droppable = given.nbytes if may_drop_input and not given.needed else 0.0
+    is_held = block.input is not None and block.input() is not None  # not where replays begin with what is kept
+    droppable = given.nbytes if may_drop_input and is_held and not given.needed else 0.0
     rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None)
     given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=False)
 

@@ -45,6 +45,12 @@ class Call(NamedTuple):
     block: str
     #: Number of the model's forward in the cycle.
     forward: int
+    #: Bytes of each tensor that it was given.
+    given: tuple[float, ...] = ()
+
+    def is_same(self, other: Call) -> bool:
+        """Return whether another call is of the same block in the same forward."""
+        return (self.block, self.forward) == (other.block, other.forward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +82,10 @@ class Cycle:
         self.events: list[Event] = []
         self.calls: list[Call] = []
         self.num_forwards = self.num_backwards = 0
+        #: In which order forwards began and backwards reached them: (number of the forward, number of the backward, whether
+        #: that retains the graph); number 0 of a backward stands for the begin of the forward.
+        self.order: list[tuple[int, int, bool]] = []
+        self._tasks: list[int] = []
         #: What modules outside of the blocks hold when the model's first forward ends.
         self.made_outside: tuple[MadeOutside, ...] = ()
         #: Why it tells nothing: a forward failed, another thread took part, other calls ran than were planned for.
@@ -93,6 +103,22 @@ class Cycle:
             return
         self._running = call if kind == "backward begins" else -1
         self.events.append(Event(kind, call, *self.meter.take(), retains_graph))
+
+    def forward_begins(self) -> int:
+        """Count a forward of the model; return its number."""
+        number = self.num_forwards
+        self.num_forwards += 1
+        self.order.append((number, 0, False))
+        return number
+
+    def backward_reaches(self, number: int, task: int, *, retains_graph: bool) -> None:
+        """Count a backward that reaches an output of a forward; `task` tells backwards apart."""
+        self.num_backwards += 1
+        if task not in self._tasks[-1:]:
+            self._tasks.append(task)
+        reached = number, len(self._tasks), retains_graph
+        if self.order[-1] != reached:  # models may have several outputs
+            self.order.append(reached)
 
     def end(self) -> None:
         """End the cycle."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHECKPOINTED", "COMPILED", "NO_OUTPUTS", "TWO_THREADS", "UNREAD"]
+__all__ = ["CHECKPOINTED", "COMPILED", "GROWS", "MANY_SIZES", "NO_OUTPUTS", "TWO_THREADS", "UNREAD"]
 
 COMPILED = (
     "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
@@ -14,6 +14,17 @@ CHECKPOINTED = (
     "apply: a model with a budget was called inside of a checkpoint, which runs it again in backward: what a step is "
     "cannot be told then. Leave out that checkpoint, since the budget says what is recomputed; or pass a plan that is "
     "made already, apply(model, policy=plan), which works inside of one."
+)
+GROWS = (
+    "apply: sizes inside of a {0} with a budget grow, and too many of its steps were measured, or waited for one as "
+    "large as the largest. Steps that are larger than the plan go on to recompute everything, within the budget where "
+    "that fits. Give {0} what shows its sizes (shapes of its arguments), or let the largest step be among the first. "
+    "Told once."
+)
+MANY_SIZES = (
+    "apply: a {} with a budget was called with too many sizes, and none that has a plan is as large in each dimension "
+    "as this one. What has no plan recomputes everything. Pad inputs to fewer sizes, or let the largest be among "
+    "the first. Told once."
 )
 NO_OUTPUTS = (
     "apply: no plan for the budget is made for a {0} whose blocks ran with gradients, and that returned no tensor with "

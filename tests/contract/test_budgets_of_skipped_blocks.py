@@ -81,7 +81,6 @@ def test_a_plan_holds_from_the_step_after_that_in_which_other_blocks_first_ran(k
     checksum_bytes = 16 * 2**15
     assert excess[first] <= checksum_bytes
     assert max(excess[first + 1 :]) <= (0 if on_device.device_type == "cpu" else checksum_bytes)
-    assert len({id(plan) for plan in plans}) == 2
     assert plans[-1].blocks is not None
     assert sum(name is not None for name in plans[-1].blocks) == len(max(steps, key=len))
     texts = [str(each.message) for each in told if "when the plan was made" in str(each.message)]
@@ -105,7 +104,8 @@ def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
     with pytest.warns(UserWarning, match="when the plan was made"):
         model.step(everything)
     with pytest.warns(UserWarning, match="From now on the plan runs that needs least"):
-        gradients, _ = model.step(everything)
+        for _ in range(2):
+            gradients, _ = model.step(everything)
     assert_equal(gradients, _Model().step(everything)[0])
 
 
