@@ -65,7 +65,8 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=False)
 
     def counted(value: Value) -> Value:
-        is_free = value.name in alive and (value.replayable or value.name in returned)
+        # The recorder drops what backward does not read, unless that lets it drop more: others holding it changes nothing.
+        is_free = value.name in alive and (value.replayable and value.needed or value.name in returned)
         nbytes = 0.0 if is_free else value.nbytes
         return dataclasses.replace(value, nbytes=nbytes, offloadable=False, next_input=False)
 
