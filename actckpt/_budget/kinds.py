@@ -49,6 +49,9 @@ class _Attempt:
 class Kind:
     """Cycles that are alike.
 
+    Args:
+        kinds: all kinds of cycles of the model; an error names the smallest budget that all of them meet.
+
     Attributes:
         stage: what the next cycle is for.
         plan: the one to stay with; None: not made yet.
@@ -63,7 +66,9 @@ class Kind:
         forwards: Mapping[str, CheckpointedForward],
         config: BudgetConfig,
         infeasible: Infeasible,
+        kinds: Mapping[Any, Kind],
     ) -> None:
+        self._kinds = kinds
         self._module, self._forwards, self._config = model, forwards, config
         self._infeasible = infeasible
         self.stage: Stage = "measure"
@@ -179,12 +184,13 @@ class Kind:
         least, is_late = error.smallest_bytes, len(self._attempts) > 0
         if least is None:
             raise error
-        reserve = _RESERVE * (least - self._static_bytes) + _RESERVE_BYTES
+        smallest = min(self._with_reserve(least), plain_plan(costs).peak_bytes)
+        smallest = max(smallest, *(each.least_bytes() for each in self._kinds.values() if each is not self), 0.0)
         told = infeasible_error(
             error,
             budget=self._config.text,
             budget_bytes=self._budget_bytes,
-            smallest_bytes=math.ceil(min(least + reserve, plain_plan(costs).peak_bytes)),
+            smallest_bytes=math.ceil(smallest),
             cause=advice(self._model.made_outside, self._module, self._forwards, least),
         )
         self.refused, self.plan = str(told), None
@@ -192,6 +198,21 @@ class Kind:
             raise told
         self._infeasible.warn(told, is_late=is_late)
         return self._planned(costs, least)
+
+    def _with_reserve(self, nbytes: float) -> float:
+        return nbytes + _RESERVE * (nbytes - self._static_bytes) + _RESERVE_BYTES
+
+    def least_bytes(self) -> float:
+        """Return the smallest budget for this kind where it exceeds the user's budget, else 0."""
+        if self._model is None:
+            return 0.0
+        costs = self._model.costs(self._static_bytes)
+        try:
+            self._planned(costs, self._config.budget_bytes(costs, self._module))
+        except PlanInfeasibleError as error:
+            least = error.smallest_bytes
+            return 0.0 if least is None else min(self._with_reserve(least), plain_plan(costs).peak_bytes)
+        return 0.0
 
     def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
         from actckpt.planner.solving import solve  # with scipy: half a second to import

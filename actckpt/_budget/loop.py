@@ -107,6 +107,8 @@ class BudgetLoop:
         self._outside: OutsideModules | None = None
         #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
         self._ended_meters: list[Meter] | None = None
+        #: Whether each cycle is metered, because a later cycle of its step must know what it leaves behind.
+        self._meters_all = False
         self._num_unread = 0
         self._calls_of_last_cycle: tuple[Call, ...] = ()
         self._num_forwards = 0
@@ -239,12 +241,16 @@ class BudgetLoop:
         key = self._cycle_key(args, kwargs)
         kind = self._kinds.get(key)
         if kind is None and len(self._kinds) < _MOST_KINDS:
-            kind = self._kinds[key] = Kind(self._model, self._forwards, self._config, self._infeasible)
+            kind = Kind(self._model, self._forwards, self._config, self._infeasible, self._kinds)
+            self._kinds[key] = kind
         self._kind = kind
         self._profiled, self._settled = [], []
         static_bytes, held = self._config.static(self._model, self._device)
         static_bytes += self._left_bytes(kind, held, accumulates=bool(key[0]))
         is_metered = kind is not None and kind.begin(static_bytes)  # raises where no plan fits and that was asked for
+        if is_metered and bool(key[0]):
+            self._meters_all = self._ended_meters is None
+        is_metered = is_metered or (kind is not None and self._meters_all)
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
         self._cycle = Cycle(self._device, meter, static_bytes)
