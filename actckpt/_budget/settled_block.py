@@ -61,7 +61,8 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     given, *values = block.costs.values
     assert given.name == BLOCK_INPUT
     droppable = given.nbytes if may_drop_input and not given.needed else 0.0
-    rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None)
+    # The input of a block in which nothing is trained has no bytes: nothing runs it again.
+    rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if given.nbytes else 0
     given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=False)
 
     def counted(value: Value) -> Value:
@@ -75,7 +76,12 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
         values = [_reading(value, _REPLAY_INPUT) for value in values]
         values.insert(0, Value(_REPLAY_INPUT, droppable, needed=False, offloadable=False, replayable=False))
     costs = dataclasses.replace(
-        block.costs, values=(given, *values), working_set_bytes=0.0, recompute_bytes=0.0, rerun_bytes=0.0
+        block.costs,
+        values=(given, *values),
+        working_set_bytes=0.0,
+        recompute_bytes=0.0,
+        rerun_bytes=0.0,
+        input_bytes=float(block.input_bytes),
     )
     return SettledBlock(block.name, costs, block.places, block.peaks, sum(always_kept), droppable)
 

@@ -208,10 +208,11 @@ def test_what_runs_after_blocks_needs_its_bytes_beside_casts_that_are_kept(after
         actckpt.apply(
             model, activation_budget=budget, pins={"up::aten.addmm.default#0.0": "keep"}, on_infeasible="raise"
         )
-        for number in range(4):
+        for number in range(6):
             gradients, peak = _step(model, 512)
             assert_equal(gradients, expected)
-            assert number < 2 or peak <= budget
+            audit = 16 * 2**15 if number < 5 else 0  # of plans that run for the first time: checksums, in pieces
+            assert number == 0 or peak <= budget + audit
         plan = actckpt.report(model).plan
         assert plan is not None and not any(plan.rerun) and plan.overhead_seconds > 0.0
 
