@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -72,6 +72,9 @@ def _total(calls: Iterable[Call]) -> float:
 class Kind:
     """Cycles that are alike.
 
+    Args:
+        others: returns all kinds of cycles of the model; an error names the smallest budget that all of them meet.
+
     Attributes:
         stage: what the next cycle is for.
         plan: the one to stay with; None: not made yet.
@@ -86,7 +89,9 @@ class Kind:
         forwards: Mapping[str, CheckpointedForward],
         config: BudgetConfig,
         infeasible: Infeasible,
+        others: Callable[[], Iterable[Kind]],
     ) -> None:
+        self._others = others
         self._module, self._forwards, self._config = model, forwards, config
         self._infeasible = infeasible
         self.stage: Stage = "measure"
@@ -288,12 +293,13 @@ class Kind:
         if least is None:
             raise error
         made = self._model.made_outside, self._module
-        reserve = _RESERVE * (least - self._static_bytes) + _RESERVE_BYTES
+        smallest = min(self._with_reserve(least), plain_plan(costs).peak_bytes)
+        smallest = max(smallest, *(each.least_bytes() for each in self._others() if each is not self), 0.0)
         told = infeasible_error(
             error,
             budget=self._config.text,
             budget_bytes=self._budget_bytes,
-            smallest_bytes=math.ceil(min(least + reserve, plain_plan(costs).peak_bytes)),
+            smallest_bytes=math.ceil(smallest),
             cause=". ".join(filter(None, (self._forwards_text(), advice(*made, self._forwards, least)))),
         )
         if self._attempts:  # what is observed of the smallest plan decides
@@ -308,6 +314,20 @@ class Kind:
     def _forwards_text(self) -> str:
         num = len(self._forward_keys)
         return f"{num} forwards of the model are part of the step before backward has ended" if num > 1 else ""
+    def _with_reserve(self, nbytes: float) -> float:
+        return nbytes + _RESERVE * (nbytes - self._static_bytes) + _RESERVE_BYTES
+
+    def least_bytes(self) -> float:
+        """Return the smallest budget for this kind where it exceeds the user's budget, else 0."""
+        if self._model is None:
+            return 0.0
+        costs = self._model.costs(self._static_bytes)
+        try:
+            self._planned(costs, self._config.budget_bytes(costs, self._module))
+        except PlanInfeasibleError as error:
+            least = error.smallest_bytes
+            return 0.0 if least is None else min(self._with_reserve(least), plain_plan(costs).peak_bytes)
+        return 0.0
 
     def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
         from actckpt.planner.solving import solve  # with scipy: half a second to import

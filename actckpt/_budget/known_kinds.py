@@ -77,6 +77,10 @@ class KnownKinds:
         #: Smaller ones that need a plan of their own.
         self._separate: set[CycleKey] = set()
 
+    def all(self) -> list[Kind]:
+        """Return all kinds with plans of their own."""
+        return [*self._kinds.values()]
+
     def find(self, key: CycleKey) -> Found:
         """Return what a cycle is run as."""
         if (known := self._kinds.get(key)) is not None:

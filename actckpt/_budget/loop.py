@@ -96,7 +96,7 @@ class BudgetLoop:
 
     def _start(self) -> None:
         self._infeasible = Infeasible(self._config.on_infeasible)
-        self._kinds = KnownKinds(lambda: Kind(self._model, self._forwards, self._config, self._infeasible))
+        self._kinds = KnownKinds(self._new_kind)
         self._kind: Kind | None = None
         self._key: CycleKey | None = None
         #: Whether the cycle runs the plan of a larger one.
@@ -115,6 +115,8 @@ class BudgetLoop:
         self._outside: OutsideModules | None = None
         #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
         self._ended_meters: list[Meter] | None = None
+        #: Whether each cycle is metered, because a later cycle of its step must know what it leaves behind.
+        self._meters_all = False
         self._num_unread = 0
         #: How often each block was called.
         self._num_calls = Counter[str]()
@@ -122,6 +124,9 @@ class BudgetLoop:
         self._num_forwards = 0
         #: Whether a forward with gradients began.
         self.is_called = False
+
+    def _new_kind(self) -> Kind:
+        return Kind(self._model, self._forwards, self._config, self._infeasible, self._kinds.all)
 
     @property
     def _device(self) -> torch.device:
@@ -264,7 +269,11 @@ class BudgetLoop:
         self._profiled, self._settled = [], []
         static_bytes, held = self._config.static(self._model, self._device)
         static_bytes += self._left_bytes(kind, held, accumulates=key.accumulates)
-        is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)  # raises where no plan fits and that was asked for
+        # This raises where no plan fits and that was asked for.
+        is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)
+        if is_metered and key.accumulates:
+            self._meters_all = self._ended_meters is None
+        is_metered = is_metered or (kind is not None and self._meters_all)
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
         self._cycle = Cycle(self._device, meter, static_bytes)

@@ -62,11 +62,13 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     assert given.name == BLOCK_INPUT
     is_held = block.input is not None and block.input() is not None  # not where replays begin with what is kept
     droppable = given.nbytes if may_drop_input and is_held and not given.needed else 0.0
-    rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None)
+    # The input of a block in which nothing is trained has no bytes: nothing runs it again.
+    rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if given.nbytes else 0
     given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=False)
 
     def counted(value: Value) -> Value:
-        is_free = value.name in alive and (value.replayable or value.name in returned)
+        # The recorder drops what backward does not read, unless that lets it drop more: others holding it changes nothing.
+        is_free = value.name in alive and (value.replayable and value.needed or value.name in returned)
         nbytes = 0.0 if is_free else value.nbytes
         return dataclasses.replace(value, nbytes=nbytes, offloadable=False, next_input=False)
 
@@ -75,7 +77,12 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
         values = [_reading(value, _REPLAY_INPUT) for value in values]
         values.insert(0, Value(_REPLAY_INPUT, droppable, needed=False, offloadable=False, replayable=False))
     costs = dataclasses.replace(
-        block.costs, values=(given, *values), working_set_bytes=0.0, recompute_bytes=0.0, rerun_bytes=0.0
+        block.costs,
+        values=(given, *values),
+        working_set_bytes=0.0,
+        recompute_bytes=0.0,
+        rerun_bytes=0.0,
+        input_bytes=float(block.input_bytes),
     )
     return SettledBlock(block.name, costs, block.places, block.peaks, sum(always_kept), droppable)
 

@@ -77,6 +77,8 @@ class BlockClass:
     #: Beyond the working set, in backward: where something is not kept and replayed, and where the block is run again.
     recompute_bytes: float = 0.0
     rerun_bytes: float = 0.0
+    #: Of the hidden states that it was measured with, whoever holds them; 0: not known.
+    input_bytes: float = 0.0
 
     @property
     def rerun_seconds(self) -> float:
@@ -108,6 +110,7 @@ class BlockClass:
             no_rerun=fields.optional_text("no_rerun"),
             recompute_bytes=fields.size("recompute_bytes", 0),
             rerun_bytes=fields.size("rerun_bytes", 0),
+            input_bytes=fields.size("input_bytes", 0),
         )
         if found.rerun and found.no_rerun is not None:
             raise CostTableError(
@@ -118,6 +121,8 @@ class BlockClass:
 
     def _to_dict(self) -> dict[str, Any]:
         found = {**dataclasses.asdict(self), "values": [value._to_dict() for value in self.values]}
+        if not self.input_bytes:
+            del found["input_bytes"]
         return {key: each for key, each in found.items() if each is not None}
 
 
