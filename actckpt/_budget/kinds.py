@@ -314,6 +314,7 @@ class Kind:
     def _forwards_text(self) -> str:
         num = len(self._forward_keys)
         return f"{num} forwards of the model are part of the step before backward has ended" if num > 1 else ""
+
     def _with_reserve(self, nbytes: float) -> float:
         return nbytes + _RESERVE * (nbytes - self._static_bytes) + _RESERVE_BYTES
 
@@ -392,7 +393,9 @@ class Kind:
             is_same = any(other.actions == each.plan.actions and other.rerun == each.plan.rerun for each in candidates)
             if not is_same:
                 placed = self._placed(dataclasses.replace(other, budget_bytes=self._budget_bytes))
-                candidates.append(Candidate(name, placed, other.peak_bytes, fits=other.peak_bytes <= self._budget_bytes))
+                candidates.append(
+                    Candidate(name, placed, other.peak_bytes, fits=other.peak_bytes <= self._budget_bytes)
+                )
         if sum(each.fits for each in candidates) > 1:
             self._trials, self.stage = Trials(candidates, self._budget_bytes), "try"
 
@@ -406,7 +409,7 @@ class Kind:
         if self._trials.is_over:
             self.plan, self._trials, self.stage = self._trials.result(), None, "settled"
             self._run(self.plan)
-    
+
     def _run(self, plan: Plan) -> None:
         """Let the next cycles run a plan: each forward its part of it."""
         assert self._model is not None and plan.blocks is not None and plan.places is not None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from actckpt._budget.kinds import Kind
 
-__all__ = ["CycleKey", "Found", "ForwardKey", "KnownKinds"]
+__all__ = ["CycleKey", "ForwardKey", "Found", "KnownKinds"]
 
 #: So many kinds have plans of their own; and so many with those that are larger than the first.
 _OWN_PLANS, _MOST_PLANS = 16, 64
@@ -36,7 +36,9 @@ class ForwardKey(NamedTuple):
         if self.flags != other.flags or len(self.tensors) != len(other.tensors):
             return False
         return all(
-            kind == other_kind and len(shape) == len(smaller) and all(a >= b for a, b in zip(shape, smaller, strict=True))
+            kind == other_kind
+            and len(shape) == len(smaller)
+            and all(a >= b for a, b in zip(shape, smaller, strict=True))
             for (shape, kind), (smaller, other_kind) in zip(self.tensors, other.tensors, strict=True)
         )
 

@@ -190,9 +190,7 @@ class BudgetLoop:
                     "blocks=."
                 )
         if self._kind is None or self._kind.stage == "measure":
-            raise BlocksError(
-                f"plan: backward did not run through block {blocks[0]!r}. Pass a step with its backward."
-            )
+            raise BlocksError(f"plan: backward did not run through block {blocks[0]!r}. Pass a step with its backward.")
 
     def ran_unplanned(self, name: str) -> bool:
         """A block ran that the plan has nothing for; return whether the kind is measured again."""

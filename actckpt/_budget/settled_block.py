@@ -68,7 +68,7 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
 
     def counted(value: Value) -> Value:
         # The recorder drops what backward does not read, unless that lets it drop more: others holding it changes nothing.
-        is_free = value.name in alive and (value.replayable and value.needed or value.name in returned)
+        is_free = value.name in alive and ((value.replayable and value.needed) or value.name in returned)
         nbytes = 0.0 if is_free else value.nbytes
         return dataclasses.replace(value, nbytes=nbytes, offloadable=False, next_input=False)
 

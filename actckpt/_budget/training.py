@@ -44,8 +44,8 @@ from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
-from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.budget_config import BudgetConfig
+from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.known_sizes import Found, KnownSizes
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings

@@ -13,6 +13,7 @@ from typing import Any
 from actckpt._error_base import CostTableError
 from actckpt.action import Action
 from actckpt.planner.fields import Fields
+from actckpt.planner.readers import read_json
 
 __all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "Capacity", "CostTable", "Segment", "Value"]
 
@@ -309,9 +310,9 @@ class CostTable:
             CostTableError: it is no JSON, or as in `from_dict`.
         """
         try:
-            table = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CostTableError(f"{path} is no JSON: {error}. See docs/planning.md for what it must be.") from None
+            table = read_json(path, what="cost table")
+        except ValueError as error:
+            raise CostTableError(f"{error}. See docs/planning.md for what it must be.") from None
         return cls.from_dict(table)
 
     def to_dict(self) -> dict[str, Any]:

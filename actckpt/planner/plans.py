@@ -14,7 +14,14 @@ from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt._version import __version__
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
-from actckpt.planner.readers import checked_facts, checked_flags, checked_names, checked_number, checked_text
+from actckpt.planner.readers import (
+    checked_facts,
+    checked_flags,
+    checked_names,
+    checked_number,
+    checked_text,
+    read_json,
+)
 
 __all__ = ["PLAN_VERSION", "BlockWindows", "Plan", "Raced"]
 
@@ -226,9 +233,9 @@ class Plan:
                 f"Plan.load: a {type(path).__name__} is no path. Pass that of a file that `Plan.save` wrote.{instead}"
             )
         try:
-            plan = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no JSON: {error}. Pass a file that `Plan.save` wrote.") from None
+            plan = read_json(path, what="plan")
+        except ValueError as error:
+            raise ValueError(f"{error}. Pass a file that `Plan.save` wrote.") from None
         try:
             return cls.from_dict(plan)
         except ValueError as error:

@@ -1,13 +1,46 @@
-"""Fields of a plan, read from plain data: what is none of them is refused, with the reason."""
+"""Files and fields of a plan: what cannot be one is refused, with the reason."""
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["checked_facts", "checked_flags", "checked_names", "checked_number", "checked_text"]
+__all__ = ["checked_facts", "checked_flags", "checked_names", "checked_number", "checked_text", "read_json"]
+
+#: Plans and cost tables have fewer than 10 levels.
+_MAX_LEVELS = 100
+
+
+def read_json(path: str | Path, *, what: str) -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        what: what the file should be, for errors.
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON, or has more levels than a plan or a cost table can have.
+    """
+    too_deep = f"{path} is no {what}: it is nested more than {_MAX_LEVELS} levels deep"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    level = [content]
+    for _ in range(_MAX_LEVELS):
+        level = [each for found in level if isinstance(found, (dict, list)) for each in _entries(found)]
+    if level:
+        raise ValueError(too_deep)
+    return content
+
+
+def _entries(found: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return found.values() if isinstance(found, dict) else found
 
 
 def checked_number(found: object) -> float:

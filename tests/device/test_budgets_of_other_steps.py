@@ -31,7 +31,7 @@ def _accumulated(micro_steps: int, budget: int | None, *, with_optimizer: bool) 
     training = Training(layers=_LAYERS)
     optimizer = torch.optim.AdamW(training.model.parameters()) if with_optimizer else None
     if budget is not None:
-        actckpt.apply(training.model, budget=budget, optimizer=optimizer, race=False, on_infeasible="raise")
+        actckpt.apply(training.model, budget=budget, optimizer=optimizer, race=False)
     found = []
     for number in range(4 * micro_steps):
         if number % micro_steps == 0:
@@ -61,7 +61,7 @@ def test_gradients_that_stay_between_forwards(micro_steps: int, share: float, wi
 
 
 def test_gradients_that_are_dropped_before_each_forward_count_where_backward_makes_them() -> None:
-    training = Training(layers=_LAYERS, apply=lambda model: actckpt.apply(model, budget=8 << 20, on_infeasible="raise"))
+    training = Training(layers=_LAYERS, apply=lambda model: actckpt.apply(model, budget=8 << 20))
     for _ in range(3):
         training.peak()
     costs = _plan(training.model).costs
@@ -180,7 +180,7 @@ def test_a_loss_is_planned_for_from_the_step_after_the_first_on() -> None:
     training = Training(layers=_LAYERS)
     training.outputs = lambda logits: functools.reduce(lambda found, _: found.sin(), range(12), logits)
     expected = training.gradients()
-    actckpt.apply(training.model, budget=budget, on_infeasible="raise")
+    actckpt.apply(training.model, budget=budget)
     peaks = [training.peak() for _ in range(4)]
     assert max(peaks[1:]) <= budget and max(peaks[_SETTLING:]) >= 0.9 * budget, peaks
     assert_equal(training.gradients(), expected)
@@ -190,7 +190,7 @@ def test_a_head_that_was_taken_to_need_too_much_gives_room_back() -> None:
     training = Training(layers=_LAYERS)
     plain = training.peak()
     budget = int(0.7 * plain)
-    actckpt.apply(training.model, budget=budget, race=False, on_infeasible="raise")
+    actckpt.apply(training.model, budget=budget, race=False)
     peaks = [training.peak() for _ in range(5)]
     assert max(peaks) <= budget
     assert peaks[-1] >= 0.95 * budget, f"of {budget} only {peaks} are used"

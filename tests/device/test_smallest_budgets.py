@@ -137,7 +137,7 @@ def test_a_budget_that_was_told_is_met_where_a_second_step_needs_little_more() -
     def budget(share: float) -> int:
         return fixed + int(share * (told - fixed))
 
-    actckpt.apply(training.model, budget=budget(0.992), blocks=training.blocks, on_infeasible="raise")
+    actckpt.apply(training.model, budget=budget(0.992), blocks=training.blocks)
     peaks = [training.peak() for _ in range(4)]
     assert max(peaks[1:]) <= budget(0.992)
     actckpt.remove(training.model)
@@ -153,7 +153,7 @@ def test_the_smallest_budget_holds_wherever_kernels_need_most(place: str) -> Non
     training = _MODELS[place]()
     training.peak()  # first kernels leave something behind
     budget = training.smallest()
-    actckpt.apply(training.model, budget=budget, blocks=training.blocks, on_infeasible="raise")
+    actckpt.apply(training.model, budget=budget, blocks=training.blocks)
     training.peak()
     peaks = [training.peak() for _ in range(4)]  # a warning would be an error
     assert 0.85 * budget < max(peaks) <= budget

@@ -120,9 +120,7 @@ def _actions(plan: actckpt.Plan) -> dict[str, int]:
 def test_a_budget_in_bytes(share: float) -> None:
     expected, plain = _plainly()
     budget = int(_smallest() + share * (plain - _smallest()))
-    found, plan = _check(
-        _Training(lambda model: actckpt.apply(model, budget=budget, on_infeasible="raise")), budget, expected
-    )
+    found, plan = _check(_Training(lambda model: actckpt.apply(model, budget=budget)), budget, expected)
     if share > 1:
         assert 0.8 * plain <= found <= plain + _MIB, f"plain {plain}, found {found}"  # what is free to run again may
     else:
@@ -135,9 +133,7 @@ def test_the_smallest_budgets_offload() -> None:
     expected, plain = _plainly()
     budget = int(_smallest() + 0.02 * (plain - _smallest()))
     actckpt.reset_stats()
-    _, plan = _check(
-        _Training(lambda model: actckpt.apply(model, budget=budget, on_infeasible="raise")), budget, expected
-    )
+    _, plan = _check(_Training(lambda model: actckpt.apply(model, budget=budget)), budget, expected)
     assert "offload" in _actions(plan) and actckpt.stats().offloaded_bytes > 0, plan.explain()
 
 
@@ -147,19 +143,15 @@ def test_a_share_of_the_device_and_auto() -> None:
     budget = 0.6 * plain / total
     if int(budget * total) < _smallest():
         budget = (_smallest() + 0.3 * (plain - _smallest())) / total
-    _check(
-        _Training(lambda model: actckpt.apply(model, budget=budget, on_infeasible="raise")),
-        int(budget * total),
-        expected,
-    )
-    training = _Training(lambda model: actckpt.apply(model, budget="auto", on_infeasible="raise"))
+    _check(_Training(lambda model: actckpt.apply(model, budget=budget)), int(budget * total), expected)
+    training = _Training(lambda model: actckpt.apply(model, budget="auto"))
     _check(training, total, expected)
 
 
 @pytest.mark.parametrize("budget", ["40%", "70%", "600MiB"])
 def test_an_activation_budget(budget: str) -> None:
     expected, plain = _plainly()
-    training = _Training(lambda model: actckpt.apply(model, activation_budget=budget, on_infeasible="raise"))
+    training = _Training(lambda model: actckpt.apply(model, activation_budget=budget))
     found, plan = _check(training, plain, expected)
     assert plan.peak_bytes <= plan.budget_bytes, plan.explain()
     assert found < 0.95 * plain
@@ -174,14 +166,14 @@ def test_an_optimizer_whose_state_appears_in_the_first_step(share: float, micro_
     budget = int(smallest + share * (plain - smallest))
     training = _Training(rate=1e-3)
     training.micro_steps = micro_steps
-    actckpt.apply(training.model, budget=budget, optimizer=training.optimizer, on_infeasible="raise")
+    actckpt.apply(training.model, budget=budget, optimizer=training.optimizer)
     _check(training, budget, expected)
 
 
 def test_evaluation_between_steps() -> None:
     expected, plain = _plainly()
     budget = int(_smallest() + 0.4 * (plain - _smallest()))
-    training = _Training(lambda model: actckpt.apply(model, budget=budget, on_infeasible="raise"))
+    training = _Training(lambda model: actckpt.apply(model, budget=budget))
     step = training.step
 
     def with_evaluation() -> list[Tensor]:
@@ -200,7 +192,7 @@ def test_evaluation_between_steps() -> None:
 def test_other_sizes_of_inputs_have_plans_of_their_own() -> None:
     _, plain = _plainly()
     budget = int(_smallest() + 0.3 * (plain - _smallest()))
-    ours, right = _Training(lambda model: actckpt.apply(model, budget=budget, on_infeasible="raise")), _Training()
+    ours, right = _Training(lambda model: actckpt.apply(model, budget=budget)), _Training()
     whole = ours.x
     for rows in (8, 5, 8, 2, 5, 8):
         ours.x = right.x = whole[:rows]
@@ -269,4 +261,4 @@ def test_what_runs_out_of_memory_plainly_trains_with_a_budget(budget: str, cappe
     del training
     torch.cuda.empty_cache()
     wanted = "auto" if budget == "auto" else int(0.85 * cap)  # the allocator's blocks are not without gaps
-    _check(_Training(lambda model: actckpt.apply(model, budget=wanted, on_infeasible="raise")), cap, expected)
+    _check(_Training(lambda model: actckpt.apply(model, budget=wanted)), cap, expected)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from actckpt import Action, __version__
-from actckpt.planner import Plan, simulate, solve
+from actckpt import Action, __version__, cli
+from actckpt.errors import CostTableError
+from actckpt.planner import CostTable, Plan, simulate, solve
 from actckpt.planner.plans import Raced
 
 
@@ -100,6 +101,29 @@ def test_a_table_of_costs_and_plain_data_are_told_from_a_file_of_a_plan(table: d
         Plan.load({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^Plan\.load: a NoneType is no path\."):
         Plan.load(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("depth", [101, 5000])
+@pytest.mark.parametrize(
+    "content", ["DEEP", '{"plan_version": 2, "blocks": DEEP}', '{"version": 1, "classes": {"a": DEEP}}']
+)
+def test_a_file_that_is_nested_too_deep_is_refused(
+    content: str, depth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text(content.replace("DEEP", "[" * depth + "]" * depth))
+    with pytest.raises(
+        ValueError, match=r"deep\.json is no plan: it is nested more than 100 levels deep\. Pass a file"
+    ):
+        Plan.load(path)
+    with pytest.raises(
+        CostTableError, match=r"deep\.json is no cost table: it is nested more than 100 levels deep\. See"
+    ):
+        CostTable.from_json(path)
+    for command in ("plan", "explain"):
+        with pytest.raises(SystemExit):
+            cli.main([command, str(path)])
+        assert "it is nested more than 100 levels deep" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
