@@ -20,8 +20,9 @@ from actckpt._budget.settled_block import SettledBlock
 from actckpt._budget.simple import NOTHING, plain_plan, simple_plans
 from actckpt._budget.timeline import Cycle
 from actckpt._budget.trials import Candidate, Trials
+from actckpt.action import Action
 from actckpt.errors import PlanInfeasibleError
-from actckpt.planner.costs import CostTable
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable
 from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetConfig", "Kind"]
@@ -44,6 +45,24 @@ class _Attempt:
 
     plan: Plan
     peak_bytes: float
+
+
+def _reruns_with_pins(plan: Plan) -> set[str]:
+    """Return the classes of blocks that rerun although pins keep values of theirs, which reruns drop."""
+    rows = zip(plan.costs.stack, plan.costs.blocks, plan.actions, plan.rerun, strict=True)
+    return {
+        name
+        for name, block, actions, is_rerun in rows
+        if is_rerun
+        and any(
+            value.needed and value.name != BLOCK_INPUT and actions[value.name] is not Action.RECOMPUTE
+            for value in block.values
+        )
+    }
+
+
+def _without_rerun(block: BlockClass) -> BlockClass:
+    return dataclasses.replace(block, rerun=False, rerun_s=None, no_rerun="pins keep values that a rerun drops")
 
 
 class Kind:
@@ -217,7 +236,11 @@ class Kind:
     def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
         from actckpt.planner.solving import solve  # with scipy: half a second to import
 
-        plan = solve(costs, budget=self._budget_bytes if nbytes is None else nbytes, pins=self._config.pins)
+        budget_bytes = self._budget_bytes if nbytes is None else nbytes
+        plan = solve(costs, budget=budget_bytes, pins=self._config.pins)
+        if clashing := _reruns_with_pins(plan):
+            classes = {name: _without_rerun(each) if name in clashing else each for name, each in costs.classes.items()}
+            plan = solve(dataclasses.replace(costs, classes=classes), budget=budget_bytes, pins=self._config.pins)
         return self._placed(dataclasses.replace(plan, budget_bytes=self._budget_bytes))
 
     def _placed(self, plan: Plan) -> Plan:
@@ -285,7 +308,7 @@ class Kind:
         if self._trials.is_over:
             self.plan, self._trials, self.stage = self._trials.result(), None, "settled"
             self._run(self.plan)
-    
+
     def _run(self, plan: Plan) -> None:
         """Let the next cycles run a plan: each forward its part of it."""
         assert self._model is not None and plan.blocks is not None and plan.places is not None
