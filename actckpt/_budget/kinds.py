@@ -333,7 +333,8 @@ class Kind:
     def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
         from actckpt.planner.solving import solve  # with scipy: half a second to import
 
-        plan = solve(costs, budget=self._budget_bytes if nbytes is None else nbytes, pins=self._config.pins)
+        budget_bytes = self._budget_bytes if nbytes is None else nbytes
+        plan = solve(costs, budget=budget_bytes, pins=self._config.pins)
         return self._placed(dataclasses.replace(plan, budget_bytes=self._budget_bytes))
 
     def _placed(self, plan: Plan) -> Plan:

@@ -36,8 +36,8 @@ class SettledBlock:
 def settled(blocks: Sequence[ProfiledBlock]) -> list[SettledBlock]:
     """Return profiled calls as a backward finds them that reaches outputs for the first time.
 
-    What is alive then although the call dropped it (a result that the next block holds, a cast in the cache of autocast) is
-    free to keep. An argument that is not alive is held by a rerun alone.
+    What is alive then although the call dropped it (a result that the next block holds, a cast in the cache of
+    autocast) is free to keep. An argument that is not alive is held by a rerun alone.
     """
     # A storage has one weak reference while that lives.
     num_given = Counter(id(storage) for block in blocks for storage, _ in block.arguments)
@@ -48,8 +48,8 @@ def settled(blocks: Sequence[ProfiledBlock]) -> list[SettledBlock]:
 
 
 def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
-    assert block.peaks is not None
     block = block.with_casts(tuple(cast for cast in block.casts if cast.storage() is not None)).without_replaced()
+    assert block.peaks is not None
     alive = {name for name, storage in block.made.items() if storage() is not None}
     results = set(map(id, block.results))
     returned = {name for name, storage in block.made.items() if id(storage) in results}
@@ -67,7 +67,7 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=False)
 
     def counted(value: Value) -> Value:
-        # The recorder drops what backward does not read, unless that lets it drop more: others holding it changes nothing.
+        # What backward does not read is not free to keep: the recorder may keep a result in place of its inputs.
         is_free = value.name in alive and ((value.replayable and value.needed) or value.name in returned)
         nbytes = 0.0 if is_free else value.nbytes
         return dataclasses.replace(value, nbytes=nbytes, offloadable=False, next_input=False)

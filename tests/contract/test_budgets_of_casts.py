@@ -98,11 +98,13 @@ def test_casts_count_once(after: str, rows: int) -> None:
         model = _Model(after)
         actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
         peaks = []
-        for _ in range(4):
+        for _ in range(7):
             gradients, peak = _step(model, rows)
             assert_equal(gradients, expected)
             peaks.append(peak)
-        assert max(peaks[2:]) <= budget  # the first step of a plan is audited, and needs more
+        # The first step of each plan takes checksums, in pieces of 2**15 elements.
+        assert max(peaks[2:]) <= budget + 16 * 2**15
+        assert max(peaks[5:]) <= budget
         assert peaks[-1] >= 0.8 * budget
         assert peaks[0] <= 0.95 * plain_bytes
 
