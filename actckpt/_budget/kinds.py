@@ -113,6 +113,8 @@ class Kind:
         self._num_empty = 0
         #: Orders of forwards and backwards that were measured.
         self._orders: set[tuple[tuple[int, int, bool], ...]] = set()
+        #: Whether the plan is that of the model as it is now.
+        self._is_solved = False
         #: Whether cycles ran under a plan: after that no error is raised.
         self._has_run = False
         #: Why no plan fits by the corrected model.
@@ -142,10 +144,10 @@ class Kind:
                 self.is_measured_now = False
             return self.is_measured_now
         if self.stage != "measure" and self._is_changed(static_bytes):
-            self._attempts, self._trials, self.stage = [], None, "fit"
+            self._attempts, self._trials, self.stage, self._is_solved = [], None, "fit", False
             self._static_bytes = static_bytes
         self._num_cycles += 1
-        if self.stage == "fit" and not self._attempts_are_open():
+        if self.stage == "fit" and not self._is_solved:
             self._solve(static_bytes)
         if is_smaller or (self._trials is None and self.running_plan is None):
             assert self.plan is not None
@@ -248,7 +250,7 @@ class Kind:
             return
         self._model, self._attempts, self._trials, self.plan = model, [], None, None
         self.stage, self._num_cycles, self._static_bytes = "fit", 0, cycle.static_bytes
-        self._largest, self._num_smaller = {}, 0
+        self._largest, self._num_smaller, self._is_solved = {}, 0, False
         self._forward_keys = self._measured_keys
 
     def _is_larger(self, model: CycleModel) -> bool:
@@ -265,10 +267,6 @@ class Kind:
         is_same = len(calls) == len(cycle.calls) and all(map(Call.is_same, calls, cycle.calls))
         return is_same and _total(cycle.calls) >= _ALIKE * _total(calls)
 
-    def _attempts_are_open(self) -> bool:
-        """Return whether the plan was solved and waits to be observed."""
-        return self.plan is not None and len(self._attempts) > 0 and self._attempts[-1].plan is not self.plan
-
     def _solve(self, static_bytes: float) -> None:
         assert self._model is not None
         self._static_bytes = static_bytes
@@ -279,6 +277,7 @@ class Kind:
             self.plan = self._planned(costs)
         except PlanInfeasibleError as error:
             self.plan = self._smallest(costs, error)
+        self._is_solved = True
         self._run(self.plan)
 
     def _smallest(self, costs: CostTable, error: PlanInfeasibleError) -> Plan:
