@@ -57,11 +57,12 @@ def _most(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]
     return tuple(max(pair) for pair in itertools.zip_longest(one, other, fillvalue=0.0))
 
 
-def _most_given(calls: Iterable[Call]) -> dict[str, tuple[float, ...]]:
-    """Return per block the most bytes of each tensor that its calls were given."""
-    found: dict[str, tuple[float, ...]] = {}
+def _most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...]]:
+    """Return per forward and block the most bytes of each tensor that its calls were given."""
+    found: dict[tuple[int, str], tuple[float, ...]] = {}
     for call in calls:
-        found[call.block] = _most(found.get(call.block, ()), call.given)
+        key = call.forward, call.block
+        found[key] = _most(found.get(key, ()), call.given)
     return found
 
 
@@ -106,8 +107,8 @@ class Kind:
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = 0
-        #: Per block, the bytes of each tensor that the largest call was given which exceeded the measured ones.
-        self._largest: dict[str, tuple[float, ...]] = {}
+        #: Per forward and block, the bytes of each tensor that the largest call was given which exceeded the measured ones.
+        self._largest: dict[tuple[int, str], tuple[float, ...]] = {}
         self._num_smaller = self._num_waits = 0
         #: Cycles in a row that were to be measured, and in which no block ran with gradients.
         self._num_empty = 0
@@ -203,21 +204,26 @@ class Kind:
         """Return per block the most bytes of each tensor that it was given in a forward of the measured cycle."""
         if self._model is None:
             return {}
-        return _most_given(call for call in self._model.calls if call.forward == number)
+        given = _most_given(self._model.calls)
+        return {name: nbytes for (forward, name), nbytes in given.items() if forward == number}
 
-    def grew(self, name: str, given: tuple[float, ...]) -> bool:
+    def grew(self, call: Call) -> bool:
         """A block was given more than that; return whether one of the next cycles is measured."""
-        self._largest[name] = _most(self._largest.get(name, ()), given)
+        key = call.forward, call.block
+        self._largest[key] = _most(self._largest.get(key, ()), call.given)
         if self.stage != "measure":
             if self._num_waits >= _MOST_WAITS:
                 return False
             self._num_smaller = 0
         return self.measure_again()
 
-    def is_smaller(self, name: str, given: tuple[float, ...]) -> bool:
+    def is_smaller(self, call: Call) -> bool:
         """Return whether a block is given less in the measured cycle than in the largest one: a later one is measured."""
-        measured = _most_given(self._model.calls).get(name, ()) if self._model is not None else ()
-        rows = itertools.zip_longest(self._largest.get(name, ()), measured, given, fillvalue=0.0)
+        key = call.forward, call.block
+        if key not in self._largest:
+            return False
+        measured = _most_given(self._model.calls).get(key, ()) if self._model is not None else ()
+        rows = itertools.zip_longest(self._largest[key], measured, call.given, fillvalue=0.0)
         if all(now >= _NEARLY * most or most <= then for most, then, now in rows):
             return False
         self.is_measured_now = False
@@ -257,7 +263,7 @@ class Kind:
         """Return whether a block is given more in another cycle than in the measured one."""
         assert self._model is not None
         before = _most_given(self._model.calls)
-        pairs = ((given, before.get(name, ())) for name, given in _most_given(model.calls).items())
+        pairs = ((given, before.get(key, ())) for key, given in _most_given(model.calls).items())
         return any(now > then for given, known in pairs for now, then in zip(given, known, strict=False))
 
     def _is_alike(self, cycle: Cycle) -> bool:

@@ -209,7 +209,7 @@ class BudgetLoop:
             self._cycle.is_void = True
             if self._is_smaller:
                 self._measure_again()
-            elif not self._kind.grew(name, given):
+            elif not self._kind.grew(Call(name, self._cycle.num_forwards - 1, given)):
                 self._warn(GROWS)
 
     def close(self) -> None:
@@ -423,15 +423,16 @@ class BudgetLoop:
 
     def _call(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any], record: Any) -> Any:
         cycle = self._cycle
-        if cycle is None or not torch.is_grad_enabled():
+        is_inside = bool(self._running[threading.get_ident()])  # not in a reentrant backward, which runs blocks again
+        if cycle is None or not torch.is_grad_enabled() or not (is_inside or cycle.thread != threading.get_ident()):
             return forward.run_as_set(args, kwargs, record)
         if cycle.thread != threading.get_ident():
             cycle.is_void = True
             return forward.run_as_set(args, kwargs, record)
         number = len(cycle.calls)
-        given = given_bytes((args, kwargs))
-        cycle.calls.append(Call(forward.name, cycle.num_forwards - 1, given))
-        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(forward.name, given):
+        call = Call(forward.name, cycle.num_forwards - 1, given_bytes((args, kwargs)))
+        cycle.calls.append(call)
+        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(call):
             cycle.is_void = True
         source = first_tensor((args, kwargs))
         if source is not None and source.requires_grad:
