@@ -29,7 +29,7 @@ __all__ = ["BudgetConfig", "Kind"]
 
 #: Rounds of correction, and the share of the budget that may be left while values are dropped.
 _MOST_ROUNDS, _UNUSED = 3, 0.02
-#: Static bytes changed where they did by more than this share, and a budget of free memory, read once in so many cycles.
+#: Static bytes changed where they did by more than this share, and a budget of free memory, read every 16 cycles.
 _CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
 #: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered.
 _FIRST_EMPTY = 16
@@ -37,7 +37,7 @@ _FIRST_EMPTY = 16
 _RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: So often a kind is measured.
 _MOST_MEASURED = 16
-#: A cycle is measured that is given this share of the largest one. So many smaller ones recompute everything until it comes.
+#: A cycle is measured that is given this share of the largest one. So many smaller ones recompute all until it comes.
 _NEARLY, _MOST_SMALLER, _MOST_WAITS = 0.9, 20, 3
 #: So many cycles are metered until the plan stays although none was like the measured one, which is given this share.
 _MOST_METERED, _ALIKE = 16, 0.99
@@ -107,7 +107,7 @@ class Kind:
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = 0
-        #: Per forward and block, the bytes of each tensor that the largest call was given which exceeded the measured ones.
+        #: Per forward and block, the bytes of each tensor in the largest call that exceeded the measured ones.
         self._largest: dict[tuple[int, str], tuple[float, ...]] = {}
         self._num_smaller = self._num_waits = 0
         #: Cycles in a row that were to be measured, and in which no block ran with gradients.
@@ -218,7 +218,7 @@ class Kind:
         return self.measure_again()
 
     def is_smaller(self, call: Call) -> bool:
-        """Return whether a block is given less in the measured cycle than in the largest one: a later one is measured."""
+        """Return whether a block is given less than in the largest cycle: then a later cycle is measured."""
         key = call.forward, call.block
         if key not in self._largest:
             return False
@@ -391,7 +391,7 @@ class Kind:
         if self._trials.is_over:
             self.plan, self._trials, self.stage = self._trials.result(), None, "settled"
             self._run(self.plan)
-    
+
     def _run(self, plan: Plan) -> None:
         """Let the next cycles run a plan: each forward its part of it."""
         assert self._model is not None and plan.blocks is not None and plan.places is not None

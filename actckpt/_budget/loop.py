@@ -263,7 +263,8 @@ class BudgetLoop:
         self._profiled, self._settled = [], []
         static_bytes, held = self._config.static(self._model, self._device)
         static_bytes += self._left_bytes(kind, held, accumulates=key.accumulates)
-        is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)  # raises where no plan fits and that was asked for
+        # Raises where no plan fits and that was asked for.
+        is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
         self._cycle = Cycle(self._device, meter, static_bytes)
