@@ -126,6 +126,11 @@ class Kind:
         """How many more cycles may be trials."""
         return 0 if self._trials is None else self._trials.num_cycles_left
 
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether smaller cycles may run its plan: one ran already, and it fits."""
+        return self._has_run and not self.refused
+
     # What a cycle does.
 
     def begin(self, static_bytes: float, *, is_smaller: bool = False) -> bool:

@@ -87,10 +87,7 @@ class KnownKinds:
             larger = [
                 (other, kind)
                 for other, kind in self._kinds.items()
-                if kind.plan is not None
-                and not kind.refused
-                and other.accumulates == key.accumulates
-                and other.forward.holds(key.forward)
+                if kind.can_be_shared and other.accumulates == key.accumulates and other.forward.holds(key.forward)
             ]
             if larger:
                 return Found(min(larger, key=lambda each: each[0].forward.num_elements)[1], is_smaller=True)

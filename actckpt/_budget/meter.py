@@ -45,6 +45,9 @@ class Meter(Protocol):
     def muted(self) -> contextlib.AbstractContextManager[object]:
         """Leave out what runs inside, which frees all that it allocates."""
 
+    def unmuted(self) -> contextlib.AbstractContextManager[object]:
+        """Count inside of `muted`: the part of a profile that belongs to the step."""
+
     def end(self) -> None:
         """Count nothing more."""
 

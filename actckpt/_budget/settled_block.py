@@ -48,8 +48,8 @@ def settled(blocks: Sequence[ProfiledBlock]) -> list[SettledBlock]:
 
 
 def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
-    assert block.peaks is not None
     block = block.with_casts(tuple(cast for cast in block.casts if cast.storage() is not None)).without_replaced()
+    assert block.peaks is not None
     alive = {name for name, storage in block.made.items() if storage() is not None}
     results = set(map(id, block.results))
     returned = {name for name, storage in block.made.items() if id(storage) in results}
