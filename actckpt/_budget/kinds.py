@@ -29,7 +29,7 @@ __all__ = ["BudgetConfig", "Kind"]
 
 #: Rounds of correction, and the share of the budget that may be left while values are dropped.
 _MOST_ROUNDS, _UNUSED = 3, 0.02
-#: Static bytes changed where they did by more than this share, and a budget of free memory, read once in so many cycles.
+#: Static bytes changed where they did by more than this share, and a budget of free memory, read every 16 cycles.
 _CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
 #: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered.
 _FIRST_EMPTY = 16
@@ -37,7 +37,7 @@ _FIRST_EMPTY = 16
 _RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: So often a kind is measured.
 _MOST_MEASURED = 16
-#: A cycle is measured that is given this share of the largest one. So many smaller ones recompute everything until it comes.
+#: A cycle is measured that is given this share of the largest one. So many smaller ones recompute all until it comes.
 _NEARLY, _MOST_SMALLER, _MOST_WAITS = 0.9, 20, 3
 #: So many cycles are metered until the plan stays although none was like the measured one, which is given this share.
 _MOST_METERED, _ALIKE = 16, 0.99
@@ -57,11 +57,12 @@ def _most(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]
     return tuple(max(pair) for pair in itertools.zip_longest(one, other, fillvalue=0.0))
 
 
-def _most_given(calls: Iterable[Call]) -> dict[str, tuple[float, ...]]:
-    """Return per block the most bytes of each tensor that its calls were given."""
-    found: dict[str, tuple[float, ...]] = {}
+def _most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...]]:
+    """Return per forward and block the most bytes of each tensor that its calls were given."""
+    found: dict[tuple[int, str], tuple[float, ...]] = {}
     for call in calls:
-        found[call.block] = _most(found.get(call.block, ()), call.given)
+        key = call.forward, call.block
+        found[key] = _most(found.get(key, ()), call.given)
     return found
 
 
@@ -111,13 +112,15 @@ class Kind:
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = 0
-        #: Per block, the bytes of each tensor that the largest call was given which exceeded the measured ones.
-        self._largest: dict[str, tuple[float, ...]] = {}
+        #: Per forward and block, the bytes of each tensor in the largest call that exceeded the measured ones.
+        self._largest: dict[tuple[int, str], tuple[float, ...]] = {}
         self._num_smaller = self._num_waits = 0
         #: Cycles in a row that were to be measured, and in which no block ran with gradients.
         self._num_empty = 0
         #: Orders of forwards and backwards that were measured.
         self._orders: set[tuple[tuple[int, int, bool], ...]] = set()
+        #: Whether the plan is that of the model as it is now.
+        self._is_solved = False
         #: Whether cycles ran under a plan: after that no error is raised.
         self._has_run = False
         #: Why no plan fits by the corrected model.
@@ -127,6 +130,11 @@ class Kind:
     def num_trials_left(self) -> int:
         """How many more cycles may be trials."""
         return 0 if self._trials is None else self._trials.num_cycles_left
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether smaller cycles may run its plan: one ran already, and it fits."""
+        return self._has_run and not self.refused
 
     # What a cycle does.
 
@@ -147,10 +155,10 @@ class Kind:
                 self.is_measured_now = False
             return self.is_measured_now
         if self.stage != "measure" and self._is_changed(static_bytes):
-            self._attempts, self._trials, self.stage = [], None, "fit"
+            self._attempts, self._trials, self.stage, self._is_solved = [], None, "fit", False
             self._static_bytes = static_bytes
         self._num_cycles += 1
-        if self.stage == "fit" and not self._attempts_are_open():
+        if self.stage == "fit" and not self._is_solved:
             self._solve(static_bytes)
         if is_smaller or (self._trials is None and self.running_plan is None):
             assert self.plan is not None
@@ -206,21 +214,26 @@ class Kind:
         """Return per block the most bytes of each tensor that it was given in a forward of the measured cycle."""
         if self._model is None:
             return {}
-        return _most_given(call for call in self._model.calls if call.forward == number)
+        given = _most_given(self._model.calls)
+        return {name: nbytes for (forward, name), nbytes in given.items() if forward == number}
 
-    def grew(self, name: str, given: tuple[float, ...]) -> bool:
+    def grew(self, call: Call) -> bool:
         """A block was given more than that; return whether one of the next cycles is measured."""
-        self._largest[name] = _most(self._largest.get(name, ()), given)
+        key = call.forward, call.block
+        self._largest[key] = _most(self._largest.get(key, ()), call.given)
         if self.stage != "measure":
             if self._num_waits >= _MOST_WAITS:
                 return False
             self._num_smaller = 0
         return self.measure_again()
 
-    def is_smaller(self, name: str, given: tuple[float, ...]) -> bool:
-        """Return whether a block is given less in the measured cycle than in the largest one: a later one is measured."""
-        measured = _most_given(self._model.calls).get(name, ()) if self._model is not None else ()
-        rows = itertools.zip_longest(self._largest.get(name, ()), measured, given, fillvalue=0.0)
+    def is_smaller(self, call: Call) -> bool:
+        """Return whether a block is given less than in the largest cycle: then a later cycle is measured."""
+        key = call.forward, call.block
+        if key not in self._largest:
+            return False
+        measured = _most_given(self._model.calls).get(key, ()) if self._model is not None else ()
+        rows = itertools.zip_longest(self._largest[key], measured, call.given, fillvalue=0.0)
         if all(now >= _NEARLY * most or most <= then for most, then, now in rows):
             return False
         self.is_measured_now = False
@@ -253,14 +266,14 @@ class Kind:
             return
         self._model, self._attempts, self._trials, self.plan = model, [], None, None
         self.stage, self._num_cycles, self._static_bytes = "fit", 0, cycle.static_bytes
-        self._largest, self._num_smaller = {}, 0
+        self._largest, self._num_smaller, self._is_solved = {}, 0, False
         self._forward_keys = self._measured_keys
 
     def _is_larger(self, model: CycleModel) -> bool:
         """Return whether a block is given more in another cycle than in the measured one."""
         assert self._model is not None
         before = _most_given(self._model.calls)
-        pairs = ((given, before.get(name, ())) for name, given in _most_given(model.calls).items())
+        pairs = ((given, before.get(key, ())) for key, given in _most_given(model.calls).items())
         return any(now > then for given, known in pairs for now, then in zip(given, known, strict=False))
 
     def _is_alike(self, cycle: Cycle) -> bool:
@@ -269,10 +282,6 @@ class Kind:
         calls = self._model.calls
         is_same = len(calls) == len(cycle.calls) and all(map(Call.is_same, calls, cycle.calls))
         return is_same and _total(cycle.calls) >= _ALIKE * _total(calls)
-
-    def _attempts_are_open(self) -> bool:
-        """Return whether the plan was solved and waits to be observed."""
-        return self.plan is not None and len(self._attempts) > 0 and self._attempts[-1].plan is not self.plan
 
     def _solve(self, static_bytes: float) -> None:
         assert self._model is not None
@@ -284,6 +293,7 @@ class Kind:
             self.plan = self._planned(costs)
         except PlanInfeasibleError as error:
             self.plan = self._smallest(costs, error)
+        self._is_solved = True
         self._run(self.plan)
 
     def _smallest(self, costs: CostTable, error: PlanInfeasibleError) -> Plan:

@@ -2,16 +2,17 @@
 
 NOTE [ Kinds that share a plan ]
 
-1. The first kinds have plans of their own. A later cycle whose shapes are in no dimension larger than those of a kind with
-   a plan runs that plan: of several such kinds, the one with the fewest elements.
-2. A cycle that is larger than each of these somewhere has a plan of its own, up to so many. So has one that needs more than
-   its shapes show: larger tensors inside, more forwards, or another order of backwards.
+1. The first kinds have plans of their own. A later cycle whose shapes are in no dimension larger than those of a kind
+   with a plan runs that plan: of several such kinds, the one with the fewest elements.
+2. A cycle that is larger than each of these somewhere has a plan of its own, up to a limit. So has one that needs more
+   than its shapes show: larger tensors inside, more forwards, or another order of backwards.
 3. Then everything is recomputed, with a warning.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,9 +37,7 @@ class ForwardKey(NamedTuple):
         if self.flags != other.flags or len(self.tensors) != len(other.tensors):
             return False
         return all(
-            kind == other_kind
-            and len(shape) == len(smaller)
-            and all(a >= b for a, b in zip(shape, smaller, strict=True))
+            kind == other_kind and len(shape) == len(smaller) and all(map(operator.ge, shape, smaller))
             for (shape, kind), (smaller, other_kind) in zip(self.tensors, other.tensors, strict=True)
         )
 
@@ -92,10 +91,7 @@ class KnownKinds:
             larger = [
                 (other, kind)
                 for other, kind in self._kinds.items()
-                if kind.plan is not None
-                and not kind.refused
-                and other.accumulates == key.accumulates
-                and other.forward.holds(key.forward)
+                if kind.can_be_shared and other.accumulates == key.accumulates and other.forward.holds(key.forward)
             ]
             if larger:
                 return Found(min(larger, key=lambda each: each[0].forward.num_elements)[1], is_smaller=True)

@@ -213,7 +213,7 @@ class BudgetLoop:
             self._cycle.is_void = True
             if self._is_smaller:
                 self._measure_again()
-            elif not self._kind.grew(name, given):
+            elif not self._kind.grew(Call(name, self._cycle.num_forwards - 1, given)):
                 self._warn(GROWS)
 
     def close(self) -> None:
@@ -269,8 +269,8 @@ class BudgetLoop:
         static_bytes += self._left_bytes(kind, held, accumulates=key.accumulates)
         # This raises where no plan fits and that was asked for.
         is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)
-        if is_metered and key.accumulates:
-            self._meters_all = self._ended_meters is None
+        if key.accumulates:
+            self._meters_all = is_metered and self._ended_meters is None
         is_metered = is_metered or (kind is not None and self._meters_all)
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
@@ -431,15 +431,16 @@ class BudgetLoop:
 
     def _call(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any], record: Any) -> Any:
         cycle = self._cycle
-        if cycle is None or not torch.is_grad_enabled():
+        is_inside = bool(self._running[threading.get_ident()])  # not in a reentrant backward, which runs blocks again
+        if cycle is None or not torch.is_grad_enabled() or not (is_inside or cycle.thread != threading.get_ident()):
             return forward.run_as_set(args, kwargs, record)
         if cycle.thread != threading.get_ident():
             cycle.is_void = True
             return forward.run_as_set(args, kwargs, record)
         number = len(cycle.calls)
-        given = given_bytes((args, kwargs))
-        cycle.calls.append(Call(forward.name, cycle.num_forwards - 1, given))
-        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(forward.name, given):
+        call = Call(forward.name, cycle.num_forwards - 1, given_bytes((args, kwargs)))
+        cycle.calls.append(call)
+        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(call):
             cycle.is_void = True
         source = first_tensor((args, kwargs))
         if source is not None and source.requires_grad:

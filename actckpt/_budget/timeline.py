@@ -82,8 +82,8 @@ class Cycle:
         self.events: list[Event] = []
         self.calls: list[Call] = []
         self.num_forwards = self.num_backwards = 0
-        #: In which order forwards began and backwards reached them: (number of the forward, number of the backward, whether
-        #: that retains the graph); number 0 of a backward stands for the begin of the forward.
+        #: In which order forwards began and backwards reached them: (number of the forward, number of the backward,
+        #: whether that retains the graph); number 0 of a backward stands for the begin of the forward.
         self.order: list[tuple[int, int, bool]] = []
         self._tasks: list[int] = []
         #: What modules outside of the blocks hold when the model's first forward ends.

@@ -121,7 +121,7 @@ def test_a_budget_of_what_is_free_follows_it(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(len(free)):
         assert_equal(training.step(), expected)
         budgets.append(training.plan.budget_bytes if number else 0.0)
-    made = [number for number in range(2, len(free)) if budgets[number] != budgets[number - 1]]
+    made = [number for number in range(2, len(free)) if budgets[number] != pytest.approx(budgets[number - 1], rel=0.01)]
     # 60 is less by no more than a tenth.
     assert [budgets[number] / budgets[1] for number in made] == pytest.approx([57 / 65, 100 / 65], rel=0.01)
     assert made[1] - made[0] >= 16, "once in so many steps"

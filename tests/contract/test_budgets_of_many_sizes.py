@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from oracle import assert_equal
@@ -104,14 +105,14 @@ def test_larger_sizes_have_plans_of_their_own_and_too_many_are_told() -> None:
 
 
 def test_forwards_that_are_alive_with_one_of_a_larger_size_share_the_budget() -> None:
-    """Of four, two get plans of their own; then there are too many, and the others count as ones of the larger size."""
+    """Once one was measured with the larger size, smaller ones run its plan."""
     _, plain_bytes, _ = _step(_model(), [(8, 64), (8, 60)])
     model = _model()
     actckpt.apply(model, blocks=Mlp, activation_budget=int(0.7 * plain_bytes), race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     peaks = []
-    for length in (60, 55, 50, 61):
+    for length in (60, 61, 55, 50, 58):
         shapes = [(8, 64), (8, length)]
         gradients, peak_bytes, _ = _step(model, shapes)
         assert_equal(gradients, _step(_model(), shapes)[0])
@@ -190,6 +191,7 @@ class _Cut(nn.Module):
 def _cut(model: nn.Module, padded: int, rows: int) -> int:
     """Return the peak."""
     x, mask = torch.randn(padded, DIM), torch.arange(padded) < rows
+    model.zero_grad()
     with LiveStorages(parameters=model.parameters()) as live:
         model(x, mask).square().mean().backward()
     return live.peak_bytes
@@ -219,6 +221,7 @@ def test_a_size_that_is_measured_again_has_a_plan_for_smaller_ones() -> None:
     _cut(model, 512, 500)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        model.zero_grad()
         losses = [
             model(torch.randn(size, DIM), torch.arange(size) < rows).square().mean()
             for size, rows in [(512, 500), (500, 200)]
@@ -245,10 +248,11 @@ def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() ->
     plans = []
     for rows in (90, 80, 70, 60, 50, 300, 300, 300, 40):
         parts = [torch.randn(rows, DIM), torch.randn(9, DIM)]
+        model.zero_grad()
         model(torch.nested.nested_tensor(parts, layout=torch.jagged)).square().mean().backward()
         plans.append(_plan(model))
-    assert plans[1] is not None and plans[4] is plans[1]
-    assert plans[-1] is not None and plans[-1].peak_bytes > 2 * plans[1].peak_bytes
+    assert plans[2] is not None and plans[4] is plans[2]
+    assert plans[-1] is not None and plans[-1].peak_bytes > 2 * plans[2].peak_bytes
 
 
 def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
@@ -266,8 +270,13 @@ def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> N
     actckpt.apply(model, blocks=Mlp, activation_budget=int(0.45 * plain_bytes), race=False, on_infeasible="raise")
     for _ in range(2):
         _step(model, [(8, 64)])
-    with pytest.raises(actckpt.PlanInfeasibleError, match="2 were alive at once|2 forwards of the model"):
-        _step(model, [(8, 64)] * 2)
+    if on_device.device_type == "cpu":  # a plan ran already: later ones exceed the budget with a warning
+        with pytest.warns(UserWarning, match="2 forwards of the model"):
+            for _ in range(3):
+                _step(model, [(8, 64)] * 2)
+    else:
+        with pytest.raises(actckpt.PlanInfeasibleError, match="of which 2 were alive at once"):
+            _step(model, [(8, 64)] * 2)
     for _ in range(2):  # so the program divides its batch
         gradients, peak_bytes, _ = _step(model, [(8, 64)])
         assert_equal(gradients, expected)
