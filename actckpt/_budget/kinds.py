@@ -15,6 +15,7 @@ from actckpt._blocks.outside import advice
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.cycle_model import CycleModel
 from actckpt._budget.infeasible import Infeasible, infeasible_error
+from actckpt._budget.offloading import solved
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.settled_block import SettledBlock
@@ -341,10 +342,7 @@ class Kind:
         return 0.0
 
     def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
-        from actckpt.planner.solving import solve  # with scipy: half a second to import
-
-        budget_bytes = self._budget_bytes if nbytes is None else nbytes
-        plan = solve(costs, budget=budget_bytes, pins=self._config.pins)
+        plan = solved(costs, self._budget_bytes if nbytes is None else nbytes, self._config.pins)
         return self._placed(dataclasses.replace(plan, budget_bytes=self._budget_bytes))
 
     def _placed(self, plan: Plan) -> Plan:

@@ -91,15 +91,7 @@ def recomputed(block: BlockClass, actions: Actions, *, rerun: bool = False) -> f
 
 
 def droppable(block: BlockClass, allowed: tuple[Actions, ...]) -> list[int]:
-    """Return the positions of what a rerun makes again: what may be dropped, but the input.
-
-    None where a pin keeps a value: a rerun keeps inputs alone.
-    """
-    if any(
-        value.name != BLOCK_INPUT and value.needed and may == (Action.KEEP,)
-        for value, may in zip(block.values, allowed, strict=True)
-    ):
-        return []
+    """Return the positions of what a rerun makes again: what may be dropped, but the input."""
     return [
         position
         for position, (value, may) in enumerate(zip(block.values, allowed, strict=True))

@@ -92,6 +92,11 @@ def _search(problem: Problem, time_limit_s: float) -> tuple[Plan, float]:
         found = program.solve(time_limit_s=time_limit_s, gap=gap)
         bound_s = max(bound_s, found.bound) if found.bound < math.inf else bound_s
         best = _fastest(best, _improved(problem, program.choice(found)))
+    if is_small and (best is None or best.overhead_seconds - relaxed.bound > _ROUNDING * problem.scale_s):
+        # HiGHS cuts off the best choice of some programs. It finds that where fewer actions are open.
+        found = program.solve(time_limit_s=time_limit_s, gap=gap, near=relaxed)
+        best = _fastest(best, _improved(problem, program.choice(found)))
+        bound_s = bound_s if best is None else min(bound_s, best.overhead_seconds)
     if best is None:  # rows were exceeded by what HiGHS tolerates
         room = max(problem.budget_bytes - min(moment.segment.plain_bytes for moment in problem.moments), 0.0)
         lower = Program(problem.with_budget(problem.budget_bytes - _TOLERANCE * room))
