@@ -50,6 +50,8 @@ class CycleModel:
         self.calls = tuple(cycle.calls)
         self.blocks = tuple(blocks)
         self.made_outside = cycle.made_outside
+        #: Calls that did nothing when they were measured.
+        self.idle = cycle.idle_calls()
         self._rows: list[_Row] = []
         #: Differences between observed and predicted peaks, by segment and mode of the block that runs in it.
         self._corrections: dict[_Correction, float] = {}
@@ -59,6 +61,11 @@ class CycleModel:
     def add(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
         """Add a cycle of the same calls, in which backwards came in another order: plans must fit in each order."""
         self._rows += [_Row(tuple(cycle.order), each, tuple(blocks)) for each in cycle.segments()]
+
+    @property
+    def num_busy(self) -> int:
+        """How many calls did something."""
+        return len(self.calls) - len(self.idle)
 
     @property
     def num_orders(self) -> int:

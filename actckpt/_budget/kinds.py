@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._blocks.applied import CheckpointedForward, OneCall, Settings
 from actckpt._blocks.outside import advice
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.cycle_model import CycleModel
@@ -69,6 +69,13 @@ def _most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...
 
 def _total(calls: Iterable[Call]) -> float:
     return sum(sum(call.given) for call in calls)
+
+
+def _with_call(settings: dict[str, Settings], name: str, number: int, one: OneCall) -> dict[str, Settings]:
+    """Return settings with others for one call of a block."""
+    before = settings[name]
+    found = (*before[:number], one, *before[number + 1 :]) if isinstance(before, tuple) else one
+    return {**settings, name: found}
 
 
 class Kind:
@@ -190,8 +197,8 @@ class Kind:
             self._measured(cycle, blocks)
         elif cycle.is_void or self._model is None:
             return
-        elif not self.knows_order(cycle):
-            self.measure_again()
+        elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
+            self.measure_again()  # it ran what the plan does not know
         elif self._trials is not None:
             self._tried(cycle)
         elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):
@@ -261,7 +268,8 @@ class Kind:
         else:
             model = CycleModel(cycle, blocks)
         before = () if self._model is None else self._model.calls
-        is_less = len(model.calls) < len(before) or _total(model.calls) < _ALIKE * _total(before)
+        num_busy = 0 if self._model is None else self._model.num_busy
+        is_less = model.num_busy < num_busy or _total(model.calls) < _ALIKE * _total(before)
         if self._model is not None and is_less and not self._is_larger(model):
             self.stage = self._stage_before
             return
@@ -282,6 +290,8 @@ class Kind:
         assert self._model is not None
         calls = self._model.calls
         is_same = len(calls) == len(cycle.calls) and all(map(Call.is_same, calls, cycle.calls))
+        if cycle.meter is not None and cycle.idle_calls() != self._model.idle:
+            return False
         return is_same and _total(cycle.calls) >= _ALIKE * _total(calls)
 
     def _solve(self, static_bytes: float) -> None:
@@ -441,7 +451,11 @@ class Kind:
                 windows=None if plan.windows is None else tuple(plan.windows[at] for at in own),
                 costs=dataclasses.replace(plan.costs, stack=tuple(plan.costs.stack[at] for at in own), segments=None),
             )
-            self._settings.append(settings_of(part, self._module))
+            settings = settings_of(part, self._module)
+            for at in self._model.idle.intersection(own):  # it may do more in another cycle
+                calls = [other for other in own if plan.blocks[other] == plan.blocks[at]]
+                settings = _with_call(settings, self._model.calls[at].block, calls.index(at), RECOMPUTE)
+            self._settings.append(settings)
 
     def _is_changed(self, static_bytes: float) -> bool:
         """Return whether what existed before the cycle, or the budget, is not what the plan was made for."""

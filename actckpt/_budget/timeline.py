@@ -26,6 +26,10 @@ EventKind = Literal[
 SegmentKey = tuple[str, int, int]
 
 
+#: A forward that makes less than this share of its arguments does nothing.
+_IDLE = 1 / 16
+
+
 class Event(NamedTuple):
     """A moment of a cycle."""
 
@@ -130,6 +134,15 @@ class Cycle:
     def peak_bytes(self) -> int:
         """The most bytes at once, static ones included."""
         return self.static_bytes + max((event.peak_bytes for event in self.events), default=0)
+
+    def idle_calls(self) -> frozenset[int]:
+        """Return the block calls whose forward made next to nothing of what it was given: they may do more another time."""
+        made = {
+            event.call: after.peak_bytes - event.live_bytes
+            for event, after in zip(self.events, self.events[1:], strict=False)
+            if event.kind == "forward begins"
+        }
+        return frozenset(call for call, nbytes in made.items() if nbytes <= _IDLE * sum(self.calls[call].given))
 
     def segments(self) -> list[Segment]:
         """Return the segments in time order, with the block calls that are alive in each."""
