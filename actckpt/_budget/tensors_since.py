@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from actckpt._core.torch_private import fake_tensor_type
+
 __all__ = ["TensorsSince"]
 
 
@@ -46,4 +48,5 @@ def _young() -> list[Tensor]:
 
 
 def _tensors(objects: Iterable[Any]) -> list[Tensor]:
-    return [each for each in objects if issubclass(type(each), Tensor)]
+    # Fake tensors, which compilers leave behind, have no memory, and sizes that are no numbers.
+    return [each for each in objects if issubclass(type(each), Tensor) and not issubclass(type(each), fake_tensor_type)]
