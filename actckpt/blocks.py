@@ -131,15 +131,13 @@ def apply(
             Blocks of a model ] in actckpt/_blocks/finding.py says how.
         **options: keywords of `checkpoint`, or of `offload`, for every block. In place of a policy, a budget:
             `budget` (all memory) or `activation_budget`, as in `actckpt.plan`, with `optimizer`, `pins` and `race`. The
-            plan is then made while the model trains: the first step runs with all blocks checkpointed and measures;
-            from the second on the fastest plan that is predicted to fit runs; with `race` (the default; `pins` leave
-            nothing to choose) it takes turns with simple choices in the next steps, where they may be as fast, and the
-            fastest stays. Each kind of step has a plan of its own: sizes of inputs, autocast, training or evaluation
-            mode, what is trained; after 16 of them smaller sizes run the plans of larger ones.
+            plan is then made while the model trains. The first step runs with all blocks checkpointed, and is measured.
+            From the second step on the fastest plan that is predicted to fit runs. With `race` (the default; not with
+            `pins`) the next steps try it and simple choices in turn; the fastest one is kept. Each kind of step has a
+            plan of its own: sizes of inputs, autocast, training or evaluation mode, what is trained.
             Where no plan is predicted to fit, `on_infeasible="warn"` (the default) runs the plan that needs least and
             warns, with the smallest budget and what holds the memory; `on_infeasible="raise"` raises.
-            `actckpt.report(model).plan` is the plan, None until it is made. What is computed from outputs of the model
-            counts as its graph shows, or as a device's allocator tells.
+            `actckpt.report(model).plan` is the plan, None until it is made.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.

@@ -128,6 +128,16 @@ class CycleModel:
             key = order, segment.key, mode
             self._corrections[key] = self._corrections.get(key, 0.0) + error
 
+    def modes(self, plan: Plan) -> tuple[Mode, ...]:
+        """Return how each block call runs under a plan."""
+        return tuple(self._mode(plan, call) for call in range(len(self.calls)))
+
+    def drop_negative_corrections(self) -> bool:
+        """Forget where a cycle needed less than predicted; return whether it did anywhere."""
+        before = len(self._corrections)
+        self._corrections = {key: nbytes for key, nbytes in self._corrections.items() if nbytes > 0}
+        return len(self._corrections) < before
+
     def _mode(self, plan: Plan, call: int) -> Mode:
         if plan.rerun[call]:
             return _RERUN

@@ -395,6 +395,9 @@ class Kind:
         self._model.observe(cycle, plan, needs(self._model.costs(cycle.static_bytes), plan))
         try:
             self._solve(cycle.static_bytes)
+            # That less was needed may be due to how blocks ran. Another way to run them must fit without it.
+            if self._model.modes(self.plan) != self._model.modes(plan) and self._model.drop_negative_corrections():
+                self._solve(cycle.static_bytes)
         except PlanInfeasibleError:
             self._model.restore(before)
             self.plan, self._budget_bytes = plan, budget_bytes

@@ -57,6 +57,8 @@ __all__ = ["BudgetLoop", "runs_loop"]
 
 #: So many forwards of one cycle may wait for a backward while others had theirs; then the oldest count as never read.
 _MOST_FORWARDS = 16
+#: Cycles that leave more than this share of their peak behind leave much.
+_LEFT = 0.01
 #: So many forwards in a row without any backward trigger a warning.
 _MOST_UNREAD = 16
 
@@ -115,6 +117,9 @@ class BudgetLoop:
         self._outside: OutsideModules | None = None
         #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
         self._ended_meters: list[Meter] | None = None
+        self._last_peak_bytes = 0
+        #: Whether micro-batches leave much behind, so that later ones of a step are of another kind.
+        self._leaves_bytes = False
         #: Whether each cycle is metered, because a later cycle of its step must know what it leaves behind.
         self._meters_all = False
         self._num_unread = 0
@@ -406,6 +411,7 @@ class BudgetLoop:
         self._num_alive = 0
         if cycle is not None:
             cycle.end()
+            self._last_peak_bytes = cycle.peak_bytes
             for forward in self._forwards.values():
                 forward.instead = None
             if torch_private.current_graph_task_id() == -1:
@@ -486,7 +492,17 @@ class BudgetLoop:
 
     def _cycle_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CycleKey:
         gradients = any(found is not None and found.grad is not None for ref in self._own() for found in (ref(),))
-        return CycleKey(gradients, self._kind_key(args, kwargs))
+        return CycleKey(gradients and self._counts_before(), self._kind_key(args, kwargs))
+
+    def _counts_before(self) -> bool:
+        """Return whether what earlier micro-batches of a step made counts in later ones.
+
+        Gradients do where all memory counts, and so do casts in the cache of autocast, and outputs that the program holds.
+        """
+        if self._ended_meters:
+            left_bytes = sum(meter.left_bytes([]) for meter in self._ended_meters)
+            self._leaves_bytes = self._leaves_bytes or left_bytes > _LEFT * self._last_peak_bytes
+        return self._config.is_total or torch.is_autocast_enabled(self._device.type) or self._leaves_bytes
 
     def _kind_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
         """Return what a forward's share of a plan depends on."""
