@@ -118,8 +118,9 @@ def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: to
             roots = run.roots()
         forward_bytes = working.peak_bytes
         working.reset_peak()
+        # What came out stands for its gradient, which is as large and lives as long.
+        gradients = [torch.ones_like(root) for root in roots]
         with working.section():
-            gradients = [torch.ones_like(root) for root in roots]
             run.backward(roots, gradients)
         return forward_bytes, working.peak_bytes, max(forward_bytes, working.peak_bytes)
 
