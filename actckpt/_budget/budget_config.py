@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from actckpt._core import devices
 from actckpt._core.storages import storages_of
 from actckpt._offload import stores
 from actckpt.action import Action
-from actckpt.planner.costs import CostTable
 from actckpt.planner.pins import checked_pins
 
 __all__ = ["BudgetConfig", "check_budget"]
@@ -74,16 +73,14 @@ class BudgetConfig:
         storages = {id(storage): storage for storage in storages_of(held)}
         return sum(each.nbytes() for each in storages.values() if each.device.type == device.type), gradients
 
-    def budget_bytes(self, costs: CostTable, model: torch.nn.Module) -> float:
+    def budget_bytes(self, model: torch.nn.Module, plain_bytes: Callable[[], float]) -> float:
         """Return the budget in bytes, for a kind of cycle with this cost table."""
         if self.activation_budget is None:
             device = device_of(model)
             static_bytes, gradients = self.static(model, device)
             held_bytes = static_bytes + sum(storage.nbytes() for storage in storages_of(gradients))
             return budget_bytes(self.budget, device, held_bytes=held_bytes)
-        from actckpt._budget.simple import plain_plan  # with the solver: half a second to import
-
-        return activation_budget_bytes(self.activation_budget, plain_bytes=plain_plan(costs).peak_bytes)
+        return activation_budget_bytes(self.activation_budget, plain_bytes=plain_bytes())
 
 
 def check_budget(options: Mapping[str, Any], model: torch.nn.Module, what: str) -> None:

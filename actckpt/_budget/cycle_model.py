@@ -80,6 +80,14 @@ class CycleModel:
         found = CostTable({name: block for block, name in names.items()}, stack, segments=segments)
         return with_block_names(found, [call.block for call in self.calls])
 
+    def plain_bytes(self, costs: CostTable) -> float:
+        """Return the peak where everything is kept. Casts in the cache of autocast, which blocks keep too, count once."""
+        from actckpt._budget.simple import plain_plan  # with the solver: half a second to import
+        from actckpt.planner.simulation import needs
+
+        rows = zip(self._rows, needs(costs, plain_plan(costs)), strict=True)
+        return max(float(need) - row.segment.cached_bytes for row, need in rows)
+
     def _segment(self, row: _Row, static_bytes: float) -> planner_costs.Segment:
         segment, blocks = row.segment, row.blocks
         counted = (blocks[j].always_kept_bytes + blocks[j].droppable_input_bytes for j in segment.alive)

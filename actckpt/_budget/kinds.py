@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -298,7 +299,7 @@ class Kind:
         assert self._model is not None
         self._static_bytes = static_bytes
         costs = self._model.costs(static_bytes)
-        self._budget_bytes, self.refused = self._config.budget_bytes(costs, self._module), ""
+        self._budget_bytes, self.refused = self._asked_bytes(costs), ""
         self._told = None
         try:
             self.plan = self._planned(costs)
@@ -345,11 +346,15 @@ class Kind:
             return 0.0
         costs = self._model.costs(self._static_bytes)
         try:
-            self._planned(costs, self._config.budget_bytes(costs, self._module))
+            self._planned(costs, self._asked_bytes(costs))
         except PlanInfeasibleError as error:
             least = error.smallest_bytes
             return 0.0 if least is None else min(self._with_reserve(least), plain_plan(costs).peak_bytes)
         return 0.0
+
+    def _asked_bytes(self, costs: CostTable) -> float:
+        assert self._model is not None
+        return self._config.budget_bytes(self._module, functools.partial(self._model.plain_bytes, costs))
 
     def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
         plan = solved(costs, self._budget_bytes if nbytes is None else nbytes, self._config.pins)
@@ -465,7 +470,7 @@ class Kind:
         if self.plan is None or self._model is None:
             return False
         if self._config.is_what_is_free and self.stage == "settled" and self._num_cycles % _CYCLES_PER_LOOK == 0:
-            more = self._config.budget_bytes(self.plan.costs, self._module) / self._budget_bytes - 1
+            more = self._asked_bytes(self.plan.costs) / self._budget_bytes - 1
             if more < -_CHANGE_OF_BUDGET or (more > _CHANGE_OF_BUDGET and self.plan.overhead_seconds > 0.0):
                 return True
         return abs(static_bytes - self._static_bytes) > _CHANGE * self._static_bytes

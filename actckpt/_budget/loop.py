@@ -331,6 +331,7 @@ class BudgetLoop:
         if cycle is None or cycle is not self._cycle:
             return
         cycle.note("forward")
+        self._note_casts(cycle)
         if cycle.meter is not None and self._is_measuring() and cycle.num_forwards == 1:
             self._end_outside(cycle)
         outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
@@ -462,6 +463,7 @@ class BudgetLoop:
             cycle.is_void = True
             raise
         cycle.note("forward ends", number)
+        self._note_casts(cycle)
         output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)
         if output is not None:
             output.register_hook(lambda _: self._backward_begins(cycle, number))
@@ -473,6 +475,13 @@ class BudgetLoop:
             result, block = self._profiler.call(forward.name, forward.block, forward.original(), args, kwargs)
         self._profiled.append(block)
         return result
+
+    def _note_casts(self, cycle: Cycle) -> None:
+        """Note how many bytes of casts autocast holds."""
+        casts = {id(cast.storage): cast for block in self._profiled for cast in block.casts}
+        if casts and cycle.events:
+            alive = sum(cast.nbytes for cast in casts.values() if cast.storage() is not None)
+            cycle.cached_bytes[len(cycle.events) - 1] = alive
 
     def _unmuted(self) -> Any:
         assert self._cycle is not None and self._cycle.meter is not None

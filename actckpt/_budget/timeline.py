@@ -69,6 +69,8 @@ class Segment:
     peak_bytes: int
     #: Block calls between their forward and their last backward, without the one that runs.
     alive: frozenset[int]
+    #: Casts of parameters in the cache of autocast, which blocks would hold themselves once that is left.
+    cached_bytes: int = 0
 
 
 class Cycle:
@@ -90,6 +92,8 @@ class Cycle:
         #: whether that retains the graph); number 0 of a backward stands for the begin of the forward.
         self.order: list[tuple[int, int, bool]] = []
         self._tasks: list[int] = []
+        #: By number of the event, the bytes of casts that are in the cache of autocast then.
+        self.cached_bytes: dict[int, int] = {}
         #: What modules outside of the blocks hold when the model's first forward ends.
         self.made_outside: tuple[MadeOutside, ...] = ()
         #: Why it tells nothing: a forward failed, another thread took part, other calls ran than were planned for.
@@ -148,7 +152,7 @@ class Cycle:
         """Return the segments in time order, with the block calls that are alive in each."""
         running, begins, ends = self._owners()
         occurrences = Counter[tuple[str, int]]()
-        found = []
+        found, cached_bytes = list[Segment](), 0
         for at, (event, after) in enumerate(zip(self.events, self.events[1:], strict=False)):
             call, is_forward = running[at]
             alive = frozenset(
@@ -158,7 +162,8 @@ class Cycle:
             )
             key = (event.kind, event.call, occurrences[event.kind, event.call])
             occurrences[event.kind, event.call] += 1
-            found.append(Segment(key, call, is_forward, event.live_bytes, after.peak_bytes, alive))
+            cached_bytes = self.cached_bytes.get(at, cached_bytes if is_forward else 0)
+            found.append(Segment(key, call, is_forward, event.live_bytes, after.peak_bytes, alive, cached_bytes))
         return found
 
     def _owners(self) -> tuple[list[tuple[int, bool]], dict[int, int], dict[int, int]]:
