@@ -86,7 +86,7 @@ def _global_state() -> dict[str, Any]:
 def _no_state_is_left() -> Iterator[None]:
     before = _global_state()
     yield
-    sweep()  # a meter that ended inside of backward stays on the stack, and counts nothing, until something of ours runs
+    sweep()  # a meter that ended inside of backward stays on the stack, and counts nothing, until a forward
     after = _global_state()
     left = {name: (value, after[name]) for name, value in before.items() if value != after[name]}
     assert not left, f"a test left state behind, which the next ones find: {left}"

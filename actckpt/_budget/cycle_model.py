@@ -2,8 +2,8 @@
 
     peak(plan) = static + max over segments s of  P_s + correction_s + own_s(plan) + sum over alive calls j of K_j(plan)
 
-P_s is the peak of a cycle in which every block drops all that it can. K_j is what block call j keeps for its backward beyond
-that. own_s is what the block that runs in s needs in the mode of the plan (all kept, replayed, run again) beyond that.
+P_s is the peak of a cycle in which every block drops all that it can. K_j is what block call j keeps for its backward
+beyond that. own_s is what the block that runs in s needs in the mode of the plan (kept, replayed, rerun) beyond that.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CycleModel:
         return with_block_names(found, [call.block for call in self.calls])
 
     def plain_bytes(self, costs: CostTable) -> float:
-        """Return the peak where everything is kept. Casts in the cache of autocast, which blocks keep too, count once."""
+        """Return the peak where all is kept. Casts that both the cache of autocast and blocks hold count once."""
         from actckpt._budget.simple import plain_plan  # with the solver: half a second to import
         from actckpt.planner.simulation import needs
 

@@ -1,4 +1,4 @@
-"""One kind of cycle: what was measured of it, the plan that it runs, and what comes next (NOTE [ The loop ] in `loop`)."""
+"""One kind of cycle: what was measured of it, its plan, and what comes next (NOTE [ The loop ] in `loop`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_ROUNDS, _UNUSED = 3, 0.02
 _CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
 #: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered.
 _FIRST_EMPTY = 16
-#: What an error adds to the smallest budget, for what differs between cycles: a share of what is no static memory, and bytes.
+#: What an error adds to the smallest budget, for what differs between cycles: a share without static memory, and bytes.
 _RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: So often a kind is measured.
 _MOST_MEASURED = 16

@@ -5,15 +5,15 @@ NOTE [ The loop ]
 1. A cycle begins at a forward of the model with gradients while no other one is alive, and ends when none is alive any
    more. A forward is alive until a backward releases its graph, or the program drops it. Forwards without gradients
    (evaluation, generation) are no part of a cycle.
-2. Cycles of one kind (shapes, dtypes, flags, mode, autocast, what is trained, whether gradients exist at the begin) share a
-   plan. The first cycle of a kind is *measured*: every block drops all that it can, is profiled, and a meter notes the peak
-   of each segment (`timeline`).
+2. Cycles of one kind (shapes, dtypes, flags, mode, autocast, what is trained, whether earlier micro-batches count)
+   share a plan. The first cycle of a kind is *measured*: every block drops all that it can, is profiled, and a meter
+   notes the peak of each segment (`timeline`).
 3. The next cycle solves for the budget and runs the plan under a meter. The observed peaks correct the model. Where the
    budget is exceeded, or more than 2 % of it are unused while values are dropped, the loop solves again, three times at
    most. The fastest plan that fits stays (stage *fit*).
 4. Then candidate plans take turns (stage *try*), and the fastest one stays (stage *settled*).
-5. What a plan does not know is recomputed: block calls that did not run in the measured cycle, and calls that are larger
-   than they were there. The kind is measured again then.
+5. What a plan does not know is recomputed: block calls that did not run, or did nothing, in the measured cycle, and
+   calls that are larger than they were there. The kind is measured again then.
 """
 
 from __future__ import annotations
@@ -506,7 +506,7 @@ class BudgetLoop:
     def _counts_before(self) -> bool:
         """Return whether what earlier micro-batches of a step made counts in later ones.
 
-        Gradients do where all memory counts, and so do casts in the cache of autocast, and outputs that the program holds.
+        Gradients do where all memory counts. So do casts in the cache of autocast, and outputs that the program holds.
         """
         if self._ended_meters:
             left_bytes = sum(meter.left_bytes([]) for meter in self._ended_meters)

@@ -2,13 +2,14 @@
 
 NOTE [ The meter of a CPU ]
 
-1. A CPU has no allocator that counts, so a dispatch mode counts live storages. It stays on the mode stack from the first
-   forward of a cycle to the end of its last backward, and sits at the bottom of the stack: a mode that the program
-   enters and leaves in between pops itself, not the meter.
-2. A mode cannot be popped inside backward: the engine restores the stack after each hook and each callback. A meter that
-   ends there counts nothing more; `sweep` removes it where no backward runs: at the next forward of a model with a
+1. A CPU has no allocator that counts, so a dispatch mode counts live storages. It stays on the mode stack from the
+   first forward of a cycle to the end of its last backward, and sits at the bottom of the stack: a mode that the
+   program enters and leaves in between pops itself, not the meter.
+2. A mode cannot be popped inside backward: the engine restores the stack after each hook and each callback. A meter
+   that ends there counts nothing more; `sweep` removes it where no backward runs: at the next forward of a model with a
    budget, at the next step of an optimizer, and when the budget is removed.
-3. The meter sees operators of its own thread and of the engine's threads that serve it. Storages that compiled code
+3. Checksums of audits are not counted. They take up to 512 KiB in cycles that are audited.
+4. The meter sees operators of its own thread and of the engine's threads that serve it. Storages that compiled code
    allocates inside, workspaces of kernels and storages of other threads are not counted.
 """
 
@@ -55,7 +56,7 @@ class Meter(Protocol):
         """Return the bytes alive now of what it counted, but for these tensors. Called once it has ended."""
 
     def storages(self) -> MadeStorages | None:
-        """Return the storages that it counts, by the order in which they were made; None where it counts bytes alone."""
+        """Return the storages that it counts, in the order of their making; None where it counts bytes alone."""
 
 
 def meter_of(device: torch.device, held: list[torch.Tensor], *, parameters: list[torch.nn.Parameter]) -> Meter:

@@ -76,7 +76,7 @@ class Profiler:
 
     Args:
         offloads: whether plans may offload.
-        step: a context around the one run of each call that is part of the step; None: peaks of phases are not asked for.
+        step: a context around the run of each call that is part of the step; None: peaks of phases are not asked for.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """The timeline of a training cycle: events at blocks, and the segments between them.
 
 A cycle begins at a forward of the model while no other forward is alive, and ends when no forward is alive any more. It
-may hold several forwards and backwards. An event is a moment at which a block's forward begins or ends, backward reaches
-the output or the input of a block, the forward of the model ends, or a backward ends. A segment lies between two events.
+may hold several forwards and backwards. An event is a moment at which a block's forward begins or ends, backward
+reaches the output or the input of a block, the forward of the model ends, or a backward ends. A segment lies between
+two events.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Cycle:
         return self.static_bytes + max((event.peak_bytes for event in self.events), default=0)
 
     def idle_calls(self) -> frozenset[int]:
-        """Return the block calls whose forward made next to nothing of what it was given: they may do more another time."""
+        """Return the block calls whose forward made next to nothing of its arguments: they may do more another time."""
         made = {
             event.call: after.peak_bytes - event.live_bytes
             for event, after in zip(self.events, self.events[1:], strict=False)

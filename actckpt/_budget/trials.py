@@ -1,7 +1,8 @@
 """Trials: training cycles that run candidate plans in turn, until one is known to be the fastest.
 
-All plans give the same bits, so trials are training steps like any other. They run in rounds, one cycle of each candidate per
-round. A candidate leaves when it is slower than the best one by more than the spread of the paired differences.
+All plans give the same bits, so trials are training steps like any other. They run in rounds, one cycle of each
+candidate per round. A candidate leaves when it is slower than the best one by more than the spread of the paired
+differences.
 """
 
 from __future__ import annotations

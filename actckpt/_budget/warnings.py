@@ -7,8 +7,9 @@ __all__ = ["CHECKPOINTED", "COMPILED", "GROWS", "MANY_SIZES", "NO_OUTPUTS", "TWO
 COMPILED = (
     "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
     "a reentrant checkpoint they do in backward alone): they cannot be measured there, and stay checkpointed until one "
-    "runs with gradients, and not compiled. Pass a policy in place of the budget, leave some blocks to eager execution, "
-    "or leave apply out and give the compiler a share: torch._functorch.config.activation_memory_budget = 0.5."
+    "runs with gradients, and not compiled. Pass a policy in place of the budget, leave some blocks to eager "
+    "execution, or leave apply out and give the compiler a share: "
+    "torch._functorch.config.activation_memory_budget = 0.5."
 )
 CHECKPOINTED = (
     "apply: a model with a budget was called inside of a checkpoint, which runs it again in backward: what a step is "
@@ -33,8 +34,8 @@ NO_OUTPUTS = (
     "that returns what backward begins with, or pass a policy in place of the budget. Told once."
 )
 TWO_THREADS = (
-    "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step before other "
-    "threads begin."
+    "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step before "
+    "other threads begin."
 )
 UNREAD = (
     "apply: {} forwards in a row of a {} with a budget ran with gradients, and no backward followed that came to what "

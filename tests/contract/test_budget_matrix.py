@@ -1,4 +1,4 @@
-"""Budgets over kinds of programs: gradients are plain ones, peaks stay within the budget, the smallest budget is met."""
+"""Budgets over kinds of programs: gradients are plain ones, peaks are within the budget, the smallest one is met."""
 
 from __future__ import annotations
 
