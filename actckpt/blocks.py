@@ -30,11 +30,11 @@ from actckpt._blocks.planned_size import warns_of_larger
 from actckpt._blocks.report_data import keep_report, kept_report, report_data
 from actckpt._budget.budget_config import BudgetConfig, check_budget
 from actckpt._budget.infeasible import OnInfeasible
-from actckpt._budget.loop import BudgetLoop, runs_loop
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
 from actckpt._core.optimizers import Optimizers, optimizers_of
+from actckpt._cycles.loop import BudgetLoop, runs_loop
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt._text.misspelt import did_you_mean

@@ -10,9 +10,9 @@ import torch
 from actckpt._blocks.applied import find_blocks
 from actckpt._blocks.choosing import Blocks, check_model, check_not_meta
 from actckpt._budget.budget_config import BudgetConfig, check_budget
-from actckpt._budget.loop import runs_loop
-from actckpt._budget.plan_step import planned as planned_by_loop
 from actckpt._core.optimizers import Optimizers, optimizers_of
+from actckpt._cycles.loop import runs_loop
+from actckpt._cycles.plan_step import planned as planned_by_loop
 from actckpt.action import Action
 from actckpt.planner.plans import Plan
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import actckpt
-from actckpt._budget.meter import sweep
+from actckpt._cycles.meter import sweep
 
 # Programs that tests start have one, too: they compare bits, and where several threads of a process are the first to
 # call the vector functions of MKL, one of them rarely gets other numbers, that once (docs/differences.md).

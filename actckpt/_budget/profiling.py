@@ -33,7 +33,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -134,8 +134,7 @@ class Profiler:
     ) -> tuple[Any, ProfiledBlock]:
         inputs = held_inputs(forward, args, kwargs, None)
         before = attributes_of(block)
-        argument = first_tensor((args, kwargs))
-        draws = Draws()
+        draws, argument = Draws(), first_tensor((args, kwargs))
         with self._step() if self._step is not None else contextlib.nullcontext():
             result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
         drawn = draws.unrestored(block, structure.generators.values())
@@ -148,41 +147,39 @@ class Profiler:
         values = tuple(_renamed(value, places) for value in recorded)
         if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and nothing before it is trained
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
-        # Times differ from call to call: they make no other structure.
-        same = (dataclasses.replace(value, recompute_s=0.0) for value in values)
-        trained = ((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
-        key = (type(block), block.training, drawn, _passes_on((args, kwargs)), *same, *trained)
+        key = _structure_key(block, values, drawn, _passes_on((args, kwargs)))
         if key not in self._known:
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
             with inputs.as_found(checks=False), _explained(name):
                 policies = _moved(recorded), _replaying(recorded)
-                found, forward_bytes = _profiled(call, values, *policies, no_rerun=no_rerun)
-                peaks = None if self._step is None else _peaks(call, policies[1], can_rerun=found.rerun)
-                self._known[key] = found, forward_bytes, peaks
+                costs, forward_bytes = _profiled(call, values, *policies, no_rerun=no_rerun)
+                peaks = None if self._step is None else _peaks(call, policies[1], can_rerun=costs.rerun)
+                self._known[key] = costs, forward_bytes, peaks
         costs, forward_bytes, peaks = self._known[key]
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
         held = tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held())
         casts = tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts())
-        found_casts, given = structure.taken_found_casts(), (structure.input, structure.input_bytes)
+        found, given = structure.taken_found_casts(), (structure.input, structure.input_bytes)
         made = {places[value]: storage for value, storage in structure.storages().items() if value in places}
-        arguments = tuple((weakref.ref(each), each.nbytes()) for each in storages_of(list(tensors_in((args, kwargs)))))
-        results = tuple(weakref.ref(each) for each in storages_of(list(tensors_in(result))))
-        return result, ProfiledBlock(
-            name,
-            costs,
-            by_name,
-            *given,
-            returned,
-            forward_bytes,
-            held,
-            casts,
-            found_casts,
-            peaks,
+        storages = (
             made,
-            arguments,
-            results,
+            _arguments((args, kwargs)),
+            tuple(weakref.ref(each) for each in storages_of(list(tensors_in(result)))),
         )
+        profiled = name, costs, by_name, *given, returned, forward_bytes, held, casts, found, peaks, *storages
+        return result, ProfiledBlock(*profiled)
+
+
+def _structure_key(block: torch.nn.Module, values: Iterable[Value], *others: Any) -> tuple[Any, ...]:
+    # Times differ from call to call: they make no other structure.
+    same = (dataclasses.replace(value, recompute_s=0.0) for value in values)
+    trained = ((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
+    return (type(block), block.training, *others, *same, *trained)
+
+
+def _arguments(given: Any) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
+    return tuple((weakref.ref(each), each.nbytes()) for each in storages_of(list(tensors_in(given))))
 
 
 @uncounted()

@@ -8,7 +8,7 @@ from actckpt.planner.costs import BlockClass, Capacity, CostTable, Segment, Valu
 from actckpt.planner.plans import Plan
 
 if TYPE_CHECKING:
-    from actckpt.planner.simulation import Simulation, Span, needs, simulate
+    from actckpt.planner.simulation import Simulation, Span, simulate
     from actckpt.planner.solving import solve
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Simulation",
     "Span",
     "Value",
-    "needs",
     "simulate",
     "solve",
 ]
@@ -30,6 +29,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the solver and the simulator once they are asked for: models that use no plan do not wait for them."""
-    if name in ("Simulation", "Span", "needs", "simulate", "solve"):
+    if name in ("Simulation", "Span", "simulate", "solve"):
         return getattr(importlib.import_module(f"{__name__}.{'solving' if name == 'solve' else 'simulation'}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

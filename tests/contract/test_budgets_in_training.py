@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import actckpt
-from actckpt._budget import known_kinds, known_sizes, turns
+from actckpt._budget import known_sizes, turns
+from actckpt._cycles import known_kinds
 from actckpt.memory import LiveStorages
 
 

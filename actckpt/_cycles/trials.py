@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable
 
 import torch
 
+from actckpt._budget.simple import simple_plans
 from actckpt._core import devices
 from actckpt._core.devices import Moment
 from actckpt.planner.plans import Plan, Raced
 
-__all__ = ["Candidate", "Trials"]
+__all__ = ["Candidate", "Trials", "candidates_beside"]
 
 #: Rounds until a candidate may leave, and until the fastest one of those left is taken.
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12
@@ -45,6 +47,20 @@ class Candidate:
     def seconds(self) -> list[float]:
         """Return the seconds of its cycles so far."""
         return [devices.seconds_between(*cycle) for cycle in self.cycles]
+
+
+def candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan]) -> list[Candidate]:
+    """Return a plan that was measured, and simple choices.
+
+    Args:
+        placed: returns a plan that knows where its values are in the model.
+    """
+    found = [Candidate("plan", plan, plan.peak_bytes, is_measured=True)]
+    for name, other in simple_plans(plan.costs):
+        if not any(other.actions == each.plan.actions and other.rerun == each.plan.rerun for each in found):
+            of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
+            found.append(Candidate(name, of_budget, other.peak_bytes, fits=other.peak_bytes <= budget_bytes))
+    return found
 
 
 class Trials:

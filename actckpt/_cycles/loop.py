@@ -18,7 +18,6 @@ NOTE [ The loop ]
 
 from __future__ import annotations
 
-import enum
 import sys
 import threading
 import weakref
@@ -30,26 +29,34 @@ import torch
 
 from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
-from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.outside import OutsideModules
 from actckpt._blocks.planned_size import PlannedSize, given_bytes
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
-from actckpt._budget.kinds import Kind
-from actckpt._budget.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._budget.links import is_linked
-from actckpt._budget.meter import Meter, meter_of, sweep
-from actckpt._budget.profiled_block import ProfiledBlock
-from actckpt._budget.profiling import Profiler
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
-from actckpt._budget.settled_block import SettledBlock, settled
-from actckpt._budget.timeline import Call, Cycle
-from actckpt._budget.warnings import CHECKPOINTED, COMPILED, GROWS, MANY_SIZES, NO_OUTPUTS, TWO_THREADS, UNREAD
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
+from actckpt._cycles.cycle_keys import CycleKeys
+from actckpt._cycles.kinds import Kind
+from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
+from actckpt._cycles.leftovers import Leftovers
+from actckpt._cycles.meter import meter_of, sweep
+from actckpt._cycles.metered_calls import MeteredCalls
+from actckpt._cycles.timeline import Call, Cycle
+from actckpt._cycles.warnings import (
+    CHECKPOINTED,
+    COMPILED,
+    GROWS,
+    MANY_SIZES,
+    NO_OUTPUTS,
+    TWO_THREADS,
+    UNREAD,
+    warn_compiled,
+)
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
@@ -57,8 +64,6 @@ __all__ = ["BudgetLoop", "runs_loop"]
 
 #: So many forwards of one cycle may wait for a backward while others had theirs; then the oldest count as never read.
 _MOST_FORWARDS = 16
-#: Cycles that leave more than this share of their peak behind leave much.
-_LEFT = 0.01
 #: So many forwards in a row without any backward trigger a warning.
 _MOST_UNREAD = 16
 
@@ -69,20 +74,9 @@ def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
     return device.type == "cpu" and not is_linked(device, config.pins) and num_ranks() == 1
 
 
-def _with_meter(ended: list[Meter], meter: Meter | None) -> list[Meter] | None:
-    return None if meter is None else [each for each in (*ended, meter) if each.left_bytes([])]
-
-
 def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
     if training is not None:  # else the block was copied without its model
         training.ran_larger(name, given)
-
-
-@torch_private.called_while_traced
-def _warn_compiled() -> bool:
-    """Warn that compiled code runs, of which nothing is measured."""
-    warn_user(COMPILED)
-    return True
 
 
 class BudgetLoop:
@@ -99,6 +93,7 @@ class BudgetLoop:
     def _start(self) -> None:
         self._infeasible = Infeasible(self._config.on_infeasible)
         self._kinds = KnownKinds(self._new_kind)
+        self._keys, self._leftovers = CycleKeys(self._model), Leftovers(self._config, self._device)
         self._kind: Kind | None = None
         self._key: CycleKey | None = None
         #: Whether the cycle runs the plan of a larger one.
@@ -108,25 +103,14 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, forwards that have begun and not ended: the cycle of each, None where it is no part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
-        self._profiler = Profiler(offloads=False, step=self._unmuted)
-        #: Block calls of the cycle that is measured: as they were profiled, and as the first backward found them.
-        self._profiled: list[ProfiledBlock] = []
-        self._settled: list[SettledBlock] = []
-        self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
+        self._calls = MeteredCalls(lambda: bool(self._running[threading.get_ident()]))
         self._warned: set[str] = set()
         self._outside: OutsideModules | None = None
-        #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
-        self._ended_meters: list[Meter] | None = None
-        self._last_peak_bytes = 0
-        #: Whether micro-batches leave much behind, so that later ones of a step are of another kind.
-        self._leaves_bytes = False
-        #: Whether each cycle is metered, because a later cycle of its step must know what it leaves behind.
-        self._meters_all = False
         self._num_unread = 0
         #: How often each block was called.
-        self._num_calls = Counter[str]()
+        self.num_calls = Counter[str]()
         self._size: PlannedSize | None = None
-        self._num_forwards = 0
+        self.num_forwards = 0
         #: Whether a forward with gradients began.
         self.is_called = False
 
@@ -176,26 +160,14 @@ class BudgetLoop:
         return type(self._model).__name__
 
     @property
+    def is_measured(self) -> bool:
+        """Whether a cycle of the kind that ran last was measured."""
+        return self._kind is not None and self._kind.stage != "measure"
+
+    @property
     def is_settled(self) -> bool:
         """Whether the kind of cycle that ran last has its plan, and nothing more is tried."""
         return self._kind is not None and self._kind.stage == "settled"
-
-    def check_step(self, blocks: tuple[str, ...]) -> None:
-        """Raise where the one step that ran cannot be planned.
-
-        Raises:
-            BlocksError: a block did not run, or ran in several forwards of the model, or backward did not reach it.
-        """
-        for name in blocks:
-            num_calls = self._num_calls[name]
-            if not num_calls or (num_calls > 1 and self._num_forwards != 1):
-                raise BlocksError(
-                    f"plan: block {name!r} ran {num_calls} times in the step, and the model was called "
-                    f"{self._num_forwards} times, expected once. Pass a step with one forward of the model, or other "
-                    "blocks=."
-                )
-        if self._kind is None or self._kind.stage == "measure":
-            raise BlocksError(f"plan: backward did not run through block {blocks[0]!r}. Pass a step with its backward.")
 
     def ran_unplanned(self, name: str) -> bool:
         """A block ran that the plan has nothing for; return whether the kind is measured again."""
@@ -233,7 +205,7 @@ class BudgetLoop:
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
-                _warn_compiled()
+                warn_compiled()
             return
         running = self._running[threading.get_ident()]
         self._forget_interrupted(running)
@@ -260,44 +232,35 @@ class BudgetLoop:
             self._give_up_cycle()
         if self._cycle is None:
             self._begin_cycle(args, kwargs)
-        self._begin_forward(self._kind_key(args, kwargs))
+        self._begin_forward(self._keys.forward(args, kwargs))
         running[-1] = self._cycle
 
     def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        key = self._key = self._cycle_key(args, kwargs)
+        accumulates = self._keys.has_gradients() and self._leftovers.count()
+        key = self._key = CycleKey(accumulates, self._keys.forward(args, kwargs))
         kind, self._is_smaller = self._kinds.find(key)
         self._kind = kind
         if kind is None:
             self._warn(MANY_SIZES)
-        self._profiled, self._settled = [], []
         static_bytes, held = self._config.static(self._model, self._device)
-        static_bytes += self._left_bytes(kind, held, accumulates=key.accumulates)
+        static_bytes += self._leftovers.nbytes(kind, held, accumulates=accumulates)
         # This raises where no plan fits and that was asked for.
         is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)
-        if key.accumulates:
-            self._meters_all = is_metered and self._ended_meters is None
-        is_metered = is_metered or (kind is not None and self._meters_all)
+        is_metered = kind is not None and self._leftovers.meters(is_metered, accumulates=accumulates)
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
         self._cycle = Cycle(self._device, meter, static_bytes)
+        self._calls.begin(self._cycle, kind)
         if self._is_measuring() and meter is not None and (storages := meter.storages()) is not None:
             self._outside = OutsideModules(self._model, self._forwards, storages)
         for forward in self._forwards.values():
-            forward.instead = None if meter is None else self._call
-
-    def _left_bytes(self, kind: Kind | None, gradients: list[torch.Tensor], *, accumulates: bool) -> int:
-        """Return the bytes that an earlier cycle of the step left behind: casts that autocast holds, outputs in use."""
-        if kind is None or not (accumulates or self._config.is_total):
-            return 0
-        if self._ended_meters is not None:
-            kind.left_bytes = sum(meter.left_bytes(gradients) for meter in self._ended_meters)
-        return kind.left_bytes
+            forward.instead = None if meter is None else self._calls.call
 
     def _begin_forward(self, key: ForwardKey) -> None:
         cycle, kind = self._cycle, self._kind
         assert cycle is not None
         number = cycle.forward_begins()
-        self._num_forwards += 1
+        self.num_forwards += 1
         self._num_alive += 1
         settings: Mapping[str, Settings] | None = None if kind is None else kind.settings(number, key)
         if settings is None:
@@ -331,7 +294,7 @@ class BudgetLoop:
         if cycle is None or cycle is not self._cycle:
             return
         cycle.note("forward")
-        self._note_casts(cycle)
+        self._calls.note_casts(cycle)
         if cycle.meter is not None and self._is_measuring() and cycle.num_forwards == 1:
             self._end_outside(cycle)
         outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
@@ -344,7 +307,7 @@ class BudgetLoop:
         self._gone(self._epoch)
 
     def _are_trained(self) -> bool:
-        return any(block.costs.values and block.costs.values[0].nbytes for block in self._profiled)
+        return any(block.costs.values and block.costs.values[0].nbytes for block in self._calls.profiled)
 
     def _follow(self, outputs: list[torch.Tensor]) -> None:
         """See when the graph of a forward is gone: released by a backward, or dropped."""
@@ -365,7 +328,7 @@ class BudgetLoop:
             is_read = True
             retains_graph = torch_private.keeps_graph()
             cycle.backward_reaches(number, torch_private.current_graph_task_id(), retains_graph=retains_graph)
-            self._settle(cycle)
+            self._calls.settle(cycle)
             if not retains_graph:
                 _C.when_backward_ends(gone)
 
@@ -381,20 +344,20 @@ class BudgetLoop:
         self._num_alive -= 1
         if self._num_alive == 0:
             cycle = self._cycle
-            self._num_calls.update(call.block for call in cycle.calls)
+            self.num_calls.update(call.block for call in cycle.calls)
             if not cycle.calls and cycle.num_backwards and not cycle.is_void and self._is_measuring():
                 self._warn(COMPILED)
             self._close_cycle()
             if self._kind is not None and not self._is_smaller:
-                self._kind.end(cycle, self._settled)
+                self._kind.end(cycle, self._calls.settled)
             elif self._kind is not None and not cycle.is_void and not self._kind.knows_order(cycle):
                 self._measure_again()
-            self._profiled, self._settled = [], []
+            self._calls.begin()
 
     def _give_up_cycle(self) -> None:
         """Forget the cycle: its forwards were interrupted, or are never read."""
         self._close_cycle()
-        self._profiled, self._settled = [], []
+        self._calls.begin()
 
     def _end_outside(self, cycle: Cycle) -> None:
         """Note what modules outside of the blocks hold, and watch them no more."""
@@ -407,12 +370,11 @@ class BudgetLoop:
         cycle, self._cycle = self._cycle, None
         if cycle is not None:
             self._end_outside(cycle)
-            self._ended_meters = _with_meter(self._ended_meters or [], cycle.meter)
         self._epoch += 1
         self._num_alive = 0
         if cycle is not None:
             cycle.end()
-            self._last_peak_bytes = cycle.peak_bytes
+            self._leftovers.add(cycle)
             for forward in self._forwards.values():
                 forward.instead = None
             if torch_private.current_graph_task_id() == -1:
@@ -433,101 +395,3 @@ class BudgetLoop:
         if text not in self._warned:
             self._warned.add(text)
             warn_user(text.format(self.model_name))
-
-    # Block calls of a metered cycle.
-
-    def _call(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any], record: Any) -> Any:
-        cycle = self._cycle
-        is_inside = bool(self._running[threading.get_ident()])  # not in a reentrant backward, which runs blocks again
-        if cycle is None or not torch.is_grad_enabled() or not (is_inside or cycle.thread != threading.get_ident()):
-            return forward.run_as_set(args, kwargs, record)
-        if cycle.thread != threading.get_ident():
-            cycle.is_void = True
-            return forward.run_as_set(args, kwargs, record)
-        number = len(cycle.calls)
-        call = Call(forward.name, cycle.num_forwards - 1, given_bytes((args, kwargs)))
-        cycle.calls.append(call)
-        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(call):
-            cycle.is_void = True
-        source = first_tensor((args, kwargs))
-        if source is not None and source.requires_grad:
-            source.register_hook(lambda _: cycle.note("backward ends", number))
-        cycle.note("forward begins", number)
-        try:
-            result = (
-                self._profile(forward, args, kwargs)
-                if self._is_measuring()
-                else forward.run_as_set(args, kwargs, record)
-            )
-        except BaseException:  # no hook runs at the end of a forward that is interrupted
-            cycle.is_void = True
-            raise
-        cycle.note("forward ends", number)
-        self._note_casts(cycle)
-        output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)
-        if output is not None:
-            output.register_hook(lambda _: self._backward_begins(cycle, number))
-        return result
-
-    def _profile(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._cycle is not None and self._cycle.meter is not None
-        with self._cycle.meter.muted():
-            result, block = self._profiler.call(forward.name, forward.block, forward.original(), args, kwargs)
-        self._profiled.append(block)
-        return result
-
-    def _note_casts(self, cycle: Cycle) -> None:
-        """Note how many bytes of casts autocast holds."""
-        casts = {id(cast.storage): cast for block in self._profiled for cast in block.casts}
-        if casts and cycle.events:
-            alive = sum(cast.nbytes for cast in casts.values() if cast.storage() is not None)
-            cycle.cached_bytes[len(cycle.events) - 1] = alive
-
-    def _unmuted(self) -> Any:
-        assert self._cycle is not None and self._cycle.meter is not None
-        return self._cycle.meter.unmuted()
-
-    def _backward_begins(self, cycle: Cycle, number: int) -> None:
-        self._settle(cycle)
-        cycle.note("backward begins", number, retains_graph=torch_private.keeps_graph())
-        _C.when_backward_ends(lambda: cycle.note("backward"))
-
-    def _settle(self, cycle: Cycle) -> None:
-        """A backward reaches outputs: see what is alive of that which profiled blocks dropped."""
-        if cycle is self._cycle and len(self._settled) < len(self._profiled):
-            self._settled += settled(self._profiled[len(self._settled) :])
-
-    # Kinds.
-
-    def _cycle_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CycleKey:
-        gradients = any(found is not None and found.grad is not None for ref in self._own() for found in (ref(),))
-        return CycleKey(gradients and self._counts_before(), self._kind_key(args, kwargs))
-
-    def _counts_before(self) -> bool:
-        """Return whether what earlier micro-batches of a step made counts in later ones.
-
-        Gradients do where all memory counts. So do casts in the cache of autocast, and outputs that the program holds.
-        """
-        if self._ended_meters:
-            left_bytes = sum(meter.left_bytes([]) for meter in self._ended_meters)
-            self._leaves_bytes = self._leaves_bytes or left_bytes > _LEFT * self._last_peak_bytes
-        return self._config.is_total or torch.is_autocast_enabled(self._device.type) or self._leaves_bytes
-
-    def _kind_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
-        """Return what a forward's share of a plan depends on."""
-        trained = bytes(found is None or found.requires_grad for ref in self._own() for found in (ref(),))
-        tensors = tuple(
-            (tuple(size if type(size) is int else 1 for size in tensor.shape), (tensor.dtype, tensor.requires_grad))
-            for tensor in tensors_in((args, kwargs))
-        )
-        # Numbers and texts may be others in each step, as data is.
-        flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
-        keywords = frozenset(name for name, value in kwargs.items() if value is not None)
-        kind = self._device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return ForwardKey((self._model.training, autocast, trained, keywords, frozenset(flags)), tensors)
-
-    def _own(self) -> list[weakref.ref[torch.nn.Parameter]]:
-        if self._parameters is None:
-            self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
-        return self._parameters

@@ -11,11 +11,11 @@ import torch
 from actckpt._blocks.applied import forwards_in, patch, unpatch
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.links import flush
-from actckpt._budget.loop import BudgetLoop
 from actckpt._budget.not_run import why_not_run
 from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
+from actckpt._cycles.loop import BudgetLoop
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 from actckpt.statistics import uncounted
@@ -39,7 +39,7 @@ def planned(
         with _explained(checked, model, blocks, state):
             with state.checked("plan"):
                 checked()
-            loop.check_step(tuple(blocks))
+            _check_step(loop, tuple(blocks))
         for _ in range(_MOST_STEPS):
             if loop.is_settled:
                 break
@@ -67,3 +67,21 @@ def _explained(
         found = why_not_run(step, model, blocks, state)
         patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
         raise BlocksError(f"plan: {found}" if found else f"{error}{step.hint()}") from None
+
+
+def _check_step(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
+    """Raise where the one step that ran cannot be planned.
+
+    Raises:
+        BlocksError: a block did not run, or ran in several forwards of the model, or backward did not reach it.
+    """
+    for name in blocks:
+        num_calls = loop.num_calls[name]
+        if not num_calls or (num_calls > 1 and loop.num_forwards != 1):
+            raise BlocksError(
+                f"plan: block {name!r} ran {num_calls} times in the step, and the model was called "
+                f"{loop.num_forwards} times, expected once. Pass a step with one forward of the model, or other "
+                "blocks=."
+            )
+    if not loop.is_measured:
+        raise BlocksError(f"plan: backward did not run through block {blocks[0]!r}. Pass a step with its backward.")

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ["CHECKPOINTED", "COMPILED", "GROWS", "MANY_SIZES", "NO_OUTPUTS", "TWO_THREADS", "UNREAD"]
+from actckpt._core import torch_private
+from actckpt._core.sites import warn_user
+
+__all__ = [
+    "CHECKPOINTED",
+    "COMPILED",
+    "GROWS",
+    "MANY_SIZES",
+    "NO_OUTPUTS",
+    "TWO_THREADS",
+    "UNREAD",
+    "warn_compiled",
+]
 
 COMPILED = (
     "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
@@ -42,3 +54,10 @@ UNREAD = (
     "they returned. Without one no plan is made, and what they save is for nothing. Run evaluation and generation "
     "under torch.no_grad(); in training call backward on a loss of what the model returns. Told once."
 )
+
+
+@torch_private.called_while_traced
+def warn_compiled() -> bool:
+    """Warn that compiled code runs, of which nothing is measured."""
+    warn_user(COMPILED)
+    return True

@@ -14,8 +14,8 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from actckpt._blocks.outside import MadeOutside
-from actckpt._budget.meter import Meter
 from actckpt._core import devices
+from actckpt._cycles.meter import Meter
 
 __all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey"]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from actckpt._budget.class_names import with_block_names
-from actckpt._budget.settled_block import SettledBlock
-from actckpt._budget.timeline import Cycle, Segment, SegmentKey
+from actckpt._cycles.settled_block import SettledBlock
+from actckpt._cycles.timeline import Cycle, Segment, SegmentKey
 from actckpt.planner import costs as planner_costs
 from actckpt.planner.costs import BlockClass, CostTable
 from actckpt.planner.plans import Plan

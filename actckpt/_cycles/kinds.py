@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from actckpt._blocks.applied import CheckpointedForward, OneCall, Settings
+from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import advice
 from actckpt._budget.budget_config import BudgetConfig
-from actckpt._budget.cycle_model import CycleModel
-from actckpt._budget.infeasible import Infeasible, infeasible_error
+from actckpt._budget.infeasible import Infeasible, infeasible_error, with_reserve
 from actckpt._budget.offloading import solved
 from actckpt._budget.planned_model import facts_of
-from actckpt._budget.running import RECOMPUTE, device_of, settings_of
-from actckpt._budget.settled_block import SettledBlock
-from actckpt._budget.simple import plain_plan, simple_plans
-from actckpt._budget.timeline import Call, Cycle
-from actckpt._budget.trials import Candidate, Trials
+from actckpt._budget.running import RECOMPUTE, device_of
+from actckpt._budget.simple import plain_plan
+from actckpt._cycles.cycle_model import CycleModel
+from actckpt._cycles.forward_settings import settings_per_forward
+from actckpt._cycles.inner_sizes import LargestCalls, is_larger, most_given, total_given
+from actckpt._cycles.settled_block import SettledBlock
+from actckpt._cycles.timeline import Call, Cycle
+from actckpt._cycles.trials import Trials, candidates_beside
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
@@ -35,12 +36,8 @@ _MOST_ROUNDS, _UNUSED = 3, 0.02
 _CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
 #: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered.
 _FIRST_EMPTY = 16
-#: What an error adds to the smallest budget, for what differs between cycles: a share without static memory, and bytes.
-_RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: So often a kind is measured.
 _MOST_MEASURED = 16
-#: A cycle is measured that is given this share of the largest one. So many smaller ones recompute all until it comes.
-_NEARLY, _MOST_SMALLER, _MOST_WAITS = 0.9, 20, 3
 #: So many cycles are metered until the plan stays although none was like the measured one, which is given this share.
 _MOST_METERED, _ALIKE = 16, 0.99
 
@@ -53,30 +50,6 @@ class _Attempt:
 
     plan: Plan
     peak_bytes: float
-
-
-def _most(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(max(pair) for pair in itertools.zip_longest(one, other, fillvalue=0.0))
-
-
-def _most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...]]:
-    """Return per forward and block the most bytes of each tensor that its calls were given."""
-    found: dict[tuple[int, str], tuple[float, ...]] = {}
-    for call in calls:
-        key = call.forward, call.block
-        found[key] = _most(found.get(key, ()), call.given)
-    return found
-
-
-def _total(calls: Iterable[Call]) -> float:
-    return sum(sum(call.given) for call in calls)
-
-
-def _with_call(settings: dict[str, Settings], name: str, number: int, one: OneCall) -> dict[str, Settings]:
-    """Return settings with others for one call of a block."""
-    before = settings[name]
-    found = (*before[:number], one, *before[number + 1 :]) if isinstance(before, tuple) else one
-    return {**settings, name: found}
 
 
 class Kind:
@@ -93,6 +66,15 @@ class Kind:
         refused: why it exceeds the budget, or why there is none; empty where it fits.
     """
 
+    stage: Stage = "measure"
+    #: What it returns to where a measured cycle tells nothing new.
+    _stage_before: Stage = "measure"
+    plan: Plan | None = None
+    running_plan: Plan | None = None
+    refused = ""
+    is_measured_now = False
+    left_bytes = 0
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -104,14 +86,6 @@ class Kind:
         self._others = others
         self._module, self._forwards, self._config = model, forwards, config
         self._infeasible = infeasible
-        self.stage: Stage = "measure"
-        #: What it returns to where a measured cycle tells nothing new.
-        self._stage_before: Stage = "measure"
-        self.plan: Plan | None = None
-        self.running_plan: Plan | None = None
-        self.refused = ""
-        self.is_measured_now = False
-        self.left_bytes = 0
         self._model: CycleModel | None = None
         self._attempts: list[_Attempt] = []
         self._trials: Trials | None = None
@@ -121,9 +95,7 @@ class Kind:
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = 0
-        #: Per forward and block, the bytes of each tensor in the largest call that exceeded the measured ones.
-        self._largest: dict[tuple[int, str], tuple[float, ...]] = {}
-        self._num_smaller = self._num_waits = 0
+        self._sizes = LargestCalls()
         #: Cycles in a row that were to be measured, and in which no block ran with gradients.
         self._num_empty = 0
         #: Orders of forwards and backwards that were measured.
@@ -217,38 +189,21 @@ class Kind:
             self._stage_before, self.stage = self.stage, "measure"
         return True
 
-    # Sizes inside of the model, which its arguments do not show.
-
     def given_bytes(self, number: int) -> dict[str, tuple[float, ...]]:
         """Return per block the most bytes of each tensor that it was given in a forward of the measured cycle."""
-        if self._model is None:
-            return {}
-        given = _most_given(self._model.calls)
+        given = {} if self._model is None else most_given(self._model.calls)
         return {name: nbytes for (forward, name), nbytes in given.items() if forward == number}
 
     def grew(self, call: Call) -> bool:
         """A block was given more than that; return whether one of the next cycles is measured."""
-        key = call.forward, call.block
-        self._largest[key] = _most(self._largest.get(key, ()), call.given)
-        if self.stage != "measure":
-            if self._num_waits >= _MOST_WAITS:
-                return False
-            self._num_smaller = 0
-        return self.measure_again()
+        return self._sizes.grew(call, is_measuring=self.stage == "measure") and self.measure_again()
 
     def is_smaller(self, call: Call) -> bool:
         """Return whether a block is given less than in the largest cycle: then a later cycle is measured."""
-        key = call.forward, call.block
-        if key not in self._largest:
-            return False
-        measured = _most_given(self._model.calls).get(key, ()) if self._model is not None else ()
-        rows = itertools.zip_longest(self._largest[key], measured, call.given, fillvalue=0.0)
-        if all(now >= _NEARLY * most or most <= then for most, then, now in rows):
+        if not self._sizes.is_smaller(call, () if self._model is None else self._model.calls):
             return False
         self.is_measured_now = False
-        self._num_smaller += 1
-        if self._num_smaller >= _MOST_SMALLER:
-            self._num_waits += 1
+        if self._sizes.is_given_up():
             self.stage = self._stage_before
         return True
 
@@ -270,21 +225,15 @@ class Kind:
             model = CycleModel(cycle, blocks)
         before = () if self._model is None else self._model.calls
         num_busy = 0 if self._model is None else self._model.num_busy
-        is_less = model.num_busy < num_busy or _total(model.calls) < _ALIKE * _total(before)
-        if self._model is not None and is_less and not self._is_larger(model):
+        is_less = model.num_busy < num_busy or total_given(model.calls) < _ALIKE * total_given(before)
+        if self._model is not None and is_less and not is_larger(model.calls, before):
             self.stage = self._stage_before
             return
         self._model, self._attempts, self._trials, self.plan = model, [], None, None
         self.stage, self._num_cycles, self._static_bytes = "fit", 0, cycle.static_bytes
-        self._largest, self._num_smaller, self._is_solved = {}, 0, False
+        self._is_solved = False
+        self._sizes.measured()
         self._forward_keys = self._measured_keys
-
-    def _is_larger(self, model: CycleModel) -> bool:
-        """Return whether a block is given more in another cycle than in the measured one."""
-        assert self._model is not None
-        before = _most_given(self._model.calls)
-        pairs = ((given, before.get(key, ())) for key, given in _most_given(model.calls).items())
-        return any(now > then for given, known in pairs for now, then in zip(given, known, strict=False))
 
     def _is_alike(self, cycle: Cycle) -> bool:
         """Return whether the same calls ran as in the measured cycle, and were given as much."""
@@ -293,7 +242,7 @@ class Kind:
         is_same = len(calls) == len(cycle.calls) and all(map(Call.is_same, calls, cycle.calls))
         if cycle.meter is not None and cycle.idle_calls() != self._model.idle:
             return False
-        return is_same and _total(cycle.calls) >= _ALIKE * _total(calls)
+        return is_same and total_given(cycle.calls) >= _ALIKE * total_given(calls)
 
     def _solve(self, static_bytes: float) -> None:
         assert self._model is not None
@@ -315,7 +264,7 @@ class Kind:
         if least is None:
             raise error
         made = self._model.made_outside, self._module
-        smallest = min(self._with_reserve(least), plain_plan(costs).peak_bytes)
+        smallest = min(with_reserve(least, self._static_bytes), plain_plan(costs).peak_bytes)
         smallest = max(smallest, *(each.least_bytes() for each in self._others() if each is not self), 0.0)
         told = infeasible_error(
             error,
@@ -337,9 +286,6 @@ class Kind:
         num = len(self._forward_keys)
         return f"{num} forwards of the model are part of the step before backward has ended" if num > 1 else ""
 
-    def _with_reserve(self, nbytes: float) -> float:
-        return nbytes + _RESERVE * (nbytes - self._static_bytes) + _RESERVE_BYTES
-
     def least_bytes(self) -> float:
         """Return the smallest budget for this kind where it exceeds the user's budget, else 0."""
         if self._model is None:
@@ -349,7 +295,7 @@ class Kind:
             self._planned(costs, self._asked_bytes(costs))
         except PlanInfeasibleError as error:
             least = error.smallest_bytes
-            return 0.0 if least is None else min(self._with_reserve(least), plain_plan(costs).peak_bytes)
+            return 0.0 if least is None else min(with_reserve(least, self._static_bytes), plain_plan(costs).peak_bytes)
         return 0.0
 
     def _asked_bytes(self, costs: CostTable) -> float:
@@ -415,14 +361,7 @@ class Kind:
         assert plan is not None
         if not self._config.race or self._config.pins or plan.overhead_seconds == 0.0:
             return
-        candidates = [Candidate("plan", plan, plan.peak_bytes, is_measured=True)]
-        for name, other in simple_plans(plan.costs):
-            is_same = any(other.actions == each.plan.actions and other.rerun == each.plan.rerun for each in candidates)
-            if not is_same:
-                placed = self._placed(dataclasses.replace(other, budget_bytes=self._budget_bytes))
-                candidates.append(
-                    Candidate(name, placed, other.peak_bytes, fits=other.peak_bytes <= self._budget_bytes)
-                )
+        candidates = candidates_beside(plan, self._budget_bytes, self._placed)
         if sum(each.fits for each in candidates) > 1:
             self._trials, self.stage = Trials(candidates, self._budget_bytes), "try"
 
@@ -446,24 +385,9 @@ class Kind:
         self.running_plan = plan
         for forward in self._forwards.values():  # its first cycle is metered, so no trial is slower by that
             forward.together.record_first_step(plan)
-        num_forwards = len(self._forward_keys)
-        self._settings = []
-        for number in range(num_forwards):
-            own = [at for at, call in enumerate(self._model.calls) if call.forward == number]
-            part = dataclasses.replace(
-                plan,
-                actions=tuple(plan.actions[at] for at in own),
-                rerun=tuple(plan.rerun[at] for at in own),
-                blocks=tuple(plan.blocks[at] for at in own),
-                places=tuple(plan.places[at] for at in own),
-                windows=None if plan.windows is None else tuple(plan.windows[at] for at in own),
-                costs=dataclasses.replace(plan.costs, stack=tuple(plan.costs.stack[at] for at in own), segments=None),
-            )
-            settings = settings_of(part, self._module)
-            for at in self._model.idle.intersection(own):  # it may do more in another cycle
-                calls = [other for other in own if plan.blocks[other] == plan.blocks[at]]
-                settings = _with_call(settings, self._model.calls[at].block, calls.index(at), RECOMPUTE)
-            self._settings.append(settings)
+        self._settings = settings_per_forward(
+            plan, self._model.calls, len(self._forward_keys), self._module, unknown=self._model.idle
+        )
 
     def _is_changed(self, static_bytes: float) -> bool:
         """Return whether what existed before the cycle, or the budget, is not what the plan was made for."""

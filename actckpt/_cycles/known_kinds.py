@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from actckpt._budget.kinds import Kind
+from actckpt._cycles.kinds import Kind
 
 __all__ = ["CycleKey", "ForwardKey", "Found", "KnownKinds"]
 
