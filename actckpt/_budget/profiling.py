@@ -133,8 +133,7 @@ class Profiler:
         kwargs: dict[str, Any],
     ) -> tuple[Any, ProfiledBlock]:
         inputs = held_inputs(forward, args, kwargs, None)
-        before = attributes_of(block)
-        draws, argument = Draws(), first_tensor((args, kwargs))
+        before, draws, argument = attributes_of(block), Draws(), first_tensor((args, kwargs))
         with self._step() if self._step is not None else contextlib.nullcontext():
             result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
         drawn = draws.unrestored(block, structure.generators.values())
@@ -151,9 +150,9 @@ class Profiler:
         if key not in self._known:
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
             with inputs.as_found(checks=False), _explained(name):
-                policies = _moved(recorded), _replaying(recorded)
-                costs, forward_bytes = _profiled(call, values, *policies, no_rerun=no_rerun)
-                peaks = None if self._step is None else _peaks(call, policies[1], can_rerun=costs.rerun)
+                moved, replaying = _moved(recorded), _replaying(recorded)
+                costs, forward_bytes = _profiled(call, values, moved, replaying, no_rerun=no_rerun)
+                peaks = None if self._step is None else _peaks(call, replaying, can_rerun=costs.rerun)
                 self._known[key] = costs, forward_bytes, peaks
         costs, forward_bytes, peaks = self._known[key]
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
@@ -162,11 +161,7 @@ class Profiler:
         casts = tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts())
         found, given = structure.taken_found_casts(), (structure.input, structure.input_bytes)
         made = {places[value]: storage for value, storage in structure.storages().items() if value in places}
-        storages = (
-            made,
-            _arguments((args, kwargs)),
-            tuple(weakref.ref(each) for each in storages_of(list(tensors_in(result)))),
-        )
+        storages = made, _with_bytes((args, kwargs)), tuple(storage for storage, _ in _with_bytes(result))
         profiled = name, costs, by_name, *given, returned, forward_bytes, held, casts, found, peaks, *storages
         return result, ProfiledBlock(*profiled)
 
@@ -178,7 +173,7 @@ def _structure_key(block: torch.nn.Module, values: Iterable[Value], *others: Any
     return (type(block), block.training, *others, *same, *trained)
 
 
-def _arguments(given: Any) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
+def _with_bytes(given: Any) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
     return tuple((weakref.ref(each), each.nbytes()) for each in storages_of(list(tensors_in(given))))
 
 
