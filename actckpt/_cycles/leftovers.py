@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from actckpt._budget.budget_config import BudgetConfig
+from actckpt._budget.running import device_of
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.meter import Meter
 from actckpt._cycles.timeline import Cycle
@@ -19,11 +20,11 @@ class Leftovers:
     """Knows what is alive of what metered cycles counted.
 
     Args:
-        device: of the model.
+        model: whose cycles they are. A copy has no parameters yet when this is made.
     """
 
-    def __init__(self, config: BudgetConfig, device: torch.device) -> None:
-        self._config, self._device = config, device
+    def __init__(self, config: BudgetConfig, model: torch.nn.Module) -> None:
+        self._config, self._model = config, model
         #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
         self._meters: list[Meter] | None = None
         self._last_peak_bytes = 0
@@ -39,7 +40,7 @@ class Leftovers:
         if self._meters:
             left_bytes = sum(meter.left_bytes([]) for meter in self._meters)
             self._is_much = self._is_much or left_bytes > _MUCH * self._last_peak_bytes
-        return self._config.is_total or torch.is_autocast_enabled(self._device.type) or self._is_much
+        return self._config.is_total or torch.is_autocast_enabled(device_of(self._model).type) or self._is_much
 
     def nbytes(self, kind: Kind | None, gradients: list[torch.Tensor], *, accumulates: bool) -> int:
         """Return the bytes that count when a cycle of this kind begins, without those of the gradients."""

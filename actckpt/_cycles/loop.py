@@ -93,7 +93,7 @@ class BudgetLoop:
     def _start(self) -> None:
         self._infeasible = Infeasible(self._config.on_infeasible)
         self._kinds = KnownKinds(self._new_kind)
-        self._keys, self._leftovers = CycleKeys(self._model), Leftovers(self._config, self._device)
+        self._keys, self._leftovers = CycleKeys(self._model), Leftovers(self._config, self._model)
         self._kind: Kind | None = None
         self._key: CycleKey | None = None
         #: Whether the cycle runs the plan of a larger one.
