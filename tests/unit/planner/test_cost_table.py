@@ -209,5 +209,5 @@ def test_the_page_describes_every_field(table: Table) -> None:
     costs = CostTable.from_dict(table).to_dict()
     attention = costs["classes"]["attention"]
     segment = {field.name for field in dataclasses.fields(Segment)}
-    known = {*costs, *attention, *attention["values"][0], "no_rerun", "segments", *segment}
+    known = {*costs, *attention, *attention["values"][0], "no_rerun", "input_bytes", "segments", *segment}
     assert set(rows) == known
