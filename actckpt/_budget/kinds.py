@@ -14,6 +14,8 @@ from actckpt._blocks.outside import advice
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.cycle_model import CycleModel
 from actckpt._budget.infeasible import Infeasible, infeasible_error
+from actckpt._budget.links import is_linked, with_links
+from actckpt._budget.offloading import solved
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.running import RECOMPUTE, device_of, settings_of
 from actckpt._budget.settled_block import SettledBlock
@@ -165,13 +167,18 @@ class Kind:
     def _solve(self, static_bytes: float) -> None:
         assert self._model is not None
         self._static_bytes = static_bytes
-        costs = self._model.costs(static_bytes)
+        costs = self._costs(static_bytes)
         self._budget_bytes, self.refused = self._config.budget_bytes(costs, self._module), ""
         try:
             self.plan = self._planned(costs)
         except PlanInfeasibleError as error:
             self.plan = self._smallest(costs, error)
         self._run(self.plan)
+
+    def _costs(self, static_bytes: float) -> CostTable:
+        assert self._model is not None
+        costs, device = self._model.costs(static_bytes), device_of(self._module)
+        return with_links(costs, device) if is_linked(device, self._config.pins) else costs
 
     def _smallest(self, costs: CostTable, error: PlanInfeasibleError) -> Plan:
         """No plan fits: return the one that needs least, with a warning."""
@@ -194,9 +201,7 @@ class Kind:
         return self._planned(costs, least)
 
     def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
-        from actckpt.planner.solving import solve  # with scipy: half a second to import
-
-        plan = solve(costs, budget=self._budget_bytes if nbytes is None else nbytes, pins=self._config.pins)
+        plan = solved(costs, self._budget_bytes if nbytes is None else nbytes, self._config.pins)
         return self._placed(dataclasses.replace(plan, budget_bytes=self._budget_bytes))
 
     def _placed(self, plan: Plan) -> Plan:
@@ -230,7 +235,7 @@ class Kind:
 
         assert self._model is not None and self.plan is not None
         before, plan, budget_bytes = self._model.corrections(), self.plan, self._budget_bytes
-        self._model.observe(cycle, plan, needs(self._model.costs(cycle.static_bytes), plan))
+        self._model.observe(cycle, plan, needs(self._costs(cycle.static_bytes), plan))
         try:
             self._solve(cycle.static_bytes)
         except PlanInfeasibleError:

@@ -62,9 +62,10 @@ _MOST_UNREAD = 16
 
 
 def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
-    """Return whether the loop plans for a model: on a CPU that trains in one process and offloads nothing."""
+    """Return whether the loop plans for a model: one that trains in one process."""
+    import os
     device = device_of(model)
-    return device.type == "cpu" and not is_linked(device, config.pins) and num_ranks() == 1
+    return (os.environ.get("LOOPDEV") == "1" or device.type == "cpu" and not is_linked(device, config.pins)) and num_ranks() == 1
 
 
 def _with_meter(ended: list[Meter], meter: Meter | None) -> list[Meter] | None:
@@ -97,7 +98,7 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, forwards that have begun and not ended: the cycle of each, None where it is no part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
-        self._profiler = Profiler(offloads=False, step=self._unmuted)
+        self._profiler = Profiler(offloads=is_linked(self._device, self._config.pins), step=self._unmuted)
         #: Block calls of the cycle that is measured: as they were profiled, and as the first backward found them.
         self._profiled: list[ProfiledBlock] = []
         self._settled: list[SettledBlock] = []

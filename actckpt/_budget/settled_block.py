@@ -62,12 +62,14 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     assert given.name == BLOCK_INPUT
     droppable = given.nbytes if may_drop_input and not given.needed else 0.0
     rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None)
-    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=False)
+    can_move = given.offloadable and droppable > 0.0
+    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=can_move)
 
     def counted(value: Value) -> Value:
         is_free = value.name in alive and (value.replayable or value.name in returned)
         nbytes = 0.0 if is_free else value.nbytes
-        return dataclasses.replace(value, nbytes=nbytes, offloadable=False, next_input=False)
+        can_move = value.offloadable and nbytes > 0.0
+        return dataclasses.replace(value, nbytes=nbytes, offloadable=can_move, next_input=False)
 
     values = [counted(value) for value in values]
     if rerun_held:  # replays need the input alone, reruns all arguments
