@@ -245,7 +245,7 @@ class _Watched:
 
     @contextlib.contextmanager
     def _outside_watched(self, live: NumberedStorages) -> Iterator[None]:
-        """Take down what modules outside of blocks make in a forward of the model."""
+        """Note what modules outside of the blocks make in a forward of the model."""
         outside = OutsideModules(self._model, self._blocks, live)
 
         def ended(*_: object) -> None:
