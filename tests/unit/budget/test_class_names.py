@@ -10,7 +10,7 @@ import torch
 
 import actckpt
 from actckpt import planner
-from actckpt._budget.class_names import AFTER, BEFORE, with_block_names
+from actckpt._budget.class_names import with_block_names
 from actckpt.planner.costs import BlockClass
 
 
@@ -40,7 +40,7 @@ def _plan() -> Iterator[actckpt.Plan]:
 
 
 def test_classes_and_columns_have_the_names_of_blocks(plan: actckpt.Plan) -> None:
-    assert plan.costs.stack == (BEFORE, *("layers.0, 2, 4", "layers.1, 3, 5") * 3, AFTER)
+    assert plan.costs.stack == ("layers.0, 2, 4", "layers.1, 3, 5") * 3
     _, *lines = plan.table().splitlines()
     rows = [line for line in lines if line.partition("layers.")[1]]
     assert "block 0" not in plan.table() and "count from 0" not in plan.table() and "(other)" not in plan.table()
@@ -82,7 +82,7 @@ def test_a_block_that_runs_twice_has_a_name_for_each_call() -> None:
     model, x = Twice(), torch.randn(64, 16)
     step = lambda: model(x).sum().backward()  # noqa: E731 - a step
     plan = actckpt.plan(step, model=model, blocks="block", activation_budget="100%", race=False)
-    assert plan.block_names == (BEFORE, "block", "block@1", AFTER)
+    assert plan.block_names == ("block", "block@1")
 
 
 def test_an_error_names_the_blocks() -> None:
