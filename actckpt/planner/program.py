@@ -33,7 +33,7 @@ import numpy
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 from actckpt.planner.links import Links, Terms
-from actckpt.planner.problem import Actions, Array, Choice, Problem, droppable
+from actckpt.planner.problem import Actions, Array, Choice, Problem
 from actckpt.planner.quiet import stdout_as_stderr
 
 __all__ = ["Program", "Solution"]
@@ -133,7 +133,7 @@ class Program:
     def _entry(self, index: int, block: BlockClass) -> _Entry:
         """Add the decisions of an entry; a value that nobody can want has none."""
         allowed = self._problem.allowed[index]
-        can_gain = any(block.values[position].needed for position in droppable(block, allowed))
+        can_gain = any(v.needed and may != (_KEEP,) for v, may in zip(block.values, allowed, strict=True))
         again = None
         if block.rerun and can_gain:
             again = self.variable(1.0, block.rerun_seconds * self.per_second, whole=True)
