@@ -15,7 +15,8 @@ from residual_mlp import Mlp
 from torch import Tensor, nn
 
 import actckpt
-from actckpt._budget import known_kinds, known_sizes
+from actckpt._budget import known_sizes
+from actckpt._cycles import known_kinds
 from actckpt.memory import LiveStorages
 
 DIM = 32

@@ -391,7 +391,7 @@ def test_a_plan_does_not_depend_on_the_process(llama: SimpleNamespace, run_witho
     code = """
 import json
 from actckpt.planner import solve
-plan = solve(json.load(sys.stdin), budget=int(4.4e9)).to_dict()
+plan = solve(json.load(sys.stdin), budget=int(4.4e9), time_limit_s=60).to_dict()
 print(json.dumps([plan["actions"], plan["overhead_seconds"], plan["max_inflight"]]))
 """
     found = {run_without_torch(code, llama.shape_8b(), PYTHONHASHSEED=seed) for seed in ("1", "2")}

@@ -18,10 +18,10 @@ from actckpt.planner import (
     PlanInfeasibleError,
     Segment,
     Value,
-    needs,
     simulate,
     solve,
 )
+from actckpt.planner.simulation import needs
 
 
 def _random_costs(seed: int, *, links: bool) -> CostTable:
