@@ -14,6 +14,7 @@ from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import advice
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible, infeasible_error, with_reserve
+from actckpt._budget.links import is_linked, with_links
 from actckpt._budget.offloading import solved
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.running import RECOMPUTE, device_of
@@ -247,7 +248,7 @@ class Kind:
     def _solve(self, static_bytes: float) -> None:
         assert self._model is not None
         self._static_bytes = static_bytes
-        costs = self._model.costs(static_bytes)
+        costs = self._costs(static_bytes)
         self._budget_bytes, self.refused = self._asked_bytes(costs), ""
         self._told = None
         try:
@@ -256,6 +257,11 @@ class Kind:
             self.plan = self._smallest(costs, error)
         self._is_solved = True
         self._run(self.plan)
+
+    def _costs(self, static_bytes: float) -> CostTable:
+        assert self._model is not None
+        costs, device = self._model.costs(static_bytes), device_of(self._module)
+        return with_links(costs, device) if is_linked(device, self._config.pins) else costs
 
     def _smallest(self, costs: CostTable, error: PlanInfeasibleError) -> Plan:
         """No plan fits: return the one that needs least, with a warning."""
@@ -290,7 +296,7 @@ class Kind:
         """Return the smallest budget for this kind where it exceeds the user's budget, else 0."""
         if self._model is None:
             return 0.0
-        costs = self._model.costs(self._static_bytes)
+        costs = self._costs(self._static_bytes)
         try:
             self._planned(costs, self._asked_bytes(costs))
         except PlanInfeasibleError as error:
@@ -343,7 +349,7 @@ class Kind:
 
         assert self._model is not None and self.plan is not None
         before, plan, budget_bytes = self._model.corrections(), self.plan, self._budget_bytes
-        self._model.observe(cycle, plan, needs(self._model.costs(cycle.static_bytes), plan))
+        self._model.observe(cycle, plan, needs(self._costs(cycle.static_bytes), plan))
         try:
             self._solve(cycle.static_bytes)
             # That less was needed may be due to how blocks ran. Another way to run them must fit without it.

@@ -69,9 +69,8 @@ _MOST_UNREAD = 16
 
 
 def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
-    """Return whether the loop plans for a model: on a CPU that trains in one process and offloads nothing."""
-    device = device_of(model)
-    return device.type == "cpu" and not is_linked(device, config.pins) and num_ranks() == 1
+    """Return whether the loop plans for a model: one that trains in one process."""
+    return num_ranks() == 1
 
 
 def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
@@ -103,7 +102,8 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, forwards that have begun and not ended: the cycle of each, None where it is no part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
-        self._calls = MeteredCalls(lambda: bool(self._running[threading.get_ident()]))
+        offloads = is_linked(self._device, self._config.pins)
+        self._calls = MeteredCalls(lambda: bool(self._running[threading.get_ident()]), offloads=offloads)
         self._warned: set[str] = set()
         self._outside: OutsideModules | None = None
         self._num_unread = 0

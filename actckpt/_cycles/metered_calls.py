@@ -28,11 +28,12 @@ class MeteredCalls:
 
     Args:
         is_inside: whether a forward of the model runs in this thread.
+        offloads: whether plans may offload.
     """
 
-    def __init__(self, is_inside: Callable[[], bool]) -> None:
+    def __init__(self, is_inside: Callable[[], bool], *, offloads: bool) -> None:
         self._is_inside = is_inside
-        self._profiler = Profiler(offloads=False, step=self._unmuted)
+        self._profiler = Profiler(offloads=offloads, step=self._unmuted)
         self._cycle: Cycle | None = None
         self._kind: Kind | None = None
         #: Of the cycle that is measured: as they were profiled, and as the first backward found them.
