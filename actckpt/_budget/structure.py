@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt._blocks.arguments import first_tensor, keep_others_in_place
+from actckpt._blocks.arguments import first_tensor
 from actckpt._budget.alone import Exchanges
 from actckpt._C import Calls, is_paused, look_up_call
 from actckpt._checkpointed_call import checkpoint_call
@@ -261,9 +261,7 @@ def run_recorded(
         offloads: whether there is a store for what it saves.
     """
     structure = BlockStructure(argument, offloads=offloads)
-    options = CheckpointOptions(policy=structure.note_saved, offload_inputs=structure.offloads)
-    if structure.offloads:
-        keep_others_in_place((args, kwargs))
+    options = CheckpointOptions(policy=structure.note_saved)
     with structure.exchanges, _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, options, inside=Inside(counts_anew=True))
     structure.exchanges.close()

@@ -12,6 +12,7 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import advice
+from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible, infeasible_error, with_reserve
 from actckpt._budget.links import is_linked, with_links
@@ -365,7 +366,8 @@ class Kind:
     def _begin_trials(self) -> None:
         plan = self.plan
         assert plan is not None
-        if not self._config.race or self._config.pins or plan.overhead_seconds == 0.0:
+        is_one_of_many = num_ranks() > 1  # trials would have to take turns on all ranks alike
+        if not self._config.race or self._config.pins or is_one_of_many or plan.overhead_seconds == 0.0:
             return
         candidates = candidates_beside(plan, self._budget_bytes, self._placed)
         if sum(each.fits for each in candidates) > 1:

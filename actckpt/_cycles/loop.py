@@ -32,10 +32,9 @@ from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import OutsideModules
 from actckpt._blocks.planned_size import PlannedSize, given_bytes
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
-from actckpt._budget.links import is_linked
+from actckpt._budget.links import is_linked, poll
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
@@ -69,8 +68,8 @@ _MOST_UNREAD = 16
 
 
 def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
-    """Return whether the loop plans for a model: one that trains in one process."""
-    return num_ranks() == 1
+    """Return whether the loop plans for a model."""
+    return True
 
 
 def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
@@ -242,6 +241,7 @@ class BudgetLoop:
         self._kind = kind
         if kind is None:
             self._warn(MANY_SIZES)
+        poll(self._device)
         static_bytes, held = self._config.static(self._model, self._device)
         static_bytes += self._leftovers.nbytes(kind, held, accumulates=accumulates)
         # This raises where no plan fits and that was asked for.

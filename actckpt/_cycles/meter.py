@@ -186,6 +186,7 @@ class _AllocatorMeter:
         self._hooks = [each.register_post_accumulate_grad_hook(self._accumulated) for each in parameters]
         self._base_bytes = allocator.reset_peak(device)
         self.is_counting = True
+        checksums.around.append(self.muted)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._gradient_bytes += sum(storage.nbytes() for storage in storages_of(parameter.grad))
@@ -223,4 +224,6 @@ class _AllocatorMeter:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.is_counting = False
+        if self.is_counting:
+            self.is_counting = False
+            checksums.around.remove(self.muted)
