@@ -111,6 +111,7 @@ class CycleModel:
             replay_bytes=bases[_REPLAYED],
             rerun_bytes=bases[_RERUN],
             kept_limit_bytes=limit,
+            seconds=segment.seconds if segment.running < 0 else 0.0,
         )
 
     def _correction(self, row: _Row, mode: Mode) -> float:

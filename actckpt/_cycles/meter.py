@@ -184,7 +184,7 @@ class _AllocatorMeter:
         self._gradient_bytes = 0
         self._peak_bytes = 0
         self._hooks = [each.register_post_accumulate_grad_hook(self._accumulated) for each in parameters]
-        self._base_bytes = allocator.reset_peak(device)
+        self._base_bytes = allocator.reset_peak(device, waits=False)
         self.is_counting = True
         checksums.around.append(self.muted)
 
@@ -195,7 +195,7 @@ class _AllocatorMeter:
         # Gradients that were accumulated since the last event are not taken off the peak, which may come before them.
         peak_bytes = max(self._peak_bytes, self._allocator.peak_bytes(self._device)) - self._base_bytes
         self._peak_bytes = 0
-        live_bytes = self._allocator.reset_peak(self._device) - self._base_bytes
+        live_bytes = self._allocator.reset_peak(self._device, waits=False) - self._base_bytes
         return live_bytes, max(live_bytes, peak_bytes)
 
     @contextlib.contextmanager
@@ -204,11 +204,11 @@ class _AllocatorMeter:
         try:
             yield
         finally:
-            self._allocator.reset_peak(self._device)
+            self._allocator.reset_peak(self._device, waits=False)
 
     @contextlib.contextmanager
     def unmuted(self) -> Iterator[None]:
-        self._allocator.reset_peak(self._device)
+        self._allocator.reset_peak(self._device, waits=False)
         try:
             yield
         finally:

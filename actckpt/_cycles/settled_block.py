@@ -61,10 +61,12 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     given, *values = block.costs.values
     assert given.name == BLOCK_INPUT
     is_held = block.input is not None and block.input() is not None  # not where replays begin with what is kept
-    droppable = given.nbytes if may_drop_input and is_held and not given.needed else 0.0
+    droppable = given.nbytes if may_drop_input and is_held else 0.0
     # The input of a block in which nothing is trained has no bytes: nothing runs it again.
     rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if given.nbytes else 0
-    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=given.offloadable and droppable > 0)
+    can_move = given.offloadable and droppable > 0
+    needed = given.needed and droppable > 0
+    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=needed, offloadable=can_move)
 
     def counted(value: Value) -> Value:
         # What backward does not read is not free to keep: the recorder may keep a result in place of its inputs.
