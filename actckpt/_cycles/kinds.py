@@ -96,7 +96,7 @@ class Kind:
         self._forward_keys: list[Any] = []
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
-        self._num_cycles = self._num_measured = 0
+        self._num_cycles = self._num_measured = self._num_exceeded = 0
         self._sizes = LargestCalls()
         #: Cycles in a row that were to be measured, and in which no block ran with gradients.
         self._num_empty = 0
@@ -174,6 +174,9 @@ class Kind:
             return
         elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
             self.measure_again()  # it ran what the plan does not know
+        elif self.stage == "settled" and cycle.risen_bytes > self._budget_bytes and self._num_exceeded < _MOST_MEASURED:
+            self.stage, self._attempts = "fit", []
+            self._num_exceeded += 1
         elif self._trials is not None:
             self._tried(cycle)
         elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):

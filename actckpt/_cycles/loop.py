@@ -43,7 +43,7 @@ from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
-from actckpt._cycles.meter import meter_of, sweep
+from actckpt._cycles.meter import RisenPeak, meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls
 from actckpt._cycles.timeline import Call, Cycle
 from actckpt._cycles.warnings import (
@@ -249,7 +249,8 @@ class BudgetLoop:
         is_metered = kind is not None and self._leftovers.meters(is_metered, accumulates=accumulates)
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
-        self._cycle = Cycle(self._device, meter, static_bytes)
+        watch = RisenPeak(self._device, own) if meter is None else None
+        self._cycle = Cycle(self._device, meter, static_bytes, watch)
         self._calls.begin(self._cycle, kind)
         if self._is_measuring() and meter is not None and (storages := meter.storages()) is not None:
             self._outside = OutsideModules(self._model, self._forwards, storages)

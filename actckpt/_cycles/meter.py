@@ -30,7 +30,7 @@ from actckpt._core.storages import storages_of
 from actckpt._replay import checksums
 from actckpt.memory import LiveStorages
 
-__all__ = ["Meter", "meter_of", "sweep"]
+__all__ = ["Meter", "RisenPeak", "meter_of", "sweep"]
 
 
 class Meter(Protocol):
@@ -181,7 +181,9 @@ class _AllocatorMeter:
         self, allocator: devices.Accelerator, device: torch.device, parameters: list[torch.nn.Parameter]
     ) -> None:
         self._allocator, self._device = allocator, device
-        self._gradient_bytes = 0
+        self._without_gradient = {id(each) for each in parameters if each.grad is None}
+        #: Of gradients that were accumulated in this cycle: by now, and by the last event.
+        self._gradient_bytes = self._noted_gradient_bytes = 0
         self._peak_bytes = 0
         self._hooks = [each.register_post_accumulate_grad_hook(self._accumulated) for each in parameters]
         self._base_bytes = allocator.reset_peak(device, waits=False)
@@ -189,13 +191,16 @@ class _AllocatorMeter:
         checksums.around.append(self.muted)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        self._gradient_bytes += sum(storage.nbytes() for storage in storages_of(parameter.grad))
+        if id(parameter) in self._without_gradient:
+            self._without_gradient.remove(id(parameter))
+            self._gradient_bytes += gradient_bytes([parameter])
 
     def take(self) -> tuple[int, int]:
         # Gradients that were accumulated since the last event are not taken off the peak, which may come before them.
         peak_bytes = max(self._peak_bytes, self._allocator.peak_bytes(self._device)) - self._base_bytes
-        self._peak_bytes = 0
-        live_bytes = self._allocator.reset_peak(self._device, waits=False) - self._base_bytes
+        peak_bytes -= self._noted_gradient_bytes
+        self._peak_bytes, self._noted_gradient_bytes = 0, self._gradient_bytes
+        live_bytes = self._allocator.reset_peak(self._device, waits=False) - self._base_bytes - self._gradient_bytes
         return live_bytes, max(live_bytes, peak_bytes)
 
     @contextlib.contextmanager
@@ -227,3 +232,29 @@ class _AllocatorMeter:
         if self.is_counting:
             self.is_counting = False
             checksums.around.remove(self.muted)
+
+
+def gradient_bytes(parameters: list[torch.nn.Parameter]) -> int:
+    """Return the bytes of the gradients of parameters."""
+    return sum(storage.nbytes() for storage in storages_of([each.grad for each in parameters if each.grad is not None]))
+
+
+class RisenPeak:
+    """Whether the peak of a device's allocator rises in a cycle without a meter. It does not start the peak again.
+
+    Args:
+        parameters: leaves whose accumulated gradients do not count; empty where they do.
+    """
+
+    def __init__(self, device: torch.device, parameters: list[torch.nn.Parameter]) -> None:
+        self._allocator, self._device, self._parameters = devices.counting(device), device, parameters
+        if self._allocator is not None:
+            self._peak_bytes = self._allocator.peak_bytes(device)
+            self._base_bytes = self._allocator.allocated_bytes(device) - gradient_bytes(parameters)
+
+    def bytes_over_begin(self) -> int:
+        """Return how far the peak is above what there was at the begin; 0 where an older peak is higher."""
+        if self._allocator is None:
+            return 0
+        peak_bytes = self._allocator.peak_bytes(self._device)
+        return peak_bytes - self._base_bytes - gradient_bytes(self._parameters) if peak_bytes > self._peak_bytes else 0

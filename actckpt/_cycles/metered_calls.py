@@ -12,8 +12,10 @@ from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.planned_size import given_bytes
+from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import ProfiledBlock
 from actckpt._budget.profiling import Profiler
+from actckpt._budget.running import device_of
 from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
 from actckpt._cycles.kinds import Kind
@@ -33,6 +35,7 @@ class MeteredCalls:
 
     def __init__(self, is_inside: Callable[[], bool], *, offloads: bool) -> None:
         self._is_inside = is_inside
+        self._offloads = offloads
         self._profiler = Profiler(offloads=offloads, step=self._unmuted)
         self._cycle: Cycle | None = None
         self._kind: Kind | None = None
@@ -92,6 +95,8 @@ class MeteredCalls:
         assert self._cycle is not None and self._cycle.meter is not None
         with self._cycle.meter.muted():
             result, block = self._profiler.call(forward.name, forward.block, forward.original(), args, kwargs)
+            if self._offloads:
+                flush(device_of(forward.block))  # what was moved while blocks were timed is not part of the step
         self.profiled.append(block)
         return result
 

@@ -17,7 +17,7 @@ import torch
 
 from actckpt._blocks.outside import MadeOutside
 from actckpt._core import devices
-from actckpt._cycles.meter import Meter
+from actckpt._cycles.meter import Meter, RisenPeak
 
 __all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey"]
 
@@ -87,10 +87,14 @@ class Cycle:
         device: of the model.
         meter: counts bytes; None: only calls are noted.
         static_bytes: what counts toward the budget and existed before the cycle.
+        watch: tells of a peak that rises without a meter.
     """
 
-    def __init__(self, device: torch.device, meter: Meter | None, static_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, meter: Meter | None, static_bytes: int, watch: RisenPeak | None = None
+    ) -> None:
         self.device, self.meter, self.static_bytes = device, meter, static_bytes
+        self._watch, self.risen_bytes = watch, 0
         self._is_timed = devices.counting(device) is not None
         self.thread = threading.get_ident()
         self.events: list[Event] = []
@@ -142,6 +146,8 @@ class Cycle:
         self.note("backward")
         if self.meter is not None:
             self.meter.end()
+        elif self._watch is not None and (more := self._watch.bytes_over_begin()):
+            self.risen_bytes = self.static_bytes + more
 
     @property
     def peak_bytes(self) -> int:
