@@ -59,17 +59,12 @@ from actckpt._cycles.warnings import (
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
-__all__ = ["BudgetLoop", "runs_loop"]
+__all__ = ["BudgetLoop"]
 
 #: So many forwards of one cycle may wait for a backward while others had theirs; then the oldest count as never read.
 _MOST_FORWARDS = 16
 #: So many forwards in a row without any backward trigger a warning.
 _MOST_UNREAD = 16
-
-
-def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
-    """Return whether the loop plans for a model."""
-    return True
 
 
 def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
