@@ -193,7 +193,7 @@ class _AllocatorMeter:
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if id(parameter) in self._without_gradient:
             self._without_gradient.remove(id(parameter))
-            self._gradient_bytes += gradient_bytes([parameter])
+            self._gradient_bytes += _bytes_of([parameter.grad])
 
     def take(self) -> tuple[int, int]:
         # Gradients that were accumulated since the last event are not taken off the peak, which may come before them.
@@ -236,7 +236,11 @@ class _AllocatorMeter:
 
 def gradient_bytes(parameters: list[torch.nn.Parameter]) -> int:
     """Return the bytes of the gradients of parameters."""
-    return sum(storage.nbytes() for storage in storages_of([each.grad for each in parameters if each.grad is not None]))
+    return _bytes_of([each.grad for each in parameters])
+
+
+def _bytes_of(tensors: list[torch.Tensor | None]) -> int:
+    return sum(storage.nbytes() for storage in storages_of([each for each in tensors if each is not None]))
 
 
 class RisenPeak:

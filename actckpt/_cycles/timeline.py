@@ -179,7 +179,7 @@ class Cycle:
             occurrences[event.kind, event.call] += 1
             cached_bytes = self.cached_bytes.get(at, cached_bytes if is_forward else 0)
             is_timed = event.moment is not None and after.moment is not None
-            seconds = devices.seconds_between(event.moment, after.moment) if is_timed else 0.0
+            seconds = devices.seconds_between(event.moment, after.moment) if is_timed else 0.0  # type: ignore[arg-type]
             figures = event.live_bytes, after.peak_bytes, alive, cached_bytes, seconds
             found.append(Segment(key, call, is_forward, *figures))
         return found
