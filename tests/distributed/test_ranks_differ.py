@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from pool import NUM_RANKS, Ranks
 from torch import Tensor, nn
-from training import Collectives, check_equal
+from training import Collectives, check_equal, set_timeout
 
 import actckpt
 from actckpt._core import agreement
@@ -21,7 +20,7 @@ functional = torch.ops._c10d_functional
 
 _TIMEOUT_S = 2.0
 #: Until ranks that compare have raised: they do not wait for a timeout.
-_AT_ONCE_S = 10.0
+_AT_ONCE_S = 20.0
 
 
 class _Reduced(torch.autograd.Function):
@@ -70,8 +69,8 @@ class _Block(nn.Module):
 _LINE = _Block.forward.__code__.co_firstlineno
 
 
-def _model(timeout_s: float = _TIMEOUT_S, kind: Any = _Reduced) -> nn.Sequential:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+def _model(kind: Any = _Reduced) -> nn.Sequential:
+    group = dist.new_group()
     torch.manual_seed(0)
     return nn.Sequential(*(_Block(group, kind) for _ in range(3)))
 
@@ -99,8 +98,9 @@ class _Raised(NamedTuple):
     seconds: float
 
 
-def _raised(step: Callable[[], object]) -> _Raised:
+def _raised(step: Callable[[], object], group: Any, timeout_s: float) -> _Raised:
     dist.barrier()
+    set_timeout(group, timeout_s)
     began = time.monotonic()
     try:
         step()
@@ -111,14 +111,14 @@ def _raised(step: Callable[[], object]) -> _Raised:
 
 def _changed(before: list[str], after: list[str], kind: Any = _Reduced, timeout_s: float = _TIMEOUT_S) -> _Raised:
     """Train with the first policies, two steps each, then with another one on each rank."""
-    model = _model(timeout_s, kind)
+    model = _model(kind)
     for number, policy in enumerate(before):
         _use(model, policy)
         for step in range(2):
             model(_batch(2 * number + step)).sum().backward()
     _use(model, after[dist.get_rank()])
     loss = model(_batch(100)).sum()
-    return _raised(loss.backward)
+    return _raised(loss.backward, model[0].group, timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_a_rank_that_reruns_and_one_that_replays_raise_at_once(ranks: Ranks) -> 
 
 def _other_blocks() -> _Raised:
     """Each rank reruns another block, and the blocks exchange nothing in backward."""
-    model = _model(30.0, _InPlace)
+    model = _model(_InPlace)
     _use(model, "recompute", blocks=["0", "2"][dist.get_rank()])
     loss = model(_batch(0)).sum()
-    return _raised(loss.backward)
+    return _raised(loss.backward, model[0].group, 30.0)
 
 
 def test_ranks_that_rerun_other_blocks_raise_at_once(ranks: Ranks) -> None:
@@ -189,7 +189,7 @@ def test_ranks_that_rerun_other_blocks_raise_at_once(ranks: Ranks) -> None:
 
 def _check_same(policies: list[str]) -> list[int]:
     """Change policies on all ranks; returns how many comparisons there were after each two steps."""
-    plain, ours = _model(60.0), _model(60.0)
+    plain, ours = _model(), _model()
     counts = []
     for number, policy in enumerate(policies):
         _use(ours, policy)
@@ -217,7 +217,7 @@ class _Calling(nn.Sequential):
 
 
 def _check_functions() -> list[int]:
-    model = _Calling(*_model(60.0))
+    model = _Calling(*_model())
     numbers = []
     for step in range(3):
         model(_batch(step)).sum().backward()
@@ -247,7 +247,7 @@ class _Sent(torch.autograd.Function):
 
 
 def _check_sends() -> int:
-    model = _model(60.0, _Sent)
+    model = _model(_Sent)
     _use(model, "recompute")
     model(_batch(0)).sum().backward()
     return agreement.exchanges_of(model[0].group).number
@@ -259,7 +259,7 @@ def test_sends_between_two_ranks_are_not_compared(ranks: Ranks) -> None:
 
 def _check_count() -> None:
     actckpt.configure(observers=[Collectives])
-    model = _model(60.0)
+    model = _model()
     _use(model, "recompute")
     seen = []
     for step in range(2):

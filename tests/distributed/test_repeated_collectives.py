@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +14,15 @@ import torch.distributed as dist
 from pool import NUM_RANKS, Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import SAVED, Collectives, Found, Method, applied, check_equal, reference, train
+from training import SAVED, Collectives, Found, Method, applied, check_equal, reference, set_timeout, train
 
 import actckpt
 from actckpt._core import pressure
 
 functional = torch.ops._c10d_functional
+
+#: Until ranks that compare have raised: they do not wait for the longer timeouts.
+_AT_ONCE_S = 20.0
 
 COLLECTIVES = (
     functional.all_gather_into_tensor,
@@ -241,9 +243,10 @@ def test_parts_of_a_graph_repeat_what_they_need(ranks: Ranks) -> None:
 
 
 def _differing(policies: list[Any], timeout_s: float) -> tuple[str, str, float]:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    group = dist.new_group()
     loss = _in_region(policies[dist.get_rank()])(*_inputs(), group)
     dist.barrier()
+    set_timeout(group, timeout_s)
     began = time.monotonic()
     try:
         loss.backward()
@@ -255,7 +258,7 @@ def _differing(policies: list[Any], timeout_s: float) -> tuple[str, str, float]:
 def test_ranks_with_other_policies_raise_at_once(ranks: Ranks) -> None:
     found = ranks.run(_differing, [_BOTH, {GATHER: "recompute"}], 30.0)
     for kind, text, seconds in found:
-        assert kind == "RanksDifferError" and seconds < 10.0
+        assert kind == "RanksDifferError" and seconds < _AT_ONCE_S
         assert "Ranks 0 and 1 do not repeat the same collectives" in text
         assert f"from number 2 on: {SCATTER}.default (collective 2 of the region's forward) on rank 0, none on" in text
         assert "Give the same policy to all ranks" in text
@@ -264,7 +267,7 @@ def test_ranks_with_other_policies_raise_at_once(ranks: Ranks) -> None:
 
 def test_ranks_with_other_operators_raise_at_once(ranks: Ranks) -> None:
     for kind, text, seconds in ranks.run(_differing, [{GATHER: "recompute"}, {SCATTER: "recompute"}], 30.0):
-        assert kind == "RanksDifferError" and seconds < 10.0
+        assert kind == "RanksDifferError" and seconds < _AT_ONCE_S
         assert "from number 1 on" in text and GATHER in text and SCATTER in text
 
 
@@ -334,14 +337,16 @@ def test_a_rank_may_send_more_often_than_others(ranks: Ranks) -> None:
 
 def _two_groups(timeout_s: float) -> tuple[str, str, float]:
     """Each rank repeats collectives of both groups, and begins with another one."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    groups = [dist.new_group(timeout=timeout) for _ in range(2)]
+    groups = [dist.new_group() for _ in range(2)]
     x, first, second = _inputs()
     numbers = (0, 1) if dist.get_rank() == 0 else (1, 2)
     with actckpt.region({f"{GATHER}#{number}": "recompute" for number in numbers}):
         y = x
         for number in (0, 1, 0):
             y = _block(y * x, first, second, groups[number])
+    dist.barrier()
+    for group in groups:
+        set_timeout(group, timeout_s)
     began = time.monotonic()
     try:
         y.backward()
@@ -352,7 +357,7 @@ def _two_groups(timeout_s: float) -> tuple[str, str, float]:
 
 def test_ranks_that_differ_in_two_groups_compare_these_in_one_order(ranks: Ranks) -> None:
     for kind, _, seconds in ranks.run(_two_groups, 30.0):
-        assert kind == "RanksDifferError" and seconds < 10.0
+        assert kind == "RanksDifferError" and seconds < _AT_ONCE_S
 
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
@@ -361,9 +366,9 @@ def test_a_rank_that_repeats_none_is_waited_for_as_long_as_the_group_says(rank: 
     policies[rank] = []
     found = ranks.run(_differing, policies, 2.0)
     kind, text, seconds = found[1 - rank]
-    assert kind == "RanksDifferError" and seconds < 10.0
+    assert kind == "RanksDifferError" and seconds < _AT_ONCE_S
     assert f"Rank {rank} did not come to that point within 2 s" in text
-    assert found[rank][0] and found[rank][2] < 10.0  # its collectives in backward find nobody either
+    assert found[rank][0] and found[rank][2] < _AT_ONCE_S  # its collectives in backward find nobody either
 
 
 def _later_steps() -> tuple[int, int]:
