@@ -105,7 +105,7 @@ def test_casts_count_once(after: str, rows: int) -> None:
         # The first step of each plan takes checksums, in pieces of 2**15 elements.
         assert max(peaks[2:]) <= budget + 16 * 2**15
         assert max(peaks[5:]) <= budget
-        # The smallest plan needs 0.65 of the larger budget, and one block 0.14: which are kept depends on measured times.
+        # The smallest plan needs 0.65 of the larger budget, one block 0.14: which are kept depends on measured times.
         assert peaks[-1] >= 0.75 * budget
         assert peaks[0] <= 0.95 * plain_bytes
 
