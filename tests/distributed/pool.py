@@ -53,8 +53,10 @@ class Ranks:
         answers = self._answers(time.monotonic() + timeout_s)
         if all(answer is not None and answer[0] for answer in answers):
             return [answer[1] for answer in answers if answer is not None]
-        texts = [self._said(rank, answer) for rank, answer in enumerate(answers)]
-        self.close()
+        try:
+            texts = [self._said(rank, answer) for rank, answer in enumerate(answers)]
+        finally:
+            self.close()
         name = getattr(function, "__qualname__", function)
         raise RankError(f"{name}{args} did not end well within {timeout_s:g} s.\n" + "\n".join(texts))
 
@@ -79,6 +81,8 @@ class Ranks:
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
+        for connection in self._connections:  # a test's time begins when both are there
+            connection.recv()
 
     def _answers(self, deadline: float) -> list[tuple[bool, Any] | None]:
         """Return what each rank answered, None where it did not."""
@@ -119,6 +123,7 @@ def _serve(rank: int, connection: Connection, folder: Path) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS, timeout=seconds
         )
+        connection.send("ready")
         while True:
             try:
                 function, args = connection.recv()
