@@ -40,10 +40,16 @@ class Links:
         self._rates = program.rate(costs.d2h_bytes_per_s), program.rate(costs.h2d_bytes_per_s)
         self._disk_rates = program.rate(costs.disk_write_bytes_per_s), program.rate(costs.disk_read_bytes_per_s)
         self._per_second = program.per_second
-        self.on_disk, self.has_disk = on_disk, program.upper[on_disk] > 0
+        self.on_disk: int = on_disk
+        self.has_disk: bool = program.upper[on_disk] > 0
         self._host = numpy.inf if costs.host_bytes is None else costs.host_bytes * program.per_byte
         zero = self._variable(0.0)
-        self.handed = self.consumed = self.out = self.back = self.written = self.read = zero
+        self.handed: int = zero
+        self.consumed: int = zero
+        self.out: int = zero
+        self.back: int = zero
+        self.written: int = zero
+        self.read: int = zero
 
     def forward(self, seconds: float) -> None:
         """Copy out while a segment lasts."""

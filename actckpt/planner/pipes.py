@@ -19,11 +19,13 @@ class Pipe:
     """
 
     def __init__(self, rates: Sequence[float], limits: Sequence[float], *, buffered: float, room: float) -> None:
-        self.rates, self.limits = rates, list(limits)
-        self.buffered = self.most_buffered = buffered
-        self.room = max(room, buffered)
+        self.rates: Sequence[float] = rates
+        self.limits: list[float] = list(limits)
+        self.buffered: float = buffered
+        self.most_buffered: float = buffered
+        self.room: float = max(room, buffered)
         #: By each link, by now.
-        self.moved = [0.0, 0.0]
+        self.moved: list[float] = [0.0, 0.0]
         #: Of each link: moments, and what it had moved by then.
         self.traces: list[list[tuple[float, float]]] = [[], []]
 

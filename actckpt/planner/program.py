@@ -89,8 +89,10 @@ class Program:
         bases = [nbytes for moment in problem.moments for nbytes in moment.segment.bases]
         held = sum(value.nbytes for block in problem.costs.blocks for value in block.values)
         self._base = min(bases)  # there at all times, so it need not be told
-        self.per_byte = 1.0 / (min(max(problem.budget_bytes - self._base, 0.0), held + max(bases) - self._base) or 1.0)
-        self.per_second = 1.0 / problem.scale_s
+        self.per_byte: float = 1.0 / (
+            min(max(problem.budget_bytes - self._base, 0.0), held + max(bases) - self._base) or 1.0
+        )
+        self.per_second: float = 1.0 / problem.scale_s
         self._entries = [self._entry(index, block) for index, block in enumerate(problem.costs.blocks)]
         self._shared_inputs()
         self._alive: dict[tuple[int, ...], Terms] = {(): []}
