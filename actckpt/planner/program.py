@@ -84,14 +84,12 @@ class Program:
         self._whole: list[int] = []
         self._rows: list[tuple[float, float]] = []
         self._elements: list[tuple[int, int, float]] = []
-        self._has_links = min(problem.costs.d2h_bytes_per_s, problem.costs.h2d_bytes_per_s) > 0
         # HiGHS compares with absolute tolerances of 1e-7 to 1e-6: the budget is one unit, and so is the step.
         bases = [nbytes for moment in problem.moments for nbytes in moment.segment.bases]
         held = sum(value.nbytes for block in problem.costs.blocks for value in block.values)
         self._base = min(bases)  # there at all times, so it need not be told
-        self.per_byte: float = 1.0 / (
-            min(max(problem.budget_bytes - self._base, 0.0), held + max(bases) - self._base) or 1.0
-        )
+        room = min(max(problem.budget_bytes - self._base, 0.0), held + max(bases) - self._base)
+        self.per_byte: float = 1.0 / (room or 1.0)
         self.per_second: float = 1.0 / problem.scale_s
         self._entries = [self._entry(index, block) for index, block in enumerate(problem.costs.blocks)]
         self._shared_inputs()
@@ -103,7 +101,7 @@ class Program:
             self._budget = self.variable(cost=1.0, lower=-numpy.inf)
             self._on_disk()
             self._memory()
-        elif self._has_links:
+        elif min(problem.costs.d2h_bytes_per_s, problem.costs.h2d_bytes_per_s) > 0:
             self._copies()
         else:
             self._memory()
