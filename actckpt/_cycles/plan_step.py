@@ -34,7 +34,10 @@ def planned(
     checked = Step(step, "plan", model)
     state = TrainingState(model, config.optimizers)
     patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
-    loop = BudgetLoop(model, forwards_in(blocks), dataclasses.replace(config, on_infeasible="raise"))
+    forwards = forwards_in(blocks)
+    for forward in forwards.values():  # an error tells of blocks that do not run
+        forward.together.is_checked = True
+    loop = BudgetLoop(model, forwards, dataclasses.replace(config, on_infeasible="raise"))
     try:
         with _explained(checked, model, blocks, state):
             with state.checked("plan"):
