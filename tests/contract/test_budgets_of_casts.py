@@ -260,11 +260,11 @@ def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) 
     def peaks(budget: int | str) -> list[int]:
         model, found = _Model("call"), []
         actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
-        for _ in range(4):
+        for _ in range(7):
             gradients, nbytes = _step_of(model, *rows)
             assert_equal(gradients, expected)
             found.append(nbytes)
-        return found[2:]
+        return found
 
     smallest = 1000
     for _ in range(len(set(rows))):  # each size tells of itself
@@ -276,7 +276,9 @@ def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) 
     assert smallest < 1.05 * plain_bytes
     for share in (0.0, 0.6):
         budget = int(smallest + share * max(plain_bytes - smallest, 0))
-        assert max(peaks(budget)) <= budget
+        found = peaks(budget)
+        # The first step of each plan takes checksums, in pieces of 2**15 elements.
+        assert max(found[2:]) <= budget + 16 * 2**15 and max(found[5:]) <= budget
 
 
 def test_casts_of_another_size_count_from_where_they_are_found() -> None:
