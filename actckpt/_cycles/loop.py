@@ -204,7 +204,7 @@ class BudgetLoop:
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 warn_compiled()
             return
         running = self._running[threading.get_ident()]
