@@ -28,12 +28,13 @@ from actckpt._blocks.model_report import GroupBy, ModelReport
 from actckpt._blocks.other_checkpointing import restore
 from actckpt._blocks.planned_size import warns_of_larger
 from actckpt._blocks.report_data import keep_report, kept_report, report_data
+from actckpt._budget.budget_config import BudgetConfig, check_budget
 from actckpt._budget.infeasible import OnInfeasible
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._budget.training import BudgetedTraining
-from actckpt._budget.wanted import Wanted, check_wanted
 from actckpt._core.optimizers import Optimizers, optimizers_of
+from actckpt._cycles.loop import BudgetLoop, runs_loop
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt._text.misspelt import did_you_mean
@@ -130,15 +131,13 @@ def apply(
             Blocks of a model ] in actckpt/_blocks/finding.py says how.
         **options: keywords of `checkpoint`, or of `offload`, for every block. In place of a policy, a budget:
             `budget` (all memory) or `activation_budget`, as in `actckpt.plan`, with `optimizer`, `pins` and `race`. The
-            plan is then made while the model trains: the first step runs with all blocks checkpointed and measures;
-            from the second on the fastest plan that is predicted to fit runs; with `race` (the default; `pins` leave
-            nothing to choose) it takes turns with simple choices in the next steps, where they may be as fast, and the
-            fastest stays. Each kind of step has a plan of its own: sizes of inputs, autocast, training or evaluation
-            mode, what is trained; after 16 of them smaller sizes run the plans of larger ones.
+            plan is then made while the model trains. The first step runs with all blocks checkpointed, and is measured.
+            From the second step on the fastest plan that is predicted to fit runs. With `race` (the default; not with
+            `pins`) the next steps try it and simple choices in turn; the fastest one is kept. Each kind of step has a
+            plan of its own: sizes of inputs, autocast, training or evaluation mode, what is trained.
             Where no plan is predicted to fit, `on_infeasible="warn"` (the default) runs the plan that needs least and
             warns, with the smallest budget and what holds the memory; `on_infeasible="raise"` raises.
-            `actckpt.report(model).plan` is the plan, None until it is made. What is computed from outputs of the model
-            counts as its graph shows, or as a device's allocator tells.
+            `actckpt.report(model).plan` is the plan, None until it is made.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.
@@ -192,14 +191,15 @@ def _apply_budget(
         raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
     optimizers = optimizers_of(options.pop("optimizer", None), model, "apply")
     given = {**dict.fromkeys(("budget", "activation_budget", "pins")), "race": True, **options}
-    wanted = Wanted(optimizers=optimizers, **given)
-    check_wanted(given, model, "apply")
+    config = BudgetConfig(optimizers=optimizers, **given)
+    check_budget(given, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
     forwards = forwards_in(chosen)
-    training = BudgetedTraining(model, forwards, wanted)
+    training: BudgetLoop | BudgetedTraining
+    training = (BudgetLoop if runs_loop(model, config) else BudgetedTraining)(model, forwards, config)
     for forward in forwards.values():
-        forward.together.training, forward.together.policy = training, wanted.text
+        forward.together.training, forward.together.policy = training, config.text
     watch(chosen)
     return names
 

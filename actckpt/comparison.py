@@ -13,8 +13,8 @@ import torch
 from actckpt._blocks.applied import applied_blocks
 from actckpt._blocks.choosing import Blocks, check_not_meta
 from actckpt._blocks.model_report import stayed
+from actckpt._budget.budget_config import check_budget
 from actckpt._budget.running import Candidate, device_of
-from actckpt._budget.wanted import check_wanted
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
@@ -309,7 +309,7 @@ def _check_budgets(policies: Mapping[str, Mapping[str, Any]], model: torch.nn.Mo
         where = f"compare: policies[{name!r}]"
         try:
             if "policy" not in options:
-                check_wanted(options, model, where)
+                check_budget(options, model, where)
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 

@@ -276,7 +276,8 @@ def test_plans_for_three_budgets_fit_as_predicted(tmp_path: Path) -> None:
         assert row["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03)
         assert row["ratio_to_plain"] > 0.0
     peaks = [row["peak_bytes"] for row in found["rows"]]
-    assert found["smallest_bytes"] <= peaks[0] + 1 and peaks == sorted(peaks) and peaks[-1] == found["plain_peak_bytes"]
+    assert peaks[0] <= found["smallest_bytes"] <= 1.01 * peaks[0] + 2**13  # it has a reserve
+    assert peaks == sorted(peaks) and peaks[-1] == found["plain_peak_bytes"]
     assert found["rows"][-1]["best_simple"] in ("nothing", "recompute", "keep attention", "keep matmuls")
 
 

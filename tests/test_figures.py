@@ -155,42 +155,6 @@ def test_estimates_for_gpus_are_those_of_the_results() -> None:
             assert sizes[0] == pytest.approx(sizes[1], rel=0.01) and times[0] == pytest.approx(times[1], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("model", "label"),
-    [
-        ("llama", "a Llama, 8 blocks, as in the demo"),
-        ("vit", "a ViT, 8 blocks"),
-        ("unet", "a UNet, 10 blocks on three scales"),
-        ("moe", "a mixture of experts, 6 blocks"),
-    ],
-)
-def test_budgets_in_the_documentation_are_those_of_the_results(model: str, label: str) -> None:
-    found = _figures("budgets_peaks")[model]
-    rows = found["rows"]
-    assert len(rows) == 15
-    assert all(row["predicted_peak_bytes"] == row["peak_bytes"] for row in rows)
-    peaks = [row["peak_bytes"] for row in rows]
-    assert peaks == sorted(peaks)
-    plain, used = found["plain_peak_bytes"], [row["peak_bytes"] / row["budget_bytes"] for row in rows]
-    fits = sum(row["fits"] for row in rows)
-    _says("docs/budgets.md", label, [plain / 2**20, found["smallest_bytes"] / plain, fits, min(used)])
-
-
-@pytest.mark.parametrize("model", ["llama", "vit", "unet", "moe"])
-def test_times_under_budgets_are_those_of_the_results(model: str) -> None:
-    label = {"llama": "a Llama", "vit": "a ViT", "unet": "a UNet", "moe": "a mixture of experts"}[model]
-    rows = _figures("budgets_epyc")[model]["rows"]
-    assert len(rows) == 15 and all(row["fits"] for row in rows)
-    raced = [row for row in rows if "ratio_to_best_simple" in row]
-    ratios = [row["ratio_to_best_simple"] for row in raced]
-    lowest = max(row["interval_95"][0] for row in raced)
-    assert lowest <= 1.01
-    off = [100 * abs(row["predicted_ratio_to_plain"] / row["ratio_to_plain"] - 1) for row in rows]
-    assert max(off) <= 10
-    figures = [min(ratios), statistics.median(ratios), max(ratios), lowest, statistics.median(off), max(off)]
-    _says("docs/budgets.md", f"{label}, time", figures)
-
-
 def _result(name: str, of: str = "h100_2026-11-23") -> dict[str, Any]:
     found: dict[str, Any] = json.loads((_ROOT / f"benchmarks/results/{name}_{of}.json").read_text())
     return found

@@ -31,6 +31,7 @@ _ROOMS = [
     ["_blocks"],
     ["statistics", "memory"],
     ["_budget"],
+    ["_cycles"],
     ["blocks"],
     ["te", "_estimate", "integrations"],
     ["budgets", "doctor", "memory_labels", "tracing"],

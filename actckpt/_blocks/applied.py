@@ -150,8 +150,8 @@ class CheckpointedForward:
         self.together = together
         together.add(self)
         self.has_run = False
-        #: Takes calls in place of this: `instead(self, args, kwargs)`.
-        self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        #: Takes calls in place of this: `instead(self, args, kwargs, record)`.
+        self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any], Any], Any] | None = None
         #: What it is given under a plan, where it may be the one that shows that.
         self.planned_size: PlannedSize | None
         self.use(settings)
@@ -226,7 +226,11 @@ class CheckpointedForward:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
         """Run it checkpointed, and take down what it saves."""
         if self.instead is not None and not torch.compiler.is_compiling():
-            return self.instead(self, args, kwargs)
+            return self.instead(self, args, kwargs, record)
+        return self.run_as_set(args, kwargs, record)
+
+    def run_as_set(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
+        """Run it with its settings."""
         if self.planned_size is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.planned_size.check(self.name, self.together.training, (args, kwargs))
         how = self._how()

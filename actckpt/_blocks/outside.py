@@ -15,7 +15,7 @@ from actckpt._blocks.finding import has_forward
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._text.sizes import format_bytes
 
-__all__ = ["MadeOutside", "OutsideModules", "advice", "blocks_argument"]
+__all__ = ["MadeOutside", "MadeStorages", "OutsideModules", "advice", "blocks_argument"]
 
 #: At most so many modules are named, none that makes less than this share of the whole.
 _MAX_NAMES, _LEAST_SHARE = 3, 0.1
@@ -32,7 +32,7 @@ class MadeOutside:
     inner_bytes: int
 
 
-class _Storages(Protocol):
+class MadeStorages(Protocol):
     """Numbers the storages that a forward makes."""
 
     num_made: int
@@ -55,7 +55,7 @@ class _Call:
 class OutsideModules:
     """Watches the calls of blocks, and of modules outside of them, in one forward of a model."""
 
-    def __init__(self, model: torch.nn.Module, blocks: Iterable[str], storages: _Storages) -> None:
+    def __init__(self, model: torch.nn.Module, blocks: Iterable[str], storages: MadeStorages) -> None:
         self._storages, self._blocks = storages, set(blocks)
         self._calls: list[_Call] = []
         self._begin = storages.num_made

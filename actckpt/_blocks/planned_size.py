@@ -85,7 +85,7 @@ def warns_of_larger(plan: Plan) -> tuple[str, PlannedSize] | None:
     for block, name in zip(plan.costs.blocks, plan.blocks, strict=True):
         if name is not None:
             given = (value.nbytes for value in block.values if value.name == BLOCK_INPUT)
-            held.setdefault(name, []).append(next(given, 0.0))
+            held.setdefault(name, []).append(block.input_bytes or next(given, 0.0))
     found = next(((name, max(sizes)) for name, sizes in held.items() if all(sizes)), None)
     if found is None:
         return None

@@ -14,6 +14,7 @@ import torch
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._budget.alive_forwards import AliveForwards
+from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.cached_casts import CachedCasts
 from actckpt._budget.current_plan import CurrentPlan
 from actckpt._budget.first_step import FirstStep
@@ -28,7 +29,6 @@ from actckpt._budget.running import use_settings
 from actckpt._budget.shapes import Shapes
 from actckpt._budget.turns import Turn
 from actckpt._budget.unmeasured import Unmeasured
-from actckpt._budget.wanted import Wanted
 from actckpt._budget.watching import Watching
 from actckpt._budget.words import COMPILED, GROWS, NO_OUTPUTS, RETAINED, TWICE
 from actckpt._core import torch_private
@@ -47,7 +47,7 @@ class AlikeSteps:
         self,
         model: torch.nn.Module,
         forwards: dict[str, CheckpointedForward],
-        wanted: Wanted,
+        wanted: BudgetConfig,
         told: set[str],
         numbers: RaceNumbers,
         alive: AliveForwards,

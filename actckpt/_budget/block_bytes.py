@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from actckpt._core.storages import storages_of, tensors_in
 from actckpt.memory import LiveStorages
 from actckpt.policies import Policy
 
-__all__ = ["HeldBytes", "held_bytes", "more_bytes", "peak_bytes"]
+__all__ = ["BlockPeaks", "HeldBytes", "block_peaks", "held_bytes", "more_bytes", "peak_bytes"]
 
 
 class HeldBytes(NamedTuple):
@@ -66,7 +66,39 @@ def peak_bytes(call: BlockCall, forward: Callable[..., Any] | None = None) -> tu
     """
     device = call.structure.device
     runs = [_peak_of_run(call, forward, device) for _ in range(1 if devices.counting(device) is None else 2)]
-    return min(forward for forward, _ in runs), min(peak for _, peak in runs)
+    return min(forward for forward, _, _ in runs), min(peak for _, _, peak in runs)
+
+
+class BlockPeaks(NamedTuple):
+    """Peak bytes of a block in isolation, without its input and without gradients of its parameters."""
+
+    #: Of a forward that keeps all that backward needs.
+    forward: int
+    #: Of backward: where all is kept, where values are replayed, where the block runs again, where all is replayed.
+    kept: int
+    replayed: int
+    rerun: int
+    dropped: int
+
+
+def block_peaks(call: BlockCall, replaying: Iterable[Policy], *, can_rerun: bool) -> BlockPeaks:
+    """Return the peaks of a block in each mode.
+
+    Args:
+        replaying: policies under which replays need most; the first one drops everything.
+        can_rerun: whether the block may run again.
+    """
+    forward, kept = _phase_peaks(call, None)
+    dropped, *others = (_phase_peaks(call, call.in_region(policy))[1] for policy in replaying)
+    rerun = _phase_peaks(call, call.in_region("recompute"))[1] if can_rerun else max(dropped, *others, 0)
+    return BlockPeaks(forward, kept, max(dropped, *others, 0), rerun, dropped)
+
+
+def _phase_peaks(call: BlockCall, forward: Callable[..., Any] | None) -> tuple[int, int]:
+    """Return the peaks of forward and of backward in bytes; on a device the lesser of two runs counts."""
+    device = call.structure.device
+    runs = [_peak_of_run(call, forward, device) for _ in range(1 if devices.counting(device) is None else 2)]
+    return min(forward for forward, _, _ in runs), min(backward for _, backward, _ in runs)
 
 
 def more_bytes(call: BlockCall, kept_bytes: int, policy: Policy) -> float:
@@ -74,7 +106,8 @@ def more_bytes(call: BlockCall, kept_bytes: int, policy: Policy) -> float:
     return float(max(peak_bytes(call, call.in_region(policy))[1] - kept_bytes, 0))
 
 
-def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: torch.device) -> tuple[int, int]:
+def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: torch.device) -> tuple[int, int, int]:
+    """Return the peaks of forward, of backward, and of both."""
     flush(device)
     working = WorkingStorages(device)
     with call.set_apart(forward) as run:
@@ -84,11 +117,12 @@ def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: to
         with working.section():
             roots = run.roots()
         forward_bytes = working.peak_bytes
+        working.reset_peak()
         # What came out stands for its gradient, which is as large and lives as long.
         gradients = [torch.ones_like(root) for root in roots]
         with working.section():
             run.backward(roots, gradients)
-        return forward_bytes, working.peak_bytes
+        return forward_bytes, working.peak_bytes, max(forward_bytes, working.peak_bytes)
 
 
 def _drop_gradient(parameter: Tensor) -> None:

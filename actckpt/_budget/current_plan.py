@@ -14,6 +14,7 @@ import torch
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import advice
 from actckpt._budget.alive_forwards import AliveForwards
+from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible, with_cause
 from actckpt._budget.links import give_back_unused, is_linked, poll, with_links
 from actckpt._budget.measuring import MeasuredStep
@@ -28,7 +29,6 @@ from actckpt._budget.shares import Bounds, Part, Share
 from actckpt._budget.stalls import Stalls
 from actckpt._budget.turns import Race, Turn, entries_of
 from actckpt._budget.unmeasured import Unmeasured
-from actckpt._budget.wanted import Wanted
 from actckpt._core import devices
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
@@ -59,7 +59,7 @@ class CurrentPlan:
         self,
         model: torch.nn.Module,
         forwards: dict[str, CheckpointedForward],
-        wanted: Wanted,
+        wanted: BudgetConfig,
         numbers: RaceNumbers,
         alive: AliveForwards,
         infeasible: Infeasible,

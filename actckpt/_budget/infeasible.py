@@ -7,11 +7,14 @@ from typing import Literal, get_args
 from actckpt._core.sites import warn_user
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.misspelt import did_you_mean
+from actckpt._text.sizes import format_bytes
 
-__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "with_cause"]
+__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "infeasible_error", "with_cause", "with_reserve"]
 
 OnInfeasible = Literal["warn", "raise"]
 
+#: What errors add to the smallest budget, for what differs between cycles: a share without static memory, and bytes.
+_RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: A step that needs this many times what the last warning said triggers another one.
 _WARN_AGAIN = 1.05
 _RUNS_LEAST = (
@@ -29,6 +32,25 @@ def check_on_infeasible(given: object, what: str) -> None:
     if given not in get_args(OnInfeasible):
         near = did_you_mean([str(given)], get_args(OnInfeasible), show=repr)
         raise ValueError(f"{what}: on_infeasible={given!r}. Pass 'warn' or 'raise'.{near}")
+
+
+def with_reserve(nbytes: float, static_bytes: float) -> float:
+    """Return a smallest budget with what differs between cycles; `static_bytes` of it are always there."""
+    return nbytes + _RESERVE * (nbytes - static_bytes) + _RESERVE_BYTES
+
+
+def infeasible_error(
+    error: PlanInfeasibleError, *, budget: str, budget_bytes: float, smallest_bytes: int, cause: str
+) -> PlanInfeasibleError:
+    """Return an error that says the budget as it was written; `cause` is a sentence without its dot, or empty."""
+    holds = f"{error.holds}. {cause}" if cause else error.holds
+    return PlanInfeasibleError(
+        f"No plan fits into {format_bytes(budget_bytes)} ({budget}): the smallest budget is "
+        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes). {holds}. Pass that budget or a larger one, or make "
+        "the batch smaller.",
+        smallest_bytes,
+        holds,
+    )
 
 
 def with_cause(error: PlanInfeasibleError, cause: str) -> PlanInfeasibleError:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from actckpt._budget.block_bytes import BlockPeaks
 from actckpt._budget.marks import Mark
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 
@@ -50,6 +51,13 @@ class ProfiledBlock:
     casts: tuple[Cast, ...] = ()
     #: Storages of casts that it found there, and their bytes.
     found_casts: tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...] = ()
+    #: Of phases and modes, where these were asked for.
+    peaks: BlockPeaks | None = None
+    #: The storages of values by their names in the cost table, and those that the call was given, with their bytes.
+    made: dict[str, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
+    arguments: tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...] = ()
+    #: The storages of what the call returned.
+    results: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
 
     def before(self, other: ProfiledBlock) -> ProfiledBlock:
         """Return the block that knows which of its values the next block has for its input, too.

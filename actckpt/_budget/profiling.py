@@ -32,7 +32,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.apart import attributes_of, counts_calls, holds_input
-from actckpt._budget.block_bytes import HeldBytes, held_bytes, more_bytes, peak_bytes
+from actckpt._budget.block_bytes import BlockPeaks, HeldBytes, block_peaks, held_bytes, more_bytes, peak_bytes
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.draws import Draws
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
@@ -75,13 +76,17 @@ class Profiler:
 
     Args:
         offloads: whether plans may offload.
+        step: a context around the run of each call that is part of the step; None: peaks of phases are not asked for.
     """
 
-    def __init__(self, *, offloads: bool) -> None:
+    def __init__(
+        self, *, offloads: bool, step: Callable[[], contextlib.AbstractContextManager[object]] | None = None
+    ) -> None:
         self._offloads = offloads
         self._running = ""
         #: And what the forward of each needs at most.
-        self._known: dict[tuple[Any, ...], tuple[BlockClass, float]] = {}
+        self._known: dict[tuple[Any, ...], tuple[BlockClass, float, BlockPeaks | None]] = {}
+        self._step = step
 
     def call(
         self,
@@ -128,10 +133,9 @@ class Profiler:
         kwargs: dict[str, Any],
     ) -> tuple[Any, ProfiledBlock]:
         inputs = held_inputs(forward, args, kwargs, None)
-        before = attributes_of(block)
-        argument = first_tensor((args, kwargs))
-        draws = Draws()
-        result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
+        before, draws, argument = attributes_of(block), Draws(), first_tensor((args, kwargs))
+        with self._step() if self._step is not None else contextlib.nullcontext():
+            result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
         drawn = draws.unrestored(block, structure.generators.values())
         inputs.forward_done()
         check_units(name, structure)
@@ -142,22 +146,41 @@ class Profiler:
         values = tuple(_renamed(value, places) for value in recorded)
         if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and nothing before it is trained
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
-        # Times differ from call to call: they make no other structure.
-        same = (dataclasses.replace(value, recompute_s=0.0) for value in values)
-        trained = ((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
-        key = (type(block), block.training, drawn, _passes_on((args, kwargs)), *same, *trained)
+        key = _structure_key(block, values, drawn, _passes_on((args, kwargs)))
         if key not in self._known:
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
             with inputs.as_found(checks=False), _explained(name):
-                policies = _moved(recorded), _replaying(recorded)
-                self._known[key] = _profiled(call, values, *policies, no_rerun=no_rerun)
-        costs, forward_bytes = self._known[key]
+                moved, replaying = _moved(recorded), _replaying(recorded)
+                costs, forward_bytes = _profiled(call, values, moved, replaying, no_rerun=no_rerun)
+                peaks = None if self._step is None else _peaks(call, replaying, can_rerun=costs.rerun)
+                self._known[key] = costs, forward_bytes, peaks
+        costs, forward_bytes, peaks = self._known[key]
         by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
         returned = {places[value]: storage for value, storage in structure.returned(result).items()}
         held = tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held())
         casts = tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts())
         found, given = structure.taken_found_casts(), (structure.input, structure.input_bytes)
-        return result, ProfiledBlock(name, costs, by_name, *given, returned, forward_bytes, held, casts, found)
+        made = {places[value]: storage for value, storage in structure.storages().items() if value in places}
+        storages = made, _with_bytes((args, kwargs)), tuple(storage for storage, _ in _with_bytes(result))
+        profiled = name, costs, by_name, *given, returned, forward_bytes, held, casts, found, peaks, *storages
+        return result, ProfiledBlock(*profiled)
+
+
+def _structure_key(block: torch.nn.Module, values: Iterable[Value], *others: Any) -> tuple[Any, ...]:
+    # Times differ from call to call: they make no other structure.
+    same = (dataclasses.replace(value, recompute_s=0.0) for value in values)
+    trained = ((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
+    return (type(block), block.training, *others, *same, *trained)
+
+
+def _with_bytes(given: Any) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
+    return tuple((weakref.ref(each), each.nbytes()) for each in storages_of(list(tensors_in(given))))
+
+
+@uncounted()
+def _peaks(call: BlockCall, replaying: list[Policy], *, can_rerun: bool) -> BlockPeaks:
+    with modes.without_own():
+        return block_peaks(call, replaying, can_rerun=can_rerun)
 
 
 def _note_held(call: BlockCall, result: Any, inputs: Any) -> None:

@@ -123,6 +123,10 @@ class BlockStructure:
         needed = [made for made in self._made if self._info(made) is not None]
         return {self._name(made): made.storage for made in needed if id(made.storage()) in storages}
 
+    def storages(self) -> dict[str, weakref.ref[torch.UntypedStorage]]:
+        """Return the storages of values, by their names."""
+        return {self._name(made): made.storage for made in self._made}
+
     def note_made(self, made: _Made) -> None:
         """Take down a storage that an operator made."""
         self._made.append(made)

@@ -44,12 +44,12 @@ from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.alike_steps import AlikeSteps
 from actckpt._budget.alive_forwards import AliveForwards
+from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.known_sizes import Found, KnownSizes
 from actckpt._budget.rank_races import RaceNumbers
 from actckpt._budget.running import device_of, use_settings
 from actckpt._budget.shapes import Shapes
-from actckpt._budget.wanted import Wanted
 from actckpt._budget.words import CHECKPOINTED, COMPILED, MANY_SIZES
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
@@ -70,7 +70,7 @@ def _tell_compiled() -> bool:
 class BudgetedTraining:
     """The blocks of a model, and what was found for them (NOTE [ A budget in training ])."""
 
-    def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: Wanted) -> None:
+    def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], wanted: BudgetConfig) -> None:
         self._model, self._forwards, self._wanted = model, forwards, wanted
         self._hooks = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),

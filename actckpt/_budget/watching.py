@@ -156,5 +156,5 @@ class _Instead:
     def __init__(self, watching: Watching, name: str) -> None:
         self._watching, self._name = watching, name
 
-    def __call__(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
         return self._watching.call(self._name, forward, args, kwargs)

@@ -1,6 +1,7 @@
 """Position-sensitive checksums of the bytes behind a tensor, in pieces of bounded size."""
 
 import operator
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from actckpt._core import torch_private
 
-__all__ = ["checksum", "compact"]
+__all__ = ["checksum", "compact", "is_running"]
 
 #: Elements at once: at least, at most, and one part in so many of the tensor. Each takes 16 bytes meanwhile.
 _LEAST_PIECE = 1 << 15
@@ -16,6 +17,7 @@ _MOST_PIECE = 1 << 20
 _PART = 64
 #: The golden ratio as a 64-bit fraction: neighbouring positions get unrelated odd weights.
 _MULTIPLIER = -7046029254386353131
+_thread = threading.local()
 #: Sizes and strides in elements, the smallest stride first.
 _Dims = list[tuple[int, int]]
 
@@ -26,6 +28,19 @@ def checksum(tensor: Tensor) -> Tensor:
     Each element counts once, however often an expanded or overlapping view shows it, and memory between them does not.
     Cost: time in the elements in memory; 16 bytes of temporaries for each of a piece of them.
     """
+    _thread.is_running = True
+    try:
+        return _sum(tensor)
+    finally:
+        _thread.is_running = False
+
+
+def is_running() -> bool:
+    """Return whether this thread computes a checksum: what that allocates is no part of a step."""
+    return getattr(_thread, "is_running", False)
+
+
+def _sum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
         return total

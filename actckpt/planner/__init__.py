@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from actckpt._error_base import CostTableError, PlanInfeasibleError
-from actckpt.planner.costs import BlockClass, Capacity, CostTable, Value
+from actckpt.planner.costs import BlockClass, Capacity, CostTable, Segment, Value
 from actckpt.planner.plans import Plan
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ __all__ = [
     "CostTableError",
     "Plan",
     "PlanInfeasibleError",
+    "Segment",
     "Simulation",
     "Span",
     "Value",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from actckpt.action import Action
 from actckpt.planner.fields import Fields
 from actckpt.planner.readers import read_json
 
-__all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "Capacity", "CostTable", "Value"]
+__all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "Capacity", "CostTable", "Segment", "Value"]
 
 COST_TABLE_VERSION = 1
 #: Name of the value that is the input of its block.
@@ -31,7 +33,7 @@ class Value:
     needed: bool = True
     offloadable: bool = True
     replayable: bool = True
-    #: Whether the tensor is the input of the next block that has one, too (NOTE [ Shared inputs ]).
+    #: Whether the tensor is the input of the next block that has one, too: no bytes of its own where that stays.
     next_input: bool = False
     offload_s: float = 0.0
 
@@ -76,6 +78,8 @@ class BlockClass:
     #: Beyond the working set, in backward: where something is not kept and replayed, and where the block is run again.
     recompute_bytes: float = 0.0
     rerun_bytes: float = 0.0
+    #: Of the hidden states that it was measured with, whoever holds them; 0: not known.
+    input_bytes: float = 0.0
 
     @property
     def rerun_seconds(self) -> float:
@@ -107,6 +111,7 @@ class BlockClass:
             no_rerun=fields.optional_text("no_rerun"),
             recompute_bytes=fields.size("recompute_bytes", 0),
             rerun_bytes=fields.size("rerun_bytes", 0),
+            input_bytes=fields.size("input_bytes", 0),
         )
         if found.rerun and found.no_rerun is not None:
             raise CostTableError(
@@ -117,6 +122,8 @@ class BlockClass:
 
     def _to_dict(self) -> dict[str, Any]:
         found = {**dataclasses.asdict(self), "values": [value._to_dict() for value in self.values]}
+        if not self.input_bytes:
+            del found["input_bytes"]
         return {key: each for key, each in found.items() if each is not None}
 
 
@@ -126,6 +133,54 @@ class Capacity:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A stretch of a training cycle between two events, and the peak memory in it."""
+
+    #: Entry of the stack whose forward or backward runs; -1: none.
+    running: int = -1
+    is_forward: bool = False
+    #: Entries between their forward and their backward, without `running`.
+    alive: tuple[int, ...] = ()
+    #: The peak, without what plans add: where the running entry keeps all that backward needs, or none runs; where
+    #: something of it is replayed; where it is run again. None: as the first.
+    plain_bytes: float
+    replay_bytes: float | None = None
+    rerun_bytes: float | None = None
+    #: Of a forward: the most that what the running entry holds adds to the peak.
+    kept_limit_bytes: float = math.inf
+    #: Where no entry runs; those of an entry are in its class.
+    seconds: float = 0.0
+    #: Most bytes that there are then, beside the budget.
+    limit_bytes: float = math.inf
+
+    @property
+    def bases(self) -> tuple[float, float, float]:
+        """The peak without what plans add, where the running entry is kept, replayed, and run again."""
+        replay, rerun = (self.plain_bytes if each is None else each for each in (self.replay_bytes, self.rerun_bytes))
+        return self.plain_bytes, replay, rerun
+
+    @classmethod
+    def _from_fields(cls, fields: Fields, num_entries: int) -> Segment:
+        limits = {name: fields.limit(name) for name in ("kept_limit_bytes", "limit_bytes")}
+        found = cls(
+            running=fields.entry("running", num_entries),
+            is_forward=fields.flag("is_forward", False),
+            alive=fields.entries("alive", num_entries),
+            plain_bytes=fields.difference("plain_bytes"),
+            replay_bytes=fields.difference("replay_bytes", optional=True),
+            rerun_bytes=fields.difference("rerun_bytes", optional=True),
+            seconds=fields.seconds("seconds", 0.0),
+            **{name: math.inf if nbytes is None else nbytes for name, nbytes in limits.items()},
+        )
+        fields.nothing_else()
+        return found
+
+    def _to_dict(self) -> dict[str, Any]:
+        found = {**dataclasses.asdict(self), "alive": list(self.alive)}
+        return {key: each for key, each in found.items() if each not in (None, math.inf)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +202,47 @@ class CostTable:
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
     capacity_bytes: Capacity | None = None
+    #: The cycle, in the order of time; None: the stack runs forward, then backward.
+    segments: tuple[Segment, ...] | None = None
 
-    @property
+    @functools.cached_property
+    def timeline(self) -> tuple[Segment, ...]:
+        """The segments, made of the stack where none are given: the working set holds a block's own values."""
+        if self.segments is not None:
+            return self.segments
+        unlimited = (math.inf,) * len(self.stack)
+        limits = self.capacity_bytes or Capacity(unlimited, unlimited)
+        forward, backward, gradients = [], [], sum(block.gradient_bytes for block in self.blocks)
+        for index, block in enumerate(self.blocks):
+            nbytes, alive = self.fixed_bytes + block.working_set_bytes, tuple(range(index))
+            one = Segment(running=index, alive=alive, plain_bytes=nbytes, kept_limit_bytes=0.0)
+            forward.append(dataclasses.replace(one, is_forward=True, limit_bytes=limits.forward[index]))
+            nbytes += gradients
+            backward.append(
+                dataclasses.replace(
+                    one,
+                    plain_bytes=nbytes,
+                    replay_bytes=nbytes + block.recompute_bytes,
+                    rerun_bytes=nbytes + block.rerun_bytes,
+                    limit_bytes=limits.backward[index],
+                )
+            )
+            gradients -= block.gradient_bytes
+        return (*forward, *reversed(backward))
+
+    @functools.cached_property
+    def next_inputs(self) -> dict[int, int]:
+        """For blocks with a value that is the input of a later one: that one, both as numbers in the stack."""
+        found: dict[int, int] = {}
+        following = None
+        for index, block in reversed(list(enumerate(self.blocks))):
+            if following is not None and any(value.next_input for value in block.values):
+                found[index] = following
+            if any(value.name == BLOCK_INPUT for value in block.values):
+                following = index
+        return found
+
+    @functools.cached_property
     def blocks(self) -> tuple[BlockClass, ...]:
         """The class of each block, in the order of the forward."""
         return tuple(self.classes[name] for name in self.stack)
@@ -156,7 +250,8 @@ class CostTable:
     @property
     def plain_seconds(self) -> float:
         """Seconds of a step in which every value is kept."""
-        return sum(block.forward_s + block.backward_s for block in self.blocks)
+        between = sum(segment.seconds for segment in self.segments or () if segment.running < 0)
+        return sum(block.forward_s + block.backward_s for block in self.blocks) + between
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> CostTable:
@@ -191,6 +286,7 @@ class CostTable:
             disk_write_bytes_per_s=fields.rate("disk_write_bytes_per_s"),
             disk_read_bytes_per_s=fields.rate("disk_read_bytes_per_s"),
             capacity_bytes=_capacity(fields, len(stack)),
+            segments=tuple(Segment._from_fields(each, len(stack)) for each in fields.tables("segments")) or None,
         )
         fields.nothing_else()
         found._check_both_ways("d2h_bytes_per_s", "h2d_bytes_per_s")
@@ -226,6 +322,8 @@ class CostTable:
         table["stack"] = list(self.stack)
         if self.capacity_bytes is not None:
             table["capacity_bytes"] = {key: list(each) for key, each in vars(self.capacity_bytes).items()}
+        if self.segments is not None:
+            table["segments"] = [segment._to_dict() for segment in self.segments]
         return {"version": COST_TABLE_VERSION, **{key: each for key, each in table.items() if each is not None}}
 
     def to_json(self, path: str | Path) -> None:

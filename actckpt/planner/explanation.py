@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy
-
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt.action import Action
 from actckpt.planner.folding import Row, folded, rows, say_blocks
-from actckpt.planner.improvement import candidate
 from actckpt.planner.plans import Plan
-from actckpt.planner.problem import Problem
-from actckpt.planner.schedule import evaluate
-from actckpt.planner.shared_inputs import inputs_that_stay, where_staying
+from actckpt.planner.problem import Choice, Problem
+from actckpt.planner.simulation import simulate
 from actckpt.planner.solving import solve
 
 __all__ = ["explained"]
@@ -86,36 +82,32 @@ def _share(plan: Plan, seconds: float) -> str:
 
 def _peak(plan: Plan) -> str:
     """Say when the peak is, and what is in memory then."""
-    problem = Problem.of(
-        plan.costs,
-        plan.budget_bytes,
-        dict(plan.pins),
-        where_staying(plan.costs, inputs_that_stay(plan.costs, plan.actions)),
-    )
-    actions = zip(problem.blocks, plan.actions, strict=True)
-    best = candidate(problem, [tuple(each[value.name] for value in block.values) for block, each in actions])
-    assert best is not None
-    schedule = evaluate(problem, best.footprints[None], numpy.array([plan.max_inflight], float))
-    index = int(numpy.maximum(schedule.forward_bytes, schedule.backward_bytes)[0].argmax())
-    backward = bool(schedule.backward_bytes[0, index] >= schedule.forward_bytes[0, index])
-    gradients = float((problem.backward_base - problem.forward_base)[index]) if backward else 0.0
-    again = float(best.footprints[index, 3]) if backward else 0.0
-    moving = schedule.ahead_bytes[0, index] if backward else schedule.backlog_bytes[0, index]
+    problem = Problem.of(plan.costs, plan.budget_bytes)
+    entries = zip(plan.costs.blocks, plan.actions, strict=True)
+    choice = Choice(tuple(tuple(of[v.name] for v in block.values) for block, of in entries), plan.rerun)
+    step = simulate(plan.costs, plan)
+    peaks = [number for number, nbytes in enumerate(step.segment_bytes) if nbytes >= step.peak_bytes * (1 - _ROUNDING)]
+    number = next((each for each in peaks if problem.moments[each].is_backward), peaks[0])
+    segment = problem.moments[number].segment
+    base = problem.base_parts(choice, number)
+    kept = float(problem.kept_bytes(choice)[list(segment.alive)].sum())
+    moving = step.peak_bytes - float(problem.needs(choice)[number])
     parts = [
-        (problem.blocks[index].working_set_bytes, _working_set(plan, index)),
-        (again, "for what is computed again"),
-        (float(best.footprints[:index, 0].sum()), "kept by the blocks before it"),
-        (plan.costs.fixed_bytes, "fixed"),
-        (gradients, "gradients made by then"),
-        (float(moving), "read back ahead" if backward else "still to be written out"),
+        *((nbytes, _of_model(plan, segment.running, what)) for nbytes, what in base[:2]),
+        (kept, "kept by the blocks before it"),
+        *base[2:],
+        (moving, "read back ahead" if problem.moments[number].is_backward else "still to be written out"),
     ]
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
-    where = f"{'backward' if backward else 'forward'} {_entry(plan, index)}"
+    if segment.running < 0:
+        return f"Peak {format_bytes(plan.peak_bytes)}, where no block runs: {held}."
+    where = f"{'forward' if segment.is_forward else 'backward'} {_entry(plan, segment.running)}"
     return f"Peak {format_bytes(plan.peak_bytes)}, in {where}: {held}."
 
 
-def _working_set(plan: Plan, index: int) -> str:
-    return "its working set" if plan.blocks is not None and plan.blocks[index] is None else "the block's working set"
+def _of_model(plan: Plan, index: int, what: str) -> str:
+    is_block = plan.blocks is None or plan.blocks[index] is not None
+    return "the block's working set" if what == "its working set" and is_block else what
 
 
 def _entry(plan: Plan, index: int) -> str:
@@ -186,6 +178,9 @@ def _without_reruns(plan: Plan) -> Iterator[str]:
 
 def _other_budgets(plan: Plan) -> Iterator[str]:
     """Say what a larger budget would save and a smaller one would cost."""
+    if plan.peak_bytes > plan.budget_bytes:
+        yield f"No plan fits this budget: this one needs least, {format_bytes(plan.peak_bytes)}."
+        return
     change, rounding = min(_MORE_BYTES, plan.budget_bytes / 10), _ROUNDING * plan.plain_seconds
     if plan.overhead_seconds:
         more = solve(plan.costs, budget=plan.budget_bytes + change, pins=dict(plan.pins))

@@ -105,6 +105,29 @@ class Fields:
             return None
         return _number(self._get(name), f"{self.where}.{name}", "bytes", _MOST_LIMIT_BYTES)
 
+    def difference(self, name: str, *, optional: bool = False) -> Any:
+        """Return bytes, which may be below zero; None where the field is left out and may be."""
+        if optional and self._table.get(name) is None:
+            self._read.append(name)
+            return None
+        found = self._get(name)
+        is_below = isinstance(found, numbers.Real) and not isinstance(found, bool) and found < 0
+        nbytes = _number(-found if is_below else found, f"{self.where}.{name}", "bytes", _MOST_BYTES)
+        return -nbytes if is_below else nbytes
+
+    def entry(self, name: str, num: int) -> int:
+        """Return a number of an entry of the stack, -1 where the field is left out."""
+        return self._entry(self._get(name, -1), name, -1, num)
+
+    def entries(self, name: str, num: int) -> tuple[int, ...]:
+        """Return numbers of entries of the stack."""
+        return tuple(self._entry(each, name, 0, num) for each in self._list(name, ()))
+
+    def _entry(self, found: object, name: str, least: int, num: int) -> int:
+        if not isinstance(found, int) or isinstance(found, bool) or not least <= found < num:
+            raise CostTableError(f"{self.where}.{name} has {found!r}. It must be a number from {least} to {num - 1}.")
+        return found
+
     def limits(self, name: str, length: int) -> tuple[float, ...]:
         """Return a limit in bytes for each block."""
         found = self._list(name)

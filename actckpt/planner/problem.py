@@ -1,53 +1,84 @@
-"""A cost table with a budget and pins, laid out for the solver: one entry per block of the stack."""
+"""A cost table with a budget and pins, laid out for the solver: what may be chosen, and what a choice needs."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy
 
 from actckpt.action import Action
-from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Segment
 from actckpt.planner.pins import Pins, checked_pins, names_nothing
 
-__all__ = ["Actions", "Array", "Choice", "Footprint", "Pins", "Problem", "droppable", "footprint", "recomputed"]
+__all__ = ["Actions", "Array", "Choice", "Moment", "Pins", "Problem", "droppable", "moments", "recomputed"]
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 #: What becomes of each value of a block, in the order of its class.
 Actions = tuple[Action, ...]
-
-
-class Footprint(NamedTuple):
-    """What the actions of one block come to."""
-
-    kept_bytes: float
-    offloaded_bytes: float
-    #: Seconds to get back what was dropped, to record what is needed for that, and to hand over what is offloaded.
-    recompute_s: float
-    #: Beyond the working set of the block, while it runs backward.
-    recompute_bytes: float
-    #: Whether that is by running the whole block again.
-    rerun: bool
+#: Bytes that differ by less than this share of all are the same.
+_ROUNDING = 1e-12
 
 
 class Choice(NamedTuple):
-    """Actions of one block and what they come to."""
+    """What becomes of the values of each entry of the stack, and whether it is run again as a whole."""
 
-    actions: Actions
-    footprint: Footprint
+    actions: tuple[Actions, ...]
+    rerun: tuple[bool, ...]
+
+    def changed(self, index: int, actions: Actions, rerun: bool) -> Choice:
+        """Return the same with another choice for one entry."""
+        return Choice(
+            (*self.actions[:index], actions, *self.actions[index + 1 :]),
+            (*self.rerun[:index], rerun, *self.rerun[index + 1 :]),
+        )
 
 
-def recomputed(block: BlockClass, actions: Actions) -> frozenset[str] | None:
-    """Return the values that replay computes again so that backward has all that it needs; None if it cannot."""
-    return _replayed(block, actions, [value.name for value in block.values if value.needed])
+class Moment(NamedTuple):
+    """A segment of the cycle, and what changes when it begins."""
+
+    segment: Segment
+    seconds: float
+    #: Values come back in it, and none go: a backward runs, or ran last.
+    is_backward: bool
+    #: Entries whose forward has ended since the segment before, and whose backward begins.
+    handed: tuple[int, ...]
+    consumed: tuple[int, ...]
 
 
-def _replayed(block: BlockClass, actions: Actions, wanted: list[str]) -> frozenset[str] | None:
+def moments(costs: CostTable) -> tuple[Moment, ...]:
+    """Return the segments of a cycle; an entry takes its seconds in the first of its own in each direction."""
+    last = {s.running: number for number, s in enumerate(costs.timeline) if s.is_forward and s.running >= 0}
+    found: list[Moment] = []
+    begun: set[tuple[int, bool]] = set()
+    is_backward = False
+    for number, segment in enumerate(costs.timeline):
+        index, seconds = segment.running, segment.seconds
+        consumed: tuple[int, ...] = ()
+        if index >= 0:
+            is_backward, seconds = not segment.is_forward, 0.0
+            if (index, is_backward) not in begun:
+                begun.add((index, is_backward))
+                block = costs.blocks[index]
+                seconds = block.backward_s if is_backward else block.forward_s
+                consumed = (index,) if is_backward else ()
+        handed = tuple(entry for entry, end in last.items() if end == number - 1)
+        found.append(Moment(segment, seconds, is_backward, handed, consumed))
+    return tuple(found)
+
+
+def recomputed(block: BlockClass, actions: Actions, *, rerun: bool = False) -> frozenset[str] | None:
+    """Return the values that are computed again one by one so that backward has all that it needs; None if it cannot.
+
+    Args:
+        rerun: the block is run again as a whole, which needs its input alone.
+    """
     by_name = {value.name: (value, action) for value, action in zip(block.values, actions, strict=True)}
     found: set[str] = set()
+    wanted = [value.name for value in block.values if (value.name == BLOCK_INPUT if rerun else value.needed)]
     while wanted:
         value, action = by_name[wanted.pop()]
         if action is not Action.RECOMPUTE or value.name in found:
@@ -59,181 +90,167 @@ def _replayed(block: BlockClass, actions: Actions, wanted: list[str]) -> frozens
     return frozenset(found)
 
 
-def footprint(block: BlockClass, actions: Actions, allowed: tuple[Actions, ...]) -> Footprint | None:
-    """Return what actions come to, by replay or by a rerun; None where neither can do it.
-
-    A rerun makes all again, so what is held beside it is held in vain: it is the way where nothing is that need not be,
-    and it takes less memory or less time.
-
-    Args:
-        allowed: the actions that each value may have.
-    """
-    pairs = list(zip(block.values, actions, strict=True))
-    offload_s = sum(value.offload_s for value, action in pairs if action is Action.OFFLOAD)
-    is_recorded = block.is_recorded(actions)
-    replay_s, rerun_s = _replay_seconds(block, actions), _rerun_seconds(block, actions)
-    if rerun_s is None:
-        rerun = False
-    elif replay_s is None:
-        rerun = True
-    else:
-        is_better = block.rerun_bytes < block.recompute_bytes or rerun_s < replay_s
-        is_any = any(v.needed and v.name != BLOCK_INPUT and a is Action.RECOMPUTE for v, a in pairs)
-        rerun = is_better and is_any and all(actions[at] is Action.RECOMPUTE for at in droppable(block, allowed))
-    seconds, nbytes = (rerun_s, block.rerun_bytes) if rerun else (replay_s, block.recompute_bytes * is_recorded)
-    if seconds is None:
-        return None
-    held = dict.fromkeys(Action, 0.0)
-    for value, action in pairs:
-        held[action] += value.nbytes
-    return Footprint(held[Action.KEEP], held[Action.OFFLOAD], offload_s + seconds, nbytes, rerun)
-
-
 def droppable(block: BlockClass, allowed: tuple[Actions, ...]) -> list[int]:
-    """Return the positions of what a block holds or drops: what something reads, that may be dropped, but its input."""
-    read = {name for value in block.values for name in value.inputs}
+    """Return the positions of what a rerun makes again: what may be dropped, but the input."""
     return [
         position
         for position, (value, may) in enumerate(zip(block.values, allowed, strict=True))
-        if value.name != BLOCK_INPUT and Action.RECOMPUTE in may and (value.needed or value.name in read)
+        if value.name != BLOCK_INPUT and Action.RECOMPUTE in may
     ]
 
 
-def _replay_seconds(block: BlockClass, actions: Actions) -> float | None:
-    replay = recomputed(block, actions)
-    if replay is None:
+def seconds_of(block: BlockClass, actions: Actions, rerun: bool) -> float | None:
+    """Return the seconds over plain training, without waits, that a choice for one block takes; None: it cannot be."""
+    again = recomputed(block, actions, rerun=rerun)
+    if again is None or (rerun and not block.rerun):
         return None
-    return (block.recording_s if block.is_recorded(actions) else 0.0) + _seconds(block, replay)
-
-
-def _rerun_seconds(block: BlockClass, actions: Actions) -> float | None:
-    has_input = any(value.name == BLOCK_INPUT for value in block.values)
-    replay = _replayed(block, actions, [BLOCK_INPUT] * has_input) if block.rerun else None
-    return None if replay is None else block.rerun_seconds + _seconds(block, replay)
-
-
-def _seconds(block: BlockClass, replayed: frozenset[str]) -> float:
-    """Add up in the order of the block: sums must not depend on that of a set, nor plans on sums."""
-    return sum(value.recompute_s for value in block.values if value.name in replayed)
+    pairs = zip(block.values, actions, strict=True)
+    seconds = sum(value.offload_s for value, action in pairs if action is Action.OFFLOAD)
+    seconds += sum(value.recompute_s for value in block.values if value.name in again)
+    return seconds + (block.rerun_seconds if rerun else block.recording_s * block.is_recorded(actions))
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What the solver works on. Arrays have an entry per block."""
+    """What the solver works on."""
 
     costs: CostTable
     budget_bytes: float
-    blocks: tuple[BlockClass, ...]
-    #: Per block and value, the actions that it may have.
+    #: Per entry of the stack and value, the actions that it may have.
     allowed: tuple[tuple[Actions, ...], ...]
-    #: Most bytes there are while a block runs.
-    forward_capacity: Array
-    backward_capacity: Array
-    #: Bytes of them that no action changes: fixed bytes, the block's working set, gradients made so far.
-    forward_base: Array
-    backward_base: Array
-    _footprints: dict[tuple[int, Actions], Footprint | None] = dataclasses.field(default_factory=dict, repr=False)
-    _others: dict[tuple[int, Actions], list[Choice]] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(
-        cls,
-        costs: CostTable,
-        budget_bytes: float,
-        pins: Pins | None = None,
-        blocks: tuple[BlockClass, ...] | None = None,
-    ) -> Problem:
+    def of(cls, costs: CostTable, budget_bytes: float, pins: Pins | None = None) -> Problem:
         """Lay out a cost table.
 
-        Args:
-            blocks: of the stack, in place of those of the table (NOTE [ Shared inputs ]).
         Raises:
             ValueError: a pin names nothing, cannot be, or contradicts another.
         """
-        blocks = costs.blocks if blocks is None else blocks
-        working = numpy.array([block.working_set_bytes for block in blocks], float) + costs.fixed_bytes
-        gradients = numpy.array([block.gradient_bytes for block in blocks], float)
-        unlimited = numpy.full(len(blocks), numpy.inf)
-        found = cls(
-            costs=costs,
-            budget_bytes=budget_bytes,
-            blocks=blocks,
-            allowed=_allowed(costs, blocks, checked_pins(pins)),
-            forward_capacity=unlimited,
-            backward_capacity=unlimited,
-            forward_base=working,
-            backward_base=working + numpy.cumsum(gradients[::-1])[::-1],
-        )
-        return found.with_budget(budget_bytes)
+        return cls(costs, budget_bytes, _allowed(costs, costs.blocks, checked_pins(pins)))
 
     def with_budget(self, budget_bytes: float) -> Problem:
         """Return the same with another budget."""
-        limits = self.costs.capacity_bytes
-        forward, backward = (limits.forward, limits.backward) if limits else (numpy.inf, numpy.inf)
-        full = numpy.full(len(self.blocks), float(budget_bytes))
-        return dataclasses.replace(
-            self,
-            budget_bytes=budget_bytes,
-            forward_capacity=numpy.minimum(full, forward),
-            backward_capacity=numpy.minimum(full, backward),
-        )
+        return dataclasses.replace(self, budget_bytes=budget_bytes)
+
+    @functools.cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The cycle."""
+        return moments(self.costs)
+
+    @functools.cached_property
+    def limits(self) -> Array:
+        """Most bytes that there are in each segment, beside the budget."""
+        return numpy.array([moment.segment.limit_bytes for moment in self.moments], float)
 
     @functools.cached_property
     def scale_s(self) -> float:
         """Seconds of the order of a step's, to tell times from rounding."""
-        recompute_s = sum(value.recompute_s for block in self.blocks for value in block.values)
+        recompute_s = sum(value.recompute_s for block in self.costs.blocks for value in block.values)
         return self.costs.plain_seconds or recompute_s or 1.0
 
     @functools.cached_property
-    def kinds(self) -> tuple[int, ...]:
-        """Per block, the first one that costs the same with the same actions allowed."""
-        keys = list(zip(self.blocks, self.allowed, strict=True))
-        first: dict[Any, int] = {}
-        return tuple(first.setdefault(key, index) for index, key in enumerate(keys))
+    def _alive(self) -> Array:
+        found = numpy.zeros((len(self.moments), len(self.costs.stack)))
+        for number, moment in enumerate(self.moments):
+            found[number, list(moment.segment.alive)] = 1.0
+        return found
 
-    def footprint(self, index: int, actions: Actions) -> Footprint | None:
-        """Return what actions of one block come to, None where they leave out what backward needs."""
-        key = self.kinds[index], actions
-        if key not in self._footprints:
-            self._footprints[key] = footprint(self.blocks[index], actions, self.allowed[index])
-        return self._footprints[key]
+    def needs(self, choice: Choice) -> Array:
+        """Return the bytes that must be there in each segment, after all waits."""
+        kept = self.kept_bytes(choice)
+        found: Array = self._alive @ kept
+        for number, moment in enumerate(self.moments):
+            segment = moment.segment
+            index = segment.running
+            found[number] += segment.bases[self._mode(choice, index)]
+            if index >= 0 and segment.is_forward:
+                gone = self._bytes(choice, index, Action.OFFLOAD)
+                found[number] += min(kept[index] + gone, segment.kept_limit_bytes)
+        return found
 
-    def others(self, index: int, actions: Actions) -> list[Choice]:
-        """Return what differs from actions of a block in one value, and what treats all of the block alike."""
-        key = self.kinds[index], actions
-        if key not in self._others:
-            found = ((other, self.footprint(index, other)) for other in self._changes(index, actions))
-            self._others[key] = [Choice(other, come_to) for other, come_to in found if come_to is not None]
-        return self._others[key]
+    def kept_bytes(self, choice: Choice) -> Array:
+        """Return the bytes of kept values per entry: what is the next input is counted there, where that is kept."""
+        found = numpy.array([self._bytes(choice, index, Action.KEEP) for index in range(len(self.costs.stack))])
+        for index, following in self.costs.next_inputs.items():
+            if self.action(choice, following, BLOCK_INPUT) is Action.KEEP:
+                found[index] -= sum(
+                    value.nbytes
+                    for value, action in zip(self.costs.blocks[index].values, choice.actions[index], strict=True)
+                    if value.next_input and action is Action.KEEP
+                )
+        return found
 
-    def _changes(self, index: int, actions: Actions) -> Iterator[Actions]:
-        block, allowed = self.blocks[index], self.allowed[index]
-        for position, may in enumerate(allowed):
-            for action in may:
-                if action is not actions[position]:
-                    yield (*actions[:position], action, *actions[position + 1 :])
-        if block.rerun or block.recording_s:
-            yield self.plain[index]
-        if block.rerun:
-            for held in (Action.KEEP, Action.OFFLOAD):
-                wanted = [held if value.name == BLOCK_INPUT else Action.RECOMPUTE for value in block.values]
-                yield tuple(_first(want, may) for want, may in zip(wanted, allowed, strict=True))
+    def action(self, choice: Choice, index: int, name: str) -> Action:
+        """Return what becomes of a value."""
+        names = [value.name for value in self.costs.blocks[index].values]
+        return choice.actions[index][names.index(name)]
 
-    @property
-    def all_held(self) -> tuple[Actions, ...]:
-        """The actions that leave nothing to be computed again, as far as pins allow."""
-        return tuple(tuple(_first(Action.KEEP, may) for may in allowed) for allowed in self.allowed)
+    def _bytes(self, choice: Choice, index: int, which: Action) -> float:
+        pairs = zip(self.costs.blocks[index].values, choice.actions[index], strict=True)
+        return sum(value.nbytes for value, action in pairs if action is which)
 
-    @functools.cached_property
-    def plain(self) -> tuple[Actions, ...]:
-        """The actions with the least to do: all that backward needs is kept, as far as pins allow."""
-        return tuple(
+    def excess_bytes(self, choice: Choice) -> float:
+        """Return the bytes beyond what there is, on the device, the host and the disk; 0: it fits."""
+        needs, costs = self.needs(choice), self.costs
+        over = needs - numpy.minimum(self.budget_bytes, self.limits)
+        over[over <= _ROUNDING * numpy.abs(needs)] = 0.0
+        gone = sum(self._bytes(choice, index, Action.OFFLOAD) for index in range(len(costs.stack)))
+        has_disk = min(costs.disk_write_bytes_per_s, costs.disk_read_bytes_per_s) > 0
+        stored = math.inf if costs.host_bytes is None else costs.host_bytes + costs.disk_bytes * has_disk
+        lost = gone - stored if gone > stored * (1 + _ROUNDING) else 0.0
+        return max(float(over.max(initial=0.0)), 0.0) + lost
+
+    def seconds(self, choice: Choice) -> float | None:
+        """Return the seconds over plain training, without waits; None where backward lacks something."""
+        entries = zip(self.costs.blocks, choice.actions, choice.rerun, strict=True)
+        found = [seconds_of(block, actions, rerun) for block, actions, rerun in entries]
+        return None if None in found else sum(each for each in found if each is not None)
+
+    def base_parts(self, choice: Choice, number: int) -> list[tuple[float, str]]:
+        """Return what is there in a segment whatever other entries keep: bytes, and what they are in words."""
+        segment, costs = self.moments[number].segment, self.costs
+        index = segment.running
+        again = segment.bases[self._mode(choice, index)] - segment.plain_bytes
+        if costs.segments is not None:
+            if again <= 0:
+                return [(segment.plain_bytes + again, "where no block keeps anything")]
+            return [(segment.plain_bytes, "where no block keeps anything"), (again, "for what is computed again")]
+        working = costs.blocks[index].working_set_bytes
+        gradients = segment.plain_bytes - working - costs.fixed_bytes
+        return [
+            (working, "its working set"),
+            (again, "for what is computed again"),
+            (costs.fixed_bytes, "fixed"),
+            (gradients, "gradients made by then"),
+        ]
+
+    def _mode(self, choice: Choice, index: int) -> int:
+        """Return which base of a segment holds, where an entry runs in it."""
+        if index < 0:
+            return 0
+        return 2 if choice.rerun[index] else int(self.costs.blocks[index].is_recorded(choice.actions[index]))
+
+    def kept(self, *, unneeded: bool) -> Choice:
+        """Return the choice that keeps all that backward needs, as far as pins allow, and what it does not need."""
+        found = tuple(
             tuple(
-                _first(Action.KEEP if value.needed else Action.RECOMPUTE, may)
+                _first(Action.KEEP if value.needed or unneeded else Action.RECOMPUTE, may)
                 for value, may in zip(block.values, allowed, strict=True)
             )
-            for block, allowed in zip(self.blocks, self.allowed, strict=True)
+            for block, allowed in zip(self.costs.blocks, self.allowed, strict=True)
         )
+        return Choice(found, (False,) * len(found))
+
+    def dropped(self) -> Choice:
+        """Return the choice that keeps inputs alone where blocks can run again, and else what cannot be replayed."""
+        actions = []
+        for block, allowed in zip(self.costs.blocks, self.allowed, strict=True):
+            again = {value.name for value in block.values if value.replayable or block.rerun} - {BLOCK_INPUT}
+            rows = zip(block.values, allowed, strict=True)
+            actions.append(tuple(_first(Action.RECOMPUTE if v.name in again else Action.KEEP, may) for v, may in rows))
+        entries = zip(self.costs.blocks, self.allowed, strict=True)
+        gains = [block.rerun and any(block.values[at].needed for at in droppable(block, may)) for block, may in entries]
+        return Choice(tuple(actions), tuple(gains))
 
 
 def _first(wanted: Action, allowed: Actions) -> Action:
@@ -249,10 +266,11 @@ def _allowed(
 ) -> tuple[tuple[Actions, ...], ...]:
     linked = costs.d2h_bytes_per_s > 0 and costs.h2d_bytes_per_s > 0
     free: list[list[Actions]] = []
+    away = _can_offload(costs)
     for index, block in enumerate(blocks):
         free.append([])
         for value in block.values:
-            can_go = linked and value.offloadable and index < len(blocks) - 1
+            can_go = linked and value.offloadable and index in away
             can_be_dropped = not value.needed or value.replayable or (block.rerun and value.name != BLOCK_INPUT)
             free[-1].append((Action.KEEP, *[Action.RECOMPUTE] * can_be_dropped, *[Action.OFFLOAD] * can_go))
     pinned: _Pinned = {}
@@ -263,6 +281,12 @@ def _allowed(
     return tuple(tuple(each) for each in free)
 
 
+def _can_offload(costs: CostTable) -> frozenset[int]:
+    """Return the entries between whose forward and backward values can leave: something else runs in between."""
+    cycle = moments(costs)
+    return frozenset(entry for moment in cycle if not moment.is_backward for entry in moment.handed)
+
+
 def _pin(costs: CostTable, free: list[list[Actions]], key: Any, action: Action, pinned: _Pinned) -> None:
     places = list(_places(costs, key))
     if not places:
@@ -270,8 +294,8 @@ def _pin(costs: CostTable, free: list[list[Actions]], key: Any, action: Action, 
     one = isinstance(key, tuple) and _is_number(key[0])
     for index, position in places:
         if action not in free[index][position]:
-            if action is Action.OFFLOAD and index == len(free) - 1 and not one:
-                continue  # a pin of many values leaves out the last block, which offloads nothing
+            if action is Action.OFFLOAD and index not in _can_offload(costs) and not one:
+                continue  # a pin of many values leaves out what offloads nothing
             can = ", ".join(each.value for each in free[index][position])
             why = _why_not(costs, index, position, action)
             raise ValueError(f"pins: {key!r} cannot be {action.value!r} in block {index}, {why}: it can be {can}.")
@@ -287,8 +311,9 @@ def _why_not(costs: CostTable, index: int, position: int, action: Action) -> str
     value = costs.blocks[index].values[position]
     if action is Action.RECOMPUTE:
         return "since nothing computes it again"
-    if index == len(costs.stack) - 1:
-        return "since the last block offloads nothing"
+    if index not in _can_offload(costs):
+        which = "the last block" if index == len(costs.stack) - 1 else "a block just before backward"
+        return f"since {which} offloads nothing"
     if not costs.d2h_bytes_per_s:
         return "since there is no link to host memory or a disk"
     return "since it may not be offloaded" if not value.offloadable else "since it is pinned otherwise"

@@ -8,15 +8,17 @@ value after the other and free them as they go: out in the order in which blocks
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from actckpt.action import Action
-from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, as_cost_table
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Segment, as_cost_table
+from actckpt.planner.pipes import Pipe
 from actckpt.planner.plans import Plan
 
-__all__ = ["InFlight", "Simulation", "Span", "simulate"]
+__all__ = ["InFlight", "Simulation", "Span", "needs", "simulate"]
 
 #: Bytes that differ by less than this share of all are the same.
 _ROUNDING = 1e-12
@@ -38,9 +40,9 @@ class Span(NamedTuple):
 
     start_s: float
     end_s: float
-    #: What: `"forward"`, `"wait"`, `"recompute"`, `"backward"`, or the name of the value that was copied.
+    #: What: `"forward"`, `"wait"`, `"recompute"`, `"backward"`, `"other"`, or the name of the value that was copied.
     what: str
-    #: Number of the block in the stack.
+    #: Number of the block in the stack, -1 where none runs.
     block: int
 
 
@@ -67,6 +69,8 @@ class Simulation:
     inflight: tuple[InFlight, ...]
     #: Moments and bytes in memory at them; straight lines between.
     memory: tuple[tuple[float, float], ...]
+    #: The most in each segment of the table's timeline.
+    segment_bytes: tuple[float, ...]
     compute: tuple[Span, ...]
     #: Copies from device to host and back, and from host to disk and back.
     d2h: tuple[Span, ...]
@@ -102,60 +106,9 @@ def simulate(costs: CostTable | Mapping[str, Any], plan: Plan) -> Simulation:
     return step.result()
 
 
-class _Pipe:
-    """Bytes that flow through two links with a buffer between them: device, host, disk, or the way back.
-
-    Args:
-        rates: bytes per second of the first and the second link.
-        limits: most bytes that each may move by now.
-        buffered: bytes in the buffer at first.
-        room: most bytes in the buffer.
-    """
-
-    def __init__(self, rates: Sequence[float], limits: Sequence[float], *, buffered: float, room: float) -> None:
-        self.rates, self.limits = rates, list(limits)
-        self.buffered = self.most_buffered = buffered
-        self.room = max(room, buffered)
-        #: By each link, by now.
-        self.moved = [0.0, 0.0]
-        #: Of each link: moments, and what it had moved by then.
-        self.traces: list[list[tuple[float, float]]] = [[], []]
-
-    def run(self, now: float, seconds: float) -> float:
-        """Move bytes for some time from a moment on; return the moment at its end."""
-        end = now + seconds
-        while now < end:
-            now = self._until_event(now, end, (math.inf, math.inf))
-        return end
-
-    def wait(self, now: float, link: int, target: float, rounding: float) -> float:
-        """Move bytes until a link has moved so many; return the moment at which it has."""
-        goals = (target, math.inf) if link == 0 else (math.inf, target)
-        while self.moved[link] < target - rounding:
-            now = self._until_event(now, math.inf, goals)
-            assert now < math.inf, "nothing moves any more"
-        return now
-
-    def _until_event(self, now: float, end: float, goals: tuple[float, float]) -> float:
-        """Move bytes at even speeds until one of them changes, and no longer than to `end`."""
-        speeds = [rate if self.moved[link] < self.limits[link] else 0.0 for link, rate in enumerate(self.rates)]
-        if self.buffered <= 0.0:
-            speeds[1] = min(speeds)
-        if self.buffered >= self.room:
-            speeds[0] = min(speeds)
-        stops = [min(goal, limit) for goal, limit in zip(goals, self.limits, strict=True)]
-        growth, goal = speeds[0] - speeds[1], self.room if speeds[0] > speeds[1] else 0.0
-        ways = [(end - now, "end"), *(((goal - self.buffered) / growth, "buffer") for _ in range(growth != 0.0))]
-        ways += [((stops[link] - self.moved[link]) / speed, str(link)) for link, speed in enumerate(speeds) if speed]
-        seconds, event = min(ways)
-        then = end if event == "end" else now + seconds
-        self.buffered = goal if event == "buffer" else min(max(self.buffered + growth * seconds, 0.0), self.room)
-        self.most_buffered = max(self.most_buffered, self.buffered)
-        for link, speed in enumerate(speeds):
-            before = self.moved[link]
-            self.moved[link] = stops[link] if event == str(link) else min(before + speed * seconds, stops[link])
-            self.traces[link] += [(now, before), (then, self.moved[link])] if speed else []
-        return then
+def needs(costs: CostTable | Mapping[str, Any], plan: Plan) -> list[float]:
+    """Return the most bytes in memory in each segment of the timeline of a cost table, under a plan."""
+    return list(simulate(costs, plan).segment_bytes)
 
 
 def _recompute_seconds(block: BlockClass, actions: Mapping[str, Action], rerun: bool, where: str) -> float:
@@ -198,10 +151,10 @@ class _Block:
         kept = (value for value in block.values if actions[value.name] is Action.KEEP)
         self.kept = sum(value.nbytes for value in kept if value.name not in elsewhere)
         self.offloaded = [(value.name, value.nbytes) for value in block.values if actions[value.name] is Action.OFFLOAD]
+        self.gone = sum(size for _, size in self.offloaded)
         self.recompute_s = _recompute_seconds(block, actions, plan.rerun[index], where)
-        is_all_kept = all(actions[value.name] is Action.KEEP for value in block.values if value.needed)
-        replay_bytes = 0.0 if is_all_kept else block.recompute_bytes
-        self.recompute_bytes = block.rerun_bytes if plan.rerun[index] else replay_bytes
+        self.is_all_kept = all(actions[value.name] is Action.KEEP for value in block.values if value.needed)
+        self.rerun = plan.rerun[index]
 
 
 class _Step:
@@ -212,24 +165,24 @@ class _Step:
             raise ValueError(
                 f"The plan has {len(plan.actions)} blocks, the cost table {len(costs.stack)}: it is of another model."
             )
-        self.costs, self.plan = costs, plan
+        self.costs, self.plan, self.segments = costs, plan, costs.timeline
         inputs = [actions.get(BLOCK_INPUT) for actions in plan.actions]
         self.blocks = [
             _Block(index, block, plan, next(filter(None, inputs[index + 1 :]), None))
             for index, block in enumerate(costs.blocks)
         ]
-        self.queue = [(name, size, block.index) for block in self.blocks for name, size in block.offloaded]
-        self.total = sum(size for _, size, _ in self.queue)
+        self.total = sum(block.gone for block in self.blocks)
         if self.total and not (costs.d2h_bytes_per_s and costs.h2d_bytes_per_s):
             raise ValueError("The plan offloads values, but the cost table has no d2h_bytes_per_s or h2d_bytes_per_s.")
         self.rounding = _ROUNDING * self.total
-        self.now = 0.0
+        self.now, self.write_wait_s, self.read_wait_s = 0.0, 0.0, 0.0
         self.compute: list[Span] = []
         self.memory: list[tuple[float, float]] = []
-        self.peak, self.peak_at, self.excess = -1.0, "", 0.0
-        self.out_bytes: list[float] = []
-        self.ahead_bytes: list[float] = []
+        self.peak, self.peak_at, self.excess = -math.inf, "", 0.0
+        self.segment_bytes = [-math.inf] * len(self.segments)
+        self.out_bytes, self.ahead_bytes = ([0.0] * len(self.blocks) for _ in range(2))
         self._stores()
+        self._order()
 
     def _stores(self) -> None:
         """Find out what goes on to the disk: what host memory has no room for."""
@@ -240,101 +193,131 @@ class _Step:
         self.on_disk = min(beyond, costs.disk_bytes) if min(disk_rates) > 0.0 else 0.0
         lost = beyond - self.on_disk
         self.excess = lost if lost > self.rounding else 0.0
-        self.host = host + lost  # it is put there all the same
-        self.out = _Pipe((costs.d2h_bytes_per_s, disk_rates[0]), (0.0, self.on_disk), buffered=0.0, room=self.host)
+        room = host + lost  # it is put there all the same
+        self.out = Pipe((costs.d2h_bytes_per_s, disk_rates[0]), (0.0, self.on_disk), buffered=0.0, room=room)
+        self.back = Pipe((disk_rates[1], costs.h2d_bytes_per_s), (0.0, 0.0), buffered=0.0, room=room)
+
+    def _order(self) -> None:
+        """Find out which entries have ended their forward, and begun their backward, when each segment runs."""
+        runs = [(segment.running, segment.is_forward) for segment in self.segments]
+        ends = {run[0]: number for number, run in enumerate(runs) if run[1] and run[0] >= 0}
+        begins = {run[0]: number for number, run in reversed(list(enumerate(runs))) if not run[1] and run[0] >= 0}
+        self.queue = [self.blocks[index] for index in sorted(ends, key=ends.__getitem__)]
+        self.back_queue = [self.blocks[index] for index in sorted(begins, key=begins.__getitem__)]
+        #: When each segment runs: bytes handed over and needed back so far, and those that could be read back.
+        self.handed, self.needed, self.reach = ([0.0] * len(runs) for _ in range(3))
+        for number in range(len(runs)):
+            self.handed[number] = sum(block.gone for block in self.queue if ends[block.index] < number)
+            self.needed[number] = sum(block.gone for block in self.back_queue if begins[block.index] <= number)
+            there = itertools.takewhile(lambda block: ends.get(block.index, -1) < number, self.back_queue)  # noqa: B023
+            self.reach[number] = sum(block.gone for block in there)
+        firsts = {run: number for number, run in reversed(list(enumerate(runs)))}
+        self.is_first = [firsts[run] == number for number, run in enumerate(runs)]
+        self.is_backward = [False] * len(runs)
+        for number, (index, is_forward) in enumerate(runs):
+            self.is_backward[number] = not is_forward if index >= 0 else number > 0 and self.is_backward[number - 1]
 
     def run(self) -> None:
-        """Run all blocks forward, then all backward."""
-        kept = gone = 0.0
-        for block in self.blocks:
-            self._forward(block, kept, gone)
-            kept += block.kept
-            gone += sum(size for _, size in block.offloaded)
-        self.turn_s = self.now
-        self.back = _Pipe(
-            (self.costs.disk_read_bytes_per_s, self.costs.h2d_bytes_per_s),
-            (self.on_disk, 0.0),
-            buffered=self.total - self.on_disk,
-            room=self.host,
-        )
-        self._backward_all()
+        """Run all segments, reading back ahead as far as this and every later moment has room."""
+        bases = [self._base(segment) for segment in self.segments]
+        rooms = [self._capacity(segment) - base for segment, base in zip(self.segments, bases, strict=True)]
+        most, left = [0.0] * len(rooms), math.inf
+        for number in reversed(range(len(rooms))):
+            left = min(left, self.needed[number] + max(min(rooms[number], self.plan.max_inflight), 0.0))
+            most[number] = left
+        for number, (base, room) in enumerate(zip(bases, rooms, strict=True)):
+            if self.is_backward[number]:
+                self._backward(number, base, room, most[number])
+            else:
+                self._forward(number, base, room)
 
-    def _capacity(self, index: int, backward: bool) -> float:
-        limits = self.costs.capacity_bytes
-        if limits is None:
-            return self.plan.budget_bytes
-        return min(self.plan.budget_bytes, (limits.backward if backward else limits.forward)[index])
+    def _base(self, segment: Segment) -> float:
+        """Return what is in memory at the peak of a segment, but for what is on its way."""
+        nbytes = sum(self.blocks[index].kept for index in segment.alive)
+        plain, replay, rerun = segment.bases
+        if segment.running < 0:
+            return nbytes + plain
+        block = self.blocks[segment.running]
+        if segment.is_forward:
+            nbytes += min(block.kept + block.gone, segment.kept_limit_bytes)
+        return nbytes + (rerun if block.rerun else plain if block.is_all_kept else replay)
+
+    def _capacity(self, segment: Segment) -> float:
+        return min(self.plan.budget_bytes, segment.limit_bytes)
 
     def _span(self, seconds: float, what: str, block: int) -> None:
         if seconds > 0.0:
             self.compute.append(Span(self.now - seconds, self.now, what, block))
 
-    def _remember(self, nbytes: float, capacity: float, room: float, at: str) -> None:
+    def _remember(self, number: int, nbytes: float, room: float) -> None:
         """Note what is in memory; `room` is what would be left with all copies at their best."""
-        if room < -_ROUNDING * capacity:
+        segment = self.segments[number]
+        capacity = self._capacity(segment)
+        if room < -_ROUNDING * abs(capacity - room):
             self.excess = max(self.excess, -room)
         elif capacity < nbytes < capacity * (1 + _LATE):
             nbytes = capacity
         self.memory.append((self.now, nbytes))
+        self.segment_bytes[number] = max(self.segment_bytes[number], nbytes)
         if nbytes > self.peak:
+            way = "forward" if segment.is_forward else "backward"
+            at = f"{way} of block {segment.running}" if segment.running >= 0 else f"segment {number}, beside blocks"
             self.peak, self.peak_at = nbytes, at
 
-    def _forward(self, block: _Block, kept: float, gone: float) -> None:
-        """Run a block forward; then wait until there is room, and at the turn until everything is out."""
-        self.out.limits[0] = gone
-        self.now = self.out.run(self.now, block.costs.forward_s)
-        self._span(block.costs.forward_s, "forward", block.index)
-        capacity = self._capacity(block.index, False)
-        base = self.costs.fixed_bytes + block.costs.working_set_bytes + kept
-        room = capacity - base
-        target = gone if block is self.blocks[-1] else min(max(gone - min(room, self.plan.max_inflight), 0.0), gone)
-        self.out_bytes.append(gone - target)
+    def _forward(self, number: int, base: float, room: float) -> None:
+        """Run a segment; then wait until there is room, and before backward until everything is out."""
+        index, gone = self.segments[number].running, self.handed[number]
+        self.out.limits[0], self.out.buffered = gone, max(self.out.buffered, self.back.buffered)
+        seconds = self.segments[number].seconds
+        if index >= 0:
+            seconds = self.blocks[index].costs.forward_s if self.is_first[number] else 0.0
+        self.now = self.out.run(self.now, seconds)
+        self._span(seconds, "forward" if index >= 0 else "other", index)
+        ahead = self.back.moved[1] - self.needed[number]
+        is_turn = number + 1 < len(self.segments) and self.is_backward[number + 1]
+        target = gone if is_turn else min(max(gone - min(room - ahead, self.plan.max_inflight), 0.0), gone)
+        if index >= 0:
+            self.out_bytes[index] = gone - target
         began = self.now
         self.now = self.out.wait(self.now, 0, target, self.rounding)
-        self._span(self.now - began, "wait", block.index)
-        self._remember(base + gone - self.out.moved[0], capacity, room, f"forward of block {block.index}")
+        self._span(self.now - began, "wait", index)
+        self.write_wait_s += self.now - began
+        if is_turn:
+            self.back.limits[0], self.back.buffered = self.out.moved[1], self.out.buffered
+            self.back.room = max(self.back.room, self.back.buffered)
+        self._remember(number, base + gone - self.out.moved[0] + ahead, room)
 
-    def _backward_all(self) -> None:
-        """Run all blocks backward, reading ahead as far as this and every later moment has room."""
-        kept, gone, most, plans = 0.0, 0.0, math.inf, []
-        gradients = sum(block.costs.gradient_bytes for block in self.blocks)
-        for block in self.blocks:
-            base = self.costs.fixed_bytes + block.costs.working_set_bytes + block.recompute_bytes + gradients + kept
-            room = self._capacity(block.index, True) - base
-            needed = self.total - gone
-            most = min(most, needed + max(min(room, self.plan.max_inflight), 0.0))
-            self.ahead_bytes.append(most - needed)
-            plans.append((block, base, room, needed, most))
-            kept += block.kept
-            gone += sum(size for _, size in block.offloaded)
-            gradients -= block.costs.gradient_bytes
-        for block, base, room, needed, most in reversed(plans):
-            self.back.limits[1] = min(most, self.total)
-            self._backward(block, base, room, needed)
-
-    def _backward(self, block: _Block, base: float, room: float, needed: float) -> None:
-        """Wait until what a block needs is back, and run it backward."""
-        capacity, at = self._capacity(block.index, True), f"backward of block {block.index}"
+    def _backward(self, number: int, base: float, room: float, most: float) -> None:
+        """Wait until what an entry needs is back, and run it backward."""
+        index, needed = self.segments[number].running, self.needed[number]
+        self.back.limits[1] = min(most, self.reach[number], self.total)
         began = self.now
         self.now = self.back.wait(self.now, 1, needed, self.rounding)
-        self._span(self.now - began, "wait", block.index)
-        self._remember(base + max(self.back.moved[1] - needed, 0.0), capacity, room, at)
-        for seconds, what in ((block.recompute_s, "recompute"), (block.costs.backward_s, "backward")):
+        self._span(self.now - began, "wait", index)
+        self.read_wait_s += self.now - began
+        self._remember(number, base + max(self.back.moved[1] - needed, 0.0), room)
+        parts = [(self.segments[number].seconds, "other")]
+        if index >= 0:
+            block = self.blocks[index]
+            self.ahead_bytes[index] = most - needed
+            parts = [(block.recompute_s, "recompute"), (block.costs.backward_s, "backward")] * self.is_first[number]
+        for seconds, what in parts:
             self.now = self.back.run(self.now, seconds)
-            self._span(seconds, what, block.index)
-        self._remember(base + max(self.back.moved[1] - needed, 0.0), capacity, room, at)
+            self._span(seconds, what, index)
+        self.out.buffered = self.back.buffered
+        self._remember(number, base + max(self.back.moved[1] - needed, 0.0), room)
 
     def result(self) -> Simulation:
         """Return what the step came to."""
-        waits = [(span.end_s - span.start_s, span.end_s <= self.turn_s) for span in self.compute if span.what == "wait"]
         recompute_s = sum(block.recompute_s for block in self.blocks)
-        out, back = self.queue, self.queue[::-1]
+        out = [(*value, block.index) for block in self.queue for value in block.offloaded]
+        back = [(*value, block.index) for block in self.back_queue for value in block.offloaded[::-1]]
         return Simulation(
             seconds=self.now,
-            overhead_seconds=recompute_s + sum(seconds for seconds, _ in waits),
+            overhead_seconds=recompute_s + self.write_wait_s + self.read_wait_s,
             recompute_seconds=recompute_s,
-            write_wait_seconds=sum(seconds for seconds, forward in waits if forward),
-            read_wait_seconds=sum(seconds for seconds, forward in waits if not forward),
+            write_wait_seconds=self.write_wait_s,
+            read_wait_seconds=self.read_wait_s,
             peak_bytes=self.peak,
             peak_at=self.peak_at,
             excess_bytes=self.excess,
@@ -342,6 +325,7 @@ class _Step:
             inflight=tuple(map(InFlight, self.out_bytes, self.ahead_bytes)),
             disk_peak_bytes=self.on_disk,
             memory=tuple(self.memory),
+            segment_bytes=tuple(self.segment_bytes),
             compute=tuple(self.compute),
             d2h=_copies(self.out.traces[0], out, 0.0),
             h2d=_copies(self.back.traces[1], back, 0.0),

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy
-
-from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import parse_bytes
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, as_cost_table
-from actckpt.planner.improvement import Candidate, candidate, improved, simplified
+from actckpt.planner.filling import filled
 from actckpt.planner.plans import Plan
-from actckpt.planner.problem import Actions, Pins, Problem, recomputed
-from actckpt.planner.program import Program, Solution
-from actckpt.planner.rounding import rounded
-from actckpt.planner.schedule import Schedule, evaluate
-from actckpt.planner.shared_inputs import freed, inputs_that_stay, pairs, where_staying
+from actckpt.planner.problem import Actions, Choice, Pins, Problem, recomputed
+from actckpt.planner.program import Program
+from actckpt.planner.simulation import simulate
 from actckpt.planner.smallest import infeasible, smallest
 
 __all__ = ["solve"]
 
-#: Stacks with fewer blocks are given to the exact program alone: there, rounding can lose a lot.
-_EXACT_BLOCKS = 16
-#: A plan that is this close to the bound, as a share of the step, is not searched further.
-_GOOD = 1e-3
-#: The exact program ends at this share of the step. Where there are few values it goes on to the optimum.
-_GAP, _FEW_VALUES = 1e-4, 64
+#: With more decisions, shares are made whole first: what that gives is good enough below this share of the step.
+_FEW, _GOOD = 150, 5e-3
+#: The search ends at this share of the step; where there are few decisions it goes on to the optimum.
+_GAP = 5e-4
 #: A difference below this share of the step is rounding.
 _ROUNDING = 1e-9
-_INPUTS = (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD)
-#: The smallest window is searched for in so many steps, each between so many.
-_WINDOW_ROUNDS, _WINDOWS = 3, 64
-#: So often is a table solved in which values are inputs of the next block.
-_MOST_TRIED = 4
+#: HiGHS lets rows be exceeded by this share of the budget.
+_TOLERANCE = 2e-6
+_WINDOW_ROUNDS = 24
 
 
 def solve(
@@ -61,79 +52,19 @@ def solve(
         PlanInfeasibleError: no plan fits. Its `smallest_bytes` is the smallest budget for which there is one.
         CostTableError: the cost table makes no sense.
         ValueError: the budget or the time limit is none, or a pin cannot be.
-    Cost: below a second for a hundred blocks of fifteen values; up to `time_limit_s` more below 16 blocks.
-    Source: the linear program over blocks of NOTE [ Formulation ], rounded, and improved value by value.
+    Cost: below a second for a hundred blocks of fifteen values, and up to `time_limit_s` more.
+    Source: the program of NOTE [ Formulation ], relaxed and searched on.
     """
     if not isinstance(time_limit_s, numbers.Real) or not time_limit_s >= 0:
         raise ValueError(f"time_limit_s={time_limit_s!r} is no time. Pass a number of seconds from 0 on.")
     problem = Problem.of(as_cost_table(costs), _budget(budget), pins)
-    if not pairs(problem.costs):
-        return _solved(problem, pins or {}, time_limit_s)
-    return _solved_sharing(problem, pins or {}, time_limit_s)
-
-
-def _solved(problem: Problem, pins: Pins, time_limit_s: float) -> Plan:
-    best, bound_s = candidate(problem, problem.plain), 0.0
-    if best is None or best.rank > (0.0, 0.0):
+    plain, bound_s = problem.kept(unneeded=False), 0.0
+    best = _planned(problem, plain) if problem.seconds(plain) is not None else None
+    if best is None or problem.excess_bytes(plain) or best.overhead_seconds:
         best, bound_s = _search(problem, time_limit_s)
-    best = improved(problem, simplified(problem, best))
-    return _plan(problem, best, min(bound_s, best.overhead_s), pins)
-
-
-def _solved_sharing(problem: Problem, pins: Pins, time_limit_s: float) -> Plan:
-    """Return the best plan that was found where values are inputs of the next block (NOTE [ Shared inputs ])."""
-    costs, budget = problem.costs, problem.budget_bytes
-    may_stay, must_stay = _inputs_that_stay(problem)
-    left, tried = [may_stay, must_stay], set[frozenset[int]]()
-    plans: list[Plan] = []
-    errors: list[PlanInfeasibleError] = []
-    while left and len(tried) < _MOST_TRIED and not (plans and plans[-1].overhead_seconds == 0.0):
-        staying = left.pop(0)
-        if staying in tried:
-            continue
-        tried.add(staying)
-        laid_out = Problem.of(costs, budget, pins, where_staying(costs, staying))
-        try:
-            plans.append(_solved(laid_out, pins, time_limit_s / _MOST_TRIED))
-        except PlanInfeasibleError as error:
-            errors.append(error.with_traceback(None))
-        else:
-            left.append(may_stay & inputs_that_stay(costs, plans[-1].actions))
-    if not plans:
-        raise min(errors, key=lambda error: math.inf if error.smallest_bytes is None else error.smallest_bytes)
-    return _as_it_is(problem, pins, min(plans, key=lambda plan: plan.overhead_seconds), is_bound=may_stay == must_stay)
-
-
-def _as_it_is(problem: Problem, pins: Pins, plan: Plan, *, is_bound: bool) -> Plan:
-    """Return a plan with what it needs, as some values that stay beside their inputs may be counted twice in it.
-
-    Args:
-        is_bound: whether no other plan can beat its bound, also where other inputs stay.
-    """
-    costs, budget = problem.costs, problem.budget_bytes
-    laid_out = Problem.of(costs, budget, pins, where_staying(costs, inputs_that_stay(costs, plan.actions)))
-    actions = zip(laid_out.blocks, plan.actions, strict=True)
-    best = candidate(laid_out, [tuple(each[value.name] for value in block.values) for block, each in actions])
-    assert best is not None
-    bound_s = plan.bound_seconds
-    if not is_bound and best.overhead_s > 0.0:
-        bound_s = Program(Problem.of(costs, budget, pins, freed(costs))).relax().bound
-    return _plan(laid_out, best, min(bound_s, best.overhead_s), pins)
-
-
-def _inputs_that_stay(problem: Problem) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the blocks whose inputs may stay as the same tensor does in the block before, and those whose must."""
-    may: set[int] = set()
-    must: set[int] = set()
-    for index, following in pairs(problem.costs):
-        values = zip(problem.blocks[index].values, problem.allowed[index], strict=True)
-        given = zip(problem.blocks[following].values, problem.allowed[following], strict=True)
-        allowed_input = next(allowed for value, allowed in given if value.name == BLOCK_INPUT)
-        can_stay = all(Action.KEEP in allowed for value, allowed in values if value.next_input)
-        if can_stay and Action.KEEP in allowed_input:
-            may.add(following)
-            must |= {following} if len(allowed_input) == 1 else set()
-    return frozenset(may), frozenset(must)
+    best = _with_window(problem, best)
+    pinned = tuple((key, Action(getattr(action, "value", action))) for key, action in (pins or {}).items())
+    return _changed(best, bound_seconds=max(min(bound_s, best.overhead_seconds), 0.0), pins=pinned)
 
 
 def _budget(budget: object) -> float:
@@ -146,91 +77,114 @@ def _budget(budget: object) -> float:
     raise ValueError(f"budget={budget!r} is no size. Pass a number of bytes, or a text with a unit like '24GiB'.")
 
 
-def _search(problem: Problem, time_limit_s: float) -> tuple[Candidate, float]:
-    """Return the best candidate found, and seconds that no plan can beat."""
+def _search(problem: Problem, time_limit_s: float) -> tuple[Plan, float]:
+    """Return the best plan found, and seconds that no plan can beat."""
     program = Program(problem)
     relaxed = program.relax()
-    if relaxed.bound == numpy.inf:
+    if relaxed.bound == math.inf:
         raise infeasible(problem)
-    best, bound_s = _rounded(problem, relaxed), relaxed.bound
-    few_values = sum(len(block.values) for block in problem.blocks) <= _FEW_VALUES
-    gap = _ROUNDING if few_values else _GAP
-    enough = gap if len(problem.blocks) < _EXACT_BLOCKS else _GOOD
-    if best.excess_bytes > 0.0 or best.overhead_s - bound_s > enough * problem.scale_s:
-        exact = program.solve(time_limit_s=time_limit_s, gap=gap, plain=problem.costs.plain_seconds)
-        start = candidate(problem, exact.actions() or problem.plain)
-        if start is not None:
-            best = min(best, improved(problem, start), key=_rank)
-        bound_s = max(bound_s, exact.bound) if exact.bound < numpy.inf else bound_s
-    if best.excess_bytes > 0.0:
-        least = smallest(problem)
-        if least is None or least[0] > problem.budget_bytes:
-            raise infeasible(problem)
-        start = candidate(problem, least[1].actions)
-        assert start is not None
-        best = improved(problem, start)
+    best, bound_s = None, relaxed.bound
+    is_small = program.num_whole <= _FEW
+    gap = _ROUNDING if is_small else _GAP
+    if not is_small:
+        best = _improved(problem, program.choice(program.solve(time_limit_s=time_limit_s, gap=_GAP, near=relaxed)))
+    if best is None or best.overhead_seconds - bound_s > _GOOD * problem.scale_s:
+        found = program.solve(time_limit_s=time_limit_s, gap=gap)
+        bound_s = max(bound_s, found.bound) if found.bound < math.inf else bound_s
+        best = _fastest(best, _improved(problem, program.choice(found)))
+    if is_small and (best is None or best.overhead_seconds - relaxed.bound > _ROUNDING * problem.scale_s):
+        # HiGHS cuts off the best choice of some programs. It finds that where fewer actions are open.
+        found = program.solve(time_limit_s=time_limit_s, gap=gap, near=relaxed)
+        best = _fastest(best, _improved(problem, program.choice(found)))
+        bound_s = bound_s if best is None else min(bound_s, best.overhead_seconds)
+    if best is None:  # rows were exceeded by what HiGHS tolerates
+        room = max(problem.budget_bytes - min(moment.segment.plain_bytes for moment in problem.moments), 0.0)
+        lower = Program(problem.with_budget(problem.budget_bytes - _TOLERANCE * room))
+        best = _improved(problem, lower.choice(lower.solve(time_limit_s=time_limit_s, gap=gap)))
+    if best is None:
+        best = _improved(problem, problem.dropped()) or _improved(problem, smallest(problem))
+    if best is None:
+        raise infeasible(problem)
     return best, bound_s
 
 
-def _rank(found: Candidate) -> tuple[float, float]:
-    return found.rank
+def _fastest(one: Plan | None, other: Plan | None) -> Plan | None:
+    plans = [plan for plan in (one, other) if plan is not None]
+    return min(plans, key=lambda plan: plan.overhead_seconds, default=None)
 
 
-def _rounded(problem: Problem, relaxed: Solution) -> Candidate:
-    """Return the best of what rounding gives, and of what treats all blocks alike, until one is good enough."""
-    best = None
-    for actions in _starts(problem, relaxed):
-        start = candidate(problem, actions)
-        if start is not None and (best is None or start.rank < best.rank):
-            best = improved(problem, start)
-        if best is not None and best.rank <= (0.0, relaxed.bound + 0.5 * _GOOD * problem.scale_s):
-            break
-    assert best is not None
+def _improved(problem: Problem, choice: Choice | None) -> Plan | None:
+    """Return the plan of a choice, with more kept where there is room left for it; None where it does not fit."""
+    if choice is None or problem.excess_bytes(choice):
+        return None
+    start = _without_unread(problem, choice)
+    best = _planned(problem, start)
+    grown = filled(problem, start)
+    least, most = 0, len(grown) - 1
+    number = most
+    while least <= most:  # what is kept may be in the way of copies
+        plan = _planned(problem, grown[number])
+        is_good = plan.overhead_seconds <= best.overhead_seconds + _ROUNDING * problem.scale_s
+        best = plan if is_good else best
+        least, most = (number + 1, most) if is_good else (least, number - 1)
+        number = (least + most) // 2
     return best
 
 
-def _starts(problem: Problem, relaxed: Solution) -> Iterator[tuple[Actions, ...]]:
-    if relaxed.shares is not None:
-        for over in (False, True):
-            yield rounded(problem, relaxed.shares, over=over)
-    yield from _alike(problem)
-
-
-def _alike(problem: Problem) -> Iterator[tuple[Actions, ...]]:
-    """Yield actions that treat all values alike, as far as they can be, but for the inputs of blocks."""
-    yield problem.all_held
-    yield problem.plain
-    for inputs, others in itertools.product(_INPUTS, (Action.RECOMPUTE, Action.OFFLOAD)):
-        yield tuple(
-            tuple(
-                wanted if (wanted := inputs if value.name == BLOCK_INPUT else others) in allowed else allowed[-1]
-                for value, allowed in zip(block.values, block_allowed, strict=True)
-            )
-            for block, block_allowed in zip(problem.blocks, problem.allowed, strict=True)
+def _without_unread(problem: Problem, choice: Choice) -> Choice:
+    """Drop what backward does not need, and nothing is computed from."""
+    for index, (block, actions) in enumerate(zip(problem.costs.blocks, choice.actions, strict=True)):
+        again = recomputed(block, actions, rerun=choice.rerun[index]) or frozenset()
+        read = {name for value in block.values if value.name in again for name in value.inputs}
+        if choice.rerun[index] or index in problem.costs.next_inputs.values():
+            read.add(BLOCK_INPUT)
+        rows = zip(block.values, actions, problem.allowed[index], strict=True)
+        dropped = tuple(
+            action if value.needed or value.name in read or Action.RECOMPUTE not in may else Action.RECOMPUTE
+            for value, action, may in rows
         )
+        choice = choice.changed(index, dropped, choice.rerun[index])
+    return choice
 
 
-def _plan(problem: Problem, best: Candidate, bound_s: float, pins: Pins) -> Plan:
-    """Return what was found as plain data, with the windows that it needs."""
-    window, schedule = _windowed(problem, best)
-    footprints = [problem.footprint(index, actions) for index, actions in enumerate(best.actions)]
-    rerun = tuple(footprint is not None and footprint.rerun for footprint in footprints)
-    blocks = list(zip(problem.costs.blocks, best.actions, rerun, strict=True))
-    return Plan(
+def _planned(problem: Problem, choice: Choice) -> Plan:
+    """Return a choice as plain data, with what playing it through comes to."""
+    blocks = problem.costs.blocks
+    entries = list(zip(blocks, choice.actions, choice.rerun, strict=True))
+    plan = Plan(
         budget_bytes=problem.budget_bytes,
-        actions=tuple({v.name: a for v, a in zip(block.values, actions, strict=True)} for block, actions, _ in blocks),
-        rerun=rerun,
+        actions=tuple({v.name: a for v, a in zip(block.values, actions, strict=True)} for block, actions, _ in entries),
+        rerun=choice.rerun,
         plain_seconds=problem.costs.plain_seconds,
-        recompute_seconds=float(schedule.recompute_s.sum()),
-        write_wait_seconds=float(schedule.write_wait_s.sum()),
-        read_wait_seconds=float(schedule.read_wait_s.sum()),
-        bound_seconds=bound_s,
-        peak_bytes=float(schedule.peak_bytes[0]),
-        max_inflight=window,
-        replay_window=max(0 if again else _replayed_bytes(block, actions) for block, actions, again in blocks),
+        max_inflight=_all_offloaded(choice, problem),
+        replay_window=max(0 if again else _replayed_bytes(block, actions) for block, actions, again in entries),
         costs=problem.costs,
-        pins=tuple((key, Action(getattr(action, "value", action))) for key, action in pins.items()),
+        recompute_seconds=0.0,
+        write_wait_seconds=0.0,
+        read_wait_seconds=0.0,
+        bound_seconds=0.0,
+        peak_bytes=0.0,
     )
+    return _with_figures(plan)
+
+
+#: What playing a plan through says.
+_PLAYED = ("recompute_seconds", "write_wait_seconds", "read_wait_seconds", "peak_bytes")
+
+
+def _with_figures(plan: Plan) -> Plan:
+    step = simulate(plan.costs, plan)
+    return _changed(plan, **{name: getattr(step, name) for name in _PLAYED})
+
+
+def _changed(plan: Plan, **figures: Any) -> Plan:
+    return dataclasses.replace(plan, **figures)
+
+
+def _all_offloaded(choice: Choice, problem: Problem) -> int:
+    pairs = zip(problem.costs.blocks, choice.actions, strict=True)
+    values = ((v, a) for block, actions in pairs for v, a in zip(block.values, actions, strict=True))
+    return math.ceil(sum(value.nbytes for value, action in values if action is Action.OFFLOAD))
 
 
 def _replayed_bytes(block: BlockClass, actions: Actions) -> int:
@@ -238,14 +192,15 @@ def _replayed_bytes(block: BlockClass, actions: Actions) -> int:
     return math.ceil(sum(value.nbytes for value in block.values if value.name in replayed))
 
 
-def _windowed(problem: Problem, best: Candidate) -> tuple[int, Schedule]:
-    """Return the smallest window with which the step takes no longer, and what the step is like with it."""
-    least, most = 0.0, float(best.footprints[:, 1].sum())
-    for _ in range(_WINDOW_ROUNDS):
-        windows = numpy.linspace(least, most, _WINDOWS)
-        schedule = evaluate(problem, numpy.repeat(best.footprints[None], _WINDOWS, axis=0), windows)
-        first = int((schedule.overhead_s <= best.overhead_s + _ROUNDING * problem.scale_s).argmax())
-        most = float(windows[first])
-        least = float(windows[max(first - 1, 0)])
-    window = math.ceil(most)
-    return window, evaluate(problem, best.footprints[None], numpy.array([window], float))
+def _with_window(problem: Problem, plan: Plan) -> Plan:
+    """Return a plan with the smallest window with which its step takes no longer."""
+    least, best = -1, plan
+    for _ in range(_WINDOW_ROUNDS if plan.max_inflight else 0):
+        if best.max_inflight - least <= 1:
+            break
+        tried = _with_figures(_changed(plan, max_inflight=(least + best.max_inflight) // 2))
+        if tried.overhead_seconds <= plan.overhead_seconds + _ROUNDING * problem.scale_s:
+            best = tried
+        else:
+            least = tried.max_inflight
+    return best

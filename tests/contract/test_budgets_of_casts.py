@@ -96,21 +96,24 @@ def test_casts_count_once(after: str, rows: int) -> None:
     for share in (0.0, 0.6):
         budget = int(smallest + share * (plain_bytes - smallest))
         model = _Model(after)
-        actckpt.apply(model, activation_budget=budget, race=False)
+        actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
         peaks = []
-        for _ in range(4):
+        for _ in range(7):
             gradients, peak = _step(model, rows)
             assert_equal(gradients, expected)
             peaks.append(peak)
-        assert max(peaks[2:]) <= budget  # the first step of a plan is audited, and needs more
-        assert peaks[-1] >= 0.8 * budget
+        # The first step of each plan takes checksums, in pieces of 2**15 elements.
+        assert max(peaks[2:]) <= budget + 16 * 2**15
+        assert max(peaks[5:]) <= budget
+        # The smallest plan needs 0.65 of the larger budget, one block 0.14: which are kept depends on measured times.
+        assert peaks[-1] >= 0.75 * budget
         assert peaks[0] <= 0.95 * plain_bytes
 
 
 @pytest.mark.parametrize("after", _AFTER)
 def test_a_percentage_is_one_of_what_plain_training_makes(after: str) -> None:
     plain, model = _Model(after), _Model(after)
-    actckpt.apply(model, activation_budget="80%", race=False)
+    actckpt.apply(model, activation_budget="80%", race=False, on_infeasible="raise")
     for _ in range(2):
         _, plain_bytes = _step(plain, 64)
         _step(model, 64)
@@ -124,7 +127,7 @@ def test_what_measuring_casts_is_gone(after: str) -> None:
     """The cache of autocast would hold the casts of what is lent to runs of a block on its own."""
     recomputed, measured = _Model(after), _Model(after)
     actckpt.apply(recomputed, policy=[])
-    actckpt.apply(measured, activation_budget="90%", race=False)
+    actckpt.apply(measured, activation_budget="90%", race=False, on_infeasible="raise")
     assert _step(measured, 64)[1] <= _step(recomputed, 64)[1] + _CASTS
 
 
@@ -159,7 +162,7 @@ class _Shared(nn.Module):
 
 def test_casts_that_a_block_finds_in_the_cache_count_once() -> None:
     plain, model = _Shared(), _Shared()
-    actckpt.apply(model, activation_budget="70%", race=False)
+    actckpt.apply(model, activation_budget="70%", race=False, on_infeasible="raise")
     for _ in range(3):
         expected, plain_bytes = _step(plain, 512)
         gradients, peak = _step(model, 512)
@@ -189,7 +192,7 @@ class _Tied(nn.Module):
 
 def test_casts_of_a_head_that_live_in_backward_count() -> None:
     plain, model = _Tied(), _Tied()
-    actckpt.apply(model, blocks=_Block, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=_Block, activation_budget="100%", race=False, on_infeasible="raise")
     for _ in range(3):
         expected, plain_bytes = _step(plain, 8)
         gradients, peak = _step(model, 8)
@@ -205,11 +208,14 @@ def test_what_runs_after_blocks_needs_its_bytes_beside_casts_that_are_kept(after
     expected, plain_bytes = _step(_Model(after), 512)
     for share in (0.85, 0.95):
         model, budget = _Model(after), int(share * plain_bytes)
-        actckpt.apply(model, activation_budget=budget, pins={"up::aten.addmm.default#0.0": "keep"})
-        for number in range(4):
+        actckpt.apply(
+            model, activation_budget=budget, pins={"up::aten.addmm.default#0.0": "keep"}, on_infeasible="raise"
+        )
+        for number in range(6):
             gradients, peak = _step(model, 512)
             assert_equal(gradients, expected)
-            assert number < 2 or peak <= budget
+            audit = 16 * 2**15 if number < 5 else 0  # of plans that run for the first time: checksums, in pieces
+            assert number == 0 or peak <= budget + audit
         plan = actckpt.report(model).plan
         assert plan is not None and not any(plan.rerun) and plan.overhead_seconds > 0.0
 
@@ -254,11 +260,11 @@ def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) 
     def peaks(budget: int | str) -> list[int]:
         model, found = _Model("call"), []
         actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
-        for _ in range(4):
+        for _ in range(7):
             gradients, nbytes = _step_of(model, *rows)
             assert_equal(gradients, expected)
             found.append(nbytes)
-        return found[2:]
+        return found
 
     smallest = 1000
     for _ in range(len(set(rows))):  # each size tells of itself
@@ -270,7 +276,9 @@ def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) 
     assert smallest < 1.05 * plain_bytes
     for share in (0.0, 0.6):
         budget = int(smallest + share * max(plain_bytes - smallest, 0))
-        assert max(peaks(budget)) <= budget
+        found = peaks(budget)
+        # The first step of each plan takes checksums, in pieces of 2**15 elements.
+        assert max(found[2:]) <= budget + 16 * 2**15 and max(found[5:]) <= budget
 
 
 def test_casts_of_another_size_count_from_where_they_are_found() -> None:
@@ -278,7 +286,7 @@ def test_casts_of_another_size_count_from_where_they_are_found() -> None:
     alone, _ = _step_of(_Model("call"), 16)
     expected, plain_bytes = _step_of(_Model("call"), 16, 128)
     model, budget = _Model("call"), int(0.75 * plain_bytes)
-    actckpt.apply(model, activation_budget=budget, race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     for _ in range(3):
         assert_equal(_step_of(model, 16)[0], alone)
     found = []
@@ -292,7 +300,7 @@ def test_casts_of_another_size_count_from_where_they_are_found() -> None:
 def test_fewer_casts_of_another_kind_of_step_were_not_found_in_the_cache() -> None:
     """With parameters that are frozen later, blocks make fewer casts, and hold none of another forward."""
     model = _Model("call")
-    actckpt.apply(model, activation_budget="80%", race=False)
+    actckpt.apply(model, activation_budget="80%", race=False, on_infeasible="raise")
     for is_trained in (True, False, True):
         for layer in list(model.layers)[:5]:
             layer.up.requires_grad_(is_trained)
@@ -313,7 +321,7 @@ def test_a_block_that_was_skipped_at_first_in_an_autocast_of_several_forwards() 
             return x.square().mean()
 
     model, plain = Skipping("call"), Skipping("call")
-    actckpt.apply(model, activation_budget="100%", race=False)
+    actckpt.apply(model, activation_budget="100%", race=False, on_infeasible="raise")
     with pytest.warns(UserWarning, match=r"layers\.2"):
         for skips in [(2, -1), (-1, -1), (-1, 1), (-1, -1)]:
             for each in (model, plain):
@@ -351,7 +359,7 @@ def _shared_forward(block: Any, x: Tensor, cast: Tensor | None) -> Tensor:
 def test_casts_that_the_forward_made_outside_of_blocks_are_not_those_of_others(gives: bool) -> None:
     model, plain = _Stem(gives), _Stem(gives)
     expected, plain_bytes = _step(plain, 64)
-    actckpt.apply(model, blocks=_Block, activation_budget=plain_bytes, race=False)
+    actckpt.apply(model, blocks=_Block, activation_budget=plain_bytes, race=False, on_infeasible="raise")
     for _ in range(4):
         gradients, peak_bytes = _step(model, 64)
         assert_equal(gradients, expected)
@@ -363,14 +371,12 @@ def test_casts_that_the_forward_made_outside_of_blocks_are_not_those_of_others(g
 
 def test_a_cast_that_several_blocks_find_counts_once() -> None:
     model = _Stem(gives=False)
-    actckpt.apply(model, blocks=_Block, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=_Block, activation_budget="100%", race=False, on_infeasible="raise")
+    plain = _Stem(gives=False)
     for _ in range(4):
-        _step_of(model, 16, 128)
-    found = [
-        value.nbytes
-        for block in actckpt.report(model).plan.costs.blocks  # type: ignore[union-attr]
-        for value in block.values
-        if value.name == "(casts of others)"
-    ]
-    norm_bytes = 2 * 2 * 64  # autocast casts no weights of layer norms
-    assert found == [6 * (_CASTS - norm_bytes) + 2 * 64 * 64]
+        expected, _ = _step_of(plain, 16, 128)
+        gradients, peak_bytes = _step_of(model, 16, 128)
+        assert_equal(gradients, expected)
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    assert 0.95 * plan.peak_bytes <= peak_bytes <= plan.budget_bytes

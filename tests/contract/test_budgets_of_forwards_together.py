@@ -71,7 +71,8 @@ def test_forwards_of_other_sizes_share_a_budget(rows: tuple[int, ...], total: bo
     least_bytes, text = _smallest(rows, total=total, is_summed=is_summed, expected=expected)
     counts_others = total and on_device.device_type != "cpu"  # all that other tests left on the device
     assert least_bytes < (0.8 if counts_others else 0.6) * plain_bytes
-    assert (f"{len(rows)} were alive at once" if len(set(rows)) == 1 else f"other sizes, {len(rows)} in all") in text
+    of_device = f"{len(rows)} were alive at once" if len(set(rows)) == 1 else f"other sizes, {len(rows)} in all"
+    assert (f"{len(rows)} forwards of the model" if on_device.device_type == "cpu" else of_device) in text
     for share in (0.0, 0.6):
         budget = int(1.01 * least_bytes + share * (plain_bytes - least_bytes))
         plan, peaks = _trained(budget, rows, total=total, is_summed=is_summed, expected=expected)
@@ -84,7 +85,8 @@ def test_percentages_are_of_what_all_of_them_make(rows: tuple[int, ...]) -> None
     expected, plain_bytes = _step(_model(), rows, total=False, is_summed=False)
     for percent in (50, 80, 100):
         plan, peaks = _trained(f"{percent}%", rows, total=False, is_summed=False, expected=expected)
-        assert 0.7 * percent * plain_bytes / 100 <= max(peaks) <= percent * plain_bytes / 100
+        assert 0.7 * percent * plain_bytes / 100 <= max(peaks) <= plan.budget_bytes
+        assert plan.budget_bytes <= percent * plain_bytes / 100 + 1024
         assert (plan.overhead_seconds > 0.0 or any(plan.rerun)) == (percent < 100)
 
 
@@ -109,34 +111,35 @@ def test_gradients_of_weights_wait_where_one_backward_reads_several_forwards(
 def test_a_backward_that_reads_several_forwards_only_later_is_planned_from_then_on() -> None:
     rows, model = (64, 64), _model()
     apart, summed = (_step(_model(), rows, total=False, is_summed=kind) for kind in (False, True))
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(1.6 * summed[1]), race=False)
-    plans = []
-    for is_summed, (expected, _) in [(False, apart)] * 3 + [(True, summed)] * 3:
-        gradients, _ = _step(model, rows, total=False, is_summed=is_summed)
+    least_bytes, _ = _smallest(rows, total=False, is_summed=True, expected=summed[0])
+    budget = int(1.05 * least_bytes)
+    actckpt.apply(model, blocks=Mlp, activation_budget=budget, race=False, on_infeasible="raise")
+    peaks = []
+    for is_summed, (expected, _) in [(False, apart)] * 3 + [(True, summed)] * 4 + [(False, apart), (True, summed)] * 2:
+        gradients, peak_bytes = _step(model, rows, total=False, is_summed=is_summed)
         assert_equal(gradients, expected)
-        plan = actckpt.report(model).plan
-        plans.append(None if plan is None else plan.costs.fixed_bytes)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert plans == [None, 0.0, 0.0, 0.0, weights, weights]
+        peaks.append(peak_bytes)
+    assert max(peaks[5:]) <= budget
+    plan = actckpt.report(model).plan
+    assert plan is not None and plan.peak_bytes >= 0.9 * max(peaks[5:])
 
 
-def test_a_size_that_never_begins_alone_is_planned_again_when_an_optimizer_has_its_state() -> None:
+def test_the_state_of_an_optimizer_counts_from_its_first_update_on() -> None:
     torch.manual_seed(0)
     model = _model()
     optimizer = torch.optim.Adam(model.parameters())
-    actckpt.apply(model, blocks=Mlp, race=False, budget=10**8, optimizer=optimizer)
-    fixed = []
-    for number in range(6):
+    actckpt.apply(model, blocks=Mlp, race=False, budget=10**8, optimizer=optimizer, on_infeasible="raise")
+    predicted = []
+    for number in range(8):
         for loss in [model(torch.randn(rows, DIM)).square().mean() for rows in (64, 256)]:
             loss.backward()
         plan = actckpt.report(model).plan
-        fixed.append(None if plan is None else plan.costs.fixed_bytes)
+        predicted.append(0.0 if plan is None else plan.peak_bytes)
         if number == 3:
             optimizer.step()
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    first, *others, state, last = [0.0 if nbytes is None else nbytes for nbytes in fixed]
-    assert first == 0.0 and others == [others[0]] * 3 and others[0] >= 2 * weights
-    assert state == last == pytest.approx(others[0] + 2 * weights, rel=0.02)
+    assert predicted[3] > 0.0
+    assert predicted[-1] - predicted[3] == pytest.approx(2 * weights, rel=0.05)
 
 
 class _Cut(nn.Module):
@@ -153,7 +156,7 @@ class _Cut(nn.Module):
 
 def test_a_size_that_never_begins_alone_is_measured_again_when_it_grows_inside() -> None:
     model, sizes = _Cut(), []
-    actckpt.apply(model, blocks=Mlp, race=False, activation_budget=10**9)
+    actckpt.apply(model, blocks=Mlp, race=False, activation_budget=10**9, on_infeasible="raise")
     for number in range(10):
         padded = torch.randn(600, DIM)
         padded[64 if number < 4 else 512 :, 0] = 100
@@ -166,7 +169,7 @@ def test_a_size_that_never_begins_alone_is_measured_again_when_it_grows_inside()
 
 def test_forwards_of_nothing_have_a_share() -> None:
     model = _model().requires_grad_(requires_grad=False)
-    actckpt.apply(model, blocks=Mlp, race=False, activation_budget=2_000_000)
+    actckpt.apply(model, blocks=Mlp, race=False, activation_budget=2_000_000, on_infeasible="raise")
     for _ in range(3):
         inputs = [torch.randn(rows, DIM, requires_grad=True) for rows in (0, 256)]
         for loss in [model(x).square().sum() for x in inputs]:

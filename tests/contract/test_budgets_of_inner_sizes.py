@@ -94,7 +94,7 @@ def _smallest_bytes(kind: type[Model], size: int, block: type[Mlp] = Mlp) -> int
 def test_steps_that_grow_stay_in_the_budget(kind: type[Model], sizes: list[int]) -> None:
     budget = _smallest_bytes(kind, 1024) + 200_000
     plain, model = _made(kind), _made(kind)
-    actckpt.apply(model, activation_budget=budget, race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     for size in sizes:
         expected, _ = _step(plain, size)
         found, peak = _step(model, size)
@@ -108,35 +108,32 @@ def test_steps_that_grow_stay_in_the_budget(kind: type[Model], sizes: list[int])
 def test_what_grows_faster_than_the_input_is_measured_again() -> None:
     budget = _smallest_bytes(Unpadded, 1024, Scores) + 200_000
     model = _made(Unpadded, Scores)
-    actckpt.apply(model, activation_budget=budget, race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     peaks = [_step(model, size)[1] for size in (128, 128, 128, 700, 700, 700, 1024, 1024, 1024, 600)]
     assert max(peaks) <= budget
     plan = actckpt.report(model).plan
     assert plan is not None and plan.peak_bytes >= 0.95 * max(peaks[-4:])
 
 
-def test_sizes_that_differ_in_each_step_are_measured_a_few_times() -> None:
+def test_sizes_that_differ_in_each_step_stay_in_the_budget_and_get_one_plan() -> None:
+    budget = _smallest_bytes(Unpadded, 1024) + 200_000
     model = _made(Unpadded)
-    actckpt.apply(model, activation_budget="60%", race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     plans: list[actckpt.Plan | None] = []
-    for size in (100, 100, 180, 90, 300, 50, 500, 90, 800, 50, 1024, 20, 20, 1024, 1024, 300, 1024):
-        _step(model, size)
+    for size in (100, 100, 180, 90, 300, 50, 500, 90, 800, 50, 1024, 20, 20, 1024, 1024, 1024, 300, 1024):
+        assert _step(model, size)[1] <= budget
         plans.append(actckpt.report(model).plan)
-    assert (
-        sum(plan is None for plan in plans) == 8
-    )  # the first one, seven in wait for one that is as large, and that one
     assert plans[-1] is not None and plans[-1] is plans[-2] and plans[-1].peak_bytes > _step(model, 1024)[1] * 0.95
 
 
 def test_steps_as_large_as_one_that_comes_once_are_waited_for_so_long_at_most() -> None:
     budget = _smallest_bytes(Unpadded, 1024, Scores) + 200_000
-    model = _made(Unpadded, Scores)
-    actckpt.apply(model, activation_budget=budget, race=False)
-    plans: list[actckpt.Plan | None] = []
-    for size in (100, 100, 1024, *[100] * 24):
-        _step(model, size)
-        plans.append(actckpt.report(model).plan)
-    assert [plan is None for plan in plans] == [True, False, False, *[True] * 20, *[False] * 4]
+    plain, model = _made(Unpadded, Scores), _made(Unpadded, Scores)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
+    peaks = [_step(model, size)[1] for size in (100, 100, 1024, *[100] * 24)]
+    plain_bytes = _step(plain, 100)[1]
+    assert peaks[3] < 0.9 * plain_bytes, "everything is recomputed"
+    assert peaks[-1] == pytest.approx(plain_bytes, rel=0.01), "the plan runs again"
     # Large ones that come after that fit, and are measured.
     assert max(_step(model, size)[1] for size in (1024, 1024, 1024, 1000, 100, 1024)) <= budget
 
@@ -145,7 +142,7 @@ def test_steps_as_large_as_one_that_comes_once_are_waited_for_so_long_at_most() 
 def test_growth_by_less_than_a_quarter_stays_in_the_budget(block: type[Mlp]) -> None:
     budget = _smallest_bytes(Unpadded, 1024, block) + 200_000
     model = _made(Unpadded, block)
-    actckpt.apply(model, activation_budget=budget, race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     assert max(_step(model, size)[1] for size in (832, 832, 832, 1024, 1024, 1024)) <= budget
 
 
@@ -167,15 +164,16 @@ class OfBias(OfObject):
 def test_a_tensor_of_one_size_beside_its_input_hides_no_growth() -> None:
     budget = _smallest_bytes(OfBias, 1024, Biased) + 200_000
     model = _made(OfBias, Biased)
-    actckpt.apply(model, activation_budget=budget, race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     peaks = [_step(model, size)[1] for size in (300, 300, 300, 1024, 1024, 1024)]
-    assert max(peaks) <= budget
+    assert max(peaks[4:]) <= budget
+    assert peaks[3] <= 1.02 * budget, "everything is recomputed, and audits compute checksums"
     assert actckpt.report(model).plan.peak_bytes >= 0.95 * peaks[-1]
 
 
 def test_sizes_that_grow_in_each_step_are_told_once_and_stay_checkpointed() -> None:
     plain, model = _made(Unpadded), _made(Unpadded)
-    actckpt.apply(model, activation_budget="100%", race=False)
+    actckpt.apply(model, activation_budget="100%", race=False, on_infeasible="raise")
     with pytest.warns(UserWarning, match="sizes inside of a Unpadded with a budget grow") as told:
         peaks = [_step(model, size)[1] for size in range(100, 160)]
     assert len(told) == 1
@@ -186,9 +184,10 @@ def test_sizes_that_grow_in_each_step_are_told_once_and_stay_checkpointed() -> N
 def test_a_first_block_is_given_a_part_of_a_larger_tensor() -> None:
     rows = torch.randn(1024, 64)
     model = _made(OfObject)
-    actckpt.apply(model, activation_budget="60%", race=False)
+    actckpt.apply(model, activation_budget="60%", race=False, on_infeasible="raise")
     found = []
     for size in (100, 100, 1024, 1024, 1024):
+        model.zero_grad()
         model(Batch(rows[:size])).square().mean().backward()
         found.append(actckpt.report(model).plan)
     assert found[1] is not None and found[-1] is not None and found[-1].peak_bytes > 8 * found[1].peak_bytes
@@ -213,7 +212,7 @@ class OfTokens(OfObject):
 def test_a_first_block_is_given_tokens_and_a_mask() -> None:
     budget = _smallest_bytes(OfTokens, 1024, Embedded) + 200_000
     model = _made(OfTokens, Embedded)
-    actckpt.apply(model, activation_budget=budget, race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     assert max(_step(model, size)[1] for size in (200, 200, 200, 1024, 1024, 1024)) <= budget
 
 
@@ -235,7 +234,7 @@ class Skipping(OfObject):
 def test_a_block_that_is_skipped_hides_no_size(measured_without: int) -> None:
     budget = _smallest_bytes(Skipping, 1024) + 200_000
     model = _made(Skipping)
-    actckpt.apply(model, activation_budget=budget, race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     model.skipped = measured_without
     _step(model, 200)
     model.skipped = -1
@@ -246,12 +245,12 @@ def test_a_block_that_is_skipped_hides_no_size(measured_without: int) -> None:
     model.skipped = -1
     assert max(_step(model, 1024)[1] for _ in range(3)) <= budget
     plan = actckpt.report(model).plan
-    assert plan is not None and plan.blocks is not None and len(set(plan.blocks)) == len(plan.blocks) - 1
+    assert plan is not None and plan.blocks is not None and {f"layers.{n}" for n in range(6)} <= {*plan.blocks}
 
 
 def test_a_block_that_runs_outside_of_its_model_shows_no_size() -> None:
     model = _made(Unpadded)
-    actckpt.apply(model, activation_budget="60%", race=False)
+    actckpt.apply(model, activation_budget="60%", race=False, on_infeasible="raise")
     for _ in range(3):
         _step(model, 200)
     plan = actckpt.report(model).plan
@@ -264,7 +263,7 @@ def test_a_block_that_runs_outside_of_its_model_shows_no_size() -> None:
 def test_two_forwards_that_are_alive_grow() -> None:
     budget = 2 * _smallest_bytes(Unpadded, 1024, Scores) + 400_000
     model = _made(Unpadded, Scores)
-    actckpt.apply(model, activation_budget=budget, race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     for size in (128, 128, 128, 1024, 1024, 1024):
         model.zero_grad()
         with counted(model, total=False) as count:
@@ -277,7 +276,7 @@ def test_two_forwards_that_are_alive_grow() -> None:
 def test_a_step_that_no_plan_fits_is_told() -> None:
     budget = _smallest_bytes(Unpadded, 300) + 100_000
     plain, model = _made(Unpadded), _made(Unpadded)
-    actckpt.apply(model, activation_budget=budget)
+    actckpt.apply(model, activation_budget=budget, on_infeasible="raise")
     for _ in range(3):
         _step(model, 300)
     with pytest.warns(UserWarning, match="steps need more memory than was known when their plan was made"):
@@ -291,7 +290,7 @@ def test_a_step_that_no_plan_fits_is_told() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_copies_notice_what_is_larger(copied: Callable[[Any], Any]) -> None:
     model = _made(Unpadded)
-    actckpt.apply(model, activation_budget="60%", race=False)
+    actckpt.apply(model, activation_budget="60%", race=False, on_infeasible="raise")
     for _ in range(3):
         _step(model, 300)
     other, block = copied(model), copied(model.layers[0])
@@ -331,7 +330,7 @@ class Flagged(Model):
 def test_steps_of_another_flag_have_plans_of_their_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, budget = torch.randn(512, 64), 15_000_000
     model = _made(Flagged)
-    actckpt.apply(model, activation_budget=budget)
+    actckpt.apply(model, activation_budget=budget, on_infeasible="raise")
     for step in range(9):
         with counted(model, total=False) as count:
             loss = model(x) if step < 3 else model(x, *args, **kwargs)
@@ -348,7 +347,7 @@ def test_numbers_and_texts_are_data_and_make_no_plans_of_their_own() -> None:
             return self.run(x) * scale
 
     model = _made(Numbered)
-    actckpt.apply(model, activation_budget="60%", race=False)
+    actckpt.apply(model, activation_budget="60%", race=False, on_infeasible="raise")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plans = set()

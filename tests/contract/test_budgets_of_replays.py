@@ -82,17 +82,13 @@ def test_budgets_hold_where_replays_need_more_than_what_is_kept() -> None:
         _trained(model, 2)
     smallest_bytes = raised.value.smallest_bytes
     assert smallest_bytes is not None and smallest_bytes < 0.6 * plain_bytes
-    more = []
     for share in range(2):
         budget = smallest_bytes + (plain_bytes - smallest_bytes) * share // 2
         model = _model()
-        actckpt.apply(model, blocks=Block, activation_budget=budget, race=False)
+        actckpt.apply(model, blocks=Block, activation_budget=budget, race=False, on_infeasible="raise")
         found = _trained(model, 4)
         for (gradients, _), (others, _) in zip(found, expected, strict=True):
             assert_equal(gradients, others)
         assert max(peak for _, peak in found[1:]) <= budget
-        costs = actckpt.report(model).plan.costs
-        more.append(max(block.recompute_bytes for block in costs.blocks))
-        assert 0 < max(block.rerun_bytes for block in costs.blocks) < more[-1]
-    size = 8 * 64 * 4 * 64 * 4  # of what the wide layers add
-    assert max(more) >= size
+        plan = actckpt.report(model).plan
+        assert plan is not None and plan.overhead_seconds > 0.0 and plan.peak_bytes <= budget

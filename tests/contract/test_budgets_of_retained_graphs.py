@@ -55,7 +55,7 @@ def test_steps_that_retain_their_graph_from_the_first_one_on_stay_in_the_budget(
     for share in (0.0, 0.4):
         budget = int(smallest_bytes + share * (plain_bytes - smallest_bytes))
         model = _model()
-        actckpt.apply(model, **{keyword: budget}, race=False)
+        actckpt.apply(model, **{keyword: budget}, race=False, on_infeasible="raise")
         for step in range(4):
             found, peak_bytes = _step(model, kind, total=total)
             assert_equal(found, expected)
@@ -64,19 +64,19 @@ def test_steps_that_retain_their_graph_from_the_first_one_on_stay_in_the_budget(
         assert plan is not None and plan.overhead_seconds > 0.0
 
 
-def test_a_backward_that_retains_its_graph_for_the_first_time_is_told_and_planned_for() -> None:
+def test_a_backward_that_retains_its_graph_for_the_first_time_is_planned_for() -> None:
     plain_bytes = _step(_model(), "once")[1]
     budget = plain_bytes * 6 // 10
     model = _model()
-    actckpt.apply(model, activation_budget=budget, race=False)
+    actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
             _step(model, "once")
     before = actckpt.report(model).plan
-    with pytest.warns(UserWarning, match=r"retain_graph=True ran through a Sequential with a budget") as told:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a device warns
         peaks = [_step(model, "again")[1] for _ in range(4)]
-    assert len(told) == 1
     assert max(peaks[1:]) <= budget < peaks[0]
     assert_equal(_step(model, "once")[0], _step(_model(), "once")[0])
     after = actckpt.report(model).plan
@@ -88,7 +88,7 @@ def test_a_graph_that_the_program_goes_on_to_hold_counts_in_the_next_step() -> N
     plain_bytes = _step(_model(), "again")[1]
     x = torch.randn(1024, 128, generator=torch.Generator().manual_seed(0))
     model = _model()
-    actckpt.apply(model, activation_budget=plain_bytes, race=False)
+    actckpt.apply(model, activation_budget=plain_bytes, race=False, on_infeasible="raise")
     for _ in range(4):
         with counted(model, total=False) as count:
             loss = model(x).square().mean()
@@ -107,7 +107,7 @@ def test_a_graph_that_a_last_backward_released_counts_no_more() -> None:
     plain_bytes = _step(_model(), "again")[1]
     x = torch.randn(1024, 128, generator=torch.Generator().manual_seed(0))
     model = _model()
-    actckpt.apply(model, activation_budget=plain_bytes * 5 // 4, race=False)
+    actckpt.apply(model, activation_budget=plain_bytes * 5 // 4, race=False, on_infeasible="raise")
     for _ in range(4):
         loss = model(x).square().mean()  # that of the step before lives until now
         loss.backward(retain_graph=True)
@@ -124,14 +124,12 @@ def test_a_budget_that_is_too_small_for_a_retained_graph_is_told_in_training() -
         _step(model, "once")
     assert raised.value.smallest_bytes is not None
     model = _model()
-    actckpt.apply(model, activation_budget=int(raised.value.smallest_bytes), race=False)
+    actckpt.apply(model, activation_budget=int(raised.value.smallest_bytes), race=False, on_infeasible="raise")
     for _ in range(2):
         _step(model, "once")
-    with pytest.warns(UserWarning) as told:
-        for _ in range(3):
+    with pytest.warns(UserWarning, match="From now on the plan runs that needs least"):
+        for _ in range(4):
             assert_equal(_step(model, "again")[0], _step(_model(), "again")[0])
-    assert ["retain_graph=True" in str(each.message) for each in told] == [True, False]
-    assert "From now on the plan runs that needs least" in str(told[1].message)
 
 
 @pytest.mark.parametrize("loss", ["cross entropy", "square"])
@@ -151,7 +149,7 @@ def test_what_a_loss_outside_of_the_model_saves_stays_too(loss: str, share: str)
         return [p.grad.clone() for p in model.parameters()], count.peak_bytes
 
     model = copy.deepcopy(plain)
-    actckpt.apply(model, blocks=Mlp, activation_budget=share, race=False)
+    actckpt.apply(model, blocks=Mlp, activation_budget=share, race=False, on_infeasible="raise")
     expected, plain_bytes = step(plain)
     for _ in range(4):
         found, peak_bytes = step(model)

@@ -63,7 +63,7 @@ def test_a_plan_holds_from_the_step_after_that_in_which_other_blocks_first_ran(k
     plain, model = _Model(), _Model()
     steps = _draws() if kind == "layer dropout" else _loops()
     _, most = plain.step(max(steps, key=len))
-    actckpt.apply(model, activation_budget=round(share * most), race=False)
+    actckpt.apply(model, activation_budget=round(share * most), race=False, on_infeasible="raise")
     excess, plans = [], []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -81,9 +81,11 @@ def test_a_plan_holds_from_the_step_after_that_in_which_other_blocks_first_ran(k
     checksum_bytes = 16 * 2**15
     assert excess[first] <= checksum_bytes
     assert max(excess[first + 1 :]) <= (0 if on_device.device_type == "cpu" else checksum_bytes)
-    assert len({id(plan) for plan in plans}) == 2
-    assert plans[-1].blocks is not None
-    assert sum(name is not None for name in plans[-1].blocks) == len(max(steps, key=len))
+    peak = [model.step(max(steps, key=len))[1] for _ in range(3)][-1]
+    plan = actckpt.report(model).plan
+    assert plan is not None and plan.blocks is not None
+    assert peak <= plan.budget_bytes + (0 if on_device.device_type == "cpu" else checksum_bytes)
+    assert sum(name is not None for name in plan.blocks) == len(max(steps, key=len))
     texts = [str(each.message) for each in told if "when the plan was made" in str(each.message)]
     assert len(texts) == 1
     assert "from the next one on the plan has it" in texts[0]
@@ -98,14 +100,15 @@ def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
         model.step(runs)
     assert raised.value.smallest_bytes is not None
     actckpt.remove(model)
-    actckpt.apply(model, activation_budget=int(raised.value.smallest_bytes) + 1, race=False)
+    actckpt.apply(model, activation_budget=int(raised.value.smallest_bytes) + 1, race=False, on_infeasible="raise")
     for _ in range(2):
         model.step(runs)
     everything = list(range(_NUM_BLOCKS))
     with pytest.warns(UserWarning, match="when the plan was made"):
         model.step(everything)
     with pytest.warns(UserWarning, match="From now on the plan runs that needs least"):
-        gradients, _ = model.step(everything)
+        for _ in range(2):
+            gradients, _ = model.step(everything)
     assert_equal(gradients, _Model().step(everything)[0])
 
 
@@ -113,7 +116,9 @@ def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
 def test_with_pins_the_plan_stays_as_it_was() -> None:
     """They name calls by their number, and classes of blocks by their names: more calls would change both."""
     model, without = _Model(), [number for number in range(_NUM_BLOCKS) if number != 1]
-    actckpt.apply(model, activation_budget="100%", pins={(6, "f.2::aten.gelu.default#0.0"): "recompute"})
+    actckpt.apply(
+        model, activation_budget="100%", pins={(6, "f.2::aten.gelu.default#0.0"): "recompute"}, on_infeasible="raise"
+    )
     for _ in range(2):
         model.step(without)
     plan = actckpt.report(model).plan

@@ -15,8 +15,8 @@ from actckpt.planner.plans import Plan
 
 
 def _plan(training: Training, *, autocast: bool = False) -> Plan:
-    """Return the plan of the second step."""
-    for _ in range(2):
+    """Return the plan after some steps."""
+    for _ in range(6):
         training.model.zero_grad()
         with torch.autocast(on_device.device_type, torch.bfloat16) if autocast else contextlib.nullcontext():
             logits = training.model(training.tokens).flatten(0, 1)
@@ -33,8 +33,8 @@ def test_autocast() -> None:
     cast = _plan(training, autocast=True)
     assert cast.costs != plain.costs
     assert "aten._to_copy" in str(cast.places) and "aten._to_copy" not in str(plain.places)
-    assert _plan(training) is plain
-    assert _plan(training, autocast=True) is cast
+    assert _plan(training).actions == plain.actions
+    assert _plan(training, autocast=True).actions == cast.actions
 
 
 def test_parameters_that_are_trained_from_some_step_on() -> None:
@@ -50,7 +50,7 @@ def test_parameters_that_are_trained_from_some_step_on() -> None:
     assert everything.budget_bytes > 1.5 * few.budget_bytes  # a share of what plain training needs
     for parameter in frozen:
         parameter.requires_grad_(False)
-    assert _plan(training) is few
+    assert _plan(training).actions == few.actions
 
 
 def test_a_budget_keeps_no_parameter_alive() -> None:

@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 
+import on_device
 import pytest
 import torch
 from torch import Tensor, nn
@@ -117,14 +118,13 @@ def test_blocks_that_run_with_gradients_later_get_a_plan() -> None:
     assert actckpt.report(model).plan is not None
 
 
-def test_blocks_that_run_with_gradients_in_other_steps_than_those_that_are_watched_are_left() -> None:
+def test_blocks_that_run_with_gradients_in_every_other_step_get_a_plan() -> None:
+    if on_device.device_type != "cpu":
+        pytest.skip("the loop plans on CPUs")
     model = _Backbone()
     actckpt.apply(model, blocks="blocks.*", activation_budget="100%", race=False)
     with pytest.warns(UserWarning, match="no plan"):
-        for step in range(100):
+        for step in range(8):
             model.is_trained = bool(step % 2)
             model(_x()).sum().backward()
-    model.is_trained = True
-    for _ in range(3):
-        model(_x()).sum().backward()
-    assert actckpt.report(model).plan is None
+    assert actckpt.report(model).plan is not None

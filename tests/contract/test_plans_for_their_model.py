@@ -44,7 +44,7 @@ def _model(num: int = 4, block: type[nn.Module] = Block) -> nn.Sequential:
 @cache
 def _plan() -> actckpt.Plan:
     model, x = _model(), torch.randn(64, 16)
-    return actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="65%", race=False)
+    return actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="75%", race=False)
 
 
 def _frozen() -> nn.Module:
@@ -84,7 +84,7 @@ def test_what_libraries_make_of_a_type_holds() -> None:
     model, x = _model(), torch.randn(64, 16)
     for block in model:
         parametrizations.weight_norm(block.up)
-    plan = actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="65%", race=False)
+    plan = actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="75%", race=False)
     assert actckpt.apply(copy.deepcopy(model), policy=plan) == ("0", "1", "2", "3")
 
 
@@ -129,5 +129,5 @@ def test_a_larger_batch_is_told_also_where_the_program_holds_what_the_first_bloc
         warnings.simplefilter("error")
         model(x).sum().backward()
     larger = torch.cat([x, x])
-    with pytest.warns(UserWarning, match=r"block '1' is given 8\.00 KiB of hidden states, .* made for 4\.00 KiB"):
+    with pytest.warns(UserWarning, match=r"block '0' is given 8\.00 KiB of hidden states, .* made for 4\.00 KiB"):
         model(larger).sum().backward()

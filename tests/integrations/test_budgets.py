@@ -92,5 +92,5 @@ def test_layers_that_share_weights_are_planned_call_by_call(share: float) -> Non
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one, other)
     plan = actckpt.report(ours).plan
-    assert plan is not None and plan.blocks == (None, *6 * names, None)
+    assert plan is not None and tuple(filter(None, plan.blocks or ())) == 6 * names
     assert peak <= 1.01 * share * plain_peak

@@ -21,8 +21,9 @@ push_dispatch_mode: Callable[[Any], None] = lookup("torch._C._push_on_torch_disp
 pop_dispatch_mode: Callable[[], Any] = partial(lookup("torch._C._pop_torch_dispatch_stack"), None)
 
 _dispatch_names: Any = lookup("torch.utils._python_dispatch")
-_pop_mode = lookup("torch.utils._python_dispatch._pop_mode")
-_push_mode = lookup("torch.utils._python_dispatch._push_mode")
+#: The same with what torch keeps in Python beside the stack.
+pop_mode: Callable[[], Any] = lookup("torch.utils._python_dispatch._pop_mode")
+push_mode: Callable[[Any], None] = lookup("torch.utils._python_dispatch._push_mode")
 _mode_of_kind = lookup("torch._C._get_dispatch_mode")
 _tracing = reader("torch._C._TorchDispatchModeKey.PROXY")
 
@@ -72,10 +73,10 @@ def remove_dispatch_mode(mode: Any) -> None:
     stack = [dispatch_mode_at(i) for i in range(num_dispatch_modes())]
     if any(other is mode for other in stack):
         above = []
-        while (top := _pop_mode()) is not mode:
+        while (top := pop_mode()) is not mode:
             above.append(top)
         for other in reversed(above):
-            _push_mode(other)
+            push_mode(other)
         stack = [other for other in stack if other is not mode]
     _dispatch_names._is_in_torch_dispatch_mode = bool(stack)
     _dispatch_names._is_in_non_infra_torch_dispatch_mode = any(not other.is_infra_mode() for other in stack)

@@ -252,7 +252,9 @@ def test_plans_do_not_recompute_what_routes() -> None:
     expected = torch.autograd.grad(model(x).square().mean(), tuple(model.parameters()))
     actckpt.apply(model, blocks=_Mixture, activation_budget="60%", race=False)
     for _ in range(3):
-        assert_equal(torch.autograd.grad(model(x).square().mean(), tuple(model.parameters())), expected)
+        model.zero_grad()
+        model(x).square().mean().backward()
+        assert_equal(tuple(parameter.grad for parameter in model.parameters()), expected)
     plan = actckpt.report(model).plan
     assert plan is not None
     found = [value for block in plan.costs.blocks for value in block.values if "::aten.nonzero" in value.name]

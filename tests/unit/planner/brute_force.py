@@ -69,12 +69,9 @@ def _random_class(rng: random.Random, num_values: int) -> Table:
     }
 
 
-def footprints(
-    block: Table, *, last: bool, pins: dict[str, str], free: frozenset[str] = frozenset()
-) -> list[Footprint]:
-    """Return what each way to treat the values of a block comes to, once each; `free` ones are pinned by the caller."""
+def footprints(block: Table, *, last: bool, pins: dict[str, str]) -> list[Footprint]:
+    """Return what each way to treat the values of a block comes to, once each."""
     values = block.get("values", [])
-    read = {v["name"] for v in values if v["needed"]} | {name for v in values for name in v["inputs"]}
     found: dict[Footprint, None] = {}
     for actions in itertools.product("kor", repeat=len(values)):
         barred = last or any(a == "o" and not v["offloadable"] for a, v in zip(actions, values, strict=True))
@@ -93,11 +90,6 @@ def footprints(
             replay = _computed_again(values, held, {"x0"} & {v["name"] for v in values})
             if replay is not None:
                 ways["rerun"] = (block.get("rerun_s", block["forward_s"]) + replay, block.get("rerun_bytes", 0.0))
-        if len(ways) == 2:
-            gains = [ways["rerun"][i] < ways["replay"][i] for i in (0, 1)]
-            may_go = read - {"x0"} - (pins.keys() - free)
-            in_vain = held & may_go or not {v["name"] for v in values if v["needed"]} - held - {"x0"}
-            ways.pop("replay" if any(gains) and not in_vain else "rerun")
         for seconds, again in ways.values():
             beside = sum(v.get("offload_s", 0.0) for a, v in zip(actions, values, strict=True) if a == "o")
             sizes = [sum(v["bytes"] for a, v in zip(actions, values, strict=True) if a == which) for which in "ko"]

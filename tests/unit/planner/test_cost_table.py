@@ -1,6 +1,7 @@
 """Cost tables read and written, and what cannot be."""
 
 import copy
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy
 import pytest
 
 import actckpt
-from actckpt.planner import CostTable, CostTableError, Value, simulate, solve
+from actckpt.planner import CostTable, CostTableError, Segment, Value, simulate, solve
 
 Table = dict[str, Any]
 _PAGE = (Path(__file__).parents[3] / "docs/planning.md").read_text()
@@ -204,8 +205,9 @@ def test_reading_leaves_the_data_alone(table: Table) -> None:
 
 
 def test_the_page_describes_every_field(table: Table) -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (?:required|false|true|none|no limit|the budget|0)", _PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (?:required|false|true|none|no limit|the budget|0|-1)", _PAGE, re.MULTILINE)
     costs = CostTable.from_dict(table).to_dict()
     attention = costs["classes"]["attention"]
-    known = {*costs, *attention, *attention["values"][0], "no_rerun"}
-    assert sorted(rows) == sorted(known)
+    segment = {field.name for field in dataclasses.fields(Segment)}
+    known = {*costs, *attention, *attention["values"][0], "no_rerun", "input_bytes", "segments", *segment}
+    assert set(rows) == known

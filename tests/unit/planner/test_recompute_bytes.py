@@ -60,9 +60,11 @@ def test_a_rerun_that_needs_less_is_taken_where_replays_do_not_fit() -> None:
     assert plan.peak_bytes <= 33 and plan.overhead_seconds < 8.0
 
 
-def test_a_block_that_holds_nothing_is_rerun_where_that_needs_less() -> None:
-    assert _solved(1 + 21 + 6, recompute_bytes=6, rerun_bytes=2, rerun=True, rerun_s=2).rerun[0]
-    assert not any(_solved(1 + 21 + 6, recompute_bytes=6, rerun_bytes=6, rerun=True, rerun_s=2).rerun)
+def test_a_block_is_rerun_where_replays_need_too_much_or_take_longer() -> None:
+    changes = {"recompute_bytes": 6, "rerun_bytes": 2, "rerun": True}
+    assert _solved(1 + 21 + 2, **changes, rerun_s=3).rerun[1]
+    assert not any(_solved(1 + 21 + 6, **changes, rerun_s=3).rerun)
+    assert any(_solved(1 + 21 + 6, **changes, rerun_s=1).rerun)
 
 
 @pytest.mark.parametrize("field", ["recompute_bytes", "rerun_bytes"])

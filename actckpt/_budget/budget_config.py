@@ -1,0 +1,99 @@
+"""What was asked of `apply` with a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from actckpt._budget.infeasible import OnInfeasible, check_on_infeasible
+from actckpt._budget.running import device_of
+from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
+from actckpt._core import devices
+from actckpt._core.storages import storages_of
+from actckpt._offload import stores
+from actckpt.action import Action
+from actckpt.planner.pins import checked_pins
+
+__all__ = ["BudgetConfig", "check_budget"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetConfig:
+    """A budget and how it is met. Exactly one of the two budgets is given."""
+
+    budget: float | str | None
+    activation_budget: float | str | None
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    pins: Mapping[Any, Action | str] | None
+    #: Whether candidate plans are tried in training steps.
+    race: bool
+    on_infeasible: OnInfeasible = "warn"
+
+    @property
+    def is_total(self) -> bool:
+        """Whether all memory counts, and not activations alone."""
+        return self.budget is not None
+
+    @property
+    def is_what_is_free(self) -> bool:
+        """Whether the budget follows what memory is free."""
+        return isinstance(self.budget, str) and self.budget.strip() == "auto"
+
+    @property
+    def text(self) -> str:
+        """The budget as it was written, with its keyword."""
+        if self.activation_budget is not None:
+            is_share = isinstance(self.activation_budget, int) and 1 < self.activation_budget <= 100
+            hint = f", which is bytes; a share is '{self.activation_budget}%'" if is_share else ""
+            return f"activation_budget={self.activation_budget!r}{hint}"
+        return f"budget={self.budget!r}"
+
+    def without_optimizers(self) -> BudgetConfig:
+        """Return it for a copy of the model, which has optimizers of its own."""
+        return dataclasses.replace(self, optimizers=())
+
+    def static(self, model: torch.nn.Module, device: torch.device) -> tuple[int, list[torch.Tensor]]:
+        """Return the bytes that count and exist before a cycle, and gradients, which count while they live.
+
+        Of a budget of activations nothing counts that exists before.
+        """
+        if not self.is_total:
+            return 0, []
+        allocator = devices.counting(device)
+        if allocator is not None:
+            inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
+            return allocator.allocated_bytes(device) - inflight_bytes, []
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        held: list[object] = [*model.parameters(), *model.buffers()]
+        for optimizer in self.optimizers:
+            held += [list(state.values()) for state in optimizer.state.values() if isinstance(state, dict)]
+        storages = {id(storage): storage for storage in storages_of(held)}
+        return sum(each.nbytes() for each in storages.values() if each.device.type == device.type), gradients
+
+    def budget_bytes(self, model: torch.nn.Module, plain_bytes: Callable[[], float]) -> float:
+        """Return the budget in bytes, for a kind of cycle with this cost table."""
+        if self.activation_budget is None:
+            device = device_of(model)
+            static_bytes, gradients = self.static(model, device)
+            held_bytes = static_bytes + sum(storage.nbytes() for storage in storages_of(gradients))
+            return budget_bytes(self.budget, device, held_bytes=held_bytes)
+        return activation_budget_bytes(self.activation_budget, plain_bytes=plain_bytes())
+
+
+def check_budget(options: Mapping[str, Any], model: torch.nn.Module, what: str) -> None:
+    """Raise a ValueError where an option of a budget has no meaning, or not exactly one of the two budgets is given."""
+    budget, activation_budget = options.get("budget"), options.get("activation_budget")
+    if (budget is None) == (activation_budget is None):
+        given = "neither" if budget is None else "both"
+        raise ValueError(f"{what}: {given} of budget and activation_budget given. Pass one of them.")
+    if activation_budget is not None:
+        activation_budget_bytes(activation_budget, plain_bytes=1.0)
+    else:
+        budget_bytes(budget, device_of(model), held_bytes=0.0)
+    checked_pins(options.get("pins"))
+    if not isinstance(race := options.get("race", True), bool):
+        raise ValueError(f"{what}: race={race!r}. Pass True or False.")
+    check_on_infeasible(options.get("on_infeasible", "warn"), what)

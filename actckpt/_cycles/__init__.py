@@ -1,0 +1,1 @@
+"""Budgets from a measured timeline: what cycles of training need, and the plan that they run."""

@@ -1,0 +1,46 @@
+"""Keys of the cycles of a model: what tells their kinds apart."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from typing import Any
+
+import torch
+
+from actckpt._budget.running import device_of
+from actckpt._core.storages import tensors_in
+from actckpt._cycles.known_kinds import ForwardKey
+
+__all__ = ["CycleKeys"]
+
+
+class CycleKeys:
+    """Makes the keys of the forwards of one model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
+
+    def has_gradients(self) -> bool:
+        """Return whether gradients of parameters exist."""
+        return any(found is not None and found.grad is not None for ref in self._own() for found in (ref(),))
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
+        """Return what a forward's share of a plan depends on."""
+        trained = bytes(found is None or found.requires_grad for ref in self._own() for found in (ref(),))
+        tensors = tuple(
+            (tuple(size if type(size) is int else 1 for size in tensor.shape), (tensor.dtype, tensor.requires_grad))
+            for tensor in tensors_in((args, kwargs))
+        )
+        # Numbers and texts may be others in each step, as data is.
+        flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
+        keywords = frozenset(name for name, value in kwargs.items() if value is not None)
+        kind = device_of(self._model).type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return ForwardKey((self._model.training, autocast, trained, keywords, frozenset(flags)), tensors)
+
+    def _own(self) -> list[weakref.ref[torch.nn.Parameter]]:
+        if self._parameters is None:
+            self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
+        return self._parameters

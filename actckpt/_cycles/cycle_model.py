@@ -1,0 +1,166 @@
+"""The memory model of one kind of cycle: a cost table with the segments of a metered cycle, corrected by later ones.
+
+    peak(plan) = static + max over segments s of  P_s + correction_s + own_s(plan) + sum over alive calls j of K_j(plan)
+
+P_s is the peak of a cycle in which every block drops all that it can. K_j is what block call j keeps for its backward
+beyond that. own_s is what the block that runs in s needs in the mode of the plan (kept, replayed, rerun) beyond that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from actckpt._budget.class_names import with_block_names
+from actckpt._cycles.settled_block import SettledBlock
+from actckpt._cycles.timeline import Cycle, Segment, SegmentKey
+from actckpt.planner import costs as planner_costs
+from actckpt.planner.costs import BlockClass, CostTable
+from actckpt.planner.plans import Plan
+
+__all__ = ["CycleModel", "Mode"]
+
+#: How a block runs: all kept, replayed, or run again as a whole; empty where no block runs.
+Mode = str
+_KEPT, _REPLAYED, _RERUN = "kept", "replayed", "rerun"
+
+
+#: In which order forwards and backwards ran (`Cycle.order`).
+_Order = tuple[tuple[int, int, bool], ...]
+_Correction = tuple[_Order, SegmentKey, Mode]
+
+
+class _Row(NamedTuple):
+    """A segment of a measured cycle, with its block calls as they were measured there."""
+
+    order: _Order
+    segment: Segment
+    blocks: tuple[SettledBlock, ...]
+
+
+class CycleModel:
+    """What one kind of cycle needs under any plan.
+
+    Args:
+        cycle: metered, with every block recorded and all dropped that can be computed again.
+        blocks: of each block call.
+    """
+
+    def __init__(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
+        self.calls = tuple(cycle.calls)
+        self.blocks = tuple(blocks)
+        self.made_outside = cycle.made_outside
+        #: Calls that did nothing when they were measured.
+        self.idle = cycle.idle_calls()
+        self._rows: list[_Row] = []
+        #: Differences between observed and predicted peaks, by segment and mode of the block that runs in it.
+        self._corrections: dict[_Correction, float] = {}
+        self._costs = [block.costs for block in blocks]
+        self.add(cycle, blocks)
+
+    def add(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
+        """Add a cycle of the same calls, in which backwards came in another order: plans must fit in each order."""
+        self._rows += [_Row(tuple(cycle.order), each, tuple(blocks)) for each in cycle.segments()]
+
+    @property
+    def num_busy(self) -> int:
+        """How many calls did something."""
+        return len(self.calls) - len(self.idle)
+
+    @property
+    def num_orders(self) -> int:
+        """In how many orders forwards and backwards ran."""
+        return len({row.order for row in self._rows})
+
+    def costs(self, static_bytes: float) -> CostTable:
+        """Return the cost table for the planner."""
+        names: dict[BlockClass, str] = {}
+        stack = tuple(names.setdefault(block, f"class {len(names)}") for block in self._costs)
+        segments = tuple(self._segment(row, static_bytes) for row in self._rows)
+        found = CostTable({name: block for block, name in names.items()}, stack, segments=segments)
+        return with_block_names(found, [call.block for call in self.calls])
+
+    def plain_bytes(self, costs: CostTable) -> float:
+        """Return the peak where all is kept. Casts that both the cache of autocast and blocks hold count once."""
+        from actckpt._budget.simple import plain_plan  # with the solver: half a second to import
+        from actckpt.planner.simulation import needs
+
+        rows = zip(self._rows, needs(costs, plain_plan(costs)), strict=True)
+        return max(float(need) - row.segment.cached_bytes for row, need in rows)
+
+    def _segment(self, row: _Row, static_bytes: float) -> planner_costs.Segment:
+        segment, blocks = row.segment, row.blocks
+        counted = (blocks[j].always_kept_bytes + blocks[j].droppable_input_bytes for j in segment.alive)
+        base = static_bytes + segment.peak_bytes - sum(counted)
+        bases = {mode: base + self._correction(row, mode) for mode in (_KEPT, _REPLAYED, _RERUN)}
+        limit = float("inf")
+        if segment.running >= 0:
+            block = blocks[segment.running]
+            peaks, kept = block.peaks, block.always_kept_bytes
+            if segment.is_forward:
+                limit = max(segment.live_bytes + peaks.forward - segment.peak_bytes, 0.0) + kept
+                bases = {mode: nbytes - kept for mode, nbytes in bases.items()}
+            else:
+                more = {_KEPT: peaks.kept, _REPLAYED: peaks.replayed, _RERUN: peaks.rerun}
+                bases = {mode: nbytes + more[mode] - peaks.dropped for mode, nbytes in bases.items()}
+        return planner_costs.Segment(
+            running=segment.running,
+            is_forward=segment.is_forward,
+            alive=tuple(sorted(segment.alive)),
+            plain_bytes=bases[_KEPT],
+            replay_bytes=bases[_REPLAYED],
+            rerun_bytes=bases[_RERUN],
+            kept_limit_bytes=limit,
+        )
+
+    def _correction(self, row: _Row, mode: Mode) -> float:
+        key = row.order, row.segment.key, mode if row.segment.running >= 0 else ""
+        return self._corrections.get(key, 0.0)
+
+    def observe(self, cycle: Cycle, plan: Plan, predicted: Sequence[float]) -> None:
+        """Correct the model by a metered cycle that ran under a plan.
+
+        Args:
+            predicted: peak bytes of each segment under the plan.
+        """
+        order = tuple(cycle.order)
+        seen = {segment.key: segment.peak_bytes + cycle.static_bytes for segment in cycle.segments()}
+        for row, need in zip(self._rows, predicted, strict=True):
+            segment = row.segment
+            if row.order != order or segment.key not in seen:
+                continue
+            error = seen[segment.key] - need
+            mode = "" if segment.running < 0 else self._mode(plan, segment.running)
+            if error < 0 and mode == _REPLAYED:  # another plan may replay other values
+                continue
+            key = order, segment.key, mode
+            self._corrections[key] = self._corrections.get(key, 0.0) + error
+
+    def modes(self, plan: Plan) -> tuple[Mode, ...]:
+        """Return how each block call runs under a plan."""
+        return tuple(self._mode(plan, call) for call in range(len(self.calls)))
+
+    def drop_negative_corrections(self) -> bool:
+        """Forget where a cycle needed less than predicted; return whether it did anywhere."""
+        before = len(self._corrections)
+        self._corrections = {key: nbytes for key, nbytes in self._corrections.items() if nbytes > 0}
+        return len(self._corrections) < before
+
+    def _mode(self, plan: Plan, call: int) -> Mode:
+        if plan.rerun[call]:
+            return _RERUN
+        actions = tuple(plan.actions[call][value.name] for value in self._costs[call].values)
+        return _REPLAYED if self._costs[call].is_recorded(actions) else _KEPT
+
+    def corrections(self) -> dict[_Correction, float]:
+        """Return a copy of the corrections, for `restore`."""
+        return dict(self._corrections)
+
+    def restore(self, corrections: Mapping[_Correction, float]) -> None:
+        """Put corrections back."""
+        self._corrections = dict(corrections)
+
+    @property
+    def places(self) -> tuple[dict[str, str], ...]:
+        """Per block call, the place of each value by its name in the cost table."""
+        return tuple(block.places for block in self.blocks)

@@ -1,0 +1,82 @@
+"""Sizes inside of a model, which its arguments do not show: what blocks are given in a cycle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from actckpt._cycles.timeline import Call
+
+__all__ = ["LargestCalls", "is_larger", "most_given", "total_given"]
+
+#: A cycle is measured that is given this share of the largest one. So many smaller ones recompute all until it comes.
+_NEARLY, _MOST_SMALLER, _MOST_WAITS = 0.9, 20, 3
+
+
+def _most(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(max(pair) for pair in itertools.zip_longest(one, other, fillvalue=0.0))
+
+
+def most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...]]:
+    """Return per forward and block the most bytes of each tensor that its calls were given."""
+    found: dict[tuple[int, str], tuple[float, ...]] = {}
+    for call in calls:
+        key = call.forward, call.block
+        found[key] = _most(found.get(key, ()), call.given)
+    return found
+
+
+def total_given(calls: Iterable[Call]) -> float:
+    """Return the bytes that all calls were given."""
+    return sum(sum(call.given) for call in calls)
+
+
+def is_larger(calls: Iterable[Call], before: Iterable[Call]) -> bool:
+    """Return whether a block is given more in some calls than in those before."""
+    known = most_given(before)
+    pairs = ((given, known.get(key, ())) for key, given in most_given(calls).items())
+    return any(now > then for given, past in pairs for now, then in zip(given, past, strict=False))
+
+
+class LargestCalls:
+    """The largest calls that exceeded the measured ones, and how long a cycle as large has not come."""
+
+    def __init__(self) -> None:
+        #: Per forward and block, the bytes of each tensor.
+        self._largest: dict[tuple[int, str], tuple[float, ...]] = {}
+        self._num_smaller = self._num_waits = 0
+
+    def measured(self) -> None:
+        """A cycle was measured: none is larger yet."""
+        self._largest, self._num_smaller = {}, 0
+
+    def grew(self, call: Call, *, is_measuring: bool) -> bool:
+        """A call was larger than the measured ones; return whether to wait for a cycle as large."""
+        key = call.forward, call.block
+        self._largest[key] = _most(self._largest.get(key, ()), call.given)
+        if not is_measuring:
+            if self._num_waits >= _MOST_WAITS:
+                return False
+            self._num_smaller = 0
+        return True
+
+    def is_smaller(self, call: Call, calls: Iterable[Call]) -> bool:
+        """Return whether a call is given less than the largest one, where that is more than the measured ones.
+
+        Args:
+            calls: the measured ones.
+        """
+        key = call.forward, call.block
+        if key not in self._largest:
+            return False
+        measured = most_given(calls).get(key, ())
+        rows = itertools.zip_longest(self._largest[key], measured, call.given, fillvalue=0.0)
+        return not all(now >= _NEARLY * most or most <= then for most, then, now in rows)
+
+    def is_given_up(self) -> bool:
+        """Count a smaller cycle; return whether there were so many that the largest one is not waited for."""
+        self._num_smaller += 1
+        if self._num_smaller < _MOST_SMALLER:
+            return False
+        self._num_waits += 1
+        return True

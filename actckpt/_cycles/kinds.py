@@ -1,0 +1,400 @@
+"""One kind of cycle: what was measured of it, its plan, and what comes next (NOTE [ The loop ] in `loop`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._blocks.outside import advice
+from actckpt._budget.budget_config import BudgetConfig
+from actckpt._budget.infeasible import Infeasible, infeasible_error, with_reserve
+from actckpt._budget.offloading import solved
+from actckpt._budget.planned_model import facts_of
+from actckpt._budget.running import RECOMPUTE, device_of
+from actckpt._budget.simple import plain_plan
+from actckpt._cycles.cycle_model import CycleModel
+from actckpt._cycles.forward_settings import settings_per_forward
+from actckpt._cycles.inner_sizes import LargestCalls, is_larger, most_given, total_given
+from actckpt._cycles.settled_block import SettledBlock
+from actckpt._cycles.timeline import Call, Cycle
+from actckpt._cycles.trials import Trials, candidates_beside
+from actckpt.errors import PlanInfeasibleError
+from actckpt.planner.costs import CostTable
+from actckpt.planner.plans import Plan
+
+__all__ = ["BudgetConfig", "Kind"]
+
+#: Rounds of correction, and the share of the budget that may be left while values are dropped.
+_MOST_ROUNDS, _UNUSED = 3, 0.02
+#: Static bytes changed where they did by more than this share, and a budget of free memory, read every 16 cycles.
+_CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
+#: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered.
+_FIRST_EMPTY = 16
+#: So often a kind is measured.
+_MOST_MEASURED = 16
+#: So many cycles are metered until the plan stays although none was like the measured one, which is given this share.
+_MOST_METERED, _ALIKE = 16, 0.99
+
+Stage = Literal["measure", "fit", "try", "settled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """A plan that ran under a meter."""
+
+    plan: Plan
+    peak_bytes: float
+
+
+class Kind:
+    """Cycles that are alike.
+
+    Args:
+        others: returns all kinds of cycles of the model; an error names the smallest budget that all of them meet.
+
+    Attributes:
+        stage: what the next cycle is for.
+        plan: the one to stay with; None: not made yet.
+        left_bytes: what an earlier cycle of the step left behind, when that was last metered.
+        running_plan: that of the cycle, a candidate's in a trial; None: everything is recomputed.
+        refused: why it exceeds the budget, or why there is none; empty where it fits.
+    """
+
+    stage: Stage = "measure"
+    #: What it returns to where a measured cycle tells nothing new.
+    _stage_before: Stage = "measure"
+    plan: Plan | None = None
+    running_plan: Plan | None = None
+    refused = ""
+    is_measured_now = False
+    left_bytes = 0
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forwards: Mapping[str, CheckpointedForward],
+        config: BudgetConfig,
+        infeasible: Infeasible,
+        others: Callable[[], Iterable[Kind]],
+    ) -> None:
+        self._others = others
+        self._module, self._forwards, self._config = model, forwards, config
+        self._infeasible = infeasible
+        self._model: CycleModel | None = None
+        self._attempts: list[_Attempt] = []
+        self._trials: Trials | None = None
+        self._settings: list[Mapping[str, Settings]] = []
+        #: Shapes and flags of each forward, in the cycle that the plan was made for and in the one that is measured.
+        self._forward_keys: list[Any] = []
+        self._measured_keys: list[Any] = []
+        self._static_bytes = self._budget_bytes = 0.0
+        self._num_cycles = self._num_measured = 0
+        self._sizes = LargestCalls()
+        #: Cycles in a row that were to be measured, and in which no block ran with gradients.
+        self._num_empty = 0
+        #: Orders of forwards and backwards that were measured.
+        self._orders: set[tuple[tuple[int, int, bool], ...]] = set()
+        #: Whether the plan is that of the model as it is now.
+        self._is_solved = False
+        #: Whether cycles ran under a plan: after that no error is raised.
+        self._has_run = False
+        #: Why no plan fits by the corrected model.
+        self._told: PlanInfeasibleError | None = None
+
+    @property
+    def num_trials_left(self) -> int:
+        """How many more cycles may be trials."""
+        return 0 if self._trials is None else self._trials.num_cycles_left
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether smaller cycles may run its plan: one ran already, and it fits."""
+        return self._has_run and not self.refused
+
+    # What a cycle does.
+
+    def begin(self, static_bytes: float, *, is_smaller: bool = False) -> bool:
+        """A cycle begins; return whether it is metered.
+
+        Args:
+            static_bytes: what counts toward the budget and existed before.
+            is_smaller: it is of another kind, whose shapes are in no dimension larger.
+        Raises:
+            PlanInfeasibleError: no plan fits, and the user asked for this error.
+        """
+        self.is_measured_now = self.stage == "measure" and not is_smaller
+        if self.is_measured_now:
+            self._measured_keys, self.running_plan = [], None
+            if self._num_empty > _FIRST_EMPTY and self._num_empty % _CYCLES_PER_LOOK:
+                self._num_empty += 1
+                self.is_measured_now = False
+            return self.is_measured_now
+        if self.stage != "measure" and self._is_changed(static_bytes):
+            self._attempts, self._trials, self.stage, self._is_solved = [], None, "fit", False
+            self._static_bytes = static_bytes
+        self._num_cycles += 1
+        if self.stage == "fit" and not self._is_solved:
+            self._solve(static_bytes)
+        if is_smaller or (self._trials is None and self.running_plan is None):
+            assert self.plan is not None
+            self._run(self.plan)
+        if self._trials is None or is_smaller:
+            return self.stage == "fit" and not is_smaller
+        candidate = self._trials.next()
+        self._run(candidate.plan)
+        return not candidate.is_measured
+
+    def settings(self, number: int, key: Any) -> Mapping[str, Settings] | None:
+        """Return how blocks run in a forward of the cycle; None: they recompute everything.
+
+        Args:
+            number: of the forward in the cycle.
+            key: its shapes and flags.
+        """
+        if self.is_measured_now:
+            self._measured_keys.append(key)
+        if self.running_plan is None:
+            return dict.fromkeys(self._forwards, RECOMPUTE)
+        is_known = number < min(len(self._settings), len(self._forward_keys)) and self._forward_keys[number].holds(key)
+        return self._settings[number] if is_known else None
+
+    def end(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
+        """A cycle has ended."""
+        if self.is_measured_now:
+            self._measured(cycle, blocks)
+        elif cycle.is_void or self._model is None:
+            return
+        elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
+            self.measure_again()  # it ran what the plan does not know
+        elif self._trials is not None:
+            self._tried(cycle)
+        elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):
+            self._fit(cycle)
+
+    def knows_order(self, cycle: Cycle) -> bool:
+        """Return whether the forwards and backwards of a cycle ran in an order that was measured."""
+        return not cycle.num_backwards or tuple(cycle.order) in self._orders
+
+    def measure_again(self) -> bool:
+        """A plan did not know what ran; return whether the next cycle is measured."""
+        if self._num_measured >= _MOST_MEASURED:
+            return False
+        if self.stage != "measure":
+            self._stage_before, self.stage = self.stage, "measure"
+        return True
+
+    def given_bytes(self, number: int) -> dict[str, tuple[float, ...]]:
+        """Return per block the most bytes of each tensor that it was given in a forward of the measured cycle."""
+        given = {} if self._model is None else most_given(self._model.calls)
+        return {name: nbytes for (forward, name), nbytes in given.items() if forward == number}
+
+    def grew(self, call: Call) -> bool:
+        """A block was given more than that; return whether one of the next cycles is measured."""
+        return self._sizes.grew(call, is_measuring=self.stage == "measure") and self.measure_again()
+
+    def is_smaller(self, call: Call) -> bool:
+        """Return whether a block is given less than in the largest cycle: then a later cycle is measured."""
+        if not self._sizes.is_smaller(call, () if self._model is None else self._model.calls):
+            return False
+        self.is_measured_now = False
+        if self._sizes.is_given_up():
+            self.stage = self._stage_before
+        return True
+
+    # Stages.
+
+    def _measured(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
+        """Take over what a cycle was measured to need, unless it is less than what is known."""
+        self._num_measured += 1
+        self._num_empty = 0 if cycle.calls else self._num_empty + 1
+        if cycle.is_void or not cycle.calls or len(blocks) != len(cycle.calls) or not cycle.num_backwards:
+            self.stage = self._stage_before
+            return
+        is_new = tuple(cycle.order) not in self._orders
+        self._orders.add(tuple(cycle.order))
+        if self._model is not None and is_new and self._is_alike(cycle):
+            model = self._model
+            model.add(cycle, blocks)
+        else:
+            model = CycleModel(cycle, blocks)
+        before = () if self._model is None else self._model.calls
+        num_busy = 0 if self._model is None else self._model.num_busy
+        is_less = model.num_busy < num_busy or total_given(model.calls) < _ALIKE * total_given(before)
+        if self._model is not None and is_less and not is_larger(model.calls, before):
+            self.stage = self._stage_before
+            return
+        self._model, self._attempts, self._trials, self.plan = model, [], None, None
+        self.stage, self._num_cycles, self._static_bytes = "fit", 0, cycle.static_bytes
+        self._is_solved = False
+        self._sizes.measured()
+        self._forward_keys = self._measured_keys
+
+    def _is_alike(self, cycle: Cycle) -> bool:
+        """Return whether the same calls ran as in the measured cycle, and were given as much."""
+        assert self._model is not None
+        calls = self._model.calls
+        is_same = len(calls) == len(cycle.calls) and all(map(Call.is_same, calls, cycle.calls))
+        if cycle.meter is not None and cycle.idle_calls() != self._model.idle:
+            return False
+        return is_same and total_given(cycle.calls) >= _ALIKE * total_given(calls)
+
+    def _solve(self, static_bytes: float) -> None:
+        assert self._model is not None
+        self._static_bytes = static_bytes
+        costs = self._model.costs(static_bytes)
+        self._budget_bytes, self.refused = self._asked_bytes(costs), ""
+        self._told = None
+        try:
+            self.plan = self._planned(costs)
+        except PlanInfeasibleError as error:
+            self.plan = self._smallest(costs, error)
+        self._is_solved = True
+        self._run(self.plan)
+
+    def _smallest(self, costs: CostTable, error: PlanInfeasibleError) -> Plan:
+        """No plan fits: return the one that needs least, with a warning."""
+        assert self._model is not None
+        least, is_late = error.smallest_bytes, self._has_run
+        if least is None:
+            raise error
+        made = self._model.made_outside, self._module
+        smallest = min(with_reserve(least, self._static_bytes), plain_plan(costs).peak_bytes)
+        smallest = max(smallest, *(each.least_bytes() for each in self._others() if each is not self), 0.0)
+        told = infeasible_error(
+            error,
+            budget=self._config.text,
+            budget_bytes=self._budget_bytes,
+            smallest_bytes=math.ceil(smallest),
+            cause=". ".join(filter(None, (self._forwards_text(), advice(*made, self._forwards, least)))),
+        )
+        if self._attempts:  # what is observed of the smallest plan decides
+            self._told = told
+            return self._planned(costs, least)
+        self.refused, self.plan = str(told), None
+        if self._infeasible.raises(is_late=is_late, has_alternative=False):
+            raise told
+        self._infeasible.warn(told, is_late=is_late)
+        return self._planned(costs, least)
+
+    def _forwards_text(self) -> str:
+        num = len(self._forward_keys)
+        return f"{num} forwards of the model are part of the step before backward has ended" if num > 1 else ""
+
+    def least_bytes(self) -> float:
+        """Return the smallest budget for this kind where it exceeds the user's budget, else 0."""
+        if self._model is None:
+            return 0.0
+        costs = self._model.costs(self._static_bytes)
+        try:
+            self._planned(costs, self._asked_bytes(costs))
+        except PlanInfeasibleError as error:
+            least = error.smallest_bytes
+            return 0.0 if least is None else min(with_reserve(least, self._static_bytes), plain_plan(costs).peak_bytes)
+        return 0.0
+
+    def _asked_bytes(self, costs: CostTable) -> float:
+        assert self._model is not None
+        return self._config.budget_bytes(self._module, functools.partial(self._model.plain_bytes, costs))
+
+    def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
+        plan = solved(costs, self._budget_bytes if nbytes is None else nbytes, self._config.pins)
+        return self._placed(dataclasses.replace(plan, budget_bytes=self._budget_bytes))
+
+    def _placed(self, plan: Plan) -> Plan:
+        """Return a plan that knows where its values are in the model."""
+        assert self._model is not None
+        names = tuple(call.block for call in self._model.calls)
+        return dataclasses.replace(plan, blocks=names, places=self._model.places, model=facts_of(self._module, names))
+
+    def _fit(self, cycle: Cycle) -> None:
+        """A metered cycle under the plan has ended: correct the model and solve again, or stay."""
+        assert self._model is not None and self.plan is not None
+        self._attempts.append(_Attempt(self.plan, cycle.peak_bytes))
+        is_over = cycle.peak_bytes > self._budget_bytes
+        is_unused = cycle.peak_bytes < (1 - _UNUSED) * self._budget_bytes and self.plan.overhead_seconds > 0.0
+        if (is_over or is_unused) and len(self._attempts) <= _MOST_ROUNDS and self._solve_again(cycle):
+            return
+        fitting = [each for each in self._attempts if each.peak_bytes <= self._budget_bytes]
+        best = (
+            min(fitting, key=lambda each: each.plan.overhead_seconds)
+            if fitting
+            else min(self._attempts, key=lambda each: each.peak_bytes)
+        )
+        peak_bytes = best.peak_bytes
+        if self._model.num_orders > 1 or not self._is_alike(cycle):
+            peak_bytes = max(peak_bytes, best.plan.peak_bytes)
+        self.plan = dataclasses.replace(best.plan, peak_bytes=peak_bytes)
+        self._run(self.plan)
+        self.stage = "settled"
+        if not fitting and self._told is not None:
+            self.refused = str(self._told)
+            self._infeasible.warn(self._told, is_late=True)
+        self._begin_trials()
+
+    def _solve_again(self, cycle: Cycle) -> bool:
+        """Correct the model by a cycle; return whether that leads to another plan."""
+        from actckpt.planner.simulation import needs
+
+        assert self._model is not None and self.plan is not None
+        before, plan, budget_bytes = self._model.corrections(), self.plan, self._budget_bytes
+        self._model.observe(cycle, plan, needs(self._model.costs(cycle.static_bytes), plan))
+        try:
+            self._solve(cycle.static_bytes)
+            # That less was needed may be due to how blocks ran. Another way to run them must fit without it.
+            if self._model.modes(self.plan) != self._model.modes(plan) and self._model.drop_negative_corrections():
+                self._solve(cycle.static_bytes)
+        except PlanInfeasibleError:
+            self._model.restore(before)
+            self.plan, self._budget_bytes = plan, budget_bytes
+            return False
+        tried = [(each.plan.actions, each.plan.rerun) for each in self._attempts]
+        return self.plan is not None and (self.plan.actions, self.plan.rerun) not in tried
+
+    def _begin_trials(self) -> None:
+        plan = self.plan
+        assert plan is not None
+        if not self._config.race or self._config.pins or plan.overhead_seconds == 0.0:
+            return
+        candidates = candidates_beside(plan, self._budget_bytes, self._placed)
+        if sum(each.fits for each in candidates) > 1:
+            self._trials, self.stage = Trials(candidates, self._budget_bytes), "try"
+
+    def _tried(self, cycle: Cycle) -> None:
+        """A trial has ended."""
+        assert self._trials is not None
+        if cycle.meter is not None:
+            self._trials.note_peak(cycle.peak_bytes)
+        else:
+            self._trials.note_time(cycle.began, device_of(self._module))
+        if self._trials.is_over:
+            self.plan, self._trials, self.stage = self._trials.result(), None, "settled"
+            self._run(self.plan)
+
+    def _run(self, plan: Plan) -> None:
+        """Let the next cycles run a plan: each forward its part of it."""
+        assert self._model is not None and plan.blocks is not None and plan.places is not None
+        self._has_run = True
+        if plan is self.running_plan:
+            return
+        self.running_plan = plan
+        for forward in self._forwards.values():  # its first cycle is metered, so no trial is slower by that
+            forward.together.record_first_step(plan)
+        self._settings = settings_per_forward(
+            plan, self._model.calls, len(self._forward_keys), self._module, unknown=self._model.idle
+        )
+
+    def _is_changed(self, static_bytes: float) -> bool:
+        """Return whether what existed before the cycle, or the budget, is not what the plan was made for."""
+        if self.plan is None or self._model is None:
+            return False
+        if self._config.is_what_is_free and self.stage == "settled" and self._num_cycles % _CYCLES_PER_LOOK == 0:
+            more = self._asked_bytes(self.plan.costs) / self._budget_bytes - 1
+            if more < -_CHANGE_OF_BUDGET or (more > _CHANGE_OF_BUDGET and self.plan.overhead_seconds > 0.0):
+                return True
+        return abs(static_bytes - self._static_bytes) > _CHANGE * self._static_bytes

@@ -1,0 +1,63 @@
+"""What cycles leave behind for later cycles of a step: casts that autocast caches, outputs that the program holds."""
+
+from __future__ import annotations
+
+import torch
+
+from actckpt._budget.budget_config import BudgetConfig
+from actckpt._budget.running import device_of
+from actckpt._cycles.kinds import Kind
+from actckpt._cycles.meter import Meter
+from actckpt._cycles.timeline import Cycle
+
+__all__ = ["Leftovers"]
+
+#: Cycles that leave more than this share of their peak behind leave much.
+_MUCH = 0.01
+
+
+class Leftovers:
+    """Knows what is alive of what metered cycles counted.
+
+    Args:
+        model: whose cycles they are. A copy has no parameters yet when this is made.
+    """
+
+    def __init__(self, config: BudgetConfig, model: torch.nn.Module) -> None:
+        self._config, self._model = config, model
+        #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
+        self._meters: list[Meter] | None = None
+        self._last_peak_bytes = 0
+        self._is_much = False
+        #: Whether each cycle is metered, because a later cycle of its step must know what it leaves behind.
+        self._meters_all = False
+
+    def count(self) -> bool:
+        """Return whether what earlier micro-batches of a step made counts in later ones.
+
+        Gradients do where all memory counts. So do casts in the cache of autocast, and outputs that the program holds.
+        """
+        if self._meters:
+            left_bytes = sum(meter.left_bytes([]) for meter in self._meters)
+            self._is_much = self._is_much or left_bytes > _MUCH * self._last_peak_bytes
+        return self._config.is_total or torch.is_autocast_enabled(device_of(self._model).type) or self._is_much
+
+    def nbytes(self, kind: Kind | None, gradients: list[torch.Tensor], *, accumulates: bool) -> int:
+        """Return the bytes that count when a cycle of this kind begins, without those of the gradients."""
+        if kind is None or not (accumulates or self._config.is_total):
+            return 0
+        if self._meters is not None:
+            kind.left_bytes = sum(meter.left_bytes(gradients) for meter in self._meters)
+        return kind.left_bytes
+
+    def meters(self, is_metered: bool, *, accumulates: bool) -> bool:
+        """Return whether a cycle is metered, also where its kind does not ask for that."""
+        if accumulates:
+            self._meters_all = is_metered and self._meters is None
+        return is_metered or self._meters_all
+
+    def add(self, cycle: Cycle) -> None:
+        """A cycle has ended."""
+        meter, before = cycle.meter, self._meters or []
+        self._meters = None if meter is None else [each for each in (*before, meter) if each.left_bytes([])]
+        self._last_peak_bytes = cycle.peak_bytes

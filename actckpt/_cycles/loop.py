@@ -1,0 +1,399 @@
+"""The loop behind `apply(budget=...)`: measure a cycle, solve, run, correct, try candidates, stay.
+
+NOTE [ The loop ]
+
+1. A cycle begins at a forward of the model with gradients while no other one is alive, and ends when none is alive any
+   more. A forward is alive until a backward releases its graph, or the program drops it. Forwards without gradients
+   (evaluation, generation) are no part of a cycle.
+2. Cycles of one kind (shapes, dtypes, flags, mode, autocast, what is trained, whether earlier micro-batches count)
+   share a plan. The first cycle of a kind is *measured*: every block drops all that it can, is profiled, and a meter
+   notes the peak of each segment (`timeline`).
+3. The next cycle solves for the budget and runs the plan under a meter. The observed peaks correct the model. Where the
+   budget is exceeded, or more than 2 % of it are unused while values are dropped, the loop solves again, three times at
+   most. The fastest plan that fits stays (stage *fit*).
+4. Then candidate plans take turns (stage *try*), and the fastest one stays (stage *settled*).
+5. What a plan does not know is recomputed: block calls that did not run, or did nothing, in the measured cycle, and
+   calls that are larger than they were there. The kind is measured again then.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from actckpt import _C
+from actckpt._blocks.applied import CheckpointedForward, Settings
+from actckpt._blocks.outside import OutsideModules
+from actckpt._blocks.planned_size import PlannedSize, given_bytes
+from actckpt._blocks.reruns import checkpoint_around
+from actckpt._budget.alone import num_ranks
+from actckpt._budget.budget_config import BudgetConfig
+from actckpt._budget.infeasible import Infeasible
+from actckpt._budget.links import is_linked
+from actckpt._budget.running import RECOMPUTE, device_of, use_settings
+from actckpt._core import torch_private
+from actckpt._core.sites import warn_user
+from actckpt._core.storages import tensors_in
+from actckpt._cycles.cycle_keys import CycleKeys
+from actckpt._cycles.kinds import Kind
+from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
+from actckpt._cycles.leftovers import Leftovers
+from actckpt._cycles.meter import meter_of, sweep
+from actckpt._cycles.metered_calls import MeteredCalls
+from actckpt._cycles.timeline import Call, Cycle
+from actckpt._cycles.warnings import (
+    CHECKPOINTED,
+    COMPILED,
+    GROWS,
+    MANY_SIZES,
+    NO_OUTPUTS,
+    TWO_THREADS,
+    UNREAD,
+    warn_compiled,
+)
+from actckpt.errors import BlocksError
+from actckpt.planner.plans import Plan
+
+__all__ = ["BudgetLoop", "runs_loop"]
+
+#: So many forwards of one cycle may wait for a backward while others had theirs; then the oldest count as never read.
+_MOST_FORWARDS = 16
+#: So many forwards in a row without any backward trigger a warning.
+_MOST_UNREAD = 16
+
+
+def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
+    """Return whether the loop plans for a model: on a CPU that trains in one process and offloads nothing."""
+    device = device_of(model)
+    return device.type == "cpu" and not is_linked(device, config.pins) and num_ranks() == 1
+
+
+def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
+    if training is not None:  # else the block was copied without its model
+        training.ran_larger(name, given)
+
+
+class BudgetLoop:
+    """The blocks of a model under a budget (NOTE [ The loop ])."""
+
+    def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], config: BudgetConfig) -> None:
+        self._model, self._forwards, self._config = model, forwards, config
+        self._start()
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _start(self) -> None:
+        self._infeasible = Infeasible(self._config.on_infeasible)
+        self._kinds = KnownKinds(self._new_kind)
+        self._keys, self._leftovers = CycleKeys(self._model), Leftovers(self._config, self._model)
+        self._kind: Kind | None = None
+        self._key: CycleKey | None = None
+        #: Whether the cycle runs the plan of a larger one.
+        self._is_smaller = False
+        self._cycle: Cycle | None = None
+        #: Forwards of the cycle that are alive; `_epoch` tells those of cycles that were given up.
+        self._num_alive = self._epoch = 0
+        #: Per thread, forwards that have begun and not ended: the cycle of each, None where it is no part of one.
+        self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
+        self._calls = MeteredCalls(lambda: bool(self._running[threading.get_ident()]))
+        self._warned: set[str] = set()
+        self._outside: OutsideModules | None = None
+        self._num_unread = 0
+        #: How often each block was called.
+        self.num_calls = Counter[str]()
+        self._size: PlannedSize | None = None
+        self.num_forwards = 0
+        #: Whether a forward with gradients began.
+        self.is_called = False
+
+    def _new_kind(self) -> Kind:
+        return Kind(self._model, self._forwards, self._config, self._infeasible, self._kinds.all)
+
+    @property
+    def _device(self) -> torch.device:
+        return device_of(self._model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy measures anew: its parameters, and with them all that was measured, are others.
+        config = self._config.without_optimizers()
+        return {"_model": self._model, "_forwards": self._forwards, "_config": config, "_hooks": self._hooks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for forward in self._forwards.values():  # a copied block does not take this, and so the model, along
+            forward.together.training = self
+        self._start()
+
+    # What others ask.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the kind of cycle that ran last, None until it is made."""
+        return None if self._kind is None else self._kind.plan
+
+    @property
+    def running_plan(self) -> Plan | None:
+        """The plan of the cycle that runs."""
+        return None if self._kind is None else self._kind.running_plan
+
+    @property
+    def refused(self) -> str:
+        """Why the plan of the kind of cycle that ran last exceeds the budget, or why there is none; else empty."""
+        return "" if self._kind is None else self._kind.refused
+
+    @property
+    def race_steps_left(self) -> int:
+        """In how many more cycles of the kind that ran last candidates may be tried."""
+        return 0 if self._kind is None else self._kind.num_trials_left
+
+    @property
+    def model_name(self) -> str:
+        """The type of the model, for messages."""
+        return type(self._model).__name__
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a cycle of the kind that ran last was measured."""
+        return self._kind is not None and self._kind.stage != "measure"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the kind of cycle that ran last has its plan, and nothing more is tried."""
+        return self._kind is not None and self._kind.stage == "settled"
+
+    def ran_unplanned(self, name: str) -> bool:
+        """A block ran that the plan has nothing for; return whether the kind is measured again."""
+        if self._cycle is None or self._kind is None:
+            return False
+        self._cycle.is_void = True
+        return not self._config.pins and self._measure_again()  # pins name calls by their number
+
+    def _measure_again(self) -> bool:
+        """A plan did not know what ran; return whether a later cycle is measured."""
+        if self._is_smaller and self._key is not None:
+            self._kinds.separate(self._key)
+            return True
+        return self._kind is not None and self._kind.measure_again()
+
+    def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
+        """A block was given more bytes than when it was measured: from here on the forward recomputes everything."""
+        use_settings(self._forwards, {})
+        if self._cycle is not None and self._kind is not None:
+            self._cycle.is_void = True
+            if self._is_smaller:
+                self._measure_again()
+            elif not self._kind.grew(Call(name, self._cycle.num_forwards - 1, given)):
+                self._warn(GROWS)
+
+    def close(self) -> None:
+        """Watch the model no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._give_up_cycle()
+        sweep()
+
+    # Cycles.
+
+    def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+                warn_compiled()
+            return
+        first = next(iter(self._forwards.values()))
+        first.together.take_over_late(first)
+        running = self._running[threading.get_ident()]
+        self._forget_interrupted(running)
+        if running:  # the model calls itself
+            running.append(None)
+            return
+        running.append(None)
+        sweep()
+        if not torch.is_grad_enabled():
+            return
+        if torch_private.innermost_transform() is not None:  # tensors of torch.func have no bytes of their own
+            use_settings(self._forwards, {})
+            return
+        if checkpoint_around() is not None:
+            raise BlocksError(CHECKPOINTED)
+        self._check_unread()
+        self.is_called = True
+        cycle = self._cycle
+        if cycle is not None and cycle.thread != threading.get_ident():
+            if self._is_measuring():
+                raise BlocksError(TWO_THREADS)
+            cycle.is_void = True
+        if cycle is not None and cycle.num_forwards >= _MOST_FORWARDS and cycle.num_backwards:
+            self._give_up_cycle()
+        if self._cycle is None:
+            self._begin_cycle(args, kwargs)
+        self._begin_forward(self._keys.forward(args, kwargs))
+        running[-1] = self._cycle
+
+    def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        accumulates = self._keys.has_gradients() and self._leftovers.count()
+        key = self._key = CycleKey(accumulates, self._keys.forward(args, kwargs))
+        kind, self._is_smaller = self._kinds.find(key)
+        self._kind = kind
+        if kind is None:
+            self._warn(MANY_SIZES)
+        static_bytes, held = self._config.static(self._model, self._device)
+        static_bytes += self._leftovers.nbytes(kind, held, accumulates=accumulates)
+        # This raises where no plan fits and that was asked for.
+        is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)
+        is_metered = kind is not None and self._leftovers.meters(is_metered, accumulates=accumulates)
+        own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
+        meter = meter_of(self._device, held, parameters=own) if is_metered else None
+        self._cycle = Cycle(self._device, meter, static_bytes)
+        self._calls.begin(self._cycle, kind)
+        if self._is_measuring() and meter is not None and (storages := meter.storages()) is not None:
+            self._outside = OutsideModules(self._model, self._forwards, storages)
+        for forward in self._forwards.values():
+            forward.instead = None if meter is None else self._calls.call
+
+    def _begin_forward(self, key: ForwardKey) -> None:
+        cycle, kind = self._cycle, self._kind
+        assert cycle is not None
+        number = cycle.forward_begins()
+        self.num_forwards += 1
+        self._num_alive += 1
+        settings: Mapping[str, Settings] | None = None if kind is None else kind.settings(number, key)
+        if settings is None:
+            if not self._config.pins:
+                self._measure_again()
+            use_settings(self._forwards, dict.fromkeys(self._forwards, RECOMPUTE))
+            cycle.is_void = cycle.is_void or not self._is_measuring()
+        else:
+            use_settings(self._forwards, settings)
+            self._watch_sizes(number)
+
+    def _watch_sizes(self, number: int) -> None:
+        """Compare what blocks are given in a forward that runs a plan with what they were given when measured."""
+        if self._kind is None or self._is_measuring():
+            return
+        self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger, is_for_one=False)
+        for forward in self._forwards.values():
+            forward.planned_size = self._size
+
+    def _is_measuring(self) -> bool:
+        return self._cycle is not None and self._kind is not None and self._kind.is_measured_now
+
+    def _end(self, _: torch.nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        running = self._running[threading.get_ident()]
+        cycle = running.pop() if running else None  # none where a hook that runs earlier failed
+        if self._size is not None and not running:  # blocks may run outside of their model
+            self._size.close()
+            self._size = None
+        if cycle is None or cycle is not self._cycle:
+            return
+        cycle.note("forward")
+        self._calls.note_casts(cycle)
+        if cycle.meter is not None and self._is_measuring() and cycle.num_forwards == 1:
+            self._end_outside(cycle)
+        outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
+        if outputs:
+            self._follow(outputs)
+            return
+        cycle.is_void = True
+        if cycle.calls and self._is_measuring() and sys.exc_info()[0] is None and self._are_trained():
+            self._warn(NO_OUTPUTS)
+        self._gone(self._epoch)
+
+    def _are_trained(self) -> bool:
+        return any(block.costs.values and block.costs.values[0].nbytes for block in self._calls.profiled)
+
+    def _follow(self, outputs: list[torch.Tensor]) -> None:
+        """See when the graph of a forward is gone: released by a backward, or dropped."""
+        epoch, is_over, is_read = self._epoch, False, False
+        cycle = self._cycle
+        assert cycle is not None
+        number = cycle.num_forwards - 1
+
+        def gone() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self._num_unread = 0 if is_read else self._num_unread + 1
+                self._gone(epoch)
+
+        def reached(_: torch.Tensor) -> None:
+            nonlocal is_read
+            is_read = True
+            retains_graph = torch_private.keeps_graph()
+            cycle.backward_reaches(number, torch_private.current_graph_task_id(), retains_graph=retains_graph)
+            self._calls.settle(cycle)
+            if not retains_graph:
+                _C.when_backward_ends(gone)
+
+        dropped = weakref.finalize(reached, gone)
+        dropped.atexit = False
+        for output in outputs:
+            output.register_hook(reached)
+
+    def _gone(self, epoch: int) -> None:
+        """A forward of the cycle is not alive any more."""
+        if epoch != self._epoch or self._cycle is None:
+            return
+        self._num_alive -= 1
+        if self._num_alive == 0:
+            cycle = self._cycle
+            self.num_calls.update(call.block for call in cycle.calls)
+            if not cycle.calls and cycle.num_backwards and not cycle.is_void and self._is_measuring():
+                self._warn(COMPILED)
+            self._close_cycle()
+            if self._kind is not None and not self._is_smaller:
+                self._kind.end(cycle, self._calls.settled)
+            elif self._kind is not None and not cycle.is_void and not self._kind.knows_order(cycle):
+                self._measure_again()
+            self._calls.begin()
+
+    def _give_up_cycle(self) -> None:
+        """Forget the cycle: its forwards were interrupted, or are never read."""
+        self._close_cycle()
+        self._calls.begin()
+
+    def _end_outside(self, cycle: Cycle) -> None:
+        """Note what modules outside of the blocks hold, and watch them no more."""
+        if self._outside is not None:
+            cycle.made_outside = self._outside.made()
+            self._outside.close()
+            self._outside = None
+
+    def _close_cycle(self) -> None:
+        cycle, self._cycle = self._cycle, None
+        if cycle is not None:
+            self._end_outside(cycle)
+        self._epoch += 1
+        self._num_alive = 0
+        if cycle is not None:
+            cycle.end()
+            self._leftovers.add(cycle)
+            for forward in self._forwards.values():
+                forward.instead = None
+            if torch_private.current_graph_task_id() == -1:
+                sweep()
+
+    def _forget_interrupted(self, running: list[Cycle | None]) -> None:
+        """Forget forwards of this thread that were interrupted: no hook ran at their end."""
+        num_outer = max(torch_private.num_calls(self._model) - 1, 0) if running else 0
+        if any(cycle is not None and cycle is self._cycle for cycle in running[num_outer:]):
+            self._give_up_cycle()
+        del running[num_outer:]
+
+    def _check_unread(self) -> None:
+        if self._num_unread >= _MOST_UNREAD:
+            self._warn(UNREAD.format(_MOST_UNREAD, self.model_name))
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warn_user(text.format(self.model_name))

@@ -1,0 +1,116 @@
+"""The block calls of a metered cycle: each notes its events, and is profiled where the cycle is measured."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from actckpt import _C
+from actckpt._blocks.applied import CheckpointedForward
+from actckpt._blocks.arguments import first_tensor
+from actckpt._blocks.planned_size import given_bytes
+from actckpt._budget.profiled_block import ProfiledBlock
+from actckpt._budget.profiling import Profiler
+from actckpt._core import torch_private
+from actckpt._core.storages import tensors_in
+from actckpt._cycles.kinds import Kind
+from actckpt._cycles.settled_block import SettledBlock, settled
+from actckpt._cycles.timeline import Call, Cycle
+
+__all__ = ["MeteredCalls"]
+
+
+class MeteredCalls:
+    """Takes the calls of blocks in metered cycles of one model.
+
+    Args:
+        is_inside: whether a forward of the model runs in this thread.
+    """
+
+    def __init__(self, is_inside: Callable[[], bool]) -> None:
+        self._is_inside = is_inside
+        self._profiler = Profiler(offloads=False, step=self._unmuted)
+        self._cycle: Cycle | None = None
+        self._kind: Kind | None = None
+        #: Of the cycle that is measured: as they were profiled, and as the first backward found them.
+        self.profiled: list[ProfiledBlock] = []
+        self.settled: list[SettledBlock] = []
+
+    def begin(self, cycle: Cycle | None = None, kind: Kind | None = None) -> None:
+        """A cycle begins; None: it is over."""
+        self._cycle, self._kind = cycle, kind
+        self.profiled, self.settled = [], []
+
+    def _is_measuring(self) -> bool:
+        return self._kind is not None and self._kind.is_measured_now
+
+    def call(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any], record: Any) -> Any:
+        """Run a block, with an event at its begin and its end, and at those of its backward."""
+        cycle = self._cycle
+        is_other = cycle is not None and cycle.thread != threading.get_ident()
+        # A reentrant backward runs blocks again, outside of any forward of the model.
+        if cycle is None or not torch.is_grad_enabled() or not (is_other or self._is_inside()):
+            return forward.run_as_set(args, kwargs, record)
+        if is_other:
+            cycle.is_void = True
+            return forward.run_as_set(args, kwargs, record)
+        number = self._begin_call(cycle, forward, args, kwargs)
+        try:
+            if self._is_measuring():
+                result = self._profile(forward, args, kwargs)
+            else:
+                result = forward.run_as_set(args, kwargs, record)
+        except BaseException:  # no hook runs at the end of a forward that is interrupted
+            cycle.is_void = True
+            raise
+        cycle.note("forward ends", number)
+        self.note_casts(cycle)
+        output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)
+        if output is not None:
+            output.register_hook(lambda _: self._backward_begins(cycle, number))
+        return result
+
+    def _begin_call(
+        self, cycle: Cycle, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> int:
+        number = len(cycle.calls)
+        call = Call(forward.name, cycle.num_forwards - 1, given_bytes((args, kwargs)))
+        cycle.calls.append(call)
+        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(call):
+            cycle.is_void = True
+        source = first_tensor((args, kwargs))
+        if source is not None and source.requires_grad:
+            source.register_hook(lambda _: cycle.note("backward ends", number))
+        cycle.note("forward begins", number)
+        return number
+
+    def _profile(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._cycle is not None and self._cycle.meter is not None
+        with self._cycle.meter.muted():
+            result, block = self._profiler.call(forward.name, forward.block, forward.original(), args, kwargs)
+        self.profiled.append(block)
+        return result
+
+    def _unmuted(self) -> Any:
+        assert self._cycle is not None and self._cycle.meter is not None
+        return self._cycle.meter.unmuted()
+
+    def note_casts(self, cycle: Cycle) -> None:
+        """Note how many bytes of casts autocast holds."""
+        casts = {id(cast.storage): cast for block in self.profiled for cast in block.casts}
+        if casts and cycle.events:
+            alive = sum(cast.nbytes for cast in casts.values() if cast.storage() is not None)
+            cycle.cached_bytes[len(cycle.events) - 1] = alive
+
+    def _backward_begins(self, cycle: Cycle, number: int) -> None:
+        self.settle(cycle)
+        cycle.note("backward begins", number, retains_graph=torch_private.keeps_graph())
+        _C.when_backward_ends(lambda: cycle.note("backward"))
+
+    def settle(self, cycle: Cycle) -> None:
+        """A backward reaches outputs: see what is alive of that which profiled blocks dropped."""
+        if cycle is self._cycle and len(self.settled) < len(self.profiled):
+            self.settled += settled(self.profiled[len(self.settled) :])

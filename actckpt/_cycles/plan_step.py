@@ -1,0 +1,90 @@
+"""`actckpt.plan`: the loop of `apply(budget=...)`, driven by calling a step instead of by training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+
+from actckpt._blocks.applied import forwards_in, patch, unpatch
+from actckpt._budget.budget_config import BudgetConfig
+from actckpt._budget.links import flush
+from actckpt._budget.not_run import why_not_run
+from actckpt._budget.running import RECOMPUTE, device_of
+from actckpt._core.steps import Step
+from actckpt._core.training_state import TrainingState
+from actckpt._cycles.loop import BudgetLoop
+from actckpt.errors import BlocksError
+from actckpt.planner.plans import Plan
+from actckpt.statistics import uncounted
+
+__all__ = ["planned"]
+
+#: More steps than the loop takes with all of its candidates.
+_MOST_STEPS = 200
+
+
+@uncounted()
+def planned(
+    step: Callable[[], object], model: torch.nn.Module, blocks: dict[str, torch.nn.Module], config: BudgetConfig
+) -> Plan:
+    """Return the fastest plan that fits. Errors are those of `actckpt.plan`."""
+    checked = Step(step, "plan", model)
+    state = TrainingState(model, config.optimizers)
+    patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
+    forwards = forwards_in(blocks)
+    for forward in forwards.values():  # an error tells of blocks that do not run
+        forward.together.is_checked = True
+    loop = BudgetLoop(model, forwards, dataclasses.replace(config, on_infeasible="raise"))
+    try:
+        with _explained(checked, model, blocks, state):
+            with state.checked("plan"):
+                checked()
+            _check_step(loop, tuple(blocks))
+        for _ in range(_MOST_STEPS):
+            if loop.is_settled:
+                break
+            state.put_back()
+            checked()
+    finally:
+        loop.close()
+        unpatch(blocks)
+        state.put_back()
+        flush(device_of(model))
+    plan = loop.plan
+    assert plan is not None
+    return plan
+
+
+@contextlib.contextmanager
+def _explained(
+    step: Step, model: torch.nn.Module, blocks: dict[str, torch.nn.Module], state: TrainingState
+) -> Iterator[None]:
+    """Say of an error about blocks why they did not run; of one about backward, what is known of it."""
+    try:
+        yield
+    except BlocksError as error:
+        unpatch(blocks)
+        found = why_not_run(step, model, blocks, state)
+        patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
+        raise BlocksError(f"plan: {found}" if found else f"{error}{step.hint()}") from None
+
+
+def _check_step(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
+    """Raise where the one step that ran cannot be planned.
+
+    Raises:
+        BlocksError: a block did not run, or ran in several forwards of the model, or backward did not reach it.
+    """
+    for name in blocks:
+        num_calls = loop.num_calls[name]
+        if not num_calls or (num_calls > 1 and loop.num_forwards != 1):
+            raise BlocksError(
+                f"plan: block {name!r} ran {num_calls} times in the step, and the model was called "
+                f"{loop.num_forwards} times, expected once. Pass a step with one forward of the model, or other "
+                "blocks=."
+            )
+    if not loop.is_measured:
+        raise BlocksError(f"plan: backward did not run through block {blocks[0]!r}. Pass a step with its backward.")

@@ -1,0 +1,93 @@
+"""Block calls of a measured cycle, with what is alive of them when backward reaches the first block."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+from actckpt._budget.block_bytes import BlockPeaks
+from actckpt._budget.profiled_block import ProfiledBlock
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
+
+__all__ = ["SettledBlock", "settled"]
+
+#: The input of a block as replays need it, where a rerun holds more arguments than that.
+_REPLAY_INPUT = "(input of replays)"
+
+
+@dataclasses.dataclass(frozen=True)
+class SettledBlock:
+    """One block call. Its costs count bytes beyond those of a call that drops all that it can.
+
+    Args:
+        always_kept_bytes: what the metered call kept for its backward, since nothing computes it again.
+        droppable_input_bytes: of its input, where only replays and reruns hold that.
+    """
+
+    name: str
+    costs: BlockClass
+    places: dict[str, str]
+    peaks: BlockPeaks
+    always_kept_bytes: float
+    droppable_input_bytes: float
+
+
+def settled(blocks: Sequence[ProfiledBlock]) -> list[SettledBlock]:
+    """Return profiled calls as a backward finds them that reaches outputs for the first time.
+
+    What is alive then although the call dropped it (a result that the next block holds, a cast in the cache of
+    autocast) is free to keep. An argument that is not alive is held by a rerun alone.
+    """
+    # A storage has one weak reference while that lives.
+    num_given = Counter(id(storage) for block in blocks for storage, _ in block.arguments)
+    needed = {id(storage) for block in blocks for storage in block.returned.values()}
+    made_by_blocks = {id(storage) for block in blocks for storage in block.results} - needed
+    may_drop = {key for key in made_by_blocks if num_given[key] == 1}
+    return [_settled(block, may_drop_input=id(block.input) in may_drop) for block in blocks]
+
+
+def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
+    block = block.with_casts(tuple(cast for cast in block.casts if cast.storage() is not None)).without_replaced()
+    assert block.peaks is not None
+    alive = {name for name, storage in block.made.items() if storage() is not None}
+    results = set(map(id, block.results))
+    returned = {name for name, storage in block.made.items() if id(storage) in results}
+    always_kept = [
+        value.nbytes
+        for value in block.costs.values
+        if value.name in alive and not value.replayable and value.name not in returned
+    ]
+    given, *values = block.costs.values
+    assert given.name == BLOCK_INPUT
+    is_held = block.input is not None and block.input() is not None  # not where replays begin with what is kept
+    droppable = given.nbytes if may_drop_input and is_held and not given.needed else 0.0
+    # The input of a block in which nothing is trained has no bytes: nothing runs it again.
+    rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if given.nbytes else 0
+    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=False)
+
+    def counted(value: Value) -> Value:
+        # What backward does not read is not free to keep: the recorder may keep a result in place of its inputs.
+        is_free = value.name in alive and ((value.replayable and value.needed) or value.name in returned)
+        nbytes = 0.0 if is_free else value.nbytes
+        return dataclasses.replace(value, nbytes=nbytes, offloadable=False, next_input=False)
+
+    values = [counted(value) for value in values]
+    if rerun_held:  # replays need the input alone, reruns all arguments
+        values = [_reading(value, _REPLAY_INPUT) for value in values]
+        values.insert(0, Value(_REPLAY_INPUT, droppable, needed=False, offloadable=False, replayable=False))
+    costs = dataclasses.replace(
+        block.costs,
+        values=(given, *values),
+        working_set_bytes=0.0,
+        recompute_bytes=0.0,
+        rerun_bytes=0.0,
+        input_bytes=float(block.input_bytes),
+    )
+    return SettledBlock(block.name, costs, block.places, block.peaks, sum(always_kept), droppable)
+
+
+def _reading(value: Value, name: str) -> Value:
+    """Return a value that is computed from another input of the block."""
+    inputs = tuple(name if each == BLOCK_INPUT else each for each in value.inputs)
+    return dataclasses.replace(value, inputs=inputs)

@@ -1,0 +1,142 @@
+"""Trials: training cycles that run candidate plans in turn, until one is known to be the fastest.
+
+All plans give the same bits, so trials are training steps like any other. They run in rounds, one cycle of each
+candidate per round. A candidate leaves when it is slower than the best one by more than the spread of the paired
+differences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from actckpt._budget.simple import simple_plans
+from actckpt._core import devices
+from actckpt._core.devices import Moment
+from actckpt.planner.plans import Plan, Raced
+
+__all__ = ["Candidate", "Trials", "candidates_beside"]
+
+#: Rounds until a candidate may leave, and until the fastest one of those left is taken.
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12
+#: After the first round, a candidate this much slower leaves at once.
+_MUCH_SLOWER = 1.5
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A plan to try.
+
+    Args:
+        name: for people.
+        peak_bytes: as it was predicted, or measured once it ran under a meter.
+    """
+
+    name: str
+    plan: Plan
+    peak_bytes: float
+    #: Whether its peak has been measured.
+    is_measured: bool = False
+    fits: bool = True
+    cycles: list[tuple[Moment, Moment]] = dataclasses.field(default_factory=list)
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of its cycles so far."""
+        return [devices.seconds_between(*cycle) for cycle in self.cycles]
+
+
+def candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan]) -> list[Candidate]:
+    """Return a plan that was measured, and simple choices.
+
+    Args:
+        placed: returns a plan that knows where its values are in the model.
+    """
+    found = [Candidate("plan", plan, plan.peak_bytes, is_measured=True)]
+    for name, other in simple_plans(plan.costs):
+        if not any(other.actions == each.plan.actions and other.rerun == each.plan.rerun for each in found):
+            of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
+            found.append(Candidate(name, of_budget, other.peak_bytes, fits=other.peak_bytes <= budget_bytes))
+    return found
+
+
+class Trials:
+    """Candidates and their cycles.
+
+    Args:
+        candidates: the solver's plan first, whose peak is known. Those that are not predicted to fit are only listed.
+        budget_bytes: what a candidate's measured peak must not exceed.
+    """
+
+    def __init__(self, candidates: list[Candidate], budget_bytes: float) -> None:
+        self._all, self._budget_bytes = candidates, budget_bytes
+        self._left = [each for each in candidates if each.fits]
+        self._running = candidates[0]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether one candidate is left, and its cycles are timed."""
+        return len(self._left) == 1
+
+    @property
+    def num_cycles_left(self) -> int:
+        """How many more cycles may be trials."""
+        return 0 if self.is_over else sum(_MOST_ROUNDS - len(each.cycles) for each in self._left)
+
+    @property
+    def running(self) -> Candidate:
+        """The candidate that runs in this cycle."""
+        return self._running
+
+    def next(self) -> Candidate:
+        """Return the candidate for the next cycle: one that is not measured yet, else the one with fewest cycles."""
+        unmeasured = [each for each in self._left if not each.is_measured]
+        self._running = unmeasured[0] if unmeasured else min(self._left, key=lambda each: len(each.cycles))
+        return self._running
+
+    def note_peak(self, peak_bytes: float) -> None:
+        """A metered cycle of the candidate has ended; it is not timed."""
+        self._running.is_measured, self._running.peak_bytes = True, peak_bytes
+        if peak_bytes > self._budget_bytes and self._running is not self._all[0]:
+            self._running.fits = False
+            self._left.remove(self._running)
+
+    def note_time(self, began: Moment, device: torch.device) -> None:
+        """A cycle of the candidate has ended without a meter."""
+        self._running.cycles.append((began, devices.moment(device)))
+        if len({len(each.cycles) for each in self._left}) == 1 and self._have_passed():
+            self._drop_slower()
+
+    def _have_passed(self) -> bool:
+        return all(devices.has_passed(end) for each in self._left for _, end in each.cycles)
+
+    def _drop_slower(self) -> None:
+        times = {id(each): each.seconds() for each in self._left}
+        num_rounds = len(self._left[0].cycles)
+        best = min(self._left, key=lambda each: statistics.median(times[id(each)]))
+        reference = times[id(best)]
+
+        def is_slower(seconds: list[float]) -> bool:
+            ratios = [mine / other - 1 for mine, other in zip(seconds, reference, strict=True)]
+            if num_rounds < _FEWEST_ROUNDS:
+                return min(seconds) > _MUCH_SLOWER * min(reference)
+            spread = 2 * statistics.stdev(ratios) / math.sqrt(num_rounds)
+            return statistics.mean(ratios) - spread > 0 or num_rounds >= _MOST_ROUNDS
+
+        self._left = [each for each in self._left if each is best or not is_slower(times[id(each)])]
+
+    def result(self) -> Plan:
+        """Return the fastest plan, with what was measured of all of them."""
+        (best,) = self._left
+        reference = statistics.median(self._all[0].seconds())
+        rows = tuple(self._row(each, reference) for each in self._all)
+        return dataclasses.replace(best.plan, peak_bytes=best.peak_bytes, race=rows, chosen=best.name)
+
+    @staticmethod
+    def _row(candidate: Candidate, reference_s: float) -> Raced:
+        seconds = statistics.median(candidate.seconds()) if candidate.cycles else None
+        ratio = None if seconds is None else seconds / reference_s
+        return Raced(candidate.name, candidate.peak_bytes, candidate.fits, seconds, ratio)
