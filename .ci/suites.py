@@ -56,7 +56,7 @@ class Result(NamedTuple):
 STAGES = (
     (Suite("build", 2, "make build"),),
     (
-        Suite("device", 4, "make device WORKERS=0"),
+        Suite("device", 6, "make device WORKERS=0"),
         Suite("lint and types", 1, "make lint types"),
         Suite("package", 1, ".venv/bin/python scripts/package_check"),
         Suite("sanitizers", 3, "make sanitize"),
@@ -65,7 +65,7 @@ STAGES = (
         Suite("newest torch", 3, "make newest"),
     ),
     (Suite("distributed", 3, "make distributed"),),
-    (Suite("tests", 7, "make cpu"),),
+    (Suite("tests", 14, "make cpu"),),
 )
 
 

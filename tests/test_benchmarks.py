@@ -35,7 +35,8 @@ def test_backward_needs_less_than_with_torchs_selective_checkpoint_in_both_order
 @pytest.mark.parametrize("order", ["path by path", "layer by layer"])
 def test_backward_needs_five_matrices_at_most_in_both_orders(memory_order: dict[str, Any], order: str) -> None:
     program, method = memory_order["ORDERS"][order], memory_order["METHODS"]["actckpt, keep mm"]
-    figures = memory_order["measure"](program, method, size=_SIZE, num_paths=_PATHS)
+    for _ in range(2):  # the first run is audited, which takes some bytes
+        figures = memory_order["measure"](program, method, size=_SIZE, num_paths=_PATHS)
     assert figures.extra_bytes <= 5 * _MATRIX_BYTES
 
 

@@ -198,9 +198,11 @@ class BudgetLoop:
 
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 warn_compiled()
             return
+        first = next(iter(self._forwards.values()))
+        first.together.take_over_late(first)
         running = self._running[threading.get_ident()]
         self._forget_interrupted(running)
         if running:  # the model calls itself
