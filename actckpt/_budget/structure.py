@@ -14,7 +14,7 @@ Rule 3. A value that was dropped and lives on is held by the recorder, which beg
         nothing, nor does a rerun of the block: its bytes are added to those of the block's input, which always
         stay, and to keep it as well costs nothing. (What backward does not need is not known to the recorder as held:
         keeping it would cost its bytes.) Casts of parameters that autocast caches live until the program leaves that,
-        whatever is kept: they have no bytes, and count otherwise (NOTE [ Casts in the cache ]).
+        whatever is kept: they have no bytes, and the meter counts them.
 Rule 4. What has enough bytes may be offloaded where there is a store (NOTE [ Measuring links ]), unless only replays
         read it. The recorded call moves its inputs, so that it shows which of them something else holds as well:
         moving those frees nothing (`ProfiledBlock.with_input_kept`).
