@@ -130,6 +130,15 @@ def test_pins_are_respected_and_the_rest_is_still_the_best(table: Table, budget:
     assert step.fits and step.overhead_seconds == pytest.approx(plan.overhead_seconds, abs=1e-9)
 
 
+def test_a_block_runs_again_where_only_offloading_needs_recording() -> None:
+    """A rerun takes less time than recording does, although nothing of the block can be dropped."""
+    table = brute_force.random_table(3156)
+    pins: dict[Any, str] = {(0, "x0"): "keep", (0, "v1"): "offload"}
+    pins |= {(1, "v1"): "keep", (1, "v2"): "keep", (2, "v1"): "keep"}
+    best = brute_force.best_overhead(table, 34, {key: action[0] for key, action in pins.items()})
+    assert _overhead(table, 34, pins=pins) == pytest.approx(best, abs=_CLOSE)
+
+
 @_quick
 @given(_tables, _budgets, st.integers(0, 1000))
 def test_no_random_plan_that_fits_is_faster(table: Table, budget: int, number: int) -> None:
