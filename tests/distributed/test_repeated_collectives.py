@@ -368,7 +368,7 @@ def test_a_rank_that_repeats_none_is_waited_for_as_long_as_the_group_says(rank: 
     kind, text, seconds = found[1 - rank]
     assert kind == "RanksDifferError" and seconds < _AT_ONCE_S
     assert f"Rank {rank} did not come to that point within 2 s" in text
-    assert found[rank][0] and found[rank][2] < _AT_ONCE_S  # its collectives in backward find nobody either
+    assert found[rank][0] and found[rank][2] < _AT_ONCE_S  # its own collectives in backward time out
 
 
 def _later_steps() -> tuple[int, int]:
