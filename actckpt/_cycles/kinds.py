@@ -12,16 +12,15 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import advice
+from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
-from actckpt._budget.infeasible import Infeasible, infeasible_error, with_reserve
-from actckpt._budget.offloading import solved
-from actckpt._budget.planned_model import facts_of
+from actckpt._budget.infeasible import Infeasible, infeasible_error
 from actckpt._budget.running import RECOMPUTE, device_of
-from actckpt._budget.simple import plain_plan
-from actckpt._cycles.cycle_model import CycleModel
+from actckpt._cycles.cycle_model import KEPT, CycleModel
 from actckpt._cycles.forward_settings import settings_per_forward
 from actckpt._cycles.inner_sizes import LargestCalls, is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
+from actckpt._cycles.solving import Solving, smallest_budget
 from actckpt._cycles.timeline import Call, Cycle
 from actckpt._cycles.trials import Trials, candidates_beside
 from actckpt.errors import PlanInfeasibleError
@@ -85,6 +84,7 @@ class Kind:
     ) -> None:
         self._others = others
         self._module, self._forwards, self._config = model, forwards, config
+        self._solving = Solving(model, config)
         self._infeasible = infeasible
         self._model: CycleModel | None = None
         self._attempts: list[_Attempt] = []
@@ -94,7 +94,7 @@ class Kind:
         self._forward_keys: list[Any] = []
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
-        self._num_cycles = self._num_measured = 0
+        self._num_cycles = self._num_measured = self._num_exceeded = 0
         self._sizes = LargestCalls()
         #: Cycles in a row that were to be measured, and in which no block ran with gradients.
         self._num_empty = 0
@@ -172,6 +172,9 @@ class Kind:
             return
         elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
             self.measure_again()  # it ran what the plan does not know
+        elif self.stage == "settled" and cycle.risen_bytes > self._budget_bytes and self._num_exceeded < _MOST_MEASURED:
+            self.stage, self._attempts = "fit", []
+            self._num_exceeded += 1
         elif self._trials is not None:
             self._tried(cycle)
         elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):
@@ -247,8 +250,8 @@ class Kind:
     def _solve(self, static_bytes: float) -> None:
         assert self._model is not None
         self._static_bytes = static_bytes
-        costs = self._model.costs(static_bytes)
-        self._budget_bytes, self.refused = self._asked_bytes(costs), ""
+        costs = self._solving.costs(self._model, static_bytes)
+        self._budget_bytes, self.refused = self._solving.budget_bytes(self._model, costs), ""
         self._told = None
         try:
             self.plan = self._planned(costs)
@@ -264,7 +267,7 @@ class Kind:
         if least is None:
             raise error
         made = self._model.made_outside, self._module
-        smallest = min(with_reserve(least, self._static_bytes), plain_plan(costs).peak_bytes)
+        smallest = smallest_budget(costs, least, self._static_bytes)
         smallest = max(smallest, *(each.least_bytes() for each in self._others() if each is not self), 0.0)
         told = infeasible_error(
             error,
@@ -288,29 +291,11 @@ class Kind:
 
     def least_bytes(self) -> float:
         """Return the smallest budget for this kind where it exceeds the user's budget, else 0."""
-        if self._model is None:
-            return 0.0
-        costs = self._model.costs(self._static_bytes)
-        try:
-            self._planned(costs, self._asked_bytes(costs))
-        except PlanInfeasibleError as error:
-            least = error.smallest_bytes
-            return 0.0 if least is None else min(with_reserve(least, self._static_bytes), plain_plan(costs).peak_bytes)
-        return 0.0
+        return 0.0 if self._model is None else self._solving.least_bytes(self._model, self._static_bytes)
 
-    def _asked_bytes(self, costs: CostTable) -> float:
+    def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
         assert self._model is not None
-        return self._config.budget_bytes(self._module, functools.partial(self._model.plain_bytes, costs))
-
-    def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
-        plan = solved(costs, self._budget_bytes if nbytes is None else nbytes, self._config.pins)
-        return self._placed(dataclasses.replace(plan, budget_bytes=self._budget_bytes))
-
-    def _placed(self, plan: Plan) -> Plan:
-        """Return a plan that knows where its values are in the model."""
-        assert self._model is not None
-        names = tuple(call.block for call in self._model.calls)
-        return dataclasses.replace(plan, blocks=names, places=self._model.places, model=facts_of(self._module, names))
+        return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:
         """A metered cycle under the plan has ended: correct the model and solve again, or stay."""
@@ -343,7 +328,7 @@ class Kind:
 
         assert self._model is not None and self.plan is not None
         before, plan, budget_bytes = self._model.corrections(), self.plan, self._budget_bytes
-        self._model.observe(cycle, plan, needs(self._model.costs(cycle.static_bytes), plan))
+        self._model.observe(cycle, plan, needs(self._solving.costs(self._model, cycle.static_bytes), plan))
         try:
             self._solve(cycle.static_bytes)
             # That less was needed may be due to how blocks ran. Another way to run them must fit without it.
@@ -358,10 +343,12 @@ class Kind:
 
     def _begin_trials(self) -> None:
         plan = self.plan
-        assert plan is not None
-        if not self._config.race or self._config.pins or plan.overhead_seconds == 0.0:
+        assert plan is not None and self._model is not None
+        is_one_of_many = num_ranks() > 1  # trials would have to take turns on all ranks alike
+        acts = any(mode != KEPT for mode in self._model.modes(plan))
+        if not self._config.race or self._config.pins or is_one_of_many or not acts:
             return
-        candidates = candidates_beside(plan, self._budget_bytes, self._placed)
+        candidates = candidates_beside(plan, self._budget_bytes, functools.partial(self._solving.placed, self._model))
         if sum(each.fits for each in candidates) > 1:
             self._trials, self.stage = Trials(candidates, self._budget_bytes), "try"
 
@@ -394,7 +381,7 @@ class Kind:
         if self.plan is None or self._model is None:
             return False
         if self._config.is_what_is_free and self.stage == "settled" and self._num_cycles % _CYCLES_PER_LOOK == 0:
-            more = self._asked_bytes(self.plan.costs) / self._budget_bytes - 1
+            more = self._solving.budget_bytes(self._model, self.plan.costs) / self._budget_bytes - 1
             if more < -_CHANGE_OF_BUDGET or (more > _CHANGE_OF_BUDGET and self.plan.overhead_seconds > 0.0):
                 return True
         return abs(static_bytes - self._static_bytes) > _CHANGE * self._static_bytes

@@ -18,6 +18,7 @@ NOTE [ The loop ]
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import weakref
@@ -32,19 +33,18 @@ from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import OutsideModules
 from actckpt._blocks.planned_size import PlannedSize, given_bytes
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
-from actckpt._budget.links import is_linked
+from actckpt._budget.links import is_linked, poll
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
-from actckpt._core import torch_private
+from actckpt._core import devices, torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
 from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
-from actckpt._cycles.meter import meter_of, sweep
+from actckpt._cycles.meter import RisenPeak, meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls
 from actckpt._cycles.timeline import Call, Cycle
 from actckpt._cycles.warnings import (
@@ -60,18 +60,12 @@ from actckpt._cycles.warnings import (
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
-__all__ = ["BudgetLoop", "runs_loop"]
+__all__ = ["BudgetLoop"]
 
 #: So many forwards of one cycle may wait for a backward while others had theirs; then the oldest count as never read.
 _MOST_FORWARDS = 16
 #: So many forwards in a row without any backward trigger a warning.
 _MOST_UNREAD = 16
-
-
-def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
-    """Return whether the loop plans for a model: on a CPU that trains in one process and offloads nothing."""
-    device = device_of(model)
-    return device.type == "cpu" and not is_linked(device, config.pins) and num_ranks() == 1
 
 
 def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
@@ -103,7 +97,10 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, forwards that have begun and not ended: the cycle of each, None where it is no part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
-        self._calls = MeteredCalls(lambda: bool(self._running[threading.get_ident()]))
+        self._calls = MeteredCalls(
+            is_inside=lambda: bool(self._running[threading.get_ident()]),
+            offloads=lambda: is_linked(self._device, self._config.pins),
+        )
         self._warned: set[str] = set()
         self._outside: OutsideModules | None = None
         self._num_unread = 0
@@ -244,6 +241,9 @@ class BudgetLoop:
         self._kind = kind
         if kind is None:
             self._warn(MANY_SIZES)
+        poll(self._device)
+        if kind is not None and kind.stage == "measure" and devices.counting(self._device) is not None:
+            gc.collect()  # garbage that dies in the cycle would count as memory that the cycle gives back
         static_bytes, held = self._config.static(self._model, self._device)
         static_bytes += self._leftovers.nbytes(kind, held, accumulates=accumulates)
         # This raises where no plan fits and that was asked for.
@@ -251,7 +251,8 @@ class BudgetLoop:
         is_metered = kind is not None and self._leftovers.meters(is_metered, accumulates=accumulates)
         own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
         meter = meter_of(self._device, held, parameters=own) if is_metered else None
-        self._cycle = Cycle(self._device, meter, static_bytes)
+        watch = RisenPeak(self._device, own) if meter is None else None
+        self._cycle = Cycle(self._device, meter, static_bytes, watch)
         self._calls.begin(self._cycle, kind)
         if self._is_measuring() and meter is not None and (storages := meter.storages()) is not None:
             self._outside = OutsideModules(self._model, self._forwards, storages)

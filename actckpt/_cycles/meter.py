@@ -30,7 +30,7 @@ from actckpt._core.storages import storages_of
 from actckpt._replay import checksums
 from actckpt.memory import LiveStorages
 
-__all__ = ["Meter", "meter_of", "sweep"]
+__all__ = ["Meter", "RisenPeak", "meter_of", "sweep"]
 
 
 class Meter(Protocol):
@@ -181,37 +181,50 @@ class _AllocatorMeter:
         self, allocator: devices.Accelerator, device: torch.device, parameters: list[torch.nn.Parameter]
     ) -> None:
         self._allocator, self._device = allocator, device
-        self._gradient_bytes = 0
-        self._peak_bytes = 0
+        self._without_gradient = {id(each) for each in parameters if each.grad is None}
+        #: Of gradients that were accumulated in this cycle: by now, and by the last event.
+        self._gradient_bytes = self._noted_gradient_bytes = 0
+        self._peak_bytes, self._is_muted = 0, False
         self._hooks = [each.register_post_accumulate_grad_hook(self._accumulated) for each in parameters]
-        self._base_bytes = allocator.reset_peak(device)
+        self._base_bytes = allocator.reset_peak(device, waits=False)
         self.is_counting = True
+        checksums.around.append(self.muted)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        self._gradient_bytes += sum(storage.nbytes() for storage in storages_of(parameter.grad))
+        if id(parameter) in self._without_gradient:
+            self._without_gradient.remove(id(parameter))
+            self._gradient_bytes += _bytes_of([parameter.grad])
 
     def take(self) -> tuple[int, int]:
         # Gradients that were accumulated since the last event are not taken off the peak, which may come before them.
-        peak_bytes = max(self._peak_bytes, self._allocator.peak_bytes(self._device)) - self._base_bytes
-        self._peak_bytes = 0
-        live_bytes = self._allocator.reset_peak(self._device) - self._base_bytes
+        peak_bytes = self._peak_until_now() - self._base_bytes - self._noted_gradient_bytes
+        self._peak_bytes, self._noted_gradient_bytes = 0, self._gradient_bytes
+        live_bytes = self._allocator.reset_peak(self._device, waits=False) - self._base_bytes - self._gradient_bytes
         return live_bytes, max(live_bytes, peak_bytes)
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        self._peak_bytes = max(self._peak_bytes, self._allocator.peak_bytes(self._device))
+        if self._is_muted:  # audits of what runs inside
+            yield
+            return
+        self._is_muted, self._peak_bytes = True, self._peak_until_now()
         try:
             yield
         finally:
-            self._allocator.reset_peak(self._device)
+            self._allocator.reset_peak(self._device, waits=False)
+            self._is_muted = False
 
     @contextlib.contextmanager
     def unmuted(self) -> Iterator[None]:
-        self._allocator.reset_peak(self._device)
+        self._allocator.reset_peak(self._device, waits=False)
+        self._is_muted = False
         try:
             yield
         finally:
-            self._peak_bytes = max(self._peak_bytes, self._allocator.peak_bytes(self._device))
+            self._is_muted, self._peak_bytes = True, self._peak_until_now()
+
+    def _peak_until_now(self) -> int:
+        return max(self._peak_bytes, self._allocator.peak_bytes(self._device))
 
     def storages(self) -> None:
         return None
@@ -223,4 +236,36 @@ class _AllocatorMeter:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.is_counting = False
+        if self.is_counting:
+            self.is_counting = False
+            checksums.around.remove(self.muted)
+
+
+def gradient_bytes(parameters: list[torch.nn.Parameter]) -> int:
+    """Return the bytes of the gradients of parameters."""
+    return _bytes_of([each.grad for each in parameters])
+
+
+def _bytes_of(tensors: list[torch.Tensor | None]) -> int:
+    return sum(storage.nbytes() for storage in storages_of([each for each in tensors if each is not None]))
+
+
+class RisenPeak:
+    """Whether the peak of a device's allocator rises in a cycle without a meter. It does not start the peak again.
+
+    Args:
+        parameters: leaves whose accumulated gradients do not count; empty where they do.
+    """
+
+    def __init__(self, device: torch.device, parameters: list[torch.nn.Parameter]) -> None:
+        self._allocator, self._device, self._parameters = devices.counting(device), device, parameters
+        if self._allocator is not None:
+            self._peak_bytes = self._allocator.peak_bytes(device)
+            self._base_bytes = self._allocator.allocated_bytes(device) - gradient_bytes(parameters)
+
+    def bytes_over_begin(self) -> int:
+        """Return how far the peak is above what there was at the begin; 0 where an older peak is higher."""
+        if self._allocator is None:
+            return 0
+        peak_bytes = self._allocator.peak_bytes(self._device)
+        return peak_bytes - self._base_bytes - gradient_bytes(self._parameters) if peak_bytes > self._peak_bytes else 0

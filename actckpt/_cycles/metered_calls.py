@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,10 @@ from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.planned_size import given_bytes
+from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import ProfiledBlock
 from actckpt._budget.profiling import Profiler
+from actckpt._budget.running import device_of
 from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
 from actckpt._cycles.kinds import Kind
@@ -28,11 +31,12 @@ class MeteredCalls:
 
     Args:
         is_inside: whether a forward of the model runs in this thread.
+        offloads: whether plans may offload.
     """
 
-    def __init__(self, is_inside: Callable[[], bool]) -> None:
+    def __init__(self, is_inside: Callable[[], bool], offloads: Callable[[], bool]) -> None:
         self._is_inside = is_inside
-        self._profiler = Profiler(offloads=False, step=self._unmuted)
+        self._may_offload = offloads
         self._cycle: Cycle | None = None
         self._kind: Kind | None = None
         #: Of the cycle that is measured: as they were profiled, and as the first backward found them.
@@ -44,15 +48,25 @@ class MeteredCalls:
         self._cycle, self._kind = cycle, kind
         self.profiled, self.settled = [], []
 
+    @functools.cached_property
+    def _offloads(self) -> bool:
+        return self._may_offload()
+
+    @functools.cached_property
+    def _profiler(self) -> Profiler:
+        return Profiler(offloads=self._offloads, step=self._unmuted)
+
     def _is_measuring(self) -> bool:
         return self._kind is not None and self._kind.is_measured_now
 
     def call(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any], record: Any) -> Any:
         """Run a block, with an event at its begin and its end, and at those of its backward."""
         cycle = self._cycle
-        is_other = cycle is not None and cycle.thread != threading.get_ident()
-        # A reentrant backward runs blocks again, outside of any forward of the model.
-        if cycle is None or not torch.is_grad_enabled() or not (is_other or self._is_inside()):
+        if cycle is None or not torch.is_grad_enabled():
+            return forward.run_as_set(args, kwargs, record)
+        is_other = cycle.thread != threading.get_ident()
+        if not self._is_inside() and (not is_other or torch_private.current_graph_task_id() != -1):
+            # A reentrant backward runs blocks again, outside of any forward of the model.
             return forward.run_as_set(args, kwargs, record)
         if is_other:
             cycle.is_void = True
@@ -91,6 +105,8 @@ class MeteredCalls:
         assert self._cycle is not None and self._cycle.meter is not None
         with self._cycle.meter.muted():
             result, block = self._profiler.call(forward.name, forward.block, forward.original(), args, kwargs)
+            if self._offloads:
+                flush(device_of(forward.block))  # what was moved while blocks were timed is not part of the step
         self.profiled.append(block)
         return result
 

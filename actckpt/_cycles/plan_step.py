@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from actckpt._blocks.applied import forwards_in, patch, unpatch
+from actckpt._budget.alone import Exchanges, num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.links import flush
 from actckpt._budget.not_run import why_not_run
@@ -40,8 +41,14 @@ def planned(
     loop = BudgetLoop(model, forwards, dataclasses.replace(config, on_infeasible="raise"))
     try:
         with _explained(checked, model, blocks, state):
-            with state.checked("plan"):
+            exchanges = Exchanges()
+            with state.checked("plan"), exchanges if num_ranks() > 1 else contextlib.nullcontext():
                 checked()
+            if not exchanges.is_empty:
+                raise BlocksError(
+                    f"plan: the step exchanges tensors with other ranks, {num_ranks()} in all, and how often it must "
+                    "run differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
+                )
             _check_step(loop, tuple(blocks))
         for _ in range(_MOST_STEPS):
             if loop.is_settled:

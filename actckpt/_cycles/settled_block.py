@@ -61,16 +61,19 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     given, *values = block.costs.values
     assert given.name == BLOCK_INPUT
     is_held = block.input is not None and block.input() is not None  # not where replays begin with what is kept
-    droppable = given.nbytes if may_drop_input and is_held and not given.needed else 0.0
+    can_leave = may_drop_input and is_held and (given.offloadable or not given.needed)
+    droppable = given.nbytes if can_leave else 0.0
     # The input of a block in which nothing is trained has no bytes: nothing runs it again.
     rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if given.nbytes else 0
-    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=False)
+    can_move = given.offloadable and droppable > 0
+    needed = given.needed and droppable > 0
+    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=needed, offloadable=can_move)
 
     def counted(value: Value) -> Value:
         # What backward does not read is not free to keep: the recorder may keep a result in place of its inputs.
         is_free = value.name in alive and ((value.replayable and value.needed) or value.name in returned)
         nbytes = 0.0 if is_free else value.nbytes
-        return dataclasses.replace(value, nbytes=nbytes, offloadable=False, next_input=False)
+        return dataclasses.replace(value, nbytes=nbytes, offloadable=value.offloadable and nbytes > 0, next_input=False)
 
     values = [counted(value) for value in values]
     if rerun_held:  # replays need the input alone, reruns all arguments

@@ -13,9 +13,11 @@ import threading
 from collections import Counter
 from typing import Literal, NamedTuple
 
+import torch
+
 from actckpt._blocks.outside import MadeOutside
 from actckpt._core import devices
-from actckpt._cycles.meter import Meter
+from actckpt._cycles.meter import Meter, RisenPeak
 
 __all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey"]
 
@@ -42,6 +44,8 @@ class Event(NamedTuple):
     peak_bytes: int
     #: Of a backward that reaches a block: it retains the graph.
     retains_graph: bool = False
+    #: When, on a device; None: on a CPU, where the meter takes a part of the time.
+    moment: devices.Moment | None = None
 
 
 class Call(NamedTuple):
@@ -72,6 +76,8 @@ class Segment:
     alive: frozenset[int]
     #: Casts of parameters in the cache of autocast, which blocks would hold themselves once that is left.
     cached_bytes: int = 0
+    #: How long it took; 0: not known.
+    seconds: float = 0.0
 
 
 class Cycle:
@@ -81,10 +87,15 @@ class Cycle:
         device: of the model.
         meter: counts bytes; None: only calls are noted.
         static_bytes: what counts toward the budget and existed before the cycle.
+        watch: tells of a peak that rises without a meter.
     """
 
-    def __init__(self, device: object, meter: Meter | None, static_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, meter: Meter | None, static_bytes: int, watch: RisenPeak | None = None
+    ) -> None:
         self.device, self.meter, self.static_bytes = device, meter, static_bytes
+        self._watch, self.risen_bytes = watch, 0
+        self._is_timed = devices.counting(device) is not None
         self.thread = threading.get_ident()
         self.events: list[Event] = []
         self.calls: list[Call] = []
@@ -99,7 +110,7 @@ class Cycle:
         self.made_outside: tuple[MadeOutside, ...] = ()
         #: Why it tells nothing: a forward failed, another thread took part, other calls ran than were planned for.
         self.is_void = False
-        self.began = devices.moment(device)  # type: ignore[arg-type]
+        self.began = devices.moment(device)
         self._running = -1
         if meter is not None:
             self.note("begin")
@@ -111,7 +122,8 @@ class Cycle:
         if kind == "backward ends" and self._running != call:  # the next block's backward begins at the same moment
             return
         self._running = call if kind == "backward begins" else -1
-        self.events.append(Event(kind, call, *self.meter.take(), retains_graph))
+        moment = devices.moment(self.device) if self._is_timed else None
+        self.events.append(Event(kind, call, *self.meter.take(), retains_graph, moment))
 
     def forward_begins(self) -> int:
         """Count a forward of the model; return its number."""
@@ -134,6 +146,8 @@ class Cycle:
         self.note("backward")
         if self.meter is not None:
             self.meter.end()
+        elif self._watch is not None and (more := self._watch.bytes_over_begin()):
+            self.risen_bytes = self.static_bytes + more
 
     @property
     def peak_bytes(self) -> int:
@@ -150,7 +164,7 @@ class Cycle:
         return frozenset(call for call, nbytes in made.items() if nbytes <= _IDLE * sum(self.calls[call].given))
 
     def segments(self) -> list[Segment]:
-        """Return the segments in time order, with the block calls that are alive in each."""
+        """Return the segments in time order, with the block calls that are alive in each. Waits for a device."""
         running, begins, ends = self._owners()
         occurrences = Counter[tuple[str, int]]()
         found, cached_bytes = list[Segment](), 0
@@ -164,7 +178,10 @@ class Cycle:
             key = (event.kind, event.call, occurrences[event.kind, event.call])
             occurrences[event.kind, event.call] += 1
             cached_bytes = self.cached_bytes.get(at, cached_bytes if is_forward else 0)
-            found.append(Segment(key, call, is_forward, event.live_bytes, after.peak_bytes, alive, cached_bytes))
+            is_timed = event.moment is not None and after.moment is not None
+            seconds = devices.seconds_between(event.moment, after.moment) if is_timed else 0.0  # type: ignore[arg-type]
+            figures = event.live_bytes, after.peak_bytes, alive, cached_bytes, seconds
+            found.append(Segment(key, call, is_forward, *figures))
         return found
 
     def _owners(self) -> tuple[list[tuple[int, bool]], dict[int, int], dict[int, int]]:

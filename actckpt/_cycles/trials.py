@@ -23,6 +23,8 @@ __all__ = ["Candidate", "Trials", "candidates_beside"]
 
 #: Rounds until a candidate may leave, and until the fastest one of those left is taken.
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12
+#: Events of a device tell no shorter times apart.
+_RESOLUTION_S = 5e-7
 #: After the first round, a candidate this much slower leaves at once.
 _MUCH_SLOWER = 1.5
 
@@ -46,7 +48,7 @@ class Candidate:
 
     def seconds(self) -> list[float]:
         """Return the seconds of its cycles so far."""
-        return [devices.seconds_between(*cycle) for cycle in self.cycles]
+        return [max(devices.seconds_between(*cycle), _RESOLUTION_S) for cycle in self.cycles]
 
 
 def candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan]) -> list[Candidate]:

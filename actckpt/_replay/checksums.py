@@ -1,15 +1,17 @@
 """Position-sensitive checksums of the bytes behind a tensor, in pieces of bounded size."""
 
+import contextlib
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from actckpt._core import torch_private
 
-__all__ = ["checksum", "compact", "is_running"]
+__all__ = ["around", "checksum", "compact", "is_running"]
 
 #: Elements at once: at least, at most, and one part in so many of the tensor. Each takes 16 bytes meanwhile.
 _LEAST_PIECE = 1 << 15
@@ -18,6 +20,8 @@ _PART = 64
 #: The golden ratio as a 64-bit fraction: neighbouring positions get unrelated odd weights.
 _MULTIPLIER = -7046029254386353131
 _thread = threading.local()
+#: Contexts around each checksum: of what counts the bytes of a step by an allocator.
+around: list[Callable[[], AbstractContextManager[object]]] = []
 #: Sizes and strides in elements, the smallest stride first.
 _Dims = list[tuple[int, int]]
 
@@ -30,7 +34,10 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     _thread.is_running = True
     try:
-        return _sum(tensor)
+        with contextlib.ExitStack() as stack:
+            for context in (*around,):
+                stack.enter_context(context())
+            return _sum(tensor)
     finally:
         _thread.is_running = False
 

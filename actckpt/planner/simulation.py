@@ -79,11 +79,6 @@ class Simulation:
     disk_read: tuple[Span, ...]
 
     @property
-    def wait_seconds(self) -> float:
-        """Seconds in which nothing was computed."""
-        return self.write_wait_seconds + self.read_wait_seconds
-
-    @property
     def fits(self) -> bool:
         """Whether no limit was exceeded."""
         return self.excess_bytes == 0.0
