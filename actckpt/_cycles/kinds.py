@@ -31,7 +31,8 @@ __all__ = ["BudgetConfig", "Kind"]
 
 #: Rounds of correction, and the share of the budget that may be left while values are dropped.
 _MOST_ROUNDS, _UNUSED = 3, 0.02
-#: Static bytes changed where they did by more than this share, and a budget of free memory, read every 16 cycles.
+#: Static bytes changed where they did by more than this share (fewer: in 16 cycles in a row), and a budget of free
+#: memory, read every 16 cycles.
 _CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
 #: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered.
 _FIRST_EMPTY = 16
@@ -94,7 +95,7 @@ class Kind:
         self._forward_keys: list[Any] = []
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
-        self._num_cycles = self._num_measured = self._num_exceeded = 0
+        self._num_cycles = self._num_measured = self._num_exceeded = self._num_less = 0
         self._sizes = LargestCalls()
         #: Cycles in a row that were to be measured, and in which no block ran with gradients.
         self._num_empty = 0
@@ -137,7 +138,7 @@ class Kind:
             return self.is_measured_now
         if self.stage != "measure" and self._is_changed(static_bytes):
             self._attempts, self._trials, self.stage, self._is_solved = [], None, "fit", False
-            self._static_bytes = static_bytes
+            self._static_bytes, self._num_less = static_bytes, 0
         self._num_cycles += 1
         if self.stage == "fit" and not self._is_solved:
             self._solve(static_bytes)
@@ -384,4 +385,8 @@ class Kind:
             more = self._solving.budget_bytes(self._model, self.plan.costs) / self._budget_bytes - 1
             if more < -_CHANGE_OF_BUDGET or (more > _CHANGE_OF_BUDGET and self.plan.overhead_seconds > 0.0):
                 return True
-        return abs(static_bytes - self._static_bytes) > _CHANGE * self._static_bytes
+        if static_bytes > (1 + _CHANGE) * self._static_bytes:
+            return True
+        # What comes and goes from cycle to cycle is counted as there; a plan with more room can wait.
+        self._num_less = self._num_less + 1 if static_bytes < (1 - _CHANGE) * self._static_bytes else 0
+        return self._num_less >= _CYCLES_PER_LOOK and self.plan.overhead_seconds > 0.0

@@ -115,6 +115,18 @@ def test_what_no_plan_can_help_is_said_and_training_goes_on() -> None:
     assert_equal(training.gradients(), expected)
 
 
+def test_bytes_that_come_and_go_between_steps_lead_to_one_plan() -> None:
+    training = _training(_BUDGET, _short_loss)
+    plans: list[actckpt.Plan] = []
+    training.gradients()
+    for number in range(_SETTLING + 8):
+        held = torch.zeros(1 << 18 if number % 2 else 1, device="sim")  # 1 MiB, 5 % of the budget
+        training.gradients()
+        plans.append(_plan(training))
+        del held
+    assert len({id(plan) for plan in plans[_SETTLING:]}) == 1
+
+
 def _asked_bytes(tensors_in_a_cycle: bool) -> float:
     model = torch.nn.Sequential(
         *(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4))
