@@ -15,12 +15,13 @@ from actckpt._blocks.outside import advice
 from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible, infeasible_error
-from actckpt._budget.running import RECOMPUTE, device_of
+from actckpt._budget.running import RECOMPUTE
 from actckpt._cycles.cycle_model import KEPT, CycleModel
+from actckpt._cycles.excesses import Excesses
 from actckpt._cycles.forward_settings import settings_per_forward
 from actckpt._cycles.inner_sizes import LargestCalls, is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
-from actckpt._cycles.solving import Solving, smallest_budget
+from actckpt._cycles.solving import Solving, forwards_text, smallest_budget
 from actckpt._cycles.timeline import Call, Cycle
 from actckpt._cycles.trials import Trials, candidates_beside
 from actckpt.errors import PlanInfeasibleError
@@ -40,6 +41,8 @@ _FIRST_EMPTY = 16
 _MOST_MEASURED = 16
 #: So many cycles are metered until the plan stays although none was like the measured one, which is given this share.
 _MOST_METERED, _ALIKE = 16, 0.99
+#: In one of so many settled cycles the peak of a device starts again.
+_CYCLES_PER_PEAK = 64
 
 Stage = Literal["measure", "fit", "try", "settled"]
 
@@ -95,8 +98,9 @@ class Kind:
         self._forward_keys: list[Any] = []
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
-        self._num_cycles = self._num_measured = self._num_exceeded = self._num_less = 0
+        self._num_cycles = self._num_measured = self._num_less = 0
         self._sizes = LargestCalls()
+        self._excesses = Excesses(type(model).__name__, config.text)
         #: Cycles in a row that were to be measured, and in which no block ran with gradients.
         self._num_empty = 0
         #: Orders of forwards and backwards that were measured.
@@ -118,7 +122,15 @@ class Kind:
         """Whether smaller cycles may run its plan: one ran already, and it fits."""
         return self._has_run and not self.refused
 
-    # What a cycle does.
+    @property
+    def begins_to_measure(self) -> bool:
+        """Whether the next cycle may be measured; asked for a while only where none tells anything."""
+        return self.stage == "measure" and self._num_measured < _MOST_MEASURED
+
+    @property
+    def looks(self) -> bool:
+        """Whether the cycle sees its peak although an older one is higher."""
+        return self.stage == "settled" and self._num_cycles % _CYCLES_PER_PEAK == 0
 
     def begin(self, static_bytes: float, *, is_smaller: bool = False) -> bool:
         """A cycle begins; return whether it is metered.
@@ -173,9 +185,8 @@ class Kind:
             return
         elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
             self.measure_again()  # it ran what the plan does not know
-        elif self.stage == "settled" and cycle.risen_bytes > self._budget_bytes and self._num_exceeded < _MOST_MEASURED:
+        elif self.stage == "settled" and self._excesses.correct(cycle.risen_bytes, self.plan, bool(self.refused)):
             self.stage, self._attempts = "fit", []
-            self._num_exceeded += 1
         elif self._trials is not None:
             self._tried(cycle)
         elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):
@@ -267,7 +278,7 @@ class Kind:
         least, is_late = error.smallest_bytes, self._has_run
         if least is None:
             raise error
-        made = self._model.made_outside, self._module
+        advised = advice(self._model.made_outside, self._module, self._forwards, least)
         smallest = smallest_budget(costs, least, self._static_bytes)
         smallest = max(smallest, *(each.least_bytes() for each in self._others() if each is not self), 0.0)
         told = infeasible_error(
@@ -275,7 +286,7 @@ class Kind:
             budget=self._config.text,
             budget_bytes=self._budget_bytes,
             smallest_bytes=math.ceil(smallest),
-            cause=". ".join(filter(None, (self._forwards_text(), advice(*made, self._forwards, least)))),
+            cause=". ".join(filter(None, (forwards_text(len(self._forward_keys)), advised))),
         )
         if self._attempts:  # what is observed of the smallest plan decides
             self._told = told
@@ -285,10 +296,6 @@ class Kind:
             raise told
         self._infeasible.warn(told, is_late=is_late)
         return self._planned(costs, least)
-
-    def _forwards_text(self) -> str:
-        num = len(self._forward_keys)
-        return f"{num} forwards of the model are part of the step before backward has ended" if num > 1 else ""
 
     def least_bytes(self) -> float:
         """Return the smallest budget for this kind where it exceeds the user's budget, else 0."""
@@ -359,7 +366,7 @@ class Kind:
         if cycle.meter is not None:
             self._trials.note_peak(cycle.peak_bytes)
         else:
-            self._trials.note_time(cycle.began, device_of(self._module))
+            self._trials.note_time(cycle.began, cycle.device)
         if self._trials.is_over:
             self.plan, self._trials, self.stage = self._trials.result(), None, "settled"
             self._run(self.plan)

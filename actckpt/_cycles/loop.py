@@ -12,8 +12,8 @@ NOTE [ The loop ]
    budget is exceeded, or more than 2 % of it are unused while values are dropped, the loop solves again, three times at
    most. The fastest plan that fits stays (stage *fit*).
 4. Then candidate plans take turns (stage *try*), and the fastest one stays (stage *settled*).
-5. What a plan does not know is recomputed: block calls that did not run, or did nothing, in the measured cycle, and
-   calls that are larger than they were there. The kind is measured again then.
+5. What a plan does not know is recomputed: block calls that did not run, did nothing, or were smaller in the measured
+   cycle. The kind is measured again then.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._core import devices, torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
+from actckpt._cycles.allocator_meter import watch_of
 from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
-from actckpt._cycles.meter import RisenPeak, meter_of, sweep
+from actckpt._cycles.meter import meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls
 from actckpt._cycles.timeline import Call, Cycle
 from actckpt._cycles.warnings import (
@@ -129,8 +130,6 @@ class BudgetLoop:
             forward.together.training = self
         self._start()
 
-    # What others ask.
-
     @property
     def plan(self) -> Plan | None:
         """The plan of the kind of cycle that ran last, None until it is made."""
@@ -197,8 +196,6 @@ class BudgetLoop:
         self._give_up_cycle()
         sweep()
 
-    # Cycles.
-
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() and not torch.compiler.is_exporting():
@@ -242,16 +239,16 @@ class BudgetLoop:
         if kind is None:
             self._warn(MANY_SIZES)
         poll(self._device)
-        if kind is not None and kind.stage == "measure" and devices.counting(self._device) is not None:
-            gc.collect()  # garbage that dies in the cycle would count as memory that the cycle gives back
+        if kind is not None and kind.begins_to_measure and devices.counting(self._device) is not None:
+            gc.collect()
         static_bytes, held = self._config.static(self._model, self._device)
         static_bytes += self._leftovers.nbytes(kind, held, accumulates=accumulates)
         # This raises where no plan fits and that was asked for.
         is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)
         is_metered = kind is not None and self._leftovers.meters(is_metered, accumulates=accumulates)
-        own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
-        meter = meter_of(self._device, held, parameters=own) if is_metered else None
-        watch = RisenPeak(self._device, own) if meter is None else None
+        own, older = self._leftovers.not_counted(is_metered=is_metered)
+        meter = meter_of(self._device, held, parameters=own, older=older) if is_metered else None
+        watch = None if is_metered else watch_of(self._device, own, older, starts_again=kind is not None and kind.looks)
         self._cycle = Cycle(self._device, meter, static_bytes, watch)
         self._calls.begin(self._cycle, kind)
         if self._is_measuring() and meter is not None and (storages := meter.storages()) is not None:
@@ -296,11 +293,13 @@ class BudgetLoop:
             self._size = None
         if cycle is None or cycle is not self._cycle:
             return
-        cycle.note("forward")
+        cycle.forward_ends()
         self._calls.note_casts(cycle)
         if cycle.meter is not None and self._is_measuring() and cycle.num_forwards == 1:
             self._end_outside(cycle)
-        outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
+        tensors = list(tensors_in(result))
+        self._leftovers.returned(tensors)
+        outputs = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if outputs:
             self._follow(outputs)
             return

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from actckpt._blocks.outside import MadeStorages
 from actckpt._core import devices, torch_private
 from actckpt._core.storages import storages_of
+from actckpt._cycles.allocator_meter import AllocatorMeter, Older
 from actckpt._replay import checksums
 from actckpt.memory import LiveStorages
 
-__all__ = ["Meter", "RisenPeak", "meter_of", "sweep"]
+__all__ = ["Meter", "meter_of", "sweep"]
 
 
 class Meter(Protocol):
@@ -59,18 +60,21 @@ class Meter(Protocol):
         """Return the storages that it counts, in the order of their making; None where it counts bytes alone."""
 
 
-def meter_of(device: torch.device, held: list[torch.Tensor], *, parameters: list[torch.nn.Parameter]) -> Meter:
+def meter_of(
+    device: torch.device, held: list[torch.Tensor], *, parameters: list[torch.nn.Parameter], older: Sequence[Older] = ()
+) -> Meter:
     """Return a meter that counts from now on.
 
     Args:
         device: of the model.
         held: tensors that exist already and count while they live: gradients, which the program may free.
         parameters: leaves whose accumulated gradients do not count; empty where they do.
+        older: storages that existed before and do not count, which may die in the cycle.
     """
     allocator = devices.counting(device)
     if allocator is None:
         return _ModeMeter(held, parameters)
-    return _AllocatorMeter(allocator, device, parameters)
+    return AllocatorMeter(allocator, device, parameters, older)
 
 
 class _ModeMeter(LiveStorages):
@@ -172,100 +176,3 @@ def _sweep_before_updates() -> None:
     if not _is_sweeping_before_updates:
         _is_sweeping_before_updates = True
         register_optimizer_step_pre_hook(sweep)
-
-
-class _AllocatorMeter:
-    """Asks the caching allocator of a device, and resets its peak at each event of a metered cycle."""
-
-    def __init__(
-        self, allocator: devices.Accelerator, device: torch.device, parameters: list[torch.nn.Parameter]
-    ) -> None:
-        self._allocator, self._device = allocator, device
-        self._without_gradient = {id(each) for each in parameters if each.grad is None}
-        #: Of gradients that were accumulated in this cycle: by now, and by the last event.
-        self._gradient_bytes = self._noted_gradient_bytes = 0
-        self._peak_bytes, self._is_muted = 0, False
-        self._hooks = [each.register_post_accumulate_grad_hook(self._accumulated) for each in parameters]
-        self._base_bytes = allocator.reset_peak(device, waits=False)
-        self.is_counting = True
-        checksums.around.append(self.muted)
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        if id(parameter) in self._without_gradient:
-            self._without_gradient.remove(id(parameter))
-            self._gradient_bytes += _bytes_of([parameter.grad])
-
-    def take(self) -> tuple[int, int]:
-        # Gradients that were accumulated since the last event are not taken off the peak, which may come before them.
-        peak_bytes = self._peak_until_now() - self._base_bytes - self._noted_gradient_bytes
-        self._peak_bytes, self._noted_gradient_bytes = 0, self._gradient_bytes
-        live_bytes = self._allocator.reset_peak(self._device, waits=False) - self._base_bytes - self._gradient_bytes
-        return live_bytes, max(live_bytes, peak_bytes)
-
-    @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
-        if self._is_muted:  # audits of what runs inside
-            yield
-            return
-        self._is_muted, self._peak_bytes = True, self._peak_until_now()
-        try:
-            yield
-        finally:
-            self._allocator.reset_peak(self._device, waits=False)
-            self._is_muted = False
-
-    @contextlib.contextmanager
-    def unmuted(self) -> Iterator[None]:
-        self._allocator.reset_peak(self._device, waits=False)
-        self._is_muted = False
-        try:
-            yield
-        finally:
-            self._is_muted, self._peak_bytes = True, self._peak_until_now()
-
-    def _peak_until_now(self) -> int:
-        return max(self._peak_bytes, self._allocator.peak_bytes(self._device))
-
-    def storages(self) -> None:
-        return None
-
-    def left_bytes(self, gradients: list[torch.Tensor]) -> int:
-        return 0  # what is allocated counts already
-
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self.is_counting:
-            self.is_counting = False
-            checksums.around.remove(self.muted)
-
-
-def gradient_bytes(parameters: list[torch.nn.Parameter]) -> int:
-    """Return the bytes of the gradients of parameters."""
-    return _bytes_of([each.grad for each in parameters])
-
-
-def _bytes_of(tensors: list[torch.Tensor | None]) -> int:
-    return sum(storage.nbytes() for storage in storages_of([each for each in tensors if each is not None]))
-
-
-class RisenPeak:
-    """Whether the peak of a device's allocator rises in a cycle without a meter. It does not start the peak again.
-
-    Args:
-        parameters: leaves whose accumulated gradients do not count; empty where they do.
-    """
-
-    def __init__(self, device: torch.device, parameters: list[torch.nn.Parameter]) -> None:
-        self._allocator, self._device, self._parameters = devices.counting(device), device, parameters
-        if self._allocator is not None:
-            self._peak_bytes = self._allocator.peak_bytes(device)
-            self._base_bytes = self._allocator.allocated_bytes(device) - gradient_bytes(parameters)
-
-    def bytes_over_begin(self) -> int:
-        """Return how far the peak is above what there was at the begin; 0 where an older peak is higher."""
-        if self._allocator is None:
-            return 0
-        peak_bytes = self._allocator.peak_bytes(self._device)
-        return peak_bytes - self._base_bytes - gradient_bytes(self._parameters) if peak_bytes > self._peak_bytes else 0

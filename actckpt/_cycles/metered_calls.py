@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from actckpt._blocks.planned_size import given_bytes
 from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import ProfiledBlock
 from actckpt._budget.profiling import Profiler
-from actckpt._budget.running import device_of
 from actckpt._core import torch_private
 from actckpt._core.storages import tensors_in
 from actckpt._cycles.kinds import Kind
@@ -36,7 +34,9 @@ class MeteredCalls:
 
     def __init__(self, is_inside: Callable[[], bool], offloads: Callable[[], bool]) -> None:
         self._is_inside = is_inside
-        self._may_offload = offloads
+        self._offloads = offloads
+        #: By device, and whether plans may offload.
+        self._profilers: dict[tuple[torch.device, bool], Profiler] = {}
         self._cycle: Cycle | None = None
         self._kind: Kind | None = None
         #: Of the cycle that is measured: as they were profiled, and as the first backward found them.
@@ -47,14 +47,6 @@ class MeteredCalls:
         """A cycle begins; None: it is over."""
         self._cycle, self._kind = cycle, kind
         self.profiled, self.settled = [], []
-
-    @functools.cached_property
-    def _offloads(self) -> bool:
-        return self._may_offload()
-
-    @functools.cached_property
-    def _profiler(self) -> Profiler:
-        return Profiler(offloads=self._offloads, step=self._unmuted)
 
     def _is_measuring(self) -> bool:
         return self._kind is not None and self._kind.is_measured_now
@@ -103,10 +95,14 @@ class MeteredCalls:
 
     def _profile(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._cycle is not None and self._cycle.meter is not None
+        offloads = self._offloads()
+        key = self._cycle.device, offloads
+        if key not in self._profilers:
+            self._profilers[key] = Profiler(offloads=offloads, step=self._unmuted)
         with self._cycle.meter.muted():
-            result, block = self._profiler.call(forward.name, forward.block, forward.original(), args, kwargs)
-            if self._offloads:
-                flush(device_of(forward.block))  # what was moved while blocks were timed is not part of the step
+            result, block = self._profilers[key].call(forward.name, forward.block, forward.original(), args, kwargs)
+            if offloads:
+                flush(self._cycle.device)  # what was moved while blocks were timed is not part of the step
         self.profiled.append(block)
         return result
 

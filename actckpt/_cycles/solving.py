@@ -19,7 +19,7 @@ from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 
-__all__ = ["Solving", "smallest_budget"]
+__all__ = ["Solving", "forwards_text", "smallest_budget"]
 
 
 class Solving:
@@ -66,3 +66,8 @@ class Solving:
 def smallest_budget(costs: CostTable, least_bytes: float, static_bytes: float) -> float:
     """Return the smallest budget to name to a user: what the smallest plan needs, with a reserve."""
     return min(with_reserve(least_bytes, static_bytes), plain_plan(costs).peak_bytes)
+
+
+def forwards_text(num_forwards: int) -> str:
+    """Say that several forwards are part of a step; empty for one."""
+    return f"{num_forwards} forwards of the model are part of the step before backward has ended" * (num_forwards > 1)

@@ -17,7 +17,8 @@ import torch
 
 from actckpt._blocks.outside import MadeOutside
 from actckpt._core import devices
-from actckpt._cycles.meter import Meter, RisenPeak
+from actckpt._cycles.allocator_meter import RisenPeak
+from actckpt._cycles.meter import Meter
 
 __all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey"]
 
@@ -125,6 +126,12 @@ class Cycle:
         moment = devices.moment(self.device) if self._is_timed else None
         self.events.append(Event(kind, call, *self.meter.take(), retains_graph, moment))
 
+    def forward_ends(self) -> None:
+        """Note that a forward of the model has ended."""
+        self.note("forward")
+        if self._watch is not None:
+            self._watch.see()
+
     def forward_begins(self) -> int:
         """Count a forward of the model; return its number."""
         number = self.num_forwards
@@ -146,7 +153,7 @@ class Cycle:
         self.note("backward")
         if self.meter is not None:
             self.meter.end()
-        elif self._watch is not None and (more := self._watch.bytes_over_begin()):
+        elif self._watch is not None and (more := self._watch.end()):
             self.risen_bytes = self.static_bytes + more
 
     @property

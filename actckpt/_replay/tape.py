@@ -285,7 +285,7 @@ class Tape(TapeCore):
 
         None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
         """
-        if checksums.around or not stores.is_ready(tensor.device.type):  # in a metered step the copy would count
+        if checksums.is_left_out() or not stores.is_ready(tensor.device.type):  # in a metered step the copy would count
             return None
         try:
             packed = self._originals.pack(compact(tensor.detach()).clone())
