@@ -58,23 +58,35 @@ class _Observer:
     def _gone_bytes(self) -> int:
         return sum(nbytes for storage, nbytes in self._older if storage() is None)
 
+    def begin(self) -> None:
+        """Take part from now on, as long as it lives."""
+        key = id(self)
+        _observers[key] = weakref.ref(self, lambda _: _observers.pop(key, None))
 
-#: That count now.
-_observers: weakref.WeakSet[_Observer] = weakref.WeakSet()
+    def finish(self) -> None:
+        """Take part no more."""
+        _observers.pop(id(self), None)
+
+
+#: Those that take part. Threads add and remove some while others read.
+_observers: dict[int, weakref.ref[_Observer]] = {}
+
+
+def _observers_of(device: torch.device) -> list[_Observer]:
+    found = [ref() for ref in list(_observers.values())]
+    return [each for each in found if each is not None and each.device == device]
 
 
 def _see(device: torch.device) -> None:
-    for each in tuple(_observers):
-        if each.device == device:
-            each.see()
+    for each in _observers_of(device):
+        each.see()
 
 
 def _start_again(allocator: devices.Accelerator, device: torch.device) -> int:
     """Start the peak again; return the bytes that are alive."""
     live_bytes = allocator.reset_peak(device, waits=False)
-    for each in tuple(_observers):
-        if each.device == device:
-            each.started_again()
+    for each in _observers_of(device):
+        each.started_again()
     return live_bytes
 
 
@@ -100,7 +112,7 @@ class AllocatorMeter(_Observer):
         _see(device)
         self._base_bytes = _start_again(allocator, device)
         self.is_counting = True
-        _observers.add(self)
+        self.begin()
         checksums.leave_out(self.muted)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
@@ -158,7 +170,7 @@ class AllocatorMeter(_Observer):
         self._hooks = []
         if self.is_counting:
             self.is_counting = False
-            _observers.discard(self)
+            self.finish()
             checksums.count_again(self.muted)
 
 
@@ -184,7 +196,7 @@ class RisenPeak(_Observer):
             _start_again(allocator, device)
         self._base_bytes = allocator.allocated_bytes(device) - self._bytes_of_gradients()
         self._known_bytes, self._most_bytes = allocator.peak_bytes(device), 0
-        _observers.add(self)
+        self.begin()
 
     def see(self) -> None:
         peak_bytes = self.allocator.peak_bytes(self.device)
@@ -201,7 +213,7 @@ class RisenPeak(_Observer):
     def end(self) -> int:
         """Return how far the peak was above what there was at the begin; 0 where an older peak was higher."""
         self.see()
-        _observers.discard(self)
+        self.finish()
         return self._most_bytes
 
 
