@@ -236,10 +236,11 @@ def test_forwards_without_gradients_between_calls_count_for_nothing_in_the_first
         each.blocks[0].register_forward_pre_hook(_look)
     expected, plain_peak = _step(plain)
     actckpt.apply(model, blocks="blocks.*", activation_budget="60%", race=False, on_infeasible="raise")
-    for number in range(4):
+    num_first = 2 if on_device.device_type == "cpu" else 5
+    for number in range(num_first + 2):
         gradients, peak = _step(model)
         assert_equal(gradients, expected)
-        is_first = number <= 1  # of all, and of a plan: checksums are taken of what it computes again
+        is_first = number < num_first  # of all, and of a plan: checksums are taken of what it computes again
         plan = actckpt.report(model).plan
         # The allocator of a device gives out more than storages have, and the percentage is of that.
         assert is_first or peak <= (0.6 * plain_peak if on_device.device_type == "cpu" else plan.budget_bytes)
