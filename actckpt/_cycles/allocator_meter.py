@@ -5,7 +5,8 @@ NOTE [ The meter of a device ]
 1. A metered cycle starts the allocator's peak again at each event, without waiting for the device. All meters and
    watches of the device take the peak down before that.
 2. Memory that existed before a cycle and dies in it would look like memory that the cycle gives back. So garbage is
-   collected before a cycle is measured, and what earlier outputs had is added once they are gone.
+   collected before a cycle is measured, what is on its way to a store counts as gone, and what earlier outputs had is
+   added once they are gone.
 3. What profiles run beside the step, and checksums of audits, are left out.
 4. In cycles without a meter the peak is read, when the model's forward ends and when the cycle ends. An older peak that
    is higher hides it: in one of 64 cycles it starts again.
@@ -22,6 +23,7 @@ import torch
 
 from actckpt._core import devices
 from actckpt._core.storages import storages_of
+from actckpt._offload import stores
 from actckpt._replay import checksums
 
 __all__ = ["AllocatorMeter", "Older", "RisenPeak", "watch_of"]
@@ -110,7 +112,8 @@ class AllocatorMeter(_Observer):
         accumulated = weakref.WeakMethod(self._accumulated)
         self._hooks = [each.register_post_accumulate_grad_hook(_calling(accumulated)) for each in parameters]
         _see(device)
-        self._base_bytes = _start_again(allocator, device)
+        inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
+        self._base_bytes = _start_again(allocator, device) - inflight_bytes
         self.is_counting = True
         self.begin()
         checksums.leave_out(self.muted)
@@ -194,7 +197,8 @@ class RisenPeak(_Observer):
         if starts_again:
             _see(device)
             _start_again(allocator, device)
-        self._base_bytes = allocator.allocated_bytes(device) - self._bytes_of_gradients()
+        inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
+        self._base_bytes = allocator.allocated_bytes(device) - inflight_bytes - self._bytes_of_gradients()
         self._known_bytes, self._most_bytes = allocator.peak_bytes(device), 0
         self.begin()
 
