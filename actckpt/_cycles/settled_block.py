@@ -73,7 +73,7 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
         # What backward does not read is not free to keep: the recorder may keep a result in place of its inputs.
         is_free = value.name in alive and ((value.replayable and value.needed) or value.name in returned)
         nbytes = 0.0 if is_free else value.nbytes
-        return dataclasses.replace(value, nbytes=nbytes, offloadable=value.offloadable and nbytes > 0, next_input=False)
+        return dataclasses.replace(value, nbytes=nbytes, offloadable=value.offloadable and nbytes > 0)
 
     values = [counted(value) for value in values]
     if rerun_held:  # replays need the input alone, reruns all arguments

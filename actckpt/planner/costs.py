@@ -33,8 +33,6 @@ class Value:
     needed: bool = True
     offloadable: bool = True
     replayable: bool = True
-    #: Whether the tensor is the input of the next block that has one, too: no bytes of its own where that stays.
-    next_input: bool = False
     offload_s: float = 0.0
 
     @classmethod
@@ -49,7 +47,6 @@ class Value:
             needed=fields.flag("needed", True),
             offloadable=fields.flag("offloadable", True),
             replayable=replayable,
-            next_input=fields.flag("next_input", False),
             offload_s=fields.seconds("offload_s", 0.0),
         )
         fields.nothing_else()
@@ -231,18 +228,6 @@ class CostTable:
         return (*forward, *reversed(backward))
 
     @functools.cached_property
-    def next_inputs(self) -> dict[int, int]:
-        """For blocks with a value that is the input of a later one: that one, both as numbers in the stack."""
-        found: dict[int, int] = {}
-        following = None
-        for index, block in reversed(list(enumerate(self.blocks))):
-            if following is not None and any(value.next_input for value in block.values):
-                found[index] = following
-            if any(value.name == BLOCK_INPUT for value in block.values):
-                following = index
-        return found
-
-    @functools.cached_property
     def blocks(self) -> tuple[BlockClass, ...]:
         """The class of each block, in the order of the forward."""
         return tuple(self.classes[name] for name in self.stack)
@@ -342,11 +327,6 @@ def _check_values(values: tuple[Value, ...], where: str) -> None:
     if len(inputs) < len(values):
         twice = next(value.name for index, value in enumerate(values) if value.name in list(inputs)[:index])
         raise CostTableError(f"{where}.values has two values named {twice!r}. Give each a name of its own.")
-    if len(both := [value.name for value in values if value.next_input]) > 1:
-        raise CostTableError(
-            f"{where}.values has {both[0]!r} and {both[1]!r}, both of which say next_input: one tensor is the input of "
-            "the next block. Leave out one of them."
-        )
     for index, value in enumerate(values):
         Fields.check_names(value.inputs, inputs, f"{where}.values[{index}].inputs")
     if cycle := _cycle(inputs):

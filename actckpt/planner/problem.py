@@ -169,21 +169,8 @@ class Problem:
         return found
 
     def kept_bytes(self, choice: Choice) -> Array:
-        """Return the bytes of kept values per entry: what is the next input is counted there, where that is kept."""
-        found = numpy.array([self._bytes(choice, index, Action.KEEP) for index in range(len(self.costs.stack))])
-        for index, following in self.costs.next_inputs.items():
-            if self.action(choice, following, BLOCK_INPUT) is Action.KEEP:
-                found[index] -= sum(
-                    value.nbytes
-                    for value, action in zip(self.costs.blocks[index].values, choice.actions[index], strict=True)
-                    if value.next_input and action is Action.KEEP
-                )
-        return found
-
-    def action(self, choice: Choice, index: int, name: str) -> Action:
-        """Return what becomes of a value."""
-        names = [value.name for value in self.costs.blocks[index].values]
-        return choice.actions[index][names.index(name)]
+        """Return the bytes of kept values per entry."""
+        return numpy.array([self._bytes(choice, index, Action.KEEP) for index in range(len(self.costs.stack))])
 
     def _bytes(self, choice: Choice, index: int, which: Action) -> float:
         pairs = zip(self.costs.blocks[index].values, choice.actions[index], strict=True)

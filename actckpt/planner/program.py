@@ -92,7 +92,6 @@ class Program:
         self.per_byte: float = 1.0 / (room or 1.0)
         self.per_second: float = 1.0 / problem.scale_s
         self._entries = [self._entry(index, block) for index, block in enumerate(problem.costs.blocks)]
-        self._shared_inputs()
         self._alive: dict[tuple[int, ...], Terms] = {(): []}
         self._budget: int | None = None
         self._unit = self.per_second
@@ -138,7 +137,7 @@ class Program:
         if block.rerun and can_gain:
             again = self.variable(1.0, block.rerun_seconds * self.per_second, whole=True)
         users = {name for value in block.values for name in value.inputs}
-        if block.rerun or index in self._costs_table.next_inputs.values():
+        if block.rerun:
             users.add(BLOCK_INPUT)
         ways = {
             value.name: self._ways(value, may, again)
@@ -195,20 +194,6 @@ class Program:
             kept_terms = [(kept, 1.0) for kept in needed if kept is not None]
             self.row([(found, 1.0), *kept_terms], upper=float(len(needed)))
         return found
-
-    def _shared_inputs(self) -> None:
-        """A value that is the next entry's input has no bytes where that is kept."""
-        for index, following in self._costs_table.next_inputs.items():
-            value = next(value for value in self._costs_table.blocks[index].values if value.next_input)
-            kept = self._entries[index].ways.get(value.name, {}).get(_KEEP)
-            source = self._entries[following].ways.get(BLOCK_INPUT, {}).get(_KEEP)
-            if kept is not None and source is not None and value.nbytes:
-                shared = self.variable(1.0)
-                self.row([(shared, 1.0), (kept, -1.0)], upper=0.0)
-                self.row([(shared, 1.0), (source, -1.0)], upper=0.0)
-                entry = self._entries[index]
-                net = self._sum([(entry.kept, 1.0), (shared, -value.nbytes * self.per_byte)])
-                self._entries[index] = entry._replace(kept=net)
 
     # Memory.
 

@@ -126,13 +126,9 @@ def _recompute_seconds(block: BlockClass, actions: Mapping[str, Action], rerun: 
 
 
 class _Block:
-    """What a plan does in one block of the stack.
+    """What a plan does in one block of the stack."""
 
-    Args:
-        following: what it does with the next input after that of the block, None: there is none.
-    """
-
-    def __init__(self, index: int, block: BlockClass, plan: Plan, following: Action | None) -> None:
+    def __init__(self, index: int, block: BlockClass, plan: Plan) -> None:
         actions, where = plan.actions[index], f"Block {index} of the plan"
         names = [value.name for value in block.values]
         if set(actions) != set(names):
@@ -142,9 +138,7 @@ class _Block:
         if plan.rerun[index] and not block.rerun:
             raise ValueError(f"{where} is run again as a whole, which its class does not allow (rerun).")
         self.index, self.costs = index, block
-        elsewhere = {value.name for value in block.values if value.next_input and following is Action.KEEP}
-        kept = (value for value in block.values if actions[value.name] is Action.KEEP)
-        self.kept = sum(value.nbytes for value in kept if value.name not in elsewhere)
+        self.kept = sum(value.nbytes for value in block.values if actions[value.name] is Action.KEEP)
         self.offloaded = [(value.name, value.nbytes) for value in block.values if actions[value.name] is Action.OFFLOAD]
         self.gone = sum(size for _, size in self.offloaded)
         self.recompute_s = _recompute_seconds(block, actions, plan.rerun[index], where)
@@ -161,11 +155,7 @@ class _Step:
                 f"The plan has {len(plan.actions)} blocks, the cost table {len(costs.stack)}: it is of another model."
             )
         self.costs, self.plan, self.segments = costs, plan, costs.timeline
-        inputs = [actions.get(BLOCK_INPUT) for actions in plan.actions]
-        self.blocks = [
-            _Block(index, block, plan, next(filter(None, inputs[index + 1 :]), None))
-            for index, block in enumerate(costs.blocks)
-        ]
+        self.blocks = [_Block(index, block, plan) for index, block in enumerate(costs.blocks)]
         self.total = sum(block.gone for block in self.blocks)
         if self.total and not (costs.d2h_bytes_per_s and costs.h2d_bytes_per_s):
             raise ValueError("The plan offloads values, but the cost table has no d2h_bytes_per_s or h2d_bytes_per_s.")
