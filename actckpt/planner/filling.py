@@ -43,7 +43,7 @@ class _Filling:
     def __init__(self, problem: Problem, choice: Choice) -> None:
         self.problem, self.choice = problem, choice
         segments = [moment.segment for moment in problem.moments]
-        self._room = numpy.minimum(problem.budget_bytes, problem.limits) - problem.needs(choice)
+        self._room = problem.budget_bytes - problem.needs(choice)
         self._alive = [numpy.array([index in s.alive for s in segments]) for index in range(len(choice.actions))]
         self._own = [
             [number for number, s in enumerate(segments) if s.running == index] for index in range(len(choice.actions))

@@ -202,23 +202,22 @@ class Program:
         worst: dict[_Row, tuple[float, ...]] = {}
         for segment in (moment.segment for moment in self._problem.moments):
             key = segment.running, segment.is_forward, tuple(sorted(segment.alive))
-            figures = *segment.bases, segment.kept_limit_bytes, -segment.limit_bytes
+            figures = *segment.bases, segment.kept_limit_bytes
             worst[key] = tuple(map(max, worst.get(key, figures), figures))
         sets = {key: frozenset(key[2]) for key in worst}
-        for key, (plain, replay, rerun, most, limit) in worst.items():
+        for key, (plain, replay, rerun, most) in worst.items():
             is_outdone = key[0] < 0 and any(
-                key != other and sets[key] <= sets[other] and min(bases) >= plain and least >= limit
-                for other, (*bases, _, least) in worst.items()
+                key != other and sets[key] <= sets[other] and min(bases) >= plain
+                for other, (*bases, _) in worst.items()
             )
             if not is_outdone:
-                self._memory_row(key, (plain, replay, rerun), most, -limit, [])
+                self._memory_row(key, (plain, replay, rerun), most, [])
 
     def _memory_row(
         self,
         key: _Row,
         bases: tuple[float, float, float],
         most: float,
-        limit: float,
         moving: Terms,
     ) -> None:
         index, is_forward, alive = key
@@ -236,9 +235,8 @@ class Program:
         base = (bases[0] - self._base) * self.per_byte
         if self._budget is not None:
             self.row([(self._budget, -1.0), *terms], upper=-base)
-        room = limit if self._budget is not None else min(limit, self._problem.budget_bytes)
-        if room < numpy.inf:
-            self.row(terms, upper=(room - self._base) * self.per_byte - base)
+        elif self._problem.budget_bytes < numpy.inf:
+            self.row(terms, upper=(self._problem.budget_bytes - self._base) * self.per_byte - base)
 
     def _held_by(self, alive: tuple[int, ...]) -> Terms:
         """Return the sum of what entries keep; sums of others that differ little are part of it."""
@@ -299,7 +297,7 @@ class Program:
                 links.backward(moment.seconds, self._recompute(moment.consumed), reach)
             moving = [(links.handed, 1.0), (links.out, -1.0), (links.back, 1.0), (links.consumed, -1.0)]
             key = segment.running, segment.is_forward, segment.alive
-            self._memory_row(key, segment.bases, segment.kept_limit_bytes, segment.limit_bytes, moving)
+            self._memory_row(key, segment.bases, segment.kept_limit_bytes, moving)
         if links.has_disk:
             self.row([(links.written, 1.0), (links.on_disk, -1.0)], 0.0, 0.0)
 

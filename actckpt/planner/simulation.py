@@ -61,7 +61,7 @@ class Simulation:
     peak_bytes: float
     #: In words: at the end of which block's forward or backward.
     peak_at: str
-    #: Bytes beyond the plan's budget, the table's capacity, host memory and disk, at the worst moment; 0: it fits.
+    #: Bytes beyond the plan's budget, host memory and disk, at the worst moment; 0: it fits.
     excess_bytes: float
     host_peak_bytes: float
     disk_peak_bytes: float
@@ -205,7 +205,7 @@ class _Step:
     def run(self) -> None:
         """Run all segments, reading back ahead as far as this and every later moment has room."""
         bases = [self._base(segment) for segment in self.segments]
-        rooms = [self._capacity(segment) - base for segment, base in zip(self.segments, bases, strict=True)]
+        rooms = [self.plan.budget_bytes - base for base in bases]
         most, left = [0.0] * len(rooms), math.inf
         for number in reversed(range(len(rooms))):
             left = min(left, self.needed[number] + max(min(rooms[number], self.plan.max_inflight), 0.0))
@@ -227,9 +227,6 @@ class _Step:
             nbytes += min(block.kept + block.gone, segment.kept_limit_bytes)
         return nbytes + (rerun if block.rerun else plain if block.is_all_kept else replay)
 
-    def _capacity(self, segment: Segment) -> float:
-        return min(self.plan.budget_bytes, segment.limit_bytes)
-
     def _span(self, seconds: float, what: str, block: int) -> None:
         if seconds > 0.0:
             self.compute.append(Span(self.now - seconds, self.now, what, block))
@@ -237,7 +234,7 @@ class _Step:
     def _remember(self, number: int, nbytes: float, room: float) -> None:
         """Note what is in memory; `room` is what would be left with all copies at their best."""
         segment = self.segments[number]
-        capacity = self._capacity(segment)
+        capacity = self.plan.budget_bytes
         if room < -_ROUNDING * abs(capacity - room):
             self.excess = max(self.excess, -room)
         elif capacity < nbytes < capacity * (1 + _LATE):
