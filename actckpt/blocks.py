@@ -32,9 +32,8 @@ from actckpt._budget.budget_config import BudgetConfig, check_budget
 from actckpt._budget.infeasible import OnInfeasible
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
-from actckpt._budget.training import BudgetedTraining
 from actckpt._core.optimizers import Optimizers, optimizers_of
-from actckpt._cycles.loop import BudgetLoop, runs_loop
+from actckpt._cycles.loop import BudgetLoop
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
 from actckpt._text.misspelt import did_you_mean
@@ -196,8 +195,7 @@ def _apply_budget(
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
     forwards = forwards_in(chosen)
-    training: BudgetLoop | BudgetedTraining
-    training = (BudgetLoop if runs_loop(model, config) else BudgetedTraining)(model, forwards, config)
+    training = BudgetLoop(model, forwards, config)
     for forward in forwards.values():
         forward.together.training, forward.together.policy = training, config.text
     watch(chosen)

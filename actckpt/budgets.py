@@ -11,8 +11,7 @@ from actckpt._blocks.applied import find_blocks
 from actckpt._blocks.choosing import Blocks, check_model, check_not_meta
 from actckpt._budget.budget_config import BudgetConfig, check_budget
 from actckpt._core.optimizers import Optimizers, optimizers_of
-from actckpt._cycles.loop import runs_loop
-from actckpt._cycles.plan_step import planned as planned_by_loop
+from actckpt._cycles.plan_step import planned
 from actckpt.action import Action
 from actckpt.planner.plans import Plan
 
@@ -85,8 +84,4 @@ def plan(
     optimizers = optimizers_of(optimizer, model, "plan")
     chosen = find_blocks(model, blocks, "plan")
     config = BudgetConfig(budget, activation_budget, optimizers, pins, race, on_infeasible="raise")
-    if runs_loop(model, config):
-        return planned_by_loop(step, model, chosen, config)
-    from actckpt._budget.planning import planned  # with the solver, which takes a while to import
-
-    return planned(step, model, chosen, budget, activation_budget, optimizers, pins, race=race)
+    return planned(step, model, chosen, config)

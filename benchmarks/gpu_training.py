@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import actckpt
 from actckpt._blocks.applied import applied_blocks
 from actckpt._budget.links import flush
-from actckpt._budget.running import Candidate, forwards_of, settings_of
+from actckpt._budget.running import Candidate
 from actckpt._core import devices
+from actckpt.comparison import _forwards as forwards_with
 
 __all__ = ["Bench", "actions_of", "allocated", "plain", "planned", "ran", "smallest", "spread", "trained"]
 
@@ -85,7 +86,7 @@ class Bench:
 
     def way(self, name: str, plan: actckpt.Plan | None = None, step: Callable[[], object] | None = None) -> Candidate:
         """Return a way to run the step: by a plan, or by a step of its own."""
-        forwards = {} if plan is None else forwards_of(self.model, settings_of(plan, self.model))
+        forwards = {} if plan is None else forwards_with(self.model, {"policy": plan})
         return Candidate(name, self.model, forwards, step or self.step, _AsItIs())  # type: ignore[arg-type]
 
 

@@ -31,6 +31,8 @@ class BudgetConfig:
     #: Whether candidate plans are tried in training steps.
     race: bool
     on_infeasible: OnInfeasible = "warn"
+    #: Returns bytes that count beside the cycle: those that the step of `plan` takes outside of it.
+    more_bytes: Callable[[], int] = int
 
     @property
     def is_total(self) -> bool:
@@ -58,20 +60,27 @@ class BudgetConfig:
     def static(self, model: torch.nn.Module, device: torch.device) -> tuple[int, list[torch.Tensor]]:
         """Return the bytes that count and exist before a cycle, and gradients, which count while they live.
 
-        Of a budget of activations nothing counts that exists before.
+        What existed before does not count toward a budget of activations. `more_bytes` does.
         """
+        more_bytes = self.more_bytes()
         if not self.is_total:
-            return 0, []
+            return more_bytes, []
         allocator = devices.counting(device)
         if allocator is not None:
             inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
-            return allocator.allocated_bytes(device) - inflight_bytes, []
+            return allocator.allocated_bytes(device) - inflight_bytes + more_bytes, []
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
-        held: list[object] = [*model.parameters(), *model.buffers()]
-        for optimizer in self.optimizers:
-            held += [list(state.values()) for state in optimizer.state.values() if isinstance(state, dict)]
-        storages = {id(storage): storage for storage in storages_of(held)}
-        return sum(each.nbytes() for each in storages.values() if each.device.type == device.type), gradients
+        held = [*model.parameters(), *model.buffers(), *self.optimizer_states()]
+        return _bytes_on(device, held) + more_bytes, gradients
+
+    def optimizer_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the optimizers' state."""
+        return _bytes_on(device, self.optimizer_states())
+
+    def optimizer_states(self) -> list[object]:
+        """Return what the optimizers hold per parameter."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        return [list(state.values()) for state in states if isinstance(state, dict)]
 
     def budget_bytes(self, model: torch.nn.Module, plain_bytes: Callable[[], float]) -> float:
         """Return the budget in bytes, for a kind of cycle with this cost table."""
@@ -81,6 +90,11 @@ class BudgetConfig:
             held_bytes = static_bytes + sum(storage.nbytes() for storage in storages_of(gradients))
             return budget_bytes(self.budget, device, held_bytes=held_bytes)
         return activation_budget_bytes(self.activation_budget, plain_bytes=plain_bytes())
+
+
+def _bytes_on(device: torch.device, held: list[object]) -> int:
+    storages = {id(storage): storage for storage in storages_of(held)}
+    return sum(each.nbytes() for each in storages.values() if each.device.type == device.type)
 
 
 def check_budget(options: Mapping[str, Any], model: torch.nn.Module, what: str) -> None:

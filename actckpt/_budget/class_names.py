@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from actckpt._text.listed import calls_named, listed
 from actckpt.planner.costs import CostTable
 
-__all__ = ["AFTER", "BEFORE", "with_block_names"]
-
-#: What runs outside of blocks, as classes of blocks: the stem and the head (NOTE [ Measuring a step ]).
-BEFORE, AFTER = "(before the blocks)", "(after the blocks)"
+__all__ = ["with_block_names"]
 
 
 def with_block_names(costs: CostTable, names: Sequence[str | None]) -> CostTable:

@@ -9,7 +9,7 @@ from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.misspelt import did_you_mean
 from actckpt._text.sizes import format_bytes
 
-__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "infeasible_error", "with_cause", "with_reserve"]
+__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "infeasible_error", "with_reserve"]
 
 OnInfeasible = Literal["warn", "raise"]
 
@@ -51,14 +51,6 @@ def infeasible_error(
         smallest_bytes,
         holds,
     )
-
-
-def with_cause(error: PlanInfeasibleError, cause: str) -> PlanInfeasibleError:
-    """Return an error that also says what holds the memory in the model; `cause` is a sentence without its dot."""
-    if not cause or not error.holds:
-        return error
-    holds = f"{error.holds}. {cause}"
-    return PlanInfeasibleError(str(error).replace(error.holds, holds), error.smallest_bytes, holds)
 
 
 class Infeasible:

@@ -6,8 +6,8 @@ Rule 1. Plans offload where there is a store for the model's tensors: on devices
         pinned memory; on a CPU to disk, only where `configure(spill_dir=...)` names a folder or a pin says so.
 Rule 2. Pieces of the smallest size that plans offload are copied out and back, on a device in both directions at once,
         on streams of their own and timed by their events. Of all pieces a slow one counts: training has other traffic.
-Rule 3. That is done once for a device and settings. It needs two pieces of its memory and waits for it, so it is done
-        when the first step begins.
+Rule 3. That is done once for a device and settings, when the first plan is made. It needs two pieces of its memory and
+        waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from actckpt.planner.costs import CostTable
 from actckpt.planner.pins import Pins
 from actckpt.statistics import uncounted
 
-__all__ = ["Pins", "flush", "give_back_unused", "is_linked", "pins_offload", "poll", "prepare", "with_links"]
+__all__ = ["Pins", "flush", "is_linked", "pins_offload", "poll", "with_links"]
 
 _NUM_PIECES = 16
 #: Pieces of a device are this part of its memory, and at most so large.
@@ -74,18 +74,6 @@ def poll(device: torch.device) -> None:
     """Release what was moved, as far as its copy has ended: where no plan offloads, no other call does."""
     if stores.is_ready(device.type):
         stores.store_for(device.type).poll()
-
-
-def give_back_unused(device: torch.device) -> None:
-    """Let the allocator of a device begin anew: what it keeps in pieces between tensors fits no other ones."""
-    accelerator = devices.counting(device)
-    if accelerator is not None:
-        accelerator.empty_cache()
-
-
-def prepare(device: torch.device) -> None:
-    """Measure the links of a device, where that was not done yet (Rule 3)."""
-    _links(device, config.generation)
 
 
 def with_links(costs: CostTable, device: torch.device) -> CostTable:

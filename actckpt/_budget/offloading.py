@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from actckpt._budget.links import Pins, pins_offload
 from actckpt._error_base import PlanInfeasibleError
 from actckpt.action import Action
-from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Segment
 from actckpt.planner.plans import BlockWindows, Plan
 from actckpt.planner.simulation import simulate
 
-__all__ = ["offloaded_bytes", "solved", "with_windows"]
+__all__ = ["offloaded_bytes", "solved", "with_drained", "with_windows"]
 
 _RECOMPUTED = (Action.RECOMPUTE, Action.RECOMPUTE.value)
 
@@ -100,11 +100,26 @@ def _with_and_without(costs: CostTable, pins: Pins | None) -> Iterator[CostTable
         return
     if not pins_offload(pins):
         yield dataclasses.replace(costs, d2h_bytes_per_s=0.0, h2d_bytes_per_s=0.0, host_bytes=None)
+    yield with_drained(costs)
+
+
+def with_drained(costs: CostTable) -> CostTable:
+    """Return a cost table for plans that offload: with what drains while blocks run forward (Rule 1)."""
+    if costs.segments is not None:
+        return dataclasses.replace(costs, segments=tuple(_with_drained(each, costs) for each in costs.segments))
     classes = {
         name: dataclasses.replace(block, working_set_bytes=block.working_set_bytes + _drained_bytes(block, costs))
         for name, block in costs.classes.items()
     }
-    yield dataclasses.replace(costs, classes=classes)
+    return dataclasses.replace(costs, classes=classes)
+
+
+def _with_drained(segment: Segment, costs: CostTable) -> Segment:
+    """Return a segment with what drains while a block runs forward."""
+    if not segment.is_forward or segment.running < 0:
+        return segment
+    plain, replay, rerun = (each + _drained_bytes(costs.blocks[segment.running], costs) for each in segment.bases)
+    return dataclasses.replace(segment, plain_bytes=plain, replay_bytes=replay, rerun_bytes=rerun)
 
 
 def offloaded_bytes(plan: Plan) -> list[float]:

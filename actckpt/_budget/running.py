@@ -15,8 +15,6 @@ from actckpt._blocks.applied import (
     Settings,
     applied_blocks,
     count_calls,
-    find_blocks,
-    patch,
     unpatch,
 )
 from actckpt._blocks.key_value_caches import is_checkpointing_layer
@@ -31,7 +29,7 @@ from actckpt.memory import LiveStorages
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 from actckpt.planner.plans import Plan
 
-__all__ = ["RECOMPUTE", "UNPLANNED", "Candidate", "device_of", "forwards_of", "settings_of", "use_settings"]
+__all__ = ["RECOMPUTE", "UNPLANNED", "Candidate", "device_of", "settings_of", "use_settings"]
 
 #: Events tell no shorter times apart.
 _RESOLUTION_S = 5e-7
@@ -109,15 +107,6 @@ def _settings(
 def _repeats(place: str, action: Action) -> bool:
     """Whether an entry would have replay run a collective again, which no plan does (NOTE [ Alone ])."""
     return action is Action.RECOMPUTE and is_collective(Place.parse(place).operator)
-
-
-def forwards_of(model: torch.nn.Module, settings: Mapping[str, Settings]) -> dict[torch.nn.Module, Any]:
-    """Return what stands in for the forwards of blocks with these settings; the model stays as it is."""
-    blocks = find_blocks(model, list(settings), "apply")
-    patch(blocks, settings)
-    forwards = {block: block.forward for block in blocks.values()}
-    unpatch(blocks)
-    return forwards
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

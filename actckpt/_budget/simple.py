@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
-from actckpt._budget.offloading import with_windows
+from actckpt._budget.offloading import offloaded_bytes, with_drained, with_windows
 from actckpt._text.presets import PRESETS
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Value
@@ -13,7 +14,7 @@ from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import simulate
 from actckpt.planner.solving import solve
 
-__all__ = ["NOTHING", "plain_plan", "predicted", "simple_plans"]
+__all__ = ["NOTHING", "plain_plan", "simple_plans"]
 
 NOTHING = "nothing"
 #: More than any machine has: with this budget everything is kept.
@@ -78,17 +79,13 @@ def _offloaded(plain: Plan) -> Plan:
 
 
 def _predicted(plain: Plan, actions: list[dict[str, Action]], rerun: tuple[bool, ...] | None = None) -> Plan:
-    plan = dataclasses.replace(plain, actions=tuple(actions), rerun=rerun or plain.rerun, max_inflight=_UNLIMITED)
-    return predicted(plan, plain.costs)
-
-
-def predicted(plan: Plan, costs: CostTable) -> Plan:
-    """Return a plan with what it comes to by a cost table."""
-    found = simulate(costs, plan)
+    plan = dataclasses.replace(plain, actions=tuple(actions), rerun=rerun or plain.rerun)
+    costs, largest_bytes = plan.costs, max(offloaded_bytes(plan))
+    plan = dataclasses.replace(plan, max_inflight=math.ceil(largest_bytes))  # backward reads one block ahead
+    found = simulate(with_drained(costs) if largest_bytes else costs, plan)
     return with_windows(
         dataclasses.replace(
             plan,
-            costs=costs,
             recompute_seconds=found.recompute_seconds,
             write_wait_seconds=found.write_wait_seconds,
             read_wait_seconds=found.read_wait_seconds,

@@ -14,10 +14,10 @@ Rule 3. A value that was dropped and lives on is held by the recorder, which beg
         nothing, nor does a rerun of the block: its bytes are added to those of the block's input, which always
         stay, and to keep it as well costs nothing. (What backward does not need is not known to the recorder as held:
         keeping it would cost its bytes.) Casts of parameters that autocast caches live until the program leaves that,
-        whatever is kept: they have no bytes, and count otherwise (NOTE [ Casts in the cache ]).
+        whatever is kept: they have no bytes, and the meter counts them.
 Rule 4. What has enough bytes may be offloaded where there is a store (NOTE [ Measuring links ]), unless only replays
-        read it. The recorded call moves its inputs, so that it shows which of them something else holds as well:
-        moving those frees nothing (`ProfiledBlock.with_input_kept`).
+        read it. Of inputs only those may that no other block is given and another block made: to move others frees
+        nothing (`settled_block`).
 Rule 5. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
         input, and what several blocks share (masks, angles), are held by whoever made them or by the region. The input
         is the first tensor that gradients flow through; the others stay, and count once, where they were made.
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt._blocks.arguments import first_tensor, keep_others_in_place
+from actckpt._blocks.arguments import first_tensor
 from actckpt._budget.alone import Exchanges
 from actckpt._C import Calls, is_paused, look_up_call
 from actckpt._checkpointed_call import checkpoint_call
@@ -261,9 +261,7 @@ def run_recorded(
         offloads: whether there is a store for what it saves.
     """
     structure = BlockStructure(argument, offloads=offloads)
-    options = CheckpointOptions(policy=structure.note_saved, offload_inputs=structure.offloads)
-    if structure.offloads:
-        keep_others_in_place((args, kwargs))
+    options = CheckpointOptions(policy=structure.note_saved)
     with structure.exchanges, _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, options, inside=Inside(counts_anew=True))
     structure.exchanges.close()

@@ -162,9 +162,10 @@ class Accelerator:
         """Return the most that tensors held since `reset_peak`."""
         return torch.accelerator.max_memory_allocated(device)
 
-    def reset_peak(self, device: torch.device) -> int:
-        """Start the peak again from what tensors hold when all work is done, which is returned."""
-        self.synchronize(device)
+    def reset_peak(self, device: torch.device, *, waits: bool = True) -> int:
+        """Start the peak again from what tensors hold, which is returned; when all work is done where it waits."""
+        if waits:
+            self.synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
         return self.allocated_bytes(device)
 

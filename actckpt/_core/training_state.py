@@ -4,8 +4,8 @@ import copy
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -117,18 +117,6 @@ class TrainingState:
         self._trained = trained_by(optimizers)
         self._random = random_state()
         self._generators = [(found, found.get_state()) for found in _C.Parameters(model).generators]
-
-    @contextmanager
-    def before_update(self, note: Callable[[], object]) -> Iterator[None]:
-        """Call `note` each time in the body when an optimizer is about to change parameters."""
-
-        def begins(*_: object) -> None:
-            note()
-
-        with ExitStack() as exits:
-            for held in self._optimizers:
-                exits.callback(held.optimizer.register_step_pre_hook(begins).remove)
-            yield
 
     @contextmanager
     def checked(self, who: str) -> Iterator[None]:

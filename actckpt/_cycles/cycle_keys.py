@@ -36,9 +36,9 @@ class CycleKeys:
         # Numbers and texts may be others in each step, as data is.
         flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
-        kind = device_of(self._model).type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return ForwardKey((self._model.training, autocast, trained, keywords, frozenset(flags)), tensors)
+        device = device_of(self._model)
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        return ForwardKey((device, self._model.training, autocast, trained, keywords, frozenset(flags)), tensors)
 
     def _own(self) -> list[weakref.ref[torch.nn.Parameter]]:
         if self._parameters is None:

@@ -18,11 +18,11 @@ from actckpt.planner import costs as planner_costs
 from actckpt.planner.costs import BlockClass, CostTable
 from actckpt.planner.plans import Plan
 
-__all__ = ["CycleModel", "Mode"]
+__all__ = ["KEPT", "CycleModel", "Mode"]
 
 #: How a block runs: all kept, replayed, or run again as a whole; empty where no block runs.
 Mode = str
-_KEPT, _REPLAYED, _RERUN = "kept", "replayed", "rerun"
+KEPT, _REPLAYED, _RERUN = "kept", "replayed", "rerun"
 
 
 #: In which order forwards and backwards ran (`Cycle.order`).
@@ -92,7 +92,7 @@ class CycleModel:
         segment, blocks = row.segment, row.blocks
         counted = (blocks[j].always_kept_bytes + blocks[j].droppable_input_bytes for j in segment.alive)
         base = static_bytes + segment.peak_bytes - sum(counted)
-        bases = {mode: base + self._correction(row, mode) for mode in (_KEPT, _REPLAYED, _RERUN)}
+        bases = {mode: base + self._correction(row, mode) for mode in (KEPT, _REPLAYED, _RERUN)}
         limit = float("inf")
         if segment.running >= 0:
             block = blocks[segment.running]
@@ -101,16 +101,17 @@ class CycleModel:
                 limit = max(segment.live_bytes + peaks.forward - segment.peak_bytes, 0.0) + kept
                 bases = {mode: nbytes - kept for mode, nbytes in bases.items()}
             else:
-                more = {_KEPT: peaks.kept, _REPLAYED: peaks.replayed, _RERUN: peaks.rerun}
+                more = {KEPT: peaks.kept, _REPLAYED: peaks.replayed, _RERUN: peaks.rerun}
                 bases = {mode: nbytes + more[mode] - peaks.dropped for mode, nbytes in bases.items()}
         return planner_costs.Segment(
             running=segment.running,
             is_forward=segment.is_forward,
             alive=tuple(sorted(segment.alive)),
-            plain_bytes=bases[_KEPT],
+            plain_bytes=bases[KEPT],
             replay_bytes=bases[_REPLAYED],
             rerun_bytes=bases[_RERUN],
             kept_limit_bytes=limit,
+            seconds=segment.seconds if segment.running < 0 else 0.0,
         )
 
     def _correction(self, row: _Row, mode: Mode) -> float:
@@ -150,7 +151,7 @@ class CycleModel:
         if plan.rerun[call]:
             return _RERUN
         actions = tuple(plan.actions[call][value.name] for value in self._costs[call].values)
-        return _REPLAYED if self._costs[call].is_recorded(actions) else _KEPT
+        return _REPLAYED if self._costs[call].is_recorded(actions) else KEPT
 
     def corrections(self) -> dict[_Correction, float]:
         """Return a copy of the corrections, for `restore`."""

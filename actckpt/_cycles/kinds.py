@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
-from actckpt._blocks.outside import advice
+from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
-from actckpt._budget.infeasible import Infeasible, infeasible_error, with_reserve
-from actckpt._budget.offloading import solved
-from actckpt._budget.planned_model import facts_of
-from actckpt._budget.running import RECOMPUTE, device_of
-from actckpt._budget.simple import plain_plan
-from actckpt._cycles.cycle_model import CycleModel
+from actckpt._budget.infeasible import Infeasible
+from actckpt._budget.offloading import offloaded_bytes
+from actckpt._budget.running import RECOMPUTE
+from actckpt._cycles.attempts import Attempts
+from actckpt._cycles.cycle_model import KEPT, CycleModel
+from actckpt._cycles.excesses import Excesses
 from actckpt._cycles.forward_settings import settings_per_forward
 from actckpt._cycles.inner_sizes import LargestCalls, is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
+from actckpt._cycles.solving import Solving, smallest_budget
 from actckpt._cycles.timeline import Call, Cycle
 from actckpt._cycles.trials import Trials, candidates_beside
 from actckpt.errors import PlanInfeasibleError
@@ -30,9 +30,13 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetConfig", "Kind"]
 
-#: Rounds of correction, and the share of the budget that may be left while values are dropped.
-_MOST_ROUNDS, _UNUSED = 3, 0.02
-#: Static bytes changed where they did by more than this share, and a budget of free memory, read every 16 cycles.
+#: Rounds of correction, the share of the budget that may be left while values are dropped, and by which share a round
+#: aims lower than the one before it, since another plan may err elsewhere.
+_MOST_ROUNDS, _UNUSED, _MARGIN = 3, 0.02, 0.002
+#: A plan that offloads, and exceeds budget and prediction by more than this share, shows that this frees too little.
+_HELD = 0.02
+#: Static bytes changed where they did by more than this share (fewer: in 16 cycles in a row), and a budget of free
+#: memory, read every 16 cycles.
 _CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
 #: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered.
 _FIRST_EMPTY = 16
@@ -40,16 +44,10 @@ _FIRST_EMPTY = 16
 _MOST_MEASURED = 16
 #: So many cycles are metered until the plan stays although none was like the measured one, which is given this share.
 _MOST_METERED, _ALIKE = 16, 0.99
+#: In one of so many settled cycles the peak of a device starts again.
+_CYCLES_PER_PEAK = 64
 
 Stage = Literal["measure", "fit", "try", "settled"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attempt:
-    """A plan that ran under a meter."""
-
-    plan: Plan
-    peak_bytes: float
 
 
 class Kind:
@@ -85,17 +83,19 @@ class Kind:
     ) -> None:
         self._others = others
         self._module, self._forwards, self._config = model, forwards, config
+        self._solving = Solving(model, config)
         self._infeasible = infeasible
         self._model: CycleModel | None = None
-        self._attempts: list[_Attempt] = []
+        self._attempts = Attempts()
         self._trials: Trials | None = None
         self._settings: list[Mapping[str, Settings]] = []
         #: Shapes and flags of each forward, in the cycle that the plan was made for and in the one that is measured.
         self._forward_keys: list[Any] = []
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
-        self._num_cycles = self._num_measured = 0
+        self._num_cycles = self._num_measured = self._num_less = 0
         self._sizes = LargestCalls()
+        self._excesses = Excesses(type(model).__name__, config.text)
         #: Cycles in a row that were to be measured, and in which no block ran with gradients.
         self._num_empty = 0
         #: Orders of forwards and backwards that were measured.
@@ -117,7 +117,15 @@ class Kind:
         """Whether smaller cycles may run its plan: one ran already, and it fits."""
         return self._has_run and not self.refused
 
-    # What a cycle does.
+    @property
+    def begins_to_measure(self) -> bool:
+        """Whether the next cycle may be measured; asked for a while only where none tells anything."""
+        return self.stage == "measure" and self._num_measured < _MOST_MEASURED
+
+    @property
+    def looks(self) -> bool:
+        """Whether the cycle sees its peak although an older one is higher."""
+        return self.stage == "settled" and self._num_cycles % _CYCLES_PER_PEAK == 0
 
     def begin(self, static_bytes: float, *, is_smaller: bool = False) -> bool:
         """A cycle begins; return whether it is metered.
@@ -136,8 +144,8 @@ class Kind:
                 self.is_measured_now = False
             return self.is_measured_now
         if self.stage != "measure" and self._is_changed(static_bytes):
-            self._attempts, self._trials, self.stage, self._is_solved = [], None, "fit", False
-            self._static_bytes = static_bytes
+            self._attempts, self._trials, self.stage, self._is_solved = Attempts(), None, "fit", False
+            self._static_bytes, self._num_less = static_bytes, 0
         self._num_cycles += 1
         if self.stage == "fit" and not self._is_solved:
             self._solve(static_bytes)
@@ -168,10 +176,12 @@ class Kind:
         """A cycle has ended."""
         if self.is_measured_now:
             self._measured(cycle, blocks)
-        elif cycle.is_void or self._model is None:
+        elif cycle.is_void or self._model is None or not cycle.num_backwards:
             return
         elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
             self.measure_again()  # it ran what the plan does not know
+        elif self.stage == "settled" and self._excesses.correct(cycle.risen_bytes, self.plan, bool(self.refused)):
+            self.stage, self._attempts = "fit", Attempts()
         elif self._trials is not None:
             self._tried(cycle)
         elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):
@@ -229,7 +239,7 @@ class Kind:
         if self._model is not None and is_less and not is_larger(model.calls, before):
             self.stage = self._stage_before
             return
-        self._model, self._attempts, self._trials, self.plan = model, [], None, None
+        self._model, self._attempts, self._trials, self.plan = model, Attempts(), None, None
         self.stage, self._num_cycles, self._static_bytes = "fit", 0, cycle.static_bytes
         self._is_solved = False
         self._sizes.measured()
@@ -247,9 +257,9 @@ class Kind:
     def _solve(self, static_bytes: float) -> None:
         assert self._model is not None
         self._static_bytes = static_bytes
-        costs = self._model.costs(static_bytes)
-        self._budget_bytes, self.refused = self._asked_bytes(costs), ""
-        self._told = None
+        costs = self._solving.costs(self._model, static_bytes)
+        self._budget_bytes = self._solving.budget_bytes(self._model, costs)
+        self.refused, self._told = "", None
         try:
             self.plan = self._planned(costs)
         except PlanInfeasibleError as error:
@@ -263,16 +273,10 @@ class Kind:
         least, is_late = error.smallest_bytes, self._has_run
         if least is None:
             raise error
-        made = self._model.made_outside, self._module
-        smallest = min(with_reserve(least, self._static_bytes), plain_plan(costs).peak_bytes)
+        smallest = smallest_budget(costs, least, self._static_bytes)
         smallest = max(smallest, *(each.least_bytes() for each in self._others() if each is not self), 0.0)
-        told = infeasible_error(
-            error,
-            budget=self._config.text,
-            budget_bytes=self._budget_bytes,
-            smallest_bytes=math.ceil(smallest),
-            cause=". ".join(filter(None, (self._forwards_text(), advice(*made, self._forwards, least)))),
-        )
+        facts = self._budget_bytes, smallest, self._forwards, len(self._forward_keys)
+        told = self._solving.told(self._model, error, *facts)
         if self._attempts:  # what is observed of the smallest plan decides
             self._told = told
             return self._planned(costs, least)
@@ -282,60 +286,52 @@ class Kind:
         self._infeasible.warn(told, is_late=is_late)
         return self._planned(costs, least)
 
-    def _forwards_text(self) -> str:
-        num = len(self._forward_keys)
-        return f"{num} forwards of the model are part of the step before backward has ended" if num > 1 else ""
-
     def least_bytes(self) -> float:
         """Return the smallest budget for this kind where it exceeds the user's budget, else 0."""
-        if self._model is None:
-            return 0.0
-        costs = self._model.costs(self._static_bytes)
-        try:
-            self._planned(costs, self._asked_bytes(costs))
-        except PlanInfeasibleError as error:
-            least = error.smallest_bytes
-            return 0.0 if least is None else min(with_reserve(least, self._static_bytes), plain_plan(costs).peak_bytes)
-        return 0.0
+        return 0.0 if self._model is None else self._solving.least_bytes(self._model, self._static_bytes)
 
-    def _asked_bytes(self, costs: CostTable) -> float:
+    def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
         assert self._model is not None
-        return self._config.budget_bytes(self._module, functools.partial(self._model.plain_bytes, costs))
-
-    def _planned(self, costs: CostTable, nbytes: float | None = None) -> Plan:
-        plan = solved(costs, self._budget_bytes if nbytes is None else nbytes, self._config.pins)
-        return self._placed(dataclasses.replace(plan, budget_bytes=self._budget_bytes))
-
-    def _placed(self, plan: Plan) -> Plan:
-        """Return a plan that knows where its values are in the model."""
-        assert self._model is not None
-        names = tuple(call.block for call in self._model.calls)
-        return dataclasses.replace(plan, blocks=names, places=self._model.places, model=facts_of(self._module, names))
+        if limit_bytes is None:
+            limit_bytes = (1 - _MARGIN * self._attempts.num_rounds) * self._budget_bytes
+        return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:
         """A metered cycle under the plan has ended: correct the model and solve again, or stay."""
         assert self._model is not None and self.plan is not None
-        self._attempts.append(_Attempt(self.plan, cycle.peak_bytes))
+        self._attempts.add(self.plan, cycle.peak_bytes)
+        expected_bytes = max(self._budget_bytes, self.plan.peak_bytes)
+        is_held = cycle.peak_bytes > (1 + _HELD) * expected_bytes and any(offloaded_bytes(self.plan))
+        if is_held and self._stop_offloading():
+            return
         is_over = cycle.peak_bytes > self._budget_bytes
         is_unused = cycle.peak_bytes < (1 - _UNUSED) * self._budget_bytes and self.plan.overhead_seconds > 0.0
-        if (is_over or is_unused) and len(self._attempts) <= _MOST_ROUNDS and self._solve_again(cycle):
+        if (is_over or is_unused) and self._attempts.num_rounds <= _MOST_ROUNDS and self._solve_again(cycle):
             return
-        fitting = [each for each in self._attempts if each.peak_bytes <= self._budget_bytes]
-        best = (
-            min(fitting, key=lambda each: each.plan.overhead_seconds)
-            if fitting
-            else min(self._attempts, key=lambda each: each.peak_bytes)
-        )
-        peak_bytes = best.peak_bytes
+        best = self._attempts.best(self._budget_bytes)
+        fits, peak_bytes = best.peak_bytes <= self._budget_bytes, best.peak_bytes
+        if not fits and self._stop_offloading():
+            return
         if self._model.num_orders > 1 or not self._is_alike(cycle):
             peak_bytes = max(peak_bytes, best.plan.peak_bytes)
         self.plan = dataclasses.replace(best.plan, peak_bytes=peak_bytes)
         self._run(self.plan)
         self.stage = "settled"
-        if not fitting and self._told is not None:
+        if fits:
+            self._begin_trials()
+        elif self._told is None:
+            self._excesses.stay(peak_bytes, cycle.device)
+        else:
             self.refused = str(self._told)
             self._infeasible.warn(self._told, is_late=True)
-        self._begin_trials()
+
+    def _stop_offloading(self) -> bool:
+        """Offload no more: it did not free what was expected, so something else may hold it. Return whether one did."""
+        if self._model is None or not self._solving.unlink(self._model):
+            return False
+        self._attempts.start_again()
+        self._is_solved = False
+        return True
 
     def _solve_again(self, cycle: Cycle) -> bool:
         """Correct the model by a cycle; return whether that leads to another plan."""
@@ -343,7 +339,7 @@ class Kind:
 
         assert self._model is not None and self.plan is not None
         before, plan, budget_bytes = self._model.corrections(), self.plan, self._budget_bytes
-        self._model.observe(cycle, plan, needs(self._model.costs(cycle.static_bytes), plan))
+        self._model.observe(cycle, plan, needs(self._solving.costs(self._model, cycle.static_bytes), plan))
         try:
             self._solve(cycle.static_bytes)
             # That less was needed may be due to how blocks ran. Another way to run them must fit without it.
@@ -353,15 +349,16 @@ class Kind:
             self._model.restore(before)
             self.plan, self._budget_bytes = plan, budget_bytes
             return False
-        tried = [(each.plan.actions, each.plan.rerun) for each in self._attempts]
-        return self.plan is not None and (self.plan.actions, self.plan.rerun) not in tried
+        return self.plan is not None and not self._attempts.has(self.plan)
 
     def _begin_trials(self) -> None:
         plan = self.plan
-        assert plan is not None
-        if not self._config.race or self._config.pins or plan.overhead_seconds == 0.0:
+        assert plan is not None and self._model is not None
+        acts = any(mode != KEPT for mode in self._model.modes(plan))
+        # Trials would have to take turns on all ranks alike.
+        if not self._config.race or self._config.pins or num_ranks() > 1 or not acts:
             return
-        candidates = candidates_beside(plan, self._budget_bytes, self._placed)
+        candidates = candidates_beside(plan, self._budget_bytes, functools.partial(self._solving.placed, self._model))
         if sum(each.fits for each in candidates) > 1:
             self._trials, self.stage = Trials(candidates, self._budget_bytes), "try"
 
@@ -371,7 +368,7 @@ class Kind:
         if cycle.meter is not None:
             self._trials.note_peak(cycle.peak_bytes)
         else:
-            self._trials.note_time(cycle.began, device_of(self._module))
+            self._trials.note_time(cycle.began, cycle.device)
         if self._trials.is_over:
             self.plan, self._trials, self.stage = self._trials.result(), None, "settled"
             self._run(self.plan)
@@ -385,16 +382,19 @@ class Kind:
         self.running_plan = plan
         for forward in self._forwards.values():  # its first cycle is metered, so no trial is slower by that
             forward.together.record_first_step(plan)
-        self._settings = settings_per_forward(
-            plan, self._model.calls, len(self._forward_keys), self._module, unknown=self._model.idle
-        )
+        num_forwards, unknown = len(self._forward_keys), self._model.idle
+        self._settings = settings_per_forward(plan, self._model.calls, num_forwards, self._module, unknown=unknown)
 
     def _is_changed(self, static_bytes: float) -> bool:
         """Return whether what existed before the cycle, or the budget, is not what the plan was made for."""
         if self.plan is None or self._model is None:
             return False
         if self._config.is_what_is_free and self.stage == "settled" and self._num_cycles % _CYCLES_PER_LOOK == 0:
-            more = self._asked_bytes(self.plan.costs) / self._budget_bytes - 1
+            more = self._solving.budget_bytes(self._model, self.plan.costs) / self._budget_bytes - 1
             if more < -_CHANGE_OF_BUDGET or (more > _CHANGE_OF_BUDGET and self.plan.overhead_seconds > 0.0):
                 return True
-        return abs(static_bytes - self._static_bytes) > _CHANGE * self._static_bytes
+        if static_bytes > (1 + _CHANGE) * self._static_bytes:
+            return True
+        # What comes and goes from cycle to cycle is counted as there; a plan with more room can wait.
+        self._num_less = self._num_less + 1 if static_bytes < (1 - _CHANGE) * self._static_bytes else 0
+        return self._num_less >= _CYCLES_PER_LOOK and self.plan.overhead_seconds > 0.0

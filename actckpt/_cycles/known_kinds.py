@@ -27,7 +27,7 @@ _OWN_PLANS, _MOST_PLANS = 16, 64
 class ForwardKey(NamedTuple):
     """What a forward's share of a plan depends on."""
 
-    #: Mode, autocast, what is trained, and arguments that are no tensors.
+    #: Device, mode, autocast, what is trained, and arguments that are no tensors.
     flags: Any
     #: Of each tensor among the arguments: its shape, and whatever else.
     tensors: tuple[tuple[tuple[int, ...], Any], ...]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.running import device_of
+from actckpt._core import devices
+from actckpt._core.storages import storages_of
+from actckpt._cycles.allocator_meter import Older
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.meter import Meter
 from actckpt._cycles.timeline import Cycle
@@ -28,6 +33,8 @@ class Leftovers:
         #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
         self._meters: list[Meter] | None = None
         self._last_peak_bytes = 0
+        #: Of a device: storages of what forwards returned.
+        self._outputs: list[Older] = []
         self._is_much = False
         #: Whether each cycle is metered, because a later cycle of its step must know what it leaves behind.
         self._meters_all = False
@@ -52,6 +59,8 @@ class Leftovers:
 
     def meters(self, is_metered: bool, *, accumulates: bool) -> bool:
         """Return whether a cycle is metered, also where its kind does not ask for that."""
+        if devices.counting(device_of(self._model)) is not None:  # what is allocated counts already
+            return is_metered
         if accumulates:
             self._meters_all = is_metered and self._meters is None
         return is_metered or self._meters_all
@@ -61,3 +70,15 @@ class Leftovers:
         meter, before = cycle.meter, self._meters or []
         self._meters = None if meter is None else [each for each in (*before, meter) if each.left_bytes([])]
         self._last_peak_bytes = cycle.peak_bytes
+
+    def returned(self, tensors: list[torch.Tensor]) -> None:
+        """A forward of the model has returned these: they may die in a later cycle."""
+        if not self._config.is_total and devices.counting(device_of(self._model)) is not None:
+            self._outputs += [(weakref.ref(storage), storage.nbytes()) for storage in storages_of(tensors)]
+
+    def not_counted(self, *, is_metered: bool) -> tuple[list[torch.nn.Parameter], list[Older]]:
+        """Return parameters whose gradients do not count toward the budget, and storages that existed before."""
+        if self._config.is_total or not (is_metered or devices.counting(device_of(self._model)) is not None):
+            return [], []
+        self._outputs = [each for each in self._outputs if each[0]() is not None]
+        return [each for each in self._model.parameters() if each.requires_grad], [*self._outputs]

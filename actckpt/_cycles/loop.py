@@ -12,8 +12,8 @@ NOTE [ The loop ]
    budget is exceeded, or more than 2 % of it are unused while values are dropped, the loop solves again, three times at
    most. The fastest plan that fits stays (stage *fit*).
 4. Then candidate plans take turns (stage *try*), and the fastest one stays (stage *settled*).
-5. What a plan does not know is recomputed: block calls that did not run, or did nothing, in the measured cycle, and
-   calls that are larger than they were there. The kind is measured again then.
+5. What a plan does not know is recomputed: block calls that did not run, did nothing, or were smaller in the measured
+   cycle. The kind is measured again then.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import OutsideModules
 from actckpt._blocks.planned_size import PlannedSize, given_bytes
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
-from actckpt._budget.links import is_linked
+from actckpt._budget.links import is_linked, poll
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
+from actckpt._cycles.allocator_meter import free_older, watch_of
 from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
@@ -60,18 +60,12 @@ from actckpt._cycles.warnings import (
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
-__all__ = ["BudgetLoop", "runs_loop"]
+__all__ = ["BudgetLoop"]
 
 #: So many forwards of one cycle may wait for a backward while others had theirs; then the oldest count as never read.
 _MOST_FORWARDS = 16
 #: So many forwards in a row without any backward trigger a warning.
 _MOST_UNREAD = 16
-
-
-def runs_loop(model: torch.nn.Module, config: BudgetConfig) -> bool:
-    """Return whether the loop plans for a model: on a CPU that trains in one process and offloads nothing."""
-    device = device_of(model)
-    return device.type == "cpu" and not is_linked(device, config.pins) and num_ranks() == 1
 
 
 def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
@@ -103,7 +97,10 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, forwards that have begun and not ended: the cycle of each, None where it is no part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
-        self._calls = MeteredCalls(lambda: bool(self._running[threading.get_ident()]))
+        self._calls = MeteredCalls(
+            is_inside=lambda: bool(self._running[threading.get_ident()]),
+            offloads=lambda: is_linked(self._device, self._config.pins),
+        )
         self._warned: set[str] = set()
         self._outside: OutsideModules | None = None
         self._num_unread = 0
@@ -131,8 +128,6 @@ class BudgetLoop:
         for forward in self._forwards.values():  # a copied block does not take this, and so the model, along
             forward.together.training = self
         self._start()
-
-    # What others ask.
 
     @property
     def plan(self) -> Plan | None:
@@ -200,8 +195,6 @@ class BudgetLoop:
         self._give_up_cycle()
         sweep()
 
-    # Cycles.
-
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() and not torch.compiler.is_exporting():
@@ -211,10 +204,10 @@ class BudgetLoop:
         first.together.take_over_late(first)
         running = self._running[threading.get_ident()]
         self._forget_interrupted(running)
-        if running:  # the model calls itself
-            running.append(None)
-            return
+        is_outermost = not running  # else the model calls itself
         running.append(None)
+        if not is_outermost:
+            return
         sweep()
         if not torch.is_grad_enabled():
             return
@@ -234,8 +227,8 @@ class BudgetLoop:
             self._give_up_cycle()
         if self._cycle is None:
             self._begin_cycle(args, kwargs)
-        self._begin_forward(self._keys.forward(args, kwargs))
         running[-1] = self._cycle
+        self._begin_forward(self._keys.forward(args, kwargs))
 
     def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         accumulates = self._keys.has_gradients() and self._leftovers.count()
@@ -244,19 +237,25 @@ class BudgetLoop:
         self._kind = kind
         if kind is None:
             self._warn(MANY_SIZES)
+        poll(self._device)
+        if kind is not None and kind.stage != "settled":
+            free_older(self._device, collects_garbage=kind.begins_to_measure)
         static_bytes, held = self._config.static(self._model, self._device)
         static_bytes += self._leftovers.nbytes(kind, held, accumulates=accumulates)
-        # This raises where no plan fits and that was asked for.
-        is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)
+        is_metered = kind is not None and kind.begin(static_bytes, is_smaller=self._is_smaller)  # may raise
         is_metered = kind is not None and self._leftovers.meters(is_metered, accumulates=accumulates)
-        own = [] if self._config.is_total else [each for each in self._model.parameters() if each.requires_grad]
-        meter = meter_of(self._device, held, parameters=own) if is_metered else None
-        self._cycle = Cycle(self._device, meter, static_bytes)
-        self._calls.begin(self._cycle, kind)
-        if self._is_measuring() and meter is not None and (storages := meter.storages()) is not None:
+        own, older = self._leftovers.not_counted(is_metered=is_metered)
+        cycle = self._cycle = Cycle(self._device, static_bytes)  # first, since it ends the meter
+        if is_metered:
+            cycle.meter = meter_of(self._device, held, parameters=own, older=older)
+        else:
+            cycle.watch = watch_of(self._device, own, older, starts_again=kind is not None and kind.looks)
+        cycle.note("begin")
+        self._calls.begin(cycle, kind)
+        if self._is_measuring() and cycle.meter is not None and (storages := cycle.meter.storages()) is not None:
             self._outside = OutsideModules(self._model, self._forwards, storages)
         for forward in self._forwards.values():
-            forward.instead = None if meter is None else self._calls.call
+            forward.instead = None if cycle.meter is None else self._calls.call
 
     def _begin_forward(self, key: ForwardKey) -> None:
         cycle, kind = self._cycle, self._kind
@@ -295,21 +294,21 @@ class BudgetLoop:
             self._size = None
         if cycle is None or cycle is not self._cycle:
             return
-        cycle.note("forward")
+        cycle.forward_ends()
         self._calls.note_casts(cycle)
         if cycle.meter is not None and self._is_measuring() and cycle.num_forwards == 1:
             self._end_outside(cycle)
-        outputs = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
+        tensors = list(tensors_in(result))
+        self._leftovers.returned(tensors)
+        self._calls.returned(tensors)
+        outputs = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if outputs:
             self._follow(outputs)
             return
         cycle.is_void = True
-        if cycle.calls and self._is_measuring() and sys.exc_info()[0] is None and self._are_trained():
+        if cycle.calls and self._is_measuring() and sys.exc_info()[0] is None and self._calls.are_trained:
             self._warn(NO_OUTPUTS)
         self._gone(self._epoch)
-
-    def _are_trained(self) -> bool:
-        return any(block.costs.values and block.costs.values[0].nbytes for block in self._calls.profiled)
 
     def _follow(self, outputs: list[torch.Tensor]) -> None:
         """See when the graph of a forward is gone: released by a backward, or dropped."""
@@ -370,11 +369,10 @@ class BudgetLoop:
 
     def _close_cycle(self) -> None:
         cycle, self._cycle = self._cycle, None
-        if cycle is not None:
-            self._end_outside(cycle)
         self._epoch += 1
         self._num_alive = 0
         if cycle is not None:
+            self._end_outside(cycle)
             cycle.end()
             self._leftovers.add(cycle)
             for forward in self._forwards.values():
@@ -385,7 +383,9 @@ class BudgetLoop:
     def _forget_interrupted(self, running: list[Cycle | None]) -> None:
         """Forget forwards of this thread that were interrupted: no hook ran at their end."""
         num_outer = max(torch_private.num_calls(self._model) - 1, 0) if running else 0
-        if any(cycle is not None and cycle is self._cycle for cycle in running[num_outer:]):
+        current, ended = self._cycle, running[num_outer:]
+        is_empty = current is not None and current.thread == threading.get_ident() and not self._num_alive
+        if is_empty or any(cycle is not None and cycle is current for cycle in ended):
             self._give_up_cycle()
         del running[num_outer:]
 

@@ -7,7 +7,7 @@ NOTE [ The meter of a CPU ]
    program enters and leaves in between pops itself, not the meter.
 2. A mode cannot be popped inside backward: the engine restores the stack after each hook and each callback. A meter
    that ends there counts nothing more; `sweep` removes it where no backward runs: at the next forward of a model with a
-   budget, at the next step of an optimizer, and when the budget is removed.
+   budget, at the next step of an optimizer, when the budget is removed, and when its thread ends.
 3. Checksums of audits are not counted. They take up to 512 KiB in cycles that are audited.
 4. The meter sees operators of its own thread and of the engine's threads that serve it. Storages that compiled code
    allocates inside, workspaces of kernels and storages of other threads are not counted.
@@ -18,7 +18,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from actckpt._blocks.outside import MadeStorages
 from actckpt._core import devices, torch_private
 from actckpt._core.storages import storages_of
+from actckpt._cycles.allocator_meter import AllocatorMeter, Older
 from actckpt._replay import checksums
 from actckpt.memory import LiveStorages
 
@@ -59,18 +62,21 @@ class Meter(Protocol):
         """Return the storages that it counts, in the order of their making; None where it counts bytes alone."""
 
 
-def meter_of(device: torch.device, held: list[torch.Tensor], *, parameters: list[torch.nn.Parameter]) -> Meter:
+def meter_of(
+    device: torch.device, held: list[torch.Tensor], *, parameters: list[torch.nn.Parameter], older: Sequence[Older] = ()
+) -> Meter:
     """Return a meter that counts from now on.
 
     Args:
         device: of the model.
         held: tensors that exist already and count while they live: gradients, which the program may free.
         parameters: leaves whose accumulated gradients do not count; empty where they do.
+        older: storages that existed before and do not count, which may die in the cycle.
     """
     allocator = devices.counting(device)
     if allocator is None:
         return _ModeMeter(held, parameters)
-    return _AllocatorMeter(allocator, device, parameters)
+    return AllocatorMeter(allocator, device, parameters, older)
 
 
 class _ModeMeter(LiveStorages):
@@ -84,6 +90,7 @@ class _ModeMeter(LiveStorages):
             self._note_output(storage, is_new=True)
         above = [torch_private.pop_mode() for _ in range(torch_private.num_dispatch_modes())]
         self.__enter__()
+        _of_thread.entered.meters.append(self)
         for mode in reversed(above):
             torch_private.push_mode(mode)
         self.is_counting = True
@@ -152,18 +159,40 @@ class _ModeMeter(LiveStorages):
             self.is_counting = False
             self.__exit__(None, None, None)
             self._parameters = ()  # it may outlive them
-            _ended.append(self)
 
 
-#: Meters that have ended, and may be on the stack still.
-_ended: list[_ModeMeter] = []
+class _Entered:
+    """Meters on the mode stack of one thread. Those that have ended inside of a backward may be on it still."""
+
+    def __init__(self) -> None:
+        self.meters: list[_ModeMeter] = []
+
+    def sweep(self) -> None:
+        ended = [meter for meter in self.meters if not meter.is_counting]
+        self.meters = [meter for meter in self.meters if meter.is_counting]
+        for meter in ended:
+            torch_private.remove_dispatch_mode(meter)
+
+    def __del__(self) -> None:
+        # The thread ends. Torch would take the lock of the interpreter to free what is on the stack, and where that
+        # has ended meanwhile, the process aborts.
+        if not sys.is_finalizing():
+            for meter in self.meters:
+                torch_private.remove_dispatch_mode(meter)
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.entered = _Entered()
+
+
+_of_thread = _OfThread()
 _is_sweeping_before_updates = False
 
 
 def sweep(*_: object) -> None:
     """Remove meters from the mode stack that ended inside of a backward. Call it where no backward runs."""
-    while _ended:
-        torch_private.remove_dispatch_mode(_ended.pop())
+    _of_thread.entered.sweep()
 
 
 def _sweep_before_updates() -> None:
@@ -172,55 +201,3 @@ def _sweep_before_updates() -> None:
     if not _is_sweeping_before_updates:
         _is_sweeping_before_updates = True
         register_optimizer_step_pre_hook(sweep)
-
-
-class _AllocatorMeter:
-    """Asks the caching allocator of a device, and resets its peak at each event of a metered cycle."""
-
-    def __init__(
-        self, allocator: devices.Accelerator, device: torch.device, parameters: list[torch.nn.Parameter]
-    ) -> None:
-        self._allocator, self._device = allocator, device
-        self._gradient_bytes = 0
-        self._peak_bytes = 0
-        self._hooks = [each.register_post_accumulate_grad_hook(self._accumulated) for each in parameters]
-        self._base_bytes = allocator.reset_peak(device)
-        self.is_counting = True
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        self._gradient_bytes += sum(storage.nbytes() for storage in storages_of(parameter.grad))
-
-    def take(self) -> tuple[int, int]:
-        # Gradients that were accumulated since the last event are not taken off the peak, which may come before them.
-        peak_bytes = max(self._peak_bytes, self._allocator.peak_bytes(self._device)) - self._base_bytes
-        self._peak_bytes = 0
-        live_bytes = self._allocator.reset_peak(self._device) - self._base_bytes
-        return live_bytes, max(live_bytes, peak_bytes)
-
-    @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
-        self._peak_bytes = max(self._peak_bytes, self._allocator.peak_bytes(self._device))
-        try:
-            yield
-        finally:
-            self._allocator.reset_peak(self._device)
-
-    @contextlib.contextmanager
-    def unmuted(self) -> Iterator[None]:
-        self._allocator.reset_peak(self._device)
-        try:
-            yield
-        finally:
-            self._peak_bytes = max(self._peak_bytes, self._allocator.peak_bytes(self._device))
-
-    def storages(self) -> None:
-        return None
-
-    def left_bytes(self, gradients: list[torch.Tensor]) -> int:
-        return 0  # what is allocated counts already
-
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self.is_counting = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.planned_size import given_bytes
+from actckpt._budget.links import flush
 from actckpt._budget.profiled_block import ProfiledBlock
 from actckpt._budget.profiling import Profiler
 from actckpt._core import torch_private
-from actckpt._core.storages import tensors_in
+from actckpt._core.storages import storages_of, tensors_in
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.settled_block import SettledBlock, settled
 from actckpt._cycles.timeline import Call, Cycle
@@ -28,21 +30,36 @@ class MeteredCalls:
 
     Args:
         is_inside: whether a forward of the model runs in this thread.
+        offloads: whether plans may offload.
     """
 
-    def __init__(self, is_inside: Callable[[], bool]) -> None:
+    def __init__(self, is_inside: Callable[[], bool], offloads: Callable[[], bool]) -> None:
         self._is_inside = is_inside
-        self._profiler = Profiler(offloads=False, step=self._unmuted)
+        self._offloads = offloads
+        #: By device, and whether plans may offload.
+        self._profilers: dict[tuple[torch.device, bool], Profiler] = {}
         self._cycle: Cycle | None = None
         self._kind: Kind | None = None
         #: Of the cycle that is measured: as they were profiled, and as the first backward found them.
         self.profiled: list[ProfiledBlock] = []
         self.settled: list[SettledBlock] = []
+        #: Storages that forwards of the cycle returned.
+        self._returned: list[weakref.ref[torch.UntypedStorage]] = []
 
     def begin(self, cycle: Cycle | None = None, kind: Kind | None = None) -> None:
         """A cycle begins; None: it is over."""
         self._cycle, self._kind = cycle, kind
-        self.profiled, self.settled = [], []
+        self.profiled, self.settled, self._returned = [], [], []
+
+    def returned(self, tensors: list[torch.Tensor]) -> None:
+        """A forward of the model has returned these."""
+        if self._is_measuring():
+            self._returned += map(weakref.ref, storages_of(tensors))
+
+    @property
+    def are_trained(self) -> bool:
+        """Whether a profiled block has something to give back in backward."""
+        return any(block.costs.values and block.costs.values[0].nbytes for block in self.profiled)
 
     def _is_measuring(self) -> bool:
         return self._kind is not None and self._kind.is_measured_now
@@ -50,9 +67,11 @@ class MeteredCalls:
     def call(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any], record: Any) -> Any:
         """Run a block, with an event at its begin and its end, and at those of its backward."""
         cycle = self._cycle
-        is_other = cycle is not None and cycle.thread != threading.get_ident()
-        # A reentrant backward runs blocks again, outside of any forward of the model.
-        if cycle is None or not torch.is_grad_enabled() or not (is_other or self._is_inside()):
+        if cycle is None or not torch.is_grad_enabled():
+            return forward.run_as_set(args, kwargs, record)
+        is_other = cycle.thread != threading.get_ident()
+        if not self._is_inside() and (not is_other or torch_private.current_graph_task_id() != -1):
+            # A reentrant backward runs blocks again, outside of any forward of the model.
             return forward.run_as_set(args, kwargs, record)
         if is_other:
             cycle.is_void = True
@@ -89,8 +108,14 @@ class MeteredCalls:
 
     def _profile(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._cycle is not None and self._cycle.meter is not None
+        offloads = self._offloads()
+        key = self._cycle.device, offloads
+        if key not in self._profilers:
+            self._profilers[key] = Profiler(offloads=offloads, step=self._unmuted)
         with self._cycle.meter.muted():
-            result, block = self._profiler.call(forward.name, forward.block, forward.original(), args, kwargs)
+            result, block = self._profilers[key].call(forward.name, forward.block, forward.original(), args, kwargs)
+            if offloads:
+                flush(self._cycle.device)  # what was moved while blocks were timed is not part of the step
         self.profiled.append(block)
         return result
 
@@ -113,4 +138,4 @@ class MeteredCalls:
     def settle(self, cycle: Cycle) -> None:
         """A backward reaches outputs: see what is alive of that which profiled blocks dropped."""
         if cycle is self._cycle and len(self.settled) < len(self.profiled):
-            self.settled += settled(self.profiled[len(self.settled) :])
+            self.settled += settled(self.profiled[len(self.settled) :], set(map(id, self._returned)))

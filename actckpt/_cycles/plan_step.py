@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from actckpt._blocks.applied import forwards_in, patch, unpatch
+from actckpt._budget.alone import Exchanges, num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.links import flush
 from actckpt._budget.not_run import why_not_run
@@ -16,6 +17,7 @@ from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
 from actckpt._cycles.loop import BudgetLoop
+from actckpt._cycles.outside_cycles import OutsideCycles
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 from actckpt.statistics import uncounted
@@ -37,11 +39,19 @@ def planned(
     forwards = forwards_in(blocks)
     for forward in forwards.values():  # an error tells of blocks that do not run
         forward.together.is_checked = True
-    loop = BudgetLoop(model, forwards, dataclasses.replace(config, on_infeasible="raise"))
+    outside = OutsideCycles(model, config, device_of(model))
+    config = dataclasses.replace(config, on_infeasible="raise", more_bytes=outside.nbytes)
+    loop = BudgetLoop(model, forwards, config)
     try:
         with _explained(checked, model, blocks, state):
-            with state.checked("plan"):
+            exchanges = Exchanges()
+            with state.checked("plan"), exchanges if num_ranks() > 1 else contextlib.nullcontext(), outside:
                 checked()
+            if not exchanges.is_empty:
+                raise BlocksError(
+                    f"plan: the step exchanges tensors with other ranks, {num_ranks()} in all, and how often it must "
+                    "run differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
+                )
             _check_step(loop, tuple(blocks))
         for _ in range(_MOST_STEPS):
             if loop.is_settled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from actckpt._budget.block_bytes import BlockPeaks
 from actckpt._budget.profiled_block import ProfiledBlock
@@ -33,16 +33,19 @@ class SettledBlock:
     droppable_input_bytes: float
 
 
-def settled(blocks: Sequence[ProfiledBlock]) -> list[SettledBlock]:
+def settled(blocks: Sequence[ProfiledBlock], returned: Collection[int] = ()) -> list[SettledBlock]:
     """Return profiled calls as a backward finds them that reaches outputs for the first time.
 
     What is alive then although the call dropped it (a result that the next block holds, a cast in the cache of
     autocast) is free to keep. An argument that is not alive is held by a rerun alone.
+
+    Args:
+        returned: `id` of the weak references to storages that the model returned: the program may hold them.
     """
     # A storage has one weak reference while that lives.
     num_given = Counter(id(storage) for block in blocks for storage, _ in block.arguments)
     needed = {id(storage) for block in blocks for storage in block.returned.values()}
-    made_by_blocks = {id(storage) for block in blocks for storage in block.results} - needed
+    made_by_blocks = {id(storage) for block in blocks for storage in block.results} - needed - set(returned)
     may_drop = {key for key in made_by_blocks if num_given[key] == 1}
     return [_settled(block, may_drop_input=id(block.input) in may_drop) for block in blocks]
 
@@ -61,16 +64,18 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     given, *values = block.costs.values
     assert given.name == BLOCK_INPUT
     is_held = block.input is not None and block.input() is not None  # not where replays begin with what is kept
-    droppable = given.nbytes if may_drop_input and is_held and not given.needed else 0.0
+    can_leave = may_drop_input and is_held and (given.offloadable or not given.needed)
+    droppable = given.nbytes if can_leave else 0.0
     # The input of a block in which nothing is trained has no bytes: nothing runs it again.
     rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if given.nbytes else 0
-    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=False, offloadable=False)
+    needed, can_move = (each and droppable > 0 for each in (given.needed, given.offloadable))
+    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=needed, offloadable=can_move)
 
     def counted(value: Value) -> Value:
         # What backward does not read is not free to keep: the recorder may keep a result in place of its inputs.
         is_free = value.name in alive and ((value.replayable and value.needed) or value.name in returned)
         nbytes = 0.0 if is_free else value.nbytes
-        return dataclasses.replace(value, nbytes=nbytes, offloadable=False, next_input=False)
+        return dataclasses.replace(value, nbytes=nbytes, offloadable=value.offloadable and nbytes > 0)
 
     values = [counted(value) for value in values]
     if rerun_held:  # replays need the input alone, reruns all arguments

@@ -13,8 +13,11 @@ import threading
 from collections import Counter
 from typing import Literal, NamedTuple
 
+import torch
+
 from actckpt._blocks.outside import MadeOutside
 from actckpt._core import devices
+from actckpt._cycles.allocator_meter import RisenPeak
 from actckpt._cycles.meter import Meter
 
 __all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey"]
@@ -42,6 +45,8 @@ class Event(NamedTuple):
     peak_bytes: int
     #: Of a backward that reaches a block: it retains the graph.
     retains_graph: bool = False
+    #: When, on a device; None: on a CPU, where the meter takes a part of the time.
+    moment: devices.Moment | None = None
 
 
 class Call(NamedTuple):
@@ -72,6 +77,8 @@ class Segment:
     alive: frozenset[int]
     #: Casts of parameters in the cache of autocast, which blocks would hold themselves once that is left.
     cached_bytes: int = 0
+    #: How long it took; 0: not known.
+    seconds: float = 0.0
 
 
 class Cycle:
@@ -79,12 +86,19 @@ class Cycle:
 
     Args:
         device: of the model.
-        meter: counts bytes; None: only calls are noted.
         static_bytes: what counts toward the budget and existed before the cycle.
+
+    Attributes:
+        meter: counts bytes; None: only calls are noted. The event "begin" is noted once it is set.
+        watch: tells of a peak that rises without a meter.
     """
 
-    def __init__(self, device: object, meter: Meter | None, static_bytes: int) -> None:
-        self.device, self.meter, self.static_bytes = device, meter, static_bytes
+    meter: Meter | None = None
+    watch: RisenPeak | None = None
+
+    def __init__(self, device: torch.device, static_bytes: int) -> None:
+        self.device, self.static_bytes, self.risen_bytes = device, static_bytes, 0
+        self._is_timed = devices.counting(device) is not None
         self.thread = threading.get_ident()
         self.events: list[Event] = []
         self.calls: list[Call] = []
@@ -99,10 +113,8 @@ class Cycle:
         self.made_outside: tuple[MadeOutside, ...] = ()
         #: Why it tells nothing: a forward failed, another thread took part, other calls ran than were planned for.
         self.is_void = False
-        self.began = devices.moment(device)  # type: ignore[arg-type]
+        self.began = devices.moment(device)
         self._running = -1
-        if meter is not None:
-            self.note("begin")
 
     def note(self, kind: EventKind, call: int = -1, *, retains_graph: bool = False) -> None:
         """Note an event."""
@@ -111,7 +123,14 @@ class Cycle:
         if kind == "backward ends" and self._running != call:  # the next block's backward begins at the same moment
             return
         self._running = call if kind == "backward begins" else -1
-        self.events.append(Event(kind, call, *self.meter.take(), retains_graph))
+        moment = devices.moment(self.device) if self._is_timed else None
+        self.events.append(Event(kind, call, *self.meter.take(), retains_graph, moment))
+
+    def forward_ends(self) -> None:
+        """Note that a forward of the model has ended."""
+        self.note("forward")
+        if self.watch is not None:
+            self.watch.see()
 
     def forward_begins(self) -> int:
         """Count a forward of the model; return its number."""
@@ -134,6 +153,8 @@ class Cycle:
         self.note("backward")
         if self.meter is not None:
             self.meter.end()
+        elif self.watch is not None and (more := self.watch.end()):
+            self.risen_bytes = self.static_bytes + more
 
     @property
     def peak_bytes(self) -> int:
@@ -150,7 +171,7 @@ class Cycle:
         return frozenset(call for call, nbytes in made.items() if nbytes <= _IDLE * sum(self.calls[call].given))
 
     def segments(self) -> list[Segment]:
-        """Return the segments in time order, with the block calls that are alive in each."""
+        """Return the segments in time order, with the block calls that are alive in each. Waits for a device."""
         running, begins, ends = self._owners()
         occurrences = Counter[tuple[str, int]]()
         found, cached_bytes = list[Segment](), 0
@@ -164,7 +185,10 @@ class Cycle:
             key = (event.kind, event.call, occurrences[event.kind, event.call])
             occurrences[event.kind, event.call] += 1
             cached_bytes = self.cached_bytes.get(at, cached_bytes if is_forward else 0)
-            found.append(Segment(key, call, is_forward, event.live_bytes, after.peak_bytes, alive, cached_bytes))
+            is_timed = event.moment is not None and after.moment is not None
+            seconds = devices.seconds_between(event.moment, after.moment) if is_timed else 0.0  # type: ignore[arg-type]
+            figures = event.live_bytes, after.peak_bytes, alive, cached_bytes, seconds
+            found.append(Segment(key, call, is_forward, *figures))
         return found
 
     def _owners(self) -> tuple[list[tuple[int, bool]], dict[int, int], dict[int, int]]:

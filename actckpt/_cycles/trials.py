@@ -23,6 +23,8 @@ __all__ = ["Candidate", "Trials", "candidates_beside"]
 
 #: Rounds until a candidate may leave, and until the fastest one of those left is taken.
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12
+#: Events of a device tell no shorter times apart.
+_RESOLUTION_S = 5e-7
 #: After the first round, a candidate this much slower leaves at once.
 _MUCH_SLOWER = 1.5
 
@@ -46,7 +48,7 @@ class Candidate:
 
     def seconds(self) -> list[float]:
         """Return the seconds of its cycles so far."""
-        return [devices.seconds_between(*cycle) for cycle in self.cycles]
+        return [max(devices.seconds_between(*cycle), _RESOLUTION_S) for cycle in self.cycles]
 
 
 def candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan]) -> list[Candidate]:
@@ -55,7 +57,8 @@ def candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], 
     Args:
         placed: returns a plan that knows where its values are in the model.
     """
-    found = [Candidate("plan", plan, plan.peak_bytes, is_measured=True)]
+    fits = plan.peak_bytes <= budget_bytes
+    found = [Candidate("plan", plan, plan.peak_bytes, is_measured=True, fits=fits)]
     for name, other in simple_plans(plan.costs):
         if not any(other.actions == each.plan.actions and other.rerun == each.plan.rerun for each in found):
             of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
@@ -78,8 +81,8 @@ class Trials:
 
     @property
     def is_over(self) -> bool:
-        """Whether one candidate is left, and its cycles are timed."""
-        return len(self._left) == 1
+        """Whether one candidate is left, whose peak is measured, or none."""
+        return len(self._left) <= 1 and all(each.is_measured for each in self._left)
 
     @property
     def num_cycles_left(self) -> int:
@@ -100,7 +103,7 @@ class Trials:
     def note_peak(self, peak_bytes: float) -> None:
         """A metered cycle of the candidate has ended; it is not timed."""
         self._running.is_measured, self._running.peak_bytes = True, peak_bytes
-        if peak_bytes > self._budget_bytes and self._running is not self._all[0]:
+        if peak_bytes > self._budget_bytes:
             self._running.fits = False
             self._left.remove(self._running)
 
@@ -129,14 +132,14 @@ class Trials:
         self._left = [each for each in self._left if each is best or not is_slower(times[id(each)])]
 
     def result(self) -> Plan:
-        """Return the fastest plan, with what was measured of all of them."""
-        (best,) = self._left
-        reference = statistics.median(self._all[0].seconds())
+        """Return the fastest plan, the solver's where none fits, with what was measured of all of them."""
+        best = self._left[0] if self._left else self._all[0]
+        reference = statistics.median(self._all[0].seconds()) if self._all[0].cycles else None
         rows = tuple(self._row(each, reference) for each in self._all)
         return dataclasses.replace(best.plan, peak_bytes=best.peak_bytes, race=rows, chosen=best.name)
 
     @staticmethod
-    def _row(candidate: Candidate, reference_s: float) -> Raced:
+    def _row(candidate: Candidate, reference_s: float | None) -> Raced:
         seconds = statistics.median(candidate.seconds()) if candidate.cycles else None
-        ratio = None if seconds is None else seconds / reference_s
+        ratio = None if seconds is None or reference_s is None else seconds / reference_s
         return Raced(candidate.name, candidate.peak_bytes, candidate.fits, seconds, ratio)

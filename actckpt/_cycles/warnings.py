@@ -8,6 +8,7 @@ from actckpt._core.sites import warn_user
 __all__ = [
     "CHECKPOINTED",
     "COMPILED",
+    "EXCEEDS",
     "GROWS",
     "MANY_SIZES",
     "NO_OUTPUTS",
@@ -27,6 +28,11 @@ CHECKPOINTED = (
     "apply: a model with a budget was called inside of a checkpoint, which runs it again in backward: what a step is "
     "cannot be told then. Leave out that checkpoint, since the budget says what is recomputed; or pass a plan that is "
     "made already, apply(model, policy=plan), which works inside of one."
+)
+EXCEEDS = (
+    "apply: steps of a {} with {} needed up to {}, although their plan was corrected several times. What else "
+    "allocates on the device (another thread, another model), or differs from step to step, is not part of a plan. "
+    "Pass a smaller budget if that memory is not there. Told once."
 )
 GROWS = (
     "apply: sizes inside of a {0} with a budget grow, and too many of its steps were measured, or waited for one as "

@@ -4,9 +4,9 @@ NOTE [ Audit ]
 
 Kernels that the dispatcher does not see can write where no recorder looks: what replay makes is then not what the
 forward had. So, the first time that a place in a structure runs, the tensor saved there leaves a checksum,
-computed on its device and not read in forward. Unpack compares. On a mismatch the original is used where the store had
-room for it, with a warning; else one error lists every tensor of the region that came back wrong. Either way these
-places are opaque from then on: kept.
+computed on its device and not read in forward. Unpack compares. On a mismatch the original is used, with a warning,
+where the store had room for it and no meter counted the step on the device. Else one error lists every tensor of the
+region that came back wrong. Either way these places are opaque from then on: kept.
 
 A *structure* is the sequence of operators, shapes and dtypes that a call site has run so far, as a hash; a *place* is
 a structure and how many tensors were saved in it. The call site of a function that is decorated or checkpointed is that

@@ -1,15 +1,18 @@
 """Position-sensitive checksums of the bytes behind a tensor, in pieces of bounded size."""
 
+import contextlib
 import operator
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from actckpt._core import torch_private
 
-__all__ = ["checksum", "compact", "is_running"]
+__all__ = ["checksum", "compact", "count_again", "is_left_out", "is_running", "leave_out"]
 
 #: Elements at once: at least, at most, and one part in so many of the tensor. Each takes 16 bytes meanwhile.
 _LEAST_PIECE = 1 << 15
@@ -18,6 +21,9 @@ _PART = 64
 #: The golden ratio as a 64-bit fraction: neighbouring positions get unrelated odd weights.
 _MULTIPLIER = -7046029254386353131
 _thread = threading.local()
+_Context = Callable[[], AbstractContextManager[object]]
+#: Around each checksum, as long as their objects live: of what counts the bytes of a step by an allocator.
+_around: list[weakref.WeakMethod[_Context]] = []
 #: Sizes and strides in elements, the smallest stride first.
 _Dims = list[tuple[int, int]]
 
@@ -30,7 +36,10 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     _thread.is_running = True
     try:
-        return _sum(tensor)
+        with contextlib.ExitStack() as stack:
+            for context in _contexts():
+                stack.enter_context(context())
+            return _sum(tensor)
     finally:
         _thread.is_running = False
 
@@ -38,6 +47,29 @@ def checksum(tensor: Tensor) -> Tensor:
 def is_running() -> bool:
     """Return whether this thread computes a checksum: what that allocates is no part of a step."""
     return getattr(_thread, "is_running", False)
+
+
+def leave_out(context: _Context) -> None:
+    """Enter the context of a method around each checksum, until `count_again` or the end of its object."""
+    _around.append(weakref.WeakMethod(context))
+
+
+def count_again(context: _Context) -> None:
+    """Enter this context no more."""
+    _around.remove(weakref.WeakMethod(context))
+
+
+def is_left_out() -> bool:
+    """Return whether an allocator counts the bytes of a step now, without checksums."""
+    return bool(_contexts())
+
+
+def _contexts() -> list[_Context]:
+    found = [(each, each()) for each in (*_around,)]
+    for each, context in found:
+        if context is None and each in _around:
+            _around.remove(each)
+    return [context for _, context in found if context is not None]
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from actckpt._core.counters import counters
 from actckpt._offload import notices, stores
 from actckpt._offload.demotion import RegionPlan
 from actckpt._offload.session import Session
-from actckpt._replay import aliases
+from actckpt._replay import aliases, checksums
 from actckpt._replay.aliases import Seen
 from actckpt._replay.audit import Site
 from actckpt._replay.checksums import compact
@@ -285,7 +285,7 @@ class Tape(TapeCore):
 
         None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
         """
-        if not stores.is_ready(tensor.device.type):
+        if checksums.is_left_out() or not stores.is_ready(tensor.device.type):  # in a metered step the copy would count
             return None
         try:
             packed = self._originals.pack(compact(tensor.detach()).clone())

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from actckpt._error_base import CostTableError, PlanInfeasibleError
-from actckpt.planner.costs import BlockClass, Capacity, CostTable, Segment, Value
+from actckpt.planner.costs import BlockClass, CostTable, Segment, Value
 from actckpt.planner.plans import Plan
 
 if TYPE_CHECKING:
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockClass",
-    "Capacity",
     "CostTable",
     "CostTableError",
     "Plan",

@@ -15,7 +15,7 @@ from actckpt.action import Action
 from actckpt.planner.fields import Fields
 from actckpt.planner.readers import read_json
 
-__all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "Capacity", "CostTable", "Segment", "Value"]
+__all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "CostTable", "Segment", "Value"]
 
 COST_TABLE_VERSION = 1
 #: Name of the value that is the input of its block.
@@ -33,8 +33,6 @@ class Value:
     needed: bool = True
     offloadable: bool = True
     replayable: bool = True
-    #: Whether the tensor is the input of the next block that has one, too: no bytes of its own where that stays.
-    next_input: bool = False
     offload_s: float = 0.0
 
     @classmethod
@@ -49,7 +47,6 @@ class Value:
             needed=fields.flag("needed", True),
             offloadable=fields.flag("offloadable", True),
             replayable=replayable,
-            next_input=fields.flag("next_input", False),
             offload_s=fields.seconds("offload_s", 0.0),
         )
         fields.nothing_else()
@@ -127,14 +124,6 @@ class BlockClass:
         return {key: each for key, each in found.items() if each is not None}
 
 
-@dataclasses.dataclass(frozen=True)
-class Capacity:
-    """Most bytes there are while each block of the stack runs, in the order of the stack."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
     """A stretch of a training cycle between two events, and the peak memory in it."""
@@ -153,8 +142,6 @@ class Segment:
     kept_limit_bytes: float = math.inf
     #: Where no entry runs; those of an entry are in its class.
     seconds: float = 0.0
-    #: Most bytes that there are then, beside the budget.
-    limit_bytes: float = math.inf
 
     @property
     def bases(self) -> tuple[float, float, float]:
@@ -164,7 +151,7 @@ class Segment:
 
     @classmethod
     def _from_fields(cls, fields: Fields, num_entries: int) -> Segment:
-        limits = {name: fields.limit(name) for name in ("kept_limit_bytes", "limit_bytes")}
+        kept_limit_bytes = fields.limit("kept_limit_bytes")
         found = cls(
             running=fields.entry("running", num_entries),
             is_forward=fields.flag("is_forward", False),
@@ -173,7 +160,7 @@ class Segment:
             replay_bytes=fields.difference("replay_bytes", optional=True),
             rerun_bytes=fields.difference("rerun_bytes", optional=True),
             seconds=fields.seconds("seconds", 0.0),
-            **{name: math.inf if nbytes is None else nbytes for name, nbytes in limits.items()},
+            kept_limit_bytes=math.inf if kept_limit_bytes is None else kept_limit_bytes,
         )
         fields.nothing_else()
         return found
@@ -201,7 +188,6 @@ class CostTable:
     disk_bytes: float = 0.0
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
-    capacity_bytes: Capacity | None = None
     #: The cycle, in the order of time; None: the stack runs forward, then backward.
     segments: tuple[Segment, ...] | None = None
 
@@ -210,13 +196,11 @@ class CostTable:
         """The segments, made of the stack where none are given: the working set holds a block's own values."""
         if self.segments is not None:
             return self.segments
-        unlimited = (math.inf,) * len(self.stack)
-        limits = self.capacity_bytes or Capacity(unlimited, unlimited)
         forward, backward, gradients = [], [], sum(block.gradient_bytes for block in self.blocks)
         for index, block in enumerate(self.blocks):
             nbytes, alive = self.fixed_bytes + block.working_set_bytes, tuple(range(index))
             one = Segment(running=index, alive=alive, plain_bytes=nbytes, kept_limit_bytes=0.0)
-            forward.append(dataclasses.replace(one, is_forward=True, limit_bytes=limits.forward[index]))
+            forward.append(dataclasses.replace(one, is_forward=True))
             nbytes += gradients
             backward.append(
                 dataclasses.replace(
@@ -224,23 +208,10 @@ class CostTable:
                     plain_bytes=nbytes,
                     replay_bytes=nbytes + block.recompute_bytes,
                     rerun_bytes=nbytes + block.rerun_bytes,
-                    limit_bytes=limits.backward[index],
                 )
             )
             gradients -= block.gradient_bytes
         return (*forward, *reversed(backward))
-
-    @functools.cached_property
-    def next_inputs(self) -> dict[int, int]:
-        """For blocks with a value that is the input of a later one: that one, both as numbers in the stack."""
-        found: dict[int, int] = {}
-        following = None
-        for index, block in reversed(list(enumerate(self.blocks))):
-            if following is not None and any(value.next_input for value in block.values):
-                found[index] = following
-            if any(value.name == BLOCK_INPUT for value in block.values):
-                following = index
-        return found
 
     @functools.cached_property
     def blocks(self) -> tuple[BlockClass, ...]:
@@ -285,7 +256,6 @@ class CostTable:
             disk_bytes=fields.limit("disk_bytes") or 0,
             disk_write_bytes_per_s=fields.rate("disk_write_bytes_per_s"),
             disk_read_bytes_per_s=fields.rate("disk_read_bytes_per_s"),
-            capacity_bytes=_capacity(fields, len(stack)),
             segments=tuple(Segment._from_fields(each, len(stack)) for each in fields.tables("segments")) or None,
         )
         fields.nothing_else()
@@ -320,8 +290,6 @@ class CostTable:
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         table["classes"] = {name: block._to_dict() for name, block in self.classes.items()}
         table["stack"] = list(self.stack)
-        if self.capacity_bytes is not None:
-            table["capacity_bytes"] = {key: list(each) for key, each in vars(self.capacity_bytes).items()}
         if self.segments is not None:
             table["segments"] = [segment._to_dict() for segment in self.segments]
         return {"version": COST_TABLE_VERSION, **{key: each for key, each in table.items() if each is not None}}
@@ -342,11 +310,6 @@ def _check_values(values: tuple[Value, ...], where: str) -> None:
     if len(inputs) < len(values):
         twice = next(value.name for index, value in enumerate(values) if value.name in list(inputs)[:index])
         raise CostTableError(f"{where}.values has two values named {twice!r}. Give each a name of its own.")
-    if len(both := [value.name for value in values if value.next_input]) > 1:
-        raise CostTableError(
-            f"{where}.values has {both[0]!r} and {both[1]!r}, both of which say next_input: one tensor is the input of "
-            "the next block. Leave out one of them."
-        )
     for index, value in enumerate(values):
         Fields.check_names(value.inputs, inputs, f"{where}.values[{index}].inputs")
     if cycle := _cycle(inputs):
@@ -376,12 +339,3 @@ def _cycle(inputs: Mapping[str, tuple[str, ...]]) -> list[str] | None:
     while path.count(path[-1]) < 2:  # each of these reads another of these
         path.append(next(read for read in left[path[-1]] if read in left))
     return path[path.index(path[-1]) :]
-
-
-def _capacity(fields: Fields, num_blocks: int) -> Capacity | None:
-    table = fields.table("capacity_bytes")
-    if table is None:
-        return None
-    found = Capacity(table.limits("forward", num_blocks), table.limits("backward", num_blocks))
-    table.nothing_else()
-    return found

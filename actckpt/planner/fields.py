@@ -128,16 +128,6 @@ class Fields:
             raise CostTableError(f"{self.where}.{name} has {found!r}. It must be a number from {least} to {num - 1}.")
         return found
 
-    def limits(self, name: str, length: int) -> tuple[float, ...]:
-        """Return a limit in bytes for each block."""
-        found = self._list(name)
-        if len(found) != length:
-            raise CostTableError(
-                f"{self.where}.{name} has {len(found)} numbers for a stack of {length} blocks. Give one for each block."
-            )
-        where = f"{self.where}.{name}"
-        return tuple(_number(each, f"{where}[{i}]", "bytes", _MOST_LIMIT_BYTES) for i, each in enumerate(found))
-
     def names(self, name: str, default: Any = None, *, among: Iterable[str] | None = None) -> tuple[str, ...]:
         """Return a list of names, each one of `among`; None as default: it must be there."""
         found = self._list(name, default)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy
 
 from actckpt.action import Action
-from actckpt.planner.costs import BLOCK_INPUT
 from actckpt.planner.problem import Actions, Choice, Problem, droppable, seconds_of
 
 __all__ = ["filled"]
@@ -44,7 +43,7 @@ class _Filling:
     def __init__(self, problem: Problem, choice: Choice) -> None:
         self.problem, self.choice = problem, choice
         segments = [moment.segment for moment in problem.moments]
-        self._room = numpy.minimum(problem.budget_bytes, problem.limits) - problem.needs(choice)
+        self._room = problem.budget_bytes - problem.needs(choice)
         self._alive = [numpy.array([index in s.alive for s in segments]) for index in range(len(choice.actions))]
         self._own = [
             [number for number, s in enumerate(segments) if s.running == index] for index in range(len(choice.actions))
@@ -101,11 +100,8 @@ class _Filling:
         return True
 
     def _kept(self, index: int, actions: Actions) -> float:
-        """Return kept bytes; what is the next input has none where that is kept."""
-        following = self.problem.costs.next_inputs.get(index)
-        is_there = following is not None and (self.problem.action(self.choice, following, BLOCK_INPUT) is Action.KEEP)
         pairs = zip(self.problem.costs.blocks[index].values, actions, strict=True)
-        return sum(v.nbytes for v, a in pairs if a is Action.KEEP and not (v.next_input and is_there))
+        return sum(value.nbytes for value, action in pairs if action is Action.KEEP)
 
     def _own_bytes(self, number: int, actions: Actions, rerun: bool) -> float:
         """Return what an entry needs in a segment of its own."""

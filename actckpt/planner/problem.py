@@ -138,11 +138,6 @@ class Problem:
         return moments(self.costs)
 
     @functools.cached_property
-    def limits(self) -> Array:
-        """Most bytes that there are in each segment, beside the budget."""
-        return numpy.array([moment.segment.limit_bytes for moment in self.moments], float)
-
-    @functools.cached_property
     def scale_s(self) -> float:
         """Seconds of the order of a step's, to tell times from rounding."""
         recompute_s = sum(value.recompute_s for block in self.costs.blocks for value in block.values)
@@ -169,21 +164,8 @@ class Problem:
         return found
 
     def kept_bytes(self, choice: Choice) -> Array:
-        """Return the bytes of kept values per entry: what is the next input is counted there, where that is kept."""
-        found = numpy.array([self._bytes(choice, index, Action.KEEP) for index in range(len(self.costs.stack))])
-        for index, following in self.costs.next_inputs.items():
-            if self.action(choice, following, BLOCK_INPUT) is Action.KEEP:
-                found[index] -= sum(
-                    value.nbytes
-                    for value, action in zip(self.costs.blocks[index].values, choice.actions[index], strict=True)
-                    if value.next_input and action is Action.KEEP
-                )
-        return found
-
-    def action(self, choice: Choice, index: int, name: str) -> Action:
-        """Return what becomes of a value."""
-        names = [value.name for value in self.costs.blocks[index].values]
-        return choice.actions[index][names.index(name)]
+        """Return the bytes of kept values per entry."""
+        return numpy.array([self._bytes(choice, index, Action.KEEP) for index in range(len(self.costs.stack))])
 
     def _bytes(self, choice: Choice, index: int, which: Action) -> float:
         pairs = zip(self.costs.blocks[index].values, choice.actions[index], strict=True)
@@ -192,7 +174,7 @@ class Problem:
     def excess_bytes(self, choice: Choice) -> float:
         """Return the bytes beyond what there is, on the device, the host and the disk; 0: it fits."""
         needs, costs = self.needs(choice), self.costs
-        over = needs - numpy.minimum(self.budget_bytes, self.limits)
+        over = needs - self.budget_bytes
         over[over <= _ROUNDING * numpy.abs(needs)] = 0.0
         gone = sum(self._bytes(choice, index, Action.OFFLOAD) for index in range(len(costs.stack)))
         has_disk = min(costs.disk_write_bytes_per_s, costs.disk_read_bytes_per_s) > 0

@@ -92,7 +92,6 @@ class Program:
         self.per_byte: float = 1.0 / (room or 1.0)
         self.per_second: float = 1.0 / problem.scale_s
         self._entries = [self._entry(index, block) for index, block in enumerate(problem.costs.blocks)]
-        self._shared_inputs()
         self._alive: dict[tuple[int, ...], Terms] = {(): []}
         self._budget: int | None = None
         self._unit = self.per_second
@@ -138,7 +137,7 @@ class Program:
         if block.rerun and can_gain:
             again = self.variable(1.0, block.rerun_seconds * self.per_second, whole=True)
         users = {name for value in block.values for name in value.inputs}
-        if block.rerun or index in self._costs_table.next_inputs.values():
+        if block.rerun:
             users.add(BLOCK_INPUT)
         ways = {
             value.name: self._ways(value, may, again)
@@ -196,20 +195,6 @@ class Program:
             self.row([(found, 1.0), *kept_terms], upper=float(len(needed)))
         return found
 
-    def _shared_inputs(self) -> None:
-        """A value that is the next entry's input has no bytes where that is kept."""
-        for index, following in self._costs_table.next_inputs.items():
-            value = next(value for value in self._costs_table.blocks[index].values if value.next_input)
-            kept = self._entries[index].ways.get(value.name, {}).get(_KEEP)
-            source = self._entries[following].ways.get(BLOCK_INPUT, {}).get(_KEEP)
-            if kept is not None and source is not None and value.nbytes:
-                shared = self.variable(1.0)
-                self.row([(shared, 1.0), (kept, -1.0)], upper=0.0)
-                self.row([(shared, 1.0), (source, -1.0)], upper=0.0)
-                entry = self._entries[index]
-                net = self._sum([(entry.kept, 1.0), (shared, -value.nbytes * self.per_byte)])
-                self._entries[index] = entry._replace(kept=net)
-
     # Memory.
 
     def _memory(self) -> None:
@@ -217,23 +202,22 @@ class Program:
         worst: dict[_Row, tuple[float, ...]] = {}
         for segment in (moment.segment for moment in self._problem.moments):
             key = segment.running, segment.is_forward, tuple(sorted(segment.alive))
-            figures = *segment.bases, segment.kept_limit_bytes, -segment.limit_bytes
+            figures = *segment.bases, segment.kept_limit_bytes
             worst[key] = tuple(map(max, worst.get(key, figures), figures))
         sets = {key: frozenset(key[2]) for key in worst}
-        for key, (plain, replay, rerun, most, limit) in worst.items():
+        for key, (plain, replay, rerun, most) in worst.items():
             is_outdone = key[0] < 0 and any(
-                key != other and sets[key] <= sets[other] and min(bases) >= plain and least >= limit
-                for other, (*bases, _, least) in worst.items()
+                key != other and sets[key] <= sets[other] and min(bases) >= plain
+                for other, (*bases, _) in worst.items()
             )
             if not is_outdone:
-                self._memory_row(key, (plain, replay, rerun), most, -limit, [])
+                self._memory_row(key, (plain, replay, rerun), most, [])
 
     def _memory_row(
         self,
         key: _Row,
         bases: tuple[float, float, float],
         most: float,
-        limit: float,
         moving: Terms,
     ) -> None:
         index, is_forward, alive = key
@@ -251,9 +235,8 @@ class Program:
         base = (bases[0] - self._base) * self.per_byte
         if self._budget is not None:
             self.row([(self._budget, -1.0), *terms], upper=-base)
-        room = limit if self._budget is not None else min(limit, self._problem.budget_bytes)
-        if room < numpy.inf:
-            self.row(terms, upper=(room - self._base) * self.per_byte - base)
+        elif self._problem.budget_bytes < numpy.inf:
+            self.row(terms, upper=(self._problem.budget_bytes - self._base) * self.per_byte - base)
 
     def _held_by(self, alive: tuple[int, ...]) -> Terms:
         """Return the sum of what entries keep; sums of others that differ little are part of it."""
@@ -314,7 +297,7 @@ class Program:
                 links.backward(moment.seconds, self._recompute(moment.consumed), reach)
             moving = [(links.handed, 1.0), (links.out, -1.0), (links.back, 1.0), (links.consumed, -1.0)]
             key = segment.running, segment.is_forward, segment.alive
-            self._memory_row(key, segment.bases, segment.kept_limit_bytes, segment.limit_bytes, moving)
+            self._memory_row(key, segment.bases, segment.kept_limit_bytes, moving)
         if links.has_disk:
             self.row([(links.written, 1.0), (links.on_disk, -1.0)], 0.0, 0.0)
 

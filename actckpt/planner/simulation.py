@@ -61,7 +61,7 @@ class Simulation:
     peak_bytes: float
     #: In words: at the end of which block's forward or backward.
     peak_at: str
-    #: Bytes beyond the plan's budget, the table's capacity, host memory and disk, at the worst moment; 0: it fits.
+    #: Bytes beyond the plan's budget, host memory and disk, at the worst moment; 0: it fits.
     excess_bytes: float
     host_peak_bytes: float
     disk_peak_bytes: float
@@ -77,11 +77,6 @@ class Simulation:
     h2d: tuple[Span, ...]
     disk_write: tuple[Span, ...]
     disk_read: tuple[Span, ...]
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds in which nothing was computed."""
-        return self.write_wait_seconds + self.read_wait_seconds
 
     @property
     def fits(self) -> bool:
@@ -131,13 +126,9 @@ def _recompute_seconds(block: BlockClass, actions: Mapping[str, Action], rerun: 
 
 
 class _Block:
-    """What a plan does in one block of the stack.
+    """What a plan does in one block of the stack."""
 
-    Args:
-        following: what it does with the next input after that of the block, None: there is none.
-    """
-
-    def __init__(self, index: int, block: BlockClass, plan: Plan, following: Action | None) -> None:
+    def __init__(self, index: int, block: BlockClass, plan: Plan) -> None:
         actions, where = plan.actions[index], f"Block {index} of the plan"
         names = [value.name for value in block.values]
         if set(actions) != set(names):
@@ -147,9 +138,7 @@ class _Block:
         if plan.rerun[index] and not block.rerun:
             raise ValueError(f"{where} is run again as a whole, which its class does not allow (rerun).")
         self.index, self.costs = index, block
-        elsewhere = {value.name for value in block.values if value.next_input and following is Action.KEEP}
-        kept = (value for value in block.values if actions[value.name] is Action.KEEP)
-        self.kept = sum(value.nbytes for value in kept if value.name not in elsewhere)
+        self.kept = sum(value.nbytes for value in block.values if actions[value.name] is Action.KEEP)
         self.offloaded = [(value.name, value.nbytes) for value in block.values if actions[value.name] is Action.OFFLOAD]
         self.gone = sum(size for _, size in self.offloaded)
         self.recompute_s = _recompute_seconds(block, actions, plan.rerun[index], where)
@@ -166,11 +155,7 @@ class _Step:
                 f"The plan has {len(plan.actions)} blocks, the cost table {len(costs.stack)}: it is of another model."
             )
         self.costs, self.plan, self.segments = costs, plan, costs.timeline
-        inputs = [actions.get(BLOCK_INPUT) for actions in plan.actions]
-        self.blocks = [
-            _Block(index, block, plan, next(filter(None, inputs[index + 1 :]), None))
-            for index, block in enumerate(costs.blocks)
-        ]
+        self.blocks = [_Block(index, block, plan) for index, block in enumerate(costs.blocks)]
         self.total = sum(block.gone for block in self.blocks)
         if self.total and not (costs.d2h_bytes_per_s and costs.h2d_bytes_per_s):
             raise ValueError("The plan offloads values, but the cost table has no d2h_bytes_per_s or h2d_bytes_per_s.")
@@ -220,7 +205,7 @@ class _Step:
     def run(self) -> None:
         """Run all segments, reading back ahead as far as this and every later moment has room."""
         bases = [self._base(segment) for segment in self.segments]
-        rooms = [self._capacity(segment) - base for segment, base in zip(self.segments, bases, strict=True)]
+        rooms = [self.plan.budget_bytes - base for base in bases]
         most, left = [0.0] * len(rooms), math.inf
         for number in reversed(range(len(rooms))):
             left = min(left, self.needed[number] + max(min(rooms[number], self.plan.max_inflight), 0.0))
@@ -242,9 +227,6 @@ class _Step:
             nbytes += min(block.kept + block.gone, segment.kept_limit_bytes)
         return nbytes + (rerun if block.rerun else plain if block.is_all_kept else replay)
 
-    def _capacity(self, segment: Segment) -> float:
-        return min(self.plan.budget_bytes, segment.limit_bytes)
-
     def _span(self, seconds: float, what: str, block: int) -> None:
         if seconds > 0.0:
             self.compute.append(Span(self.now - seconds, self.now, what, block))
@@ -252,7 +234,7 @@ class _Step:
     def _remember(self, number: int, nbytes: float, room: float) -> None:
         """Note what is in memory; `room` is what would be left with all copies at their best."""
         segment = self.segments[number]
-        capacity = self._capacity(segment)
+        capacity = self.plan.budget_bytes
         if room < -_ROUNDING * abs(capacity - room):
             self.excess = max(self.excess, -room)
         elif capacity < nbytes < capacity * (1 + _LATE):

@@ -76,6 +76,4 @@ def _beyond_budget(problem: Problem) -> str:
     costs = problem.costs
     if problem.seconds(problem.kept(unneeded=True)) is None:
         return "pins drop what backward needs, and what it could be computed from"
-    if problem.limits.min(initial=math.inf) < math.inf:
-        return "capacity_bytes leaves less than the plan with the least memory needs"
     return f"pinned values need more host memory than there is ({format_bytes(costs.host_bytes or 0)})"

@@ -136,7 +136,7 @@ def _without_unread(problem: Problem, choice: Choice) -> Choice:
     for index, (block, actions) in enumerate(zip(problem.costs.blocks, choice.actions, strict=True)):
         again = recomputed(block, actions, rerun=choice.rerun[index]) or frozenset()
         read = {name for value in block.values if value.name in again for name in value.inputs}
-        if choice.rerun[index] or index in problem.costs.next_inputs.values():
+        if choice.rerun[index]:
             read.add(BLOCK_INPUT)
         rows = zip(block.values, actions, problem.allowed[index], strict=True)
         dropped = tuple(

@@ -68,14 +68,6 @@ EXEMPT: dict[str, str] = {
         _NO_STORE,
     ),
     "contract/test_blocks.py::test_a_saved_model_is_loaded_by_a_fresh_process": _FRESH,
-    **dict.fromkeys(
-        (
-            "contract/test_budgets_of_waiting_gradients.py::"
-            f"test_tensors_whose_bytes_torch_does_not_tell_stop_nothing[{kind}]"
-            for kind in ("strided", "sparse")
-        ),
-        _NO_LAYOUT,
-    ),
     f"{_TRAINING}test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_state": _BY_HAND,
     "contract/test_budgets.py::test_a_budget_for_everything_counts_parameters_gradients_and_optimizer_state": _BY_HAND,
     "replay/test_replay_kernels.py::test_torch_func_inside_a_region[jvp]": _FORWARD_MODE,

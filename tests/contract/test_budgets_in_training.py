@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import actckpt
-from actckpt._budget import known_sizes, turns
 from actckpt._cycles import known_kinds
 from actckpt.memory import LiveStorages
 
@@ -57,7 +56,6 @@ def test_every_step_gives_plain_gradients_and_those_under_the_plan_fit(share: st
 
 
 def test_the_race_runs_in_real_steps_and_its_winner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_SURE_ON_CPU", 1.0)  # nothing is sure: always race
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()
@@ -270,8 +268,6 @@ def test_a_second_thread_in_the_first_forward_is_one_clear_error() -> None:
 
 @pytest.mark.filterwarnings("ignore:apply. a Model with a budget was called with too many sizes:UserWarning")
 def test_each_size_has_a_plan_of_its_own_and_too_many_stay_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("_OWN_PLANS", "_MOST_PLANS"):
-        monkeypatch.setattr(known_sizes, limit, 2)
     monkeypatch.setattr(known_kinds, "_MOST_PLANS", 2)
     training = Training()
     actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
@@ -373,7 +369,6 @@ def test_copies_that_are_made_within_a_step_have_steps_of_their_own(
     num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first step, in the one after it, and in a race."""
-    monkeypatch.setattr(turns, "_SURE_ON_CPU", 1.0)  # nothing is sure: always race
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()

@@ -38,19 +38,20 @@ def _step(model: nn.Module, rows: Sequence[int], *, total: bool, is_summed: bool
 def _trained(
     budget: int | str, rows: Sequence[int], *, total: bool, is_summed: bool, expected: list[Tensor]
 ) -> tuple[actckpt.Plan, list[int]]:
-    """Return the plan, and the peaks of all steps but the first, in which everything is checkpointed."""
+    """Return the plan, and the peaks of the steps that run it."""
     gc.collect()  # of the model before, whose bytes count on a device
     model, peaks = _model(), []
     actckpt.apply(
         model, blocks=Mlp, race=False, **{"budget" if total else "activation_budget": budget}, on_infeasible="raise"
     )
-    for _ in range(4):
+    num_first = 1 if on_device.device_type == "cpu" else 5  # there, links are measured, and audits take memory
+    for _ in range(num_first + 3):
         gradients, peak_bytes = _step(model, rows, total=total, is_summed=is_summed)
         assert_equal(gradients, expected)
         peaks.append(peak_bytes)
     plan = actckpt.report(model).plan
     assert plan is not None
-    return plan, peaks[1:]
+    return plan, peaks[num_first:]
 
 
 def _smallest(rows: Sequence[int], *, total: bool, is_summed: bool, expected: list[Tensor]) -> tuple[int, str]:
@@ -71,8 +72,7 @@ def test_forwards_of_other_sizes_share_a_budget(rows: tuple[int, ...], total: bo
     least_bytes, text = _smallest(rows, total=total, is_summed=is_summed, expected=expected)
     counts_others = total and on_device.device_type != "cpu"  # all that other tests left on the device
     assert least_bytes < (0.8 if counts_others else 0.6) * plain_bytes
-    of_device = f"{len(rows)} were alive at once" if len(set(rows)) == 1 else f"other sizes, {len(rows)} in all"
-    assert (f"{len(rows)} forwards of the model" if on_device.device_type == "cpu" else of_device) in text
+    assert f"{len(rows)} forwards of the model" in text
     for share in (0.0, 0.6):
         budget = int(1.01 * least_bytes + share * (plain_bytes - least_bytes))
         plan, peaks = _trained(budget, rows, total=total, is_summed=is_summed, expected=expected)
@@ -86,7 +86,8 @@ def test_percentages_are_of_what_all_of_them_make(rows: tuple[int, ...]) -> None
     for percent in (50, 80, 100):
         plan, peaks = _trained(f"{percent}%", rows, total=False, is_summed=False, expected=expected)
         assert 0.7 * percent * plain_bytes / 100 <= max(peaks) <= plan.budget_bytes
-        assert plan.budget_bytes <= percent * plain_bytes / 100 + 1024
+        of_allocator = 1.0 if on_device.device_type == "cpu" else 1.02  # which gives out more than storages have
+        assert plan.budget_bytes <= of_allocator * percent * plain_bytes / 100 + 1024
         assert (plan.overhead_seconds > 0.0 or any(plan.rerun)) == (percent < 100)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -103,3 +104,39 @@ def test_budgets_are_shares_of_what_plain_training_holds(kind: type[nn.Module], 
     assert plan is not None
     assert plan.budget_bytes == pytest.approx(share / 100 * plain, rel=0.03)
     assert training.peak() <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("share", [50, 75, 100])
+def test_what_a_step_makes_before_the_forward_counts_in_its_plan(share: int) -> None:
+    """A batch that the step loads, four times as large as what a block makes of it."""
+    training = _Training(_Reads)
+
+    def step() -> None:
+        batch = torch.randn(256, 4, _WIDTH)
+        training.model(batch[:, 0]).square().mean().backward()
+
+    def peak() -> int:
+        with LiveStorages(parameters=training.model.parameters()) as live:
+            step()
+        return live.peak_bytes
+
+    step()
+    plain = peak()
+    plan = actckpt.plan(step, model=training.model, blocks=_Reads, activation_budget=f"{share}%", race=False)
+    assert plan.budget_bytes == pytest.approx(share / 100 * plain, rel=0.03)
+    actckpt.apply(training.model, policy=plan)
+    assert peak() <= plan.budget_bytes
+
+
+def test_a_step_that_trains_in_a_thread_leaves_no_mode_behind() -> None:
+    training = _Training(_Reads)
+
+    def step() -> None:
+        training.x = torch.randn(256, _WIDTH)
+        thread = threading.Thread(target=training.step)
+        thread.start()
+        thread.join()
+
+    plan = actckpt.plan(step, model=training.model, blocks=_Reads, activation_budget="60%", race=False)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert torch._C._len_torch_dispatch_stack() == 0

@@ -130,6 +130,11 @@ OTHERS = [
 ]
 
 
+def _num_steps() -> int:
+    """Return after how many steps the peak is the plan's: on a device, audits of the first ones are left out."""
+    return 3 if on_device.device_type == "cpu" else 7
+
+
 @pytest.mark.parametrize("backward", [*OWN, *OTHERS])
 def test_the_smallest_budget_has_room_for_what_is_computed_from_outputs(backward: Any) -> None:
     expected, plain_bytes = _step(Classifier(), backward)
@@ -137,7 +142,7 @@ def test_the_smallest_budget_has_room_for_what_is_computed_from_outputs(backward
     assert backward not in OWN or smallest_bytes < plain_bytes
     model = Classifier()
     actckpt.apply(model, activation_budget=smallest_bytes, race=False, on_infeasible="raise")
-    for _ in range(3):
+    for _ in range(_num_steps()):
         gradients, peak_bytes = _step(model, backward)
         assert_equal(gradients, expected)
     assert peak_bytes <= smallest_bytes
@@ -167,7 +172,7 @@ def test_two_forwards_that_lead_to_one_loss_are_both_counted() -> None:
     assert smallest_bytes <= plain_bytes or on_device.device_type != "cpu", "on devices it is predicted"
     model = Both()
     actckpt.apply(model, activation_budget=smallest_bytes, race=False, on_infeasible="raise")
-    for _ in range(3):
+    for _ in range(_num_steps()):
         gradients, peak_bytes = _step(model, train)
         assert_equal(gradients, expected)
     assert peak_bytes <= smallest_bytes

@@ -15,7 +15,6 @@ from residual_mlp import Mlp
 from torch import Tensor, nn
 
 import actckpt
-from actckpt._budget import known_sizes
 from actckpt._cycles import known_kinds
 from actckpt.memory import LiveStorages
 
@@ -24,9 +23,8 @@ DIM = 32
 
 @pytest.fixture(autouse=True)
 def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (known_kinds, known_sizes):
-        monkeypatch.setattr(module, "_OWN_PLANS", 3)
-        monkeypatch.setattr(module, "_MOST_PLANS", 5)
+    monkeypatch.setattr(known_kinds, "_OWN_PLANS", 3)
+    monkeypatch.setattr(known_kinds, "_MOST_PLANS", 5)
 
 
 def _model() -> nn.Module:
@@ -122,7 +120,6 @@ def test_forwards_that_are_alive_with_one_of_a_larger_size_share_the_budget() ->
 
 
 def test_steps_of_smaller_sizes_take_no_turn_in_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actckpt._budget.turns._SURE_ON_CPU", 10.0)
     model = _model()
     actckpt.apply(model, blocks=Mlp, activation_budget="60%", on_infeasible="raise")
     for shape in [(8, 64), (8, 16), (8, 32)] * 2:

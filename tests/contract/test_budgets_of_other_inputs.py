@@ -88,8 +88,7 @@ def test_they_are_counted_once(kind: str, share: float) -> None:
 def test_they_stay_where_the_inputs_of_blocks_are_offloaded(kind: str, others: str) -> None:
     model, x = _made(kind)
     expected, _ = _step(model, x)
-    step = 2 if kind == "per block" else 1  # what is made between two blocks, and held, is in the stack as well
-    pins: dict[Any, str] = {(1 + step * block, "x0"): "offload" for block in range(_NUM_BLOCKS - 1)}
+    pins: dict[Any, str] = {(1 + block, "x0"): "offload" for block in range(_NUM_BLOCKS - 1)}
     pins |= {"::aten.mul.Tensor#0.0": others}
     plan = actckpt.plan(
         lambda: _step(model, x), model=model, blocks=Block, activation_budget="95%", pins=pins, race=False

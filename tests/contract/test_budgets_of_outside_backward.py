@@ -11,7 +11,6 @@ from residual_mlp import Mlp
 from torch import Tensor, nn
 
 import actckpt
-from actckpt._budget.workspaces import NumberedStorages
 from actckpt.memory import LiveStorages
 
 DIM, WIDE = 32, 512
@@ -97,21 +96,6 @@ def test_nothing_that_was_saved_is_unpacked_to_see_what_backward_needs() -> None
         assert not unpacked
     loss.backward()
     assert unpacked
-
-
-def test_what_was_made_before_a_node_and_is_alive_is_known() -> None:
-    x = torch.randn(256, requires_grad=True)
-    with NumberedStorages(torch.device("cpu")) as live:
-        first = x * 2.0
-        passing = torch.ones(1024)
-        second = first.sin()
-        del passing
-        third = second.exp()
-        third.neg()
-    made_before = live.made_before()
-    nodes = [tensor.grad_fn._sequence_nr() for tensor in (first, second, third)]
-    assert [made_before(node) for node in nodes] == [0, 1024, 2048]
-    assert made_before(torch._C._autograd._get_sequence_nr()) == 3072
 
 
 @pytest.mark.parametrize("where", ["stem", "head"])

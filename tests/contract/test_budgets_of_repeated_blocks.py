@@ -126,19 +126,17 @@ def test_a_budget_in_training_fits_and_gradients_are_plain(kind: str, share: str
     for number in range(12):
         gradients, peak = _step(model)
         assert_equal(gradients, expected)
-        if number > 1:
+        if number > 1 and on_device.device_type == "cpu":  # on a device, checksums of audits are left out
             assert peak <= float(share[:-1]) / 100 * plain * 1.01
     plan = actckpt.report(model).plan
-    assert plan is not None
+    assert plan is not None and peak <= plan.budget_bytes
     assert takes_time(plan, share != "100%")
 
 
 def test_what_the_table_names_is_found_in_every_call() -> None:
     model = _made("one block")
     pinned = "up::aten.addmm.default#0.0"
-    first = 0 if on_device.device_type == "cpu" else 1  # there the stack begins with what runs before the blocks
-    calls = range(first, first + 6)
-    pins: dict[Any, str] = {(call, pinned): "recompute" if call == calls[2] else "keep" for call in calls}
+    pins: dict[Any, str] = {(call, pinned): "recompute" if call == 2 else "keep" for call in range(6)}
     pins["::aten.gelu.default#0.0"] = "recompute"  # so that each call is recorded
     plan = _planned(model, activation_budget="90%", pins=pins)
     assert [*filter(None, plan.blocks or ())] == ["blocks.0"] * 6
@@ -238,11 +236,14 @@ def test_forwards_without_gradients_between_calls_count_for_nothing_in_the_first
         each.blocks[0].register_forward_pre_hook(_look)
     expected, plain_peak = _step(plain)
     actckpt.apply(model, blocks="blocks.*", activation_budget="60%", race=False, on_infeasible="raise")
-    for number in range(4):
+    num_first = 2 if on_device.device_type == "cpu" else 5
+    for number in range(num_first + 2):
         gradients, peak = _step(model)
         assert_equal(gradients, expected)
-        is_first = number <= 1  # of all, and of a plan: checksums are taken of what it computes again
-        assert is_first or peak <= 0.6 * plain_peak
+        is_first = number < num_first  # of all, and of a plan: checksums are taken of what it computes again
+        plan = actckpt.report(model).plan
+        # The allocator of a device gives out more than storages have, and the percentage is of that.
+        assert is_first or peak <= (0.6 * plain_peak if on_device.device_type == "cpu" else plan.budget_bytes)
     plan = actckpt.report(model).plan
     assert plan is not None and [*filter(None, plan.blocks or ())] == ["blocks.0"] * 6
 
@@ -314,7 +315,7 @@ def test_the_gradient_that_several_calls_add_up_counts() -> None:
     actckpt.apply(model, blocks="blocks.*", budget=budget, race=False, on_infeasible="raise")
     peaks = [step(model) for _ in range(4)]
     plan = actckpt.report(model).plan
-    assert plan is not None and plan.overhead_seconds > 0.0
+    assert plan is not None and takes_time(plan, True)
     if on_device.device_type == "cpu":  # else the allocator counts
         assert max(peaks[2:]) <= budget
         assert plan.peak_bytes == pytest.approx(peaks[-1], rel=0.01)

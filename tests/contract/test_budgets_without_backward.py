@@ -1,4 +1,4 @@
-"""Forwards with gradients of a model with a budget that no backward reads (NOTE [ Forwards without backward ])."""
+"""Forwards with gradients of a model with a budget that no backward reads."""
 
 from __future__ import annotations
 

@@ -35,14 +35,12 @@ def test_the_first_step_under_a_budget_counts_as_one_in_which_everything_is_reco
 
 
 @pytest.mark.usefixtures("small_tensors_on_disk")
-def test_the_first_step_under_a_budget_with_a_store_counts_its_own_inputs_alone() -> None:
+def test_the_first_step_under_a_budget_with_a_store_counts_as_one_that_offloads_nothing() -> None:
     plain, ours = Training(), Training()
-    actckpt.apply(plain.model, policy=[], offload_inputs=True)
+    actckpt.apply(plain.model, policy=[])
     expected = _counted_sums(plain.step)
     actckpt.apply(ours.model, activation_budget="50%")
-    found = _counted_sums(ours.step)
-    assert found["offloaded_bytes"] == expected["offloaded_bytes"] > 0, "pieces of the link, or moved while profiled"
-    assert found["reloaded_bytes"] == expected["reloaded_bytes"]
+    assert _counted_sums(ours.step) == expected, "pieces of the link, or moved while profiled"
 
 
 @pytest.mark.usefixtures("small_tensors_on_disk")

@@ -10,6 +10,8 @@ import pytest
 import torch
 from oracle import assert_equal, leaf, mlp, ours, plain
 
+import actckpt
+
 
 def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
     """Run `work(i)` in `count` threads that start together; return what they return or raise."""
@@ -146,3 +148,25 @@ def test_backward_in_another_thread_than_forward_restores_thread_local_state() -
         plain_y = model(x)
     assert_equal(actual, torch.autograd.grad(plain_y.float().sum(), list(model.parameters())))
     assert not torch.equal(actual[0], expected[0])
+
+
+def test_a_thread_that_trained_under_a_budget_leaves_no_dispatch_mode() -> None:
+    """Torch would free it after the thread has ended; a process that ended meanwhile aborted."""
+    left: list[int] = []
+
+    class Last:
+        """Deleted after what the thread had before."""
+
+        def __del__(self) -> None:
+            left.append(torch._C._len_torch_dispatch_stack())
+
+    of_thread = threading.local()
+
+    def train(_: int) -> None:
+        model = torch.nn.Sequential(*(mlp() for _ in range(3)))
+        actckpt.apply(model, activation_budget="80%", race=False)
+        model(leaf(3, 8)).sum().backward()
+        of_thread.last = Last()
+
+    in_threads(train, 2)
+    assert left == [0, 0]

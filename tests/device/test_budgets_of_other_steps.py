@@ -60,18 +60,6 @@ def test_gradients_that_stay_between_forwards(micro_steps: int, share: float, wi
     assert max(peaks[_SETTLING:]) >= 0.9 * budget, f"budget {budget}, peaks {peaks}"
 
 
-def test_gradients_that_are_dropped_before_each_forward_count_where_backward_makes_them() -> None:
-    training = Training(layers=_LAYERS, apply=lambda model: actckpt.apply(model, budget=8 << 20))
-    for _ in range(3):
-        training.peak()
-    costs = _plan(training.model).costs
-    parameters = sum(p.nbytes for p in training.model.parameters())
-    head = sum(p.nbytes for p in (*training.model.norm.parameters(), *training.model.head.parameters()))
-    assert sum(block.gradient_bytes for block in costs.blocks) == parameters
-    assert costs.classes["(after the blocks)"].gradient_bytes == head, "there while all blocks run backward"
-    assert costs.fixed_bytes < 1.2 * parameters
-
-
 class _ConvBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -180,8 +168,8 @@ def test_a_loss_is_planned_for_from_the_step_after_the_first_on() -> None:
     training = Training(layers=_LAYERS)
     training.outputs = lambda logits: functools.reduce(lambda found, _: found.sin(), range(12), logits)
     expected = training.gradients()
-    actckpt.apply(training.model, budget=budget)
-    peaks = [training.peak() for _ in range(4)]
+    actckpt.apply(training.model, budget=budget, race=False)
+    peaks = [training.peak() for _ in range(7)]
     assert max(peaks[1:]) <= budget and max(peaks[_SETTLING:]) >= 0.9 * budget, peaks
     assert_equal(training.gradients(), expected)
 
@@ -191,6 +179,6 @@ def test_a_head_that_was_taken_to_need_too_much_gives_room_back() -> None:
     plain = training.peak()
     budget = int(0.7 * plain)
     actckpt.apply(training.model, budget=budget, race=False)
-    peaks = [training.peak() for _ in range(5)]
+    peaks = [training.peak() for _ in range(7)]
     assert max(peaks) <= budget
     assert peaks[-1] >= 0.95 * budget, f"of {budget} only {peaks} are used"

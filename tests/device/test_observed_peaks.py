@@ -1,7 +1,8 @@
-"""Where a step needs more than was predicted, the allocator of the device tells, and the plan is made again."""
+"""Where a step needs more than when it was metered, the peak of the device's allocator tells, and the plan changes."""
 
 from __future__ import annotations
 
+import gc
 from typing import NoReturn
 
 import pytest
@@ -11,15 +12,18 @@ from oracle import assert_equal
 from torch import Tensor
 
 import actckpt
-from actckpt._budget import pace
+from actckpt._cycles.meter import meter_of
+from actckpt._replay import checksums
 
 _LAYERS = 4
 #: The model takes 5.4 MiB of it with everything recomputed, and what follows it 8 MiB.
 _BUDGET = 21 << 19
+#: Cycles until nothing more is metered, without trials.
+_SETTLING = 6
 
 
 def _long_loss(logits: Tensor, length: int = 12) -> Tensor:
-    """Compute something of outputs that needs many times their bytes; they are taken to need three."""
+    """Compute something of outputs that needs many times their bytes."""
     for _ in range(length):
         logits = logits.sin()
     return logits
@@ -33,14 +37,15 @@ def _training(budget: int | None = None, outputs: object = _long_loss) -> Traini
     training = Training(layers=_LAYERS)
     training.outputs = outputs
     if budget is not None:
-        actckpt.apply(training.model, budget=budget)
+        actckpt.apply(training.model, budget=budget, race=False)
     return training
 
 
 def _surprised(budget: int = _BUDGET) -> Training:
-    """Return a model whose first step was measured with a short loss, and that has a long one from then on."""
+    """Return a model whose plan was made for a short loss, and that has a long one from then on."""
     training = _training(budget, _short_loss)
-    training.peak()
+    for _ in range(_SETTLING):
+        training.peak()
     training.outputs = _long_loss
     return training
 
@@ -54,95 +59,103 @@ def _plan(training: Training) -> actckpt.Plan:
 def test_a_loss_that_needs_more_is_seen_and_planned_for() -> None:
     expected = _training().gradients()
     training = _surprised()
-    assert training.peak() > _BUDGET, "nothing to be corrected"
     first = _plan(training)
-    for _ in range(3):
-        assert training.peak() <= _BUDGET
+    assert training.peak() > _BUDGET, "nothing to be corrected"
+    for _ in range(_SETTLING):
         assert_equal(training.gradients(), expected)
-    second = _plan(training)
-    assert second.peak_bytes <= _BUDGET
-    assert second.overhead_seconds > first.overhead_seconds
-    changed = {name for name, block in second.costs.classes.items() if block != first.costs.classes.get(name)}
-    assert changed == {"(after the blocks)"}, "only what needed more"
+    assert 0.9 * _BUDGET <= training.peak() <= _BUDGET
+    assert _plan(training).overhead_seconds > first.overhead_seconds
 
 
 def test_nothing_is_planned_again_where_predictions_hold() -> None:
     training = _training(_BUDGET, _short_loss)
-    training.peak()
-    training.peak()  # the last in which it may be seen that the head needs less than it might
-    plans = []
+    for _ in range(_SETTLING):
+        training.peak()
+    plan = _plan(training)
     for _ in range(4):
         assert training.peak() <= _BUDGET
-        plans.append(_plan(training))
-    assert all(plan is plans[0] for plan in plans)
+        assert _plan(training) is plan
 
 
-def test_steps_neither_wait_for_the_device_nor_start_its_peak_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settled_steps_neither_wait_for_the_device_nor_start_its_peak_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> NoReturn:
         raise AssertionError("called")
 
-    training = _surprised()
+    training = _training(_BUDGET, _short_loss)
+    for _ in range(_SETTLING):
+        training.peak()
     monkeypatch.setattr(torch.accelerator, "synchronize", fail)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", fail)
-    training.gradients()
     high = torch.accelerator.max_memory_allocated()
-    first = _plan(training)
     training.gradients()
-    assert torch.accelerator.max_memory_allocated() >= high
-    assert _plan(training) is not first
+    assert torch.accelerator.max_memory_allocated() >= high > 0
 
 
 def test_a_peak_below_an_older_one_tells_nothing() -> None:
     training = _surprised()
+    first = _plan(training)
     torch.empty(1 << 26, device="sim")
     training.gradients()
-    first = _plan(training)
     training.gradients()
     assert _plan(training) is first
     torch.accelerator.reset_peak_memory_stats()
-    training.gradients()
-    training.gradients()
+    for _ in range(3):
+        training.gradients()
     assert _plan(training) is not first
-
-
-def test_blocks_that_need_a_little_more_are_left_to_the_reserve_where_the_head_needs_less() -> None:
-    training = _training(_BUDGET, _short_loss)
-    training.peak()
-    planned: list[actckpt.Plan] = []
-
-    def need_more(_: Tensor) -> None:
-        planned.append(_plan(training))
-        nbytes = int(planned[0].peak_bytes + 0.01 * _BUDGET) - torch.accelerator.memory_allocated()
-        torch.empty(nbytes, dtype=torch.uint8, device="sim")
-
-    hook = training.model.blocks[0].attention_norm.weight.register_hook(need_more)
-    peak = training.peak()
-    assert planned[0].peak_bytes < peak <= _BUDGET
-    hook.remove()
-    training.peak()
-    first, second = planned[0].costs.classes, _plan(training).costs.classes
-    assert {name for name, block in second.items() if block != first.get(name)} == {"(after the blocks)"}
-
-
-def test_plans_are_made_again_once_in_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "STEPS_BETWEEN", 5)
-    training = _training(14 << 20, _short_loss)
-    plans = []
-    for number in range(12):
-        if number in (3, 4):
-            training.outputs = lambda logits, length=(8, 14)[number - 3]: _long_loss(logits, length)
-        training.peak()
-        plans.append(_plan(training) if number else None)
-    # In the second step it is seen what the head really needs: that is no exception.
-    assert [number for number in range(2, 12) if plans[number] is not plans[number - 1]] == [2, 4, 9]
-    assert training.peak() <= 14 << 20
 
 
 def test_what_no_plan_can_help_is_said_and_training_goes_on() -> None:
     expected = _training().gradients()
-    training = _surprised(int(6.5 * 2**20))
-    assert training.peak() > 6.5 * 2**20
-    with pytest.warns(UserWarning, match="no plan fits. From now on the plan runs that needs least"):
-        found = training.gradients()
-    assert_equal(found, expected)
+    budget = int(6.5 * 2**20)
+    training = _surprised(budget)
+    assert training.peak() > budget
+    with pytest.warns(UserWarning, match="No plan fits"):
+        for _ in range(_SETTLING):
+            assert_equal(training.gradients(), expected)
     assert_equal(training.gradients(), expected)
+
+
+def test_bytes_that_come_and_go_between_steps_lead_to_one_plan() -> None:
+    training = _training(_BUDGET, _short_loss)
+    plans: list[actckpt.Plan] = []
+    training.gradients()
+    for number in range(_SETTLING + 8):
+        held = torch.zeros(1 << 18 if number % 2 else 1, device="sim")  # 1 MiB, 5 % of the budget
+        training.gradients()
+        plans.append(_plan(training))
+        del held
+    assert len({id(plan) for plan in plans[_SETTLING:]}) == 1
+
+
+def _asked_bytes(tensors_in_a_cycle: bool) -> float:
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4))
+    ).to("sim")
+    x = torch.randn(64, 64, device="sim")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    gc.collect()
+    if tensors_in_a_cycle:
+        garbage: list[object] = [torch.zeros(1 << 18, device="sim")]
+        garbage.append(garbage)
+    return actckpt.plan(step, model=model, activation_budget="80%", race=False).budget_bytes
+
+
+def test_garbage_that_dies_in_the_measured_step_does_not_count() -> None:
+    assert _asked_bytes(tensors_in_a_cycle=True) == _asked_bytes(tensors_in_a_cycle=False)
+
+
+def test_an_audit_inside_of_what_is_not_metered_does_not_count() -> None:
+    meter = meter_of(torch.device("sim", 0), [], parameters=[])
+    with meter.muted():
+        torch.zeros(1 << 18, device="sim")
+        checksums.checksum(torch.ones(4, device="sim"))
+        with meter.unmuted():
+            torch.zeros(1 << 10, device="sim")
+        torch.zeros(1 << 18, device="sim")
+        checksums.checksum(torch.ones(4, device="sim"))
+    _, peak_bytes = meter.take()
+    meter.end()
+    assert peak_bytes == 4 << 10

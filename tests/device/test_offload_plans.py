@@ -13,10 +13,10 @@ from oracle import assert_equal
 
 import actckpt
 from actckpt import _C, Action, _checkpointed_call, config
-from actckpt._budget import current_plan as budgeted
-from actckpt._budget import links, turns
+from actckpt._budget import links
 from actckpt._budget.offloading import with_windows
 from actckpt._core import devices
+from actckpt._cycles import loop, solving
 from actckpt._offload import session, stores
 from actckpt.planner.costs import BLOCK_INPUT
 
@@ -93,8 +93,8 @@ def test_plans_in_training_hold_and_beat_those_that_only_recompute(
 
     def ratio(*, offloads: bool) -> float:
         training = Training(layers=_LAYERS)
-        actckpt.apply(training.model, budget=budget)
-        for _ in range(4):  # by then it is known what the head needs
+        actckpt.apply(training.model, budget=budget, race=False)
+        for _ in range(5):  # by then no other plan is tried
             training.peak()
         plan = _plan_of(training)
         assert (_num_offloaded(plan) > 0) is offloads
@@ -105,7 +105,8 @@ def test_plans_in_training_hold_and_beat_those_that_only_recompute(
 
     with_link = ratio(offloads=True)
     gc.collect()
-    monkeypatch.setattr(budgeted, "is_linked", lambda device, pins: False)
+    for module in (solving, loop):
+        monkeypatch.setattr(module, "is_linked", lambda device, pins: False)
     assert with_link < ratio(offloads=False) - 0.02
 
 
@@ -120,23 +121,19 @@ def test_a_plan_of_a_step_offloads_and_is_predicted() -> None:
     assert training.peak() == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
-def test_an_input_that_the_program_holds_is_not_offloaded() -> None:
-    budget = _Plainly().budget(0.5)
+def test_budgets_are_met_where_the_program_holds_an_input() -> None:
+    plainly = _Plainly()
+    budget = plainly.budget(0.5)
     gc.collect()
     training = Training(layers=_LAYERS)
     held: list[torch.Tensor] = []
     training.model.blocks[3].register_forward_hook(lambda module, args, result: held.append(result.detach()))
-    actckpt.apply(training.model, budget=budget)
-    for _ in range(2):
+    actckpt.apply(training.model, budget=budget, race=False)
+    for _ in range(6):
         held.clear()
-        training.gradients()
-    plan = _plan_of(training)
-    movable = {
-        name: block.values[0].offloadable
-        for name, block in zip(plan.blocks or (), plan.costs.blocks, strict=True)
-        if name is not None
-    }
-    assert movable == {f"blocks.{i}": i != 4 for i in range(_LAYERS)}
+        peak = training.peak()
+        assert_equal([p.grad.cpu() for p in training.model.parameters() if p.grad is not None], plainly.gradients)
+    assert _num_offloaded(_plan_of(training)) > 0 and 0.9 * budget <= peak <= budget
 
 
 def test_what_the_store_has_no_room_for_is_not_planned_to_leave() -> None:
@@ -144,8 +141,8 @@ def test_what_the_store_has_no_room_for_is_not_planned_to_leave() -> None:
     gc.collect()
     actckpt.configure(host_limit="1MiB", pageable_limit=0)
     training = Training(layers=_LAYERS)
-    actckpt.apply(training.model, budget=budget)
-    for _ in range(3):
+    actckpt.apply(training.model, budget=budget, race=False)
+    for _ in range(6):
         training.gradients()
     plan = _plan_of(training)
     offloaded = actckpt.planner.simulate(plan.costs, plan).host_peak_bytes
@@ -156,13 +153,14 @@ def test_what_the_store_has_no_room_for_is_not_planned_to_leave() -> None:
 
 
 def test_the_race_in_training_is_timed_on_the_device_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_SURE_ON_DEVICE", 1.0)  # nothing is sure: always race
     plainly = _Plainly()
     budget = plainly.budget(0.6)
     training = Training(layers=_LAYERS)
     actckpt.apply(training.model, budget=budget)
-    training.gradients()
-    training.gradients()
+    for _ in range(6):
+        training.gradients()
+        if actckpt.report(training.model).race_steps_left:
+            break
     assert actckpt.report(training.model).race_steps_left > 0
     with monkeypatch.context() as patched:
         patched.setattr(torch.accelerator, "synchronize", None)
@@ -171,8 +169,9 @@ def test_the_race_in_training_is_timed_on_the_device_and_waits_for_nothing(monke
     torch.accelerator.synchronize()
     training.gradients()
     rows = {row.name: row for row in _plan_of(training).race}
-    assert len(rows) > 1 and not {"offload", "offload inputs"} & rows.keys()
-    assert rows[_plan_of(training).chosen].seconds == min(row.seconds for row in rows.values())
+    assert len(rows) > 1
+    least = min(row.seconds for row in rows.values() if row.seconds is not None)
+    assert rows[_plan_of(training).chosen].seconds == pytest.approx(least, rel=0.02)
     assert rows[_plan_of(training).chosen].seconds == pytest.approx(_seconds(training), rel=0.05)
     assert training.peak() <= budget
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import actckpt
 from actckpt import _checkpointed_call, config
-from actckpt._budget.first_step import FirstStep
 from actckpt._offload import session
 
 
@@ -128,55 +127,18 @@ _MODELS: dict[str, Callable[[], _Training]] = {
 }
 
 
-def test_a_budget_that_was_told_is_met_where_a_second_step_needs_little_more() -> None:
-    training = _MODELS["between blocks"]()
-    training.peak()
-    told = training.smallest()
-    fixed = sum(parameter.nbytes for parameter in training.model.parameters()) + training.images.nbytes
-
-    def budget(share: float) -> int:
-        return fixed + int(share * (told - fixed))
-
-    actckpt.apply(training.model, budget=budget(0.992), blocks=training.blocks)
-    peaks = [training.peak() for _ in range(4)]
-    assert max(peaks[1:]) <= budget(0.992)
-    actckpt.remove(training.model)
-    training.model.zero_grad()
-    actckpt.apply(training.model, budget=budget(0.98), blocks=training.blocks, on_infeasible="raise")
-    with pytest.raises(actckpt.PlanInfeasibleError, match="2% for what is not seen") as caught:
-        [training.peak() for _ in range(2)]
-    assert caught.value.smallest_bytes == pytest.approx(told, rel=0.001), "what is told is met by a margin again"
-
-
 @pytest.mark.parametrize("place", _MODELS)
 def test_the_smallest_budget_holds_wherever_kernels_need_most(place: str) -> None:
     training = _MODELS[place]()
     training.peak()  # first kernels leave something behind
     budget = training.smallest()
-    actckpt.apply(training.model, budget=budget, blocks=training.blocks)
-    training.peak()
-    peaks = [training.peak() for _ in range(4)]  # a warning would be an error
+    actckpt.apply(training.model, budget=budget, blocks=training.blocks, race=False)
+    for _ in range(5):  # the meter of the first cycles starts the peak again
+        training.peak()
+    peaks = [training.peak() for _ in range(3)]  # a warning would be an error
     assert 0.85 * budget < max(peaks) <= budget
 
 
 def test_the_smallest_budget_is_the_same_where_the_store_has_been_used() -> None:
     training = _MODELS["in blocks"]()
     assert training.smallest() == pytest.approx(training.smallest(), rel=0.01)
-
-
-def test_nothing_is_taken_from_kernels_that_are_being_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = _MODELS["before the blocks"]()
-    expected = training.smallest()
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert training.smallest() < expected
-
-
-def test_what_runs_between_blocks_counts_with_the_block_after_it_where_it_holds_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    training = _MODELS["before the blocks"]()
-    monkeypatch.setattr(FirstStep, "_bytes_before", lambda self, number, ended: 100 << 20 if number == 2 else 0)
-    with pytest.raises(actckpt.PlanInfeasibleError, match=r"'blocks.2': 100.[0-9]+ MiB its working set"):
-        actckpt.apply(training.model, budget="90MiB", blocks=training.blocks, on_infeasible="raise")
-        for _ in range(2):
-            training.peak()

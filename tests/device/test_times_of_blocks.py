@@ -63,34 +63,6 @@ def test_the_slower_of_host_and_device_counts(host: SimpleNamespace, host_s: flo
     assert [found.backward_s, found.replaying_s] == pytest.approx([6.0, 6.0])
 
 
-class _SlowAtFirst(nn.Module):
-    """A head whose first forward, which is watched, takes an hour."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.num_calls = nn.Linear(16, 4), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        if self.num_calls == 1:
-            sim.advance(3600.0)
-        return self.linear(x)
-
-
-def test_the_head_takes_no_longer_than_what_follows_its_forward() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)), _SlowAtFirst()).to(_DEVICE)
-    x = torch.randn(64, 16, device=_DEVICE)
-    actckpt.apply(model, blocks=["0", "1", "2"], budget=1 << 30, race=False)
-    with sim.timed(kernel_bytes_per_s=1e6):
-        for _ in range(2):
-            model.zero_grad()
-            model(x).square().mean().backward()
-    plan = actckpt.report(model).plan
-    assert plan is not None
-    head = plan.costs.blocks[-1]
-    assert 0.0 < head.forward_s < 1.0 > head.backward_s > 0.0
-
-
 @pytest.mark.parametrize(
     ("host_s", "device_s", "expected_s"),
     [
@@ -129,7 +101,7 @@ def test_offloading_takes_the_host_its_time_for_each_value(monkeypatch: pytest.M
     model = nn.Sequential(*blocks, nn.Linear(16, 4)).to(_DEVICE)
     x = torch.randn(64, 16, device=_DEVICE)
     actckpt.apply(model, blocks=["0", "1", "2"], budget=1 << 30, race=False)
-    for _ in range(2):
+    for _ in range(3):  # the second one is the first in which gradients accumulate
         model(x).square().mean().backward()
     plan = actckpt.report(model).plan
     assert plan is not None

@@ -29,9 +29,6 @@ def random_table(seed: int) -> Table:
         if rng.random() < 0.7:
             rates = {f"disk_{way}_bytes_per_s": rng.choice([0.3, 1.0, 3.0]) for way in ("read", "write")}
             table.update(rates, disk_bytes=rng.randint(1, 30))
-    if rng.random() < 0.4:
-        limits = [[rng.randint(12, 45) for _ in stack] for _ in range(2)]
-        table["capacity_bytes"] = {"forward": limits[0], "backward": limits[1]}
     if rng.random() < 0.3:
         table["fixed_bytes"] = rng.randint(0, 5)
         for block in classes.values():
@@ -128,14 +125,12 @@ def all_triples(table: Table, pins: dict[Any, str] | None = None) -> Any:
 def capacities(table: Table, budget: float) -> tuple[Any, Any]:
     """Return bytes left for what earlier blocks hold, while each block runs forward and backward."""
     blocks = [table["classes"][name] for name in table["stack"]]
-    limits = table.get("capacity_bytes", {})
     found = []
     for way in ("forward", "backward"):
-        most = numpy.minimum(budget, limits.get(way, [numpy.inf] * len(blocks)))
         gradients = numpy.array([block.get("gradient_bytes", 0) for block in blocks])
         made = numpy.array([gradients[i:].sum() * (way == "backward") for i in range(len(blocks))])
         working = numpy.array([block["working_set_bytes"] for block in blocks])
-        found.append(most - table.get("fixed_bytes", 0) - made - working)
+        found.append(budget - table.get("fixed_bytes", 0) - made - working)
     return found[0], found[1]
 
 
@@ -186,8 +181,7 @@ def smallest_budget(table: Table) -> float:
     """Return the smallest budget for which any plan fits, infinite where there is none."""
     plans = all_triples(table)
     unlimited = overheads(table, numpy.inf, plans)
-    bare = {key: value for key, value in table.items() if key != "capacity_bytes"}
-    rooms = capacities(bare, 0.0)
+    rooms = capacities(table, 0.0)
     kept = numpy.cumsum(plans[..., 0], axis=0) - plans[..., 0]
     needed = numpy.maximum(kept - rooms[0][:, None], kept + plans[..., 3] - rooms[1][:, None]).max(axis=0)
     return float(numpy.where(numpy.isfinite(unlimited), needed, numpy.inf).min())

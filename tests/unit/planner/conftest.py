@@ -55,7 +55,6 @@ def table() -> dict[str, Any]:
         "disk_bytes": 100,
         "disk_write_bytes_per_s": 2.0,
         "disk_read_bytes_per_s": 3.0,
-        "capacity_bytes": {"forward": [100, 90, 80], "backward": [70, 80, 90]},
     }
 
 

@@ -31,7 +31,6 @@ def test_fields_are_read_as_they_are_written(table: Table) -> None:
     assert costs.blocks[0].values[1] == Value("qkv", 30, 0.5, ("x0",), needed=False, offloadable=False)
     assert (costs.fixed_bytes, costs.d2h_bytes_per_s, costs.h2d_bytes_per_s, costs.host_bytes) == (7, 4.0, 5.0, 15)
     assert (costs.disk_bytes, costs.disk_write_bytes_per_s, costs.disk_read_bytes_per_s) == (100, 2.0, 3.0)
-    assert costs.capacity_bytes is not None and costs.capacity_bytes.backward == (70, 80, 90)
     assert costs.plain_seconds == 8.0
 
 
@@ -39,7 +38,7 @@ def test_defaults_offload_nothing_and_recompute_no_input() -> None:
     block = {"forward_s": 1, "backward_s": 1, "working_set_bytes": 1, "values": [{"name": "x0", "bytes": 1}]}
     costs = CostTable.from_dict({"version": 1, "classes": {"a": block}, "stack": ["a"]})
     assert costs.d2h_bytes_per_s == costs.h2d_bytes_per_s == costs.fixed_bytes == costs.disk_bytes == 0
-    assert costs.host_bytes is None and costs.capacity_bytes is None
+    assert costs.host_bytes is None
     assert costs.blocks[0].gradient_bytes == 0 and not costs.blocks[0].rerun
     assert costs.blocks[0].values == (Value("x0", 1, replayable=False),)
 
@@ -155,14 +154,6 @@ _BAD: dict[str, tuple[Callable[[Table], Any], str]] = {
     "stack of text": (_table(stack="attention"), "cost table.stack is 'attention'. It must be a list."),
     "values": (_class(values=3), "attention.values is 3. It must be a list."),
     "value": (_class(values=["x0"]), "attention.values[0] is a str. It must be a table of named fields."),
-    "capacity": (
-        _table(capacity_bytes={"forward": [1], "backward": [1]}),
-        "capacity_bytes.forward has 1 numbers for a stack of 3",
-    ),
-    "capacity way": (
-        _table(capacity_bytes={"forward": [1, 2, 3]}),
-        "cost table.capacity_bytes has no field 'backward'",
-    ),
     "classes": (_table(classes=[]), "cost table.classes is a list. It must be a table of named fields."),
 }
 

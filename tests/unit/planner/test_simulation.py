@@ -161,13 +161,6 @@ def test_a_budget_that_is_too_small_is_exceeded_not_refused() -> None:
     assert step.excess_bytes == 5 and step.peak_bytes == 30 and step.overhead_seconds == 0.0
 
 
-def test_capacity_over_time_holds_beside_the_budget() -> None:
-    limits = {"forward": [30, 12, 30], "backward": [30, 30, 30]}
-    step = _simulate(_table(capacity_bytes=limits), "okk", budget=1000)
-    assert step.write_wait_seconds == pytest.approx(0.6), "until 8 of 10 bytes are out"
-    assert step.memory[1] == (2.6, 12)
-
-
 def test_a_block_that_is_run_again_needs_its_input() -> None:
     table = _table(2)
     block = table["classes"]["a"]

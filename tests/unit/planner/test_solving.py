@@ -120,7 +120,6 @@ def test_no_change_of_one_value_saves_much_and_fits(llama: SimpleNamespace) -> N
 
 
 def test_what_fits_is_kept(table: Table) -> None:
-    del table["capacity_bytes"]
     plan = solve(table, budget=10**6)
     assert plan.overhead_seconds == plan.bound_seconds == 0.0 and plan.max_inflight == plan.replay_window == 0
     kept = {"x0": Action.KEEP, "qkv": Action.RECOMPUTE, "out": Action.KEEP}  # backward does not need qkv
@@ -248,16 +247,6 @@ def test_the_error_says_what_holds_the_memory() -> None:
     assert (str(again), again.smallest_bytes) == (str(caught.value), 189)
 
 
-def test_no_budget_helps_where_another_limit_is_too_small() -> None:
-    table = _opaque(rerun=False)
-    table["capacity_bytes"] = {"forward": [100] * 4, "backward": [100, 100, 100, 87]}
-    with pytest.raises(PlanInfeasibleError, match="whatever the budget: capacity_bytes leaves less than") as caught:
-        solve(table, budget=1000)
-    assert caught.value.smallest_bytes is None
-    table["capacity_bytes"]["backward"][3] = 88
-    assert solve(table, budget=1000).peak_bytes == 88
-
-
 def test_pinned_copies_that_host_memory_has_no_room_for_are_infeasible(llama: SimpleNamespace) -> None:
     table = {**llama.shape_8b(20), "host_bytes": 10**8}
     with pytest.raises(PlanInfeasibleError, match=r"pinned values need more host memory than there is \(95\.37 MiB\)"):
@@ -362,13 +351,6 @@ def test_a_pin_of_a_class_must_hold_in_the_last_block_too_but_for_offload(llama:
     )
     with pytest.raises(ValueError, match=message):
         solve(table, budget=10**12, pins={("last", "x0"): "recompute"})
-
-
-def test_a_limit_far_larger_than_another_hides_nothing() -> None:
-    table = _opaque(rerun=False)
-    table["capacity_bytes"] = {"forward": [2**62] * 4, "backward": [100, 100, 100, 87]}
-    with pytest.raises(PlanInfeasibleError, match="whatever the budget"):
-        solve(table, budget=2**62)
 
 
 def test_pins_that_agree_are_no_contradiction(llama: SimpleNamespace) -> None:

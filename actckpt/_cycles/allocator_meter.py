@@ -1,0 +1,263 @@
+"""The meter of a device: its caching allocator.
+
+NOTE [ The meter of a device ]
+
+1. A metered cycle starts the allocator's peak again at each event, without waiting for the device. All meters and
+   watches of the device take the peak down before that.
+2. Memory that existed before a cycle and dies in it would look like memory that the cycle gives back. So garbage is
+   collected before a cycle is measured, the device's thread of autograd frees the graph of the last backward first,
+   what is on its way to a store counts as gone, and what earlier outputs had is added once they are gone. Where less is
+   alive than when the cycle began, the cycle counts from there.
+3. What profiles run beside the step, and checksums of audits, are left out.
+4. In cycles without a meter the peak is read, when the model's forward ends and when the cycle ends. An older peak that
+   is higher hides it: in one of 64 cycles it starts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from actckpt._C import Paused
+from actckpt._core import devices, torch_private
+from actckpt._core.storages import storages_of
+from actckpt._offload import stores
+from actckpt._replay import checksums
+
+__all__ = ["AllocatorMeter", "Older", "RisenPeak", "free_older", "watch_of"]
+
+#: A storage that existed before the cycle, and its bytes.
+Older = tuple[weakref.ref[torch.UntypedStorage], int]
+
+
+class _Observer:
+    """Something that reads the peak of a device.
+
+    Args:
+        parameters: leaves whose accumulated gradients do not count; empty where they do.
+        older: storages whose bytes count as there, also once they are gone.
+    """
+
+    def __init__(
+        self,
+        allocator: devices.Accelerator,
+        device: torch.device,
+        parameters: list[torch.nn.Parameter],
+        older: Iterable[Older],
+    ) -> None:
+        self.allocator, self.device = allocator, device
+        self._parameters, self._older = parameters, tuple(older)
+
+    def see(self) -> None:
+        """Take down the peak until now, as far as it belongs to the cycle."""
+        raise NotImplementedError
+
+    def started_again(self) -> None:
+        """The allocator's peak starts again from what is alive."""
+
+    def _gone_bytes(self) -> int:
+        return sum(nbytes for storage, nbytes in self._older if storage() is None)
+
+    def begin(self) -> None:
+        """Take part from now on, as long as it lives."""
+        key = id(self)
+        _observers[key] = weakref.ref(self, lambda _: _observers.pop(key, None))
+
+    def finish(self) -> None:
+        """Take part no more."""
+        _observers.pop(id(self), None)
+
+
+#: Those that take part. Threads add and remove some while others read.
+_observers: dict[int, weakref.ref[_Observer]] = {}
+
+
+def _observers_of(device: torch.device) -> list[_Observer]:
+    found = [ref() for ref in list(_observers.values())]
+    return [each for each in found if each is not None and each.device == device]
+
+
+def _see(device: torch.device) -> None:
+    for each in _observers_of(device):
+        each.see()
+
+
+def _start_again(allocator: devices.Accelerator, device: torch.device) -> int:
+    """Start the peak again; return the bytes that are alive."""
+    live_bytes = allocator.reset_peak(device, waits=False)
+    for each in _observers_of(device):
+        each.started_again()
+    return live_bytes
+
+
+class AllocatorMeter(_Observer):
+    """Counts a metered cycle (NOTE [ The meter of a device ]). See `_Observer` for the arguments."""
+
+    def __init__(
+        self,
+        allocator: devices.Accelerator,
+        device: torch.device,
+        parameters: list[torch.nn.Parameter],
+        older: Iterable[Older],
+    ) -> None:
+        super().__init__(allocator, device, parameters, older)
+        self._without_gradient = {id(each) for each in parameters if each.grad is None}
+        #: Of gradients that were accumulated in this cycle: by now, and by the last event.
+        self._gradient_bytes = self._noted_gradient_bytes = 0
+        #: The peak since the last event, and how many contexts that leave something out are entered.
+        self._peak_bytes = self._num_muted = 0
+        # Autograd holds these where no garbage collector looks, and the meter holds the parameters.
+        accumulated = weakref.WeakMethod(self._accumulated)
+        self._hooks = [each.register_post_accumulate_grad_hook(_calling(accumulated)) for each in parameters]
+        _see(device)
+        inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
+        self._base_bytes = _start_again(allocator, device) - inflight_bytes
+        self.is_counting = True
+        self.begin()
+        checksums.leave_out(self.muted)
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if id(parameter) in self._without_gradient:
+            self._without_gradient.remove(id(parameter))
+            self._gradient_bytes += _bytes_of([parameter.grad])
+
+    def see(self) -> None:
+        if not self._num_muted:
+            self._peak_bytes = max(self._peak_bytes, self.allocator.peak_bytes(self.device))
+
+    def take(self) -> tuple[int, int]:
+        _see(self.device)
+        live_bytes = _start_again(self.allocator, self.device)
+        # What was allocated or freed since the last event may come before the peak or after it: it counts.
+        added_bytes = self._gone_bytes() - self._base_bytes
+        peak_bytes = self._peak_bytes + added_bytes - self._noted_gradient_bytes
+        self._peak_bytes, self._noted_gradient_bytes = 0, self._gradient_bytes
+        live_bytes += added_bytes - self._gradient_bytes
+        if live_bytes < 0:  # something that existed before has died, and no weak reference tells
+            self._base_bytes += live_bytes
+            live_bytes = 0
+        return live_bytes, max(live_bytes, peak_bytes)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Leave out what runs inside; audits inside of it enter this again."""
+        if not self._num_muted:
+            _see(self.device)
+        self._num_muted += 1
+        try:
+            yield
+        finally:
+            if self._num_muted == 1:
+                _start_again(self.allocator, self.device)
+            self._num_muted -= 1
+
+    @contextlib.contextmanager
+    def unmuted(self) -> Iterator[None]:
+        """Count inside of `muted`."""
+        _start_again(self.allocator, self.device)
+        num, self._num_muted = self._num_muted, 0
+        try:
+            yield
+        finally:
+            _see(self.device)
+            self._num_muted = num
+
+    def storages(self) -> None:
+        return None
+
+    def left_bytes(self, gradients: list[torch.Tensor]) -> int:
+        return 0  # what is allocated counts already
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.is_counting:
+            self.is_counting = False
+            self.finish()
+            checksums.count_again(self.muted)
+
+
+class RisenPeak(_Observer):
+    """Whether the peak rises in a cycle without a meter. See `_Observer` for the arguments.
+
+    Args:
+        starts_again: the peak starts again now: else an older one that is higher hides what the cycle needs.
+    """
+
+    def __init__(
+        self,
+        allocator: devices.Accelerator,
+        device: torch.device,
+        parameters: list[torch.nn.Parameter],
+        older: Iterable[Older],
+        *,
+        starts_again: bool,
+    ) -> None:
+        super().__init__(allocator, device, parameters, older)
+        if starts_again:
+            _see(device)
+            _start_again(allocator, device)
+        inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
+        self._base_bytes = allocator.allocated_bytes(device) - inflight_bytes - self._bytes_of_gradients()
+        self._known_bytes, self._most_bytes = allocator.peak_bytes(device), 0
+        self.begin()
+
+    def see(self) -> None:
+        peak_bytes = self.allocator.peak_bytes(self.device)
+        if peak_bytes > self._known_bytes:
+            more_bytes = self._gone_bytes() - self._base_bytes - self._bytes_of_gradients()
+            self._known_bytes, self._most_bytes = peak_bytes, max(self._most_bytes, peak_bytes + more_bytes)
+
+    def started_again(self) -> None:
+        self._known_bytes = 0
+
+    def _bytes_of_gradients(self) -> int:
+        return _bytes_of([each.grad for each in self._parameters])
+
+    def end(self) -> int:
+        """Return how far the peak was above what there was at the begin; 0 where an older peak was higher."""
+        self.see()
+        self.finish()
+        return self._most_bytes
+
+
+def free_older(device: torch.device, *, collects_garbage: bool) -> None:
+    """Free what earlier cycles left on a device to garbage and to the thread of autograd. On a CPU, nothing is done.
+
+    That thread lets go of a graph a little after its backward, and before it takes up the next one: so this runs one,
+    which needs no memory.
+    """
+    if devices.counting(device) is None or torch_private.current_graph_task_id() != -1:
+        return
+    with Paused(), torch.enable_grad():
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(nothing.view(0), nothing, nothing.detach())
+    if collects_garbage:
+        gc.collect()
+
+
+def _calling(method: weakref.WeakMethod[Any]) -> Callable[[torch.Tensor], None]:
+    def hook(tensor: torch.Tensor) -> None:
+        found = method()
+        if found is not None:
+            found(tensor)
+
+    return hook
+
+
+def watch_of(
+    device: torch.device, parameters: list[torch.nn.Parameter], older: Iterable[Older], *, starts_again: bool
+) -> RisenPeak | None:
+    """Return a watch for a cycle, None where no allocator counts. See `RisenPeak` for the arguments."""
+    allocator = devices.counting(device)
+    return None if allocator is None else RisenPeak(allocator, device, parameters, older, starts_again=starts_again)
+
+
+def _bytes_of(tensors: list[torch.Tensor | None]) -> int:
+    return sum(storage.nbytes() for storage in storages_of([each for each in tensors if each is not None]))

@@ -1,0 +1,117 @@
+"""Plans for a memory model: its cost table with links, the bytes that the user asks for, and the solver."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+import torch
+
+from actckpt._blocks.outside import advice
+from actckpt._budget.budget_config import BudgetConfig
+from actckpt._budget.infeasible import infeasible_error, with_reserve
+from actckpt._budget.links import is_linked, pins_offload, with_links
+from actckpt._budget.offloading import solved
+from actckpt._budget.planned_model import facts_of
+from actckpt._budget.running import device_of
+from actckpt._budget.simple import plain_plan
+from actckpt._cycles.cycle_model import CycleModel
+from actckpt.errors import PlanInfeasibleError
+from actckpt.planner.costs import CostTable
+from actckpt.planner.plans import Plan
+
+__all__ = ["Solving", "smallest_budget"]
+
+
+class Solving:
+    """Solves for plans of one model under a budget."""
+
+    def __init__(self, module: torch.nn.Module, config: BudgetConfig) -> None:
+        self._module, self._config = module, config
+        self._is_unlinked = False
+
+    def costs(self, model: CycleModel, static_bytes: float) -> CostTable:
+        """Return the cost table of a memory model, with the links over which values can be offloaded."""
+        costs = model.costs(static_bytes)
+        return with_links(costs, device_of(self._module)) if self._is_linked() else costs
+
+    def _is_linked(self) -> bool:
+        return not self._is_unlinked and is_linked(device_of(self._module), self._config.pins)
+
+    def unlink(self, model: CycleModel) -> bool:
+        """Let plans offload nothing from now on, but for what pins say; return whether they could until now.
+
+        What was observed of plans that offload corrects the memory model no more.
+        """
+        if not self._is_linked() or pins_offload(self._config.pins):
+            return False
+        self._is_unlinked = True
+        model.restore({})
+        return True
+
+    def budget_bytes(self, model: CycleModel, costs: CostTable) -> float:
+        """Return the budget of the user in bytes."""
+        return self._config.budget_bytes(self._module, functools.partial(model.plain_bytes, costs))
+
+    def plan(self, model: CycleModel, costs: CostTable, budget_bytes: float, limit_bytes: float) -> Plan:
+        """Return the fastest plan that fits.
+
+        Args:
+            limit_bytes: what it is to fit into; where no plan does, and one fits into the budget, the smallest one.
+        Raises:
+            PlanInfeasibleError: no plan fits into either.
+        """
+        try:
+            plan = solved(costs, limit_bytes, self._config.pins)
+        except PlanInfeasibleError as error:
+            least_bytes = error.smallest_bytes
+            if least_bytes is None or least_bytes > budget_bytes:
+                raise
+            plan = solved(costs, least_bytes, self._config.pins)
+        return self.placed(model, dataclasses.replace(plan, budget_bytes=budget_bytes))
+
+    def placed(self, model: CycleModel, plan: Plan) -> Plan:
+        """Return a plan that knows where its values are in the model."""
+        names = tuple(call.block for call in model.calls)
+        return dataclasses.replace(plan, blocks=names, places=model.places, model=facts_of(self._module, names))
+
+    def told(
+        self,
+        model: CycleModel,
+        error: PlanInfeasibleError,
+        budget_bytes: float,
+        smallest_bytes: float,
+        blocks: Iterable[str],
+        num_forwards: int,
+    ) -> PlanInfeasibleError:
+        """Return the error of the solver in the words of the user: the budget, and parts of the model by name."""
+        advised = advice(model.made_outside, self._module, blocks, error.smallest_bytes)
+        cause = ". ".join(filter(None, (_forwards_text(num_forwards), advised)))
+        return infeasible_error(
+            error,
+            budget=self._config.text,
+            budget_bytes=budget_bytes,
+            smallest_bytes=math.ceil(smallest_bytes),
+            cause=cause,
+        )
+
+    def least_bytes(self, model: CycleModel, static_bytes: float) -> float:
+        """Return the smallest budget that can be met where it exceeds the user's budget, else 0."""
+        costs = self.costs(model, static_bytes)
+        try:
+            solved(costs, self.budget_bytes(model, costs), self._config.pins)
+        except PlanInfeasibleError as error:
+            return 0.0 if error.smallest_bytes is None else smallest_budget(costs, error.smallest_bytes, static_bytes)
+        return 0.0
+
+
+def smallest_budget(costs: CostTable, least_bytes: float, static_bytes: float) -> float:
+    """Return the smallest budget to name to a user: what the smallest plan needs, with a reserve."""
+    return min(with_reserve(least_bytes, static_bytes), plain_plan(costs).peak_bytes)
+
+
+def _forwards_text(num_forwards: int) -> str:
+    """Say that several forwards are part of a step; empty for one."""
+    return f"{num_forwards} forwards of the model are part of the step before backward has ended" * (num_forwards > 1)

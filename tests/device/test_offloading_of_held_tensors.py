@@ -1,0 +1,141 @@
+"""Budgets with plans that may offload, of models whose block outputs the program holds: offloading frees nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from demo_training import start_peak
+from oracle import assert_equal
+from torch import Tensor, nn
+
+import actckpt
+from actckpt import _checkpointed_call, config
+from actckpt._core import devices
+from actckpt._offload import session
+
+_SHARES = (0.55, 0.65, 0.8)
+#: With candidates that are tried.
+_STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let plans offload small tensors, and set windows by themselves; no audit adds to peaks."""
+    for module in (session, _checkpointed_call):
+        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 16 << 10)
+    before = {name: getattr(config.settings(), name) for name in ("max_inflight", "audit")}
+    actckpt.configure(max_inflight="auto", audit="off")
+    yield
+    actckpt.configure(**before)
+
+
+@pytest.fixture(autouse=True)
+def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The peaks that a meter took down before it started the allocator's peak again."""
+    found: list[int] = []
+    original = devices.Accelerator.reset_peak
+
+    def reset_peak(self: devices.Accelerator, device: torch.device, *, waits: bool = True) -> int:
+        found.append(self.peak_bytes(device))
+        return original(self, device, waits=waits)
+
+    monkeypatch.setattr(devices.Accelerator, "reset_peak", reset_peak)
+    return found
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class _Stack(nn.Module):
+    def __init__(self, num_blocks: int = 12) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(_Block() for _ in range(num_blocks)), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the result, and what each block returned."""
+        hidden = []
+        for block in self.blocks:
+            x = block(x)
+            hidden.append(x)
+        return self.head(x), hidden
+
+
+class _Collected(_Stack):
+    """The same, but hooks collect what blocks return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: list[Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, result: self.hidden.append(result))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        y, hidden = super().forward(x)
+        hidden.clear()
+        return y, hidden
+
+
+class _Listed(_Stack):
+    """The same, but they are held until the forward ends."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        y, hidden = super().forward(x)
+        hidden.clear()
+        return y, hidden
+
+
+class _Chain(_Stack):
+    """Nothing holds them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), []
+
+
+class _Training:
+    def __init__(self, of: type[_Stack], peaks: list[int]) -> None:
+        gc.collect()
+        torch.manual_seed(0)
+        self.model, self._peaks = of().to("sim"), peaks
+        self.x = torch.randn(2048, 64).to("sim")
+        self.static_bytes = torch.accelerator.memory_allocated()
+
+    def step(self) -> tuple[list[Tensor], int]:
+        """Return gradients and the peak."""
+        self.model.zero_grad()
+        start_peak()
+        self._peaks.clear()
+        y, hidden = self.model(self.x)
+        y.square().mean().backward()
+        del hidden
+        getattr(self.model, "hidden", []).clear()
+        gradients = [each.grad.cpu() for each in self.model.parameters() if each.grad is not None]
+        return gradients, max(*self._peaks, torch.accelerator.max_memory_allocated(), 0)
+
+
+@pytest.mark.parametrize("share", _SHARES)
+@pytest.mark.parametrize("of", [_Chain, _Stack, _Listed, _Collected])
+def test_no_step_exceeds_the_budget_once_the_plan_is_corrected(
+    of: type[_Stack], share: float, peaks: list[int]
+) -> None:
+    plainly = _Training(of, peaks)
+    expected, plain_peak = plainly.step()
+    static_bytes = plainly.static_bytes
+    del plainly
+    training = _Training(of, peaks)
+    budget = int(static_bytes + share * (plain_peak - static_bytes))
+    actckpt.apply(training.model, budget=budget)
+    found = [training.step() for _ in range(_STEPS)]
+    for gradients, _ in found:
+        assert_equal(gradients, expected)
+    assert max(peak for _, peak in found[2:]) <= budget  # the second step may show that something is held
