@@ -3,7 +3,6 @@
 Everything here runs only once something is wrong, so it may be slow.
 """
 
-import gc
 from collections.abc import Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actckpt._core import torch_private
 from actckpt._core.sites import module_name, modules_on_stack, user_line
 from actckpt._core.tensor_changes import version_of
 from actckpt.errors import CheckpointError, InputChangedError, RerunMismatchError, SavedTensorChangedError
@@ -81,22 +79,6 @@ def name_of(function: Any) -> str:
     if isinstance(function, FunctionType):
         return f"{name} ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"
     return name
-
-
-def parameter_name(tensor: Tensor) -> str:
-    """Return the longest name of the parameter on the storage of a tensor that any module has for it, or an empty text.
-
-    Looks through all objects of the process.
-    """
-    storage = tensor.untyped_storage()
-    named: list[tuple[str, Any]] = []
-    for owner in gc.get_objects():
-        if issubclass(type(owner), torch.nn.Module):
-            named.extend(owner.named_parameters() if "_parameters" in owner.__dict__ else ())
-        elif (unsharded := torch_private.unsharded_parameter(owner)) is not None:
-            named.append(unsharded)
-    plain = ((name, parameter) for name, parameter in named if type(parameter) in (Tensor, torch.nn.Parameter))
-    return max((name for name, parameter in plain if parameter.untyped_storage() is storage), key=len, default="")
 
 
 def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> RerunMismatchError:

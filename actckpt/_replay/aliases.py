@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from actckpt._C import look_at
-from actckpt._core.messages import parameter_name
 from actckpt._core.tensor_changes import version_of
 from actckpt._replay.geometry import Geometry
 from actckpt._replay.lineage import Value, Window
@@ -184,9 +183,8 @@ def resized_error(held: Tensor, value: Value) -> SavedTensorChangedError:
 
 
 def _resized_error(held: Tensor, nbytes: int, what: str) -> SavedTensorChangedError:
-    name = parameter_name(held)
     return SavedTensorChangedError(
-        f"Backward needs {f'the parameter {name}' if name else what} of shape {tuple(held.shape)}, {held.dtype}, "
+        f"Backward needs {what} of shape {tuple(held.shape)}, {held.dtype}, "
         f"whose storage was freed or resized after the forward: it has {held.untyped_storage().nbytes()} bytes now; "
         f"{nbytes} were recorded.\nFSDP2 frees the parameters of a unit after its forward. Put the region "
         "inside each unit, as actckpt.apply(model, policy=...) before fully_shard does, not around several."

@@ -62,7 +62,6 @@ from actckpt._core.torch_private.distributed import (
     group_timeout,
     num_operations,
     resolved_group,
-    unsharded_parameter,
     wait_for_collective,
 )
 from actckpt._core.torch_private.fakes import (
@@ -190,7 +189,6 @@ __all__ = [
     "set_tangents_enabled",
     "tangents_enabled",
     "top_hooks",
-    "unsharded_parameter",
     "untraced",
     "wait_for_collective",
     "without_dispatch",

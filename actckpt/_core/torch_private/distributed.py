@@ -61,17 +61,3 @@ def group_timeout(group: Any) -> timedelta:
 def finished_work() -> Any:
     """Return what a collective of `torch.ops.c10d` returns, as if it had ended."""
     return _fake_work().boxed()
-
-
-def unsharded_parameter(owner: object) -> tuple[str, Any] | None:
-    """Return name and unsharded tensor of a parameter that FSDP2 manages, if `owner` is what it does so with.
-
-    The module has the sharded parameter in its place most of the time.
-    """
-    if type(owner).__name__ != "FSDPParam":
-        return None
-    parameter: Any = owner
-    tensor = getattr(parameter, "_unsharded_param", None)  # set by the first gathering
-    if tensor is None:
-        return None
-    return attribute(parameter, "_param_fqn") or attribute(parameter, "_module_info").param_name, tensor

@@ -56,7 +56,7 @@ def _check() -> None:
             assert torch.equal(left, right), policy
     with pytest.raises(
         actckpt.SavedTensorChangedError,
-        match=r"(?s)the parameter [012]\.layers\.[02]\.(weight|bias) of.*FSDP2 frees.*inside each unit",
+        match=r"(?s)of shape .* has 0 bytes now.*FSDP2 frees.*inside each unit",
     ):
         _gradients("recompute", around=True)
 
@@ -65,20 +65,20 @@ def test_rule_8_regions_inside_fsdp2_units_and_around_them(tmp_path: Path) -> No
     run_on_two_ranks(_check, tmp_path)
 
 
-def test_rule_8_the_error_names_the_parameter_as_the_whole_model_knows_it() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)))
-    weight = model[0][0].weight
+def test_rule_8_the_error_tells_the_shape_of_the_parameter() -> None:
+    model = nn.Linear(3, 4)
+    weight = model.weight
     with actckpt.region():
         loss = (model(torch.ones(2, 3)) * weight.exp().sum()).sum()
     size = weight.untyped_storage().nbytes()
     weight.untyped_storage().resize_(0)
     with pytest.raises(
-        actckpt.SavedTensorChangedError, match=rf"the parameter 0\.0\.weight of.* 0 bytes now; {size} were"
+        actckpt.SavedTensorChangedError, match=rf"a parameter of shape \(4, 3\), .* 0 bytes now; {size} were"
     ):
         loss.backward()
 
 
-def test_rule_8_a_tensor_that_is_no_parameter_gets_no_name() -> None:
+def test_rule_8_the_error_tells_an_input_from_a_parameter() -> None:
     x = torch.ones(2, 3)
     y = torch.ones(2, 3, requires_grad=True)
     with actckpt.region():
