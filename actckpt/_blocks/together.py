@@ -101,19 +101,27 @@ class AppliedBlocks:
         self._gradient_hook: RemovableHandle | None = None
 
     def watch_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Check the blocks as well where the first that is trained of some parameters of theirs gets a gradient.
+        """Check the blocks as well where the first that is trained of some parameters of theirs gets gradients.
 
-        No block may be called then: a model may call methods of theirs, or their parts.
+        No block may be called then: a model may call methods of theirs, or their parts. The first gradient may be
+        one of a penalty on parameters, before the forward.
         """
         this = weakref.ref(self)
+
+        num_before = 0
 
         # Else each process that is given the parameter warns.
         @unserializable_hook  # type: ignore[untyped-decorator]
         def came(_: torch.Tensor) -> None:
-            if (blocks := this()) is not None:
+            nonlocal num_before
+            if (blocks := this()) is None:
+                return
+            has_run = any(forward.has_run for forward in blocks.forwards.values())
+            if has_run or num_before:
                 blocks.watch_gradient(())
-                if not any(forward.has_run for forward in blocks.forwards.values()):
+                if not has_run:
                     blocks.tell_idle()
+            num_before += 1
 
         if self._gradient_hook is not None:
             self._gradient_hook.remove()

@@ -134,8 +134,6 @@ def _loads_a_batch(training: Training) -> None:
     training.optimizer.step()
 
 
-# The backward of the penalty comes to parameters of blocks before a block runs.
-@pytest.mark.filterwarnings("ignore:apply. 5 of 5 blocks did not run in a step that called backward:UserWarning")
 @pytest.mark.parametrize("total", [False, True])
 @pytest.mark.parametrize("step", [_penalty_first, _update_first, _fills_a_cache, _loads_a_batch])
 def test_a_plan_predicts_the_peak_of_later_steps(step: Callable[[Training], None], total: bool) -> None:
