@@ -68,10 +68,7 @@ class OutsideModules:
             self._calls.append(_Call(name, self._storages.num_made))
 
         def ends(_: torch.nn.Module, __: object, result: Any) -> None:
-            call = next((call for call in reversed(self._calls) if call.name == name), None)
-            if call is None:  # it had begun when the watching began
-                call = _Call(name, self._begin)
-                self._calls.insert(0, call)
+            call = next(call for call in reversed(self._calls) if call.name == name)
             call.end = self._storages.num_made
             call.results = [weakref.ref(storage) for storage in storages_of(list(tensors_in(result)))]
 

@@ -22,6 +22,11 @@ __all__ = ["AppliedBlocks"]
 _MAX_NAMES = 5
 #: Of so many plans the recorded step is held.
 _MAX_RECORDINGS = 8
+_NEVER_CALLED = (
+    "apply: there is a budget, but {0} itself was not called in a step that called backward, only blocks of it. No "
+    "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls. Told once."
+)
+
 _UNPLANNED = (
     "apply: block {!r} runs, and did not when the plan was made, or less often: with layer dropout, say, or in a loop "
     "whose length depends on the data. It is recomputed, and {}. Pass a smaller budget, or let all blocks run in the "
@@ -48,6 +53,8 @@ class Block(Protocol):
 class Training(Protocol):
     """Finds a plan for blocks while their model trains."""
 
+    is_called: bool
+
     @property
     def plan(self) -> Plan | None:
         """The plan that a report shows; None: not made yet."""
@@ -60,8 +67,9 @@ class Training(Protocol):
     def refused(self) -> str:
         """Why there is none: no plan fits; empty: not known."""
 
-    def follow_parts(self) -> None:
-        """A backward comes to the blocks: plan for parts of the model that the program calls, if not the model."""
+    @property
+    def model_name(self) -> str:
+        """The type of the model, for messages."""
 
     def ran_unplanned(self, name: str) -> bool:
         """A block ran that the plan has nothing for; return whether the next plan has it."""
@@ -223,8 +231,8 @@ class AppliedBlocks:
             return
         self.is_checked = True
         self.matches.end("apply: the blocks")
-        if self.training is not None:
-            self.training.follow_parts()
+        if self.training is not None and not self.training.is_called:
+            warn_user(_NEVER_CALLED.format(self.training.model_name))
         self.tell_idle()
 
     def tell_idle(self) -> None:

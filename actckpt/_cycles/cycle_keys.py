@@ -26,8 +26,8 @@ class CycleKeys:
         """Return whether gradients of parameters exist."""
         return any(found is not None and found.grad is not None for ref in self._own() for found in (ref(),))
 
-    def forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
-        """Return what a forward's share of a plan depends on; `module`: the model, or a part of it."""
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
+        """Return what a forward's share of a plan depends on."""
         trained = bytes(found is None or found.requires_grad for ref in self._own() for found in (ref(),))
         tensors = tuple(
             (tuple(size if type(size) is int else 1 for size in tensor.shape), (tensor.dtype, tensor.requires_grad))
@@ -38,7 +38,7 @@ class CycleKeys:
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
         device = device_of(self._model)
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        return ForwardKey((id(module), device, module.training, autocast, trained, keywords, frozenset(flags)), tensors)
+        return ForwardKey((device, self._model.training, autocast, trained, keywords, frozenset(flags)), tensors)
 
     def _own(self) -> list[weakref.ref[torch.nn.Parameter]]:
         if self._parameters is None:

@@ -4,8 +4,7 @@ NOTE [ The loop ]
 
 1. A cycle begins at a forward of the model with gradients while no other one is alive, and ends when none is alive any
    more. A forward is alive until a backward releases its graph, or the program drops it. Forwards without gradients
-   (evaluation, generation) are no part of a cycle. Where the program calls parts of the model, and not the model, each
-   call of a part is a forward.
+   (evaluation, generation) are no part of a cycle.
 2. Cycles of one kind (shapes, dtypes, flags, mode, autocast, what is trained, whether earlier micro-batches count)
    share a plan. The first cycle of a kind is *measured*: every block drops all that it can, is profiled, and a meter
    notes the peak of each segment (`timeline`).
@@ -42,7 +41,6 @@ from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
 from actckpt._cycles.allocator_meter import free_older, watch_of
 from actckpt._cycles.cycle_keys import CycleKeys
-from actckpt._cycles.forward_hooks import ForwardHooks
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
@@ -81,7 +79,10 @@ class BudgetLoop:
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], config: BudgetConfig) -> None:
         self._model, self._forwards, self._config = model, forwards, config
         self._start()
-        self._hooks = ForwardHooks(model, self._begin, self._end)
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
 
     def _start(self) -> None:
         self._infeasible = Infeasible(self._config.on_infeasible)
@@ -106,8 +107,9 @@ class BudgetLoop:
         #: How often each block was called.
         self.num_calls = Counter[str]()
         self._size: PlannedSize | None = None
-        #: How often the model itself was called with gradients.
         self.num_forwards = 0
+        #: Whether a forward with gradients began.
+        self.is_called = False
 
     def _new_kind(self) -> Kind:
         return Kind(self._model, self._forwards, self._config, self._infeasible, self._kinds.all)
@@ -148,6 +150,11 @@ class BudgetLoop:
         return 0 if self._kind is None else self._kind.num_trials_left
 
     @property
+    def model_name(self) -> str:
+        """The type of the model, for messages."""
+        return type(self._model).__name__
+
+    @property
     def is_measured(self) -> bool:
         """Whether a cycle of the kind that ran last was measured."""
         return self._kind is not None and self._kind.stage != "measure"
@@ -183,16 +190,12 @@ class BudgetLoop:
 
     def close(self) -> None:
         """Watch the model no more."""
-        self._hooks.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._give_up_cycle()
         sweep()
 
-    def follow_parts(self) -> None:
-        """Take calls of parts of the model for its forwards, if the model itself was not called."""
-        if not self.num_forwards:
-            self._hooks.add_parts(self._forwards)
-
-    def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 warn_compiled()
@@ -201,9 +204,9 @@ class BudgetLoop:
         first.together.take_over_late(first)
         running = self._running[threading.get_ident()]
         self._forget_interrupted(running)
-        is_inner = bool(running)  # the model calls itself, or a part
+        is_outermost = not running  # else the model calls itself
         running.append(None)
-        if is_inner or (module is not self._model and torch_private.current_graph_task_id() != -1):  # a rerun of a part
+        if not is_outermost:
             return
         sweep()
         if not torch.is_grad_enabled():
@@ -214,7 +217,7 @@ class BudgetLoop:
         if checkpoint_around() is not None:
             raise BlocksError(CHECKPOINTED)
         self._check_unread()
-        self.num_forwards += module is self._model
+        self.is_called = True
         cycle = self._cycle
         if cycle is not None and cycle.thread != threading.get_ident():
             if self._is_measuring():
@@ -222,15 +225,14 @@ class BudgetLoop:
             cycle.is_void = True
         if cycle is not None and cycle.num_forwards >= _MOST_FORWARDS and cycle.num_backwards:
             self._give_up_cycle()
-        forward = self._keys.forward(module, args, kwargs)
         if self._cycle is None:
-            self._begin_cycle(forward)
+            self._begin_cycle(args, kwargs)
         running[-1] = self._cycle
-        self._begin_forward(forward)
+        self._begin_forward(self._keys.forward(args, kwargs))
 
-    def _begin_cycle(self, forward: ForwardKey) -> None:
+    def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         accumulates = self._keys.has_gradients() and self._leftovers.count()
-        key = self._key = CycleKey(accumulates, forward)
+        key = self._key = CycleKey(accumulates, self._keys.forward(args, kwargs))
         kind, self._is_smaller = self._kinds.find(key)
         self._kind = kind
         if kind is None:
@@ -252,13 +254,14 @@ class BudgetLoop:
         self._calls.begin(cycle, kind)
         if self._is_measuring() and cycle.meter is not None and (storages := cycle.meter.storages()) is not None:
             self._outside = OutsideModules(self._model, self._forwards, storages)
-        for block in self._forwards.values():
-            block.instead = None if cycle.meter is None else self._calls.call
+        for forward in self._forwards.values():
+            forward.instead = None if cycle.meter is None else self._calls.call
 
     def _begin_forward(self, key: ForwardKey) -> None:
         cycle, kind = self._cycle, self._kind
         assert cycle is not None
         number = cycle.forward_begins()
+        self.num_forwards += 1
         self._num_alive += 1
         settings: Mapping[str, Settings] | None = None if kind is None else kind.settings(number, key)
         if settings is None:
@@ -379,7 +382,7 @@ class BudgetLoop:
 
     def _forget_interrupted(self, running: list[Cycle | None]) -> None:
         """Forget forwards of this thread that were interrupted: no hook ran at their end."""
-        num_outer = max(self._hooks.num_calls() - 1, 0) if running else 0
+        num_outer = max(torch_private.num_calls(self._model) - 1, 0) if running else 0
         current, ended = self._cycle, running[num_outer:]
         is_empty = current is not None and current.thread == threading.get_ident() and not self._num_alive
         if is_empty or any(cycle is not None and cycle is current for cycle in ended):
@@ -388,9 +391,9 @@ class BudgetLoop:
 
     def _check_unread(self) -> None:
         if self._num_unread >= _MOST_UNREAD:
-            self._warn(UNREAD.format(_MOST_UNREAD, type(self._model).__name__))
+            self._warn(UNREAD.format(_MOST_UNREAD, self.model_name))
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warn_user(text.format(type(self._model).__name__))
+            warn_user(text.format(self.model_name))

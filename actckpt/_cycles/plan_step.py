@@ -42,7 +42,6 @@ def planned(
     outside = OutsideCycles(model, config, device_of(model))
     config = dataclasses.replace(config, on_infeasible="raise", more_bytes=outside.nbytes)
     loop = BudgetLoop(model, forwards, config)
-    loop.follow_parts()
     try:
         with _explained(checked, model, blocks, state):
             exchanges = Exchanges()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -121,12 +122,36 @@ def test_the_report_has_a_step_of_the_plan() -> None:
     assert "Nothing was recorded" not in str(actckpt.report(other.model))
 
 
+def test_a_model_that_is_never_called_itself_is_told_and_its_part_that_is_called_has_a_plan() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Training().model
+
+    wrapped, x = Wrapped(), torch.randint(16, (8, 32))
+    actckpt.apply(wrapped, activation_budget="60%", on_infeasible="raise")
+    with pytest.warns(UserWarning, match=r"Wrapped itself was not called.*the part of Wrapped.*Told once") as told:
+        with torch.no_grad(), contextlib.suppress(NotImplementedError):
+            wrapped(x)  # is no step
+        for _ in range(2):
+            wrapped.net(x).square().mean().backward()
+    assert len(told) == 1
+    assert actckpt.report(wrapped).plan is None
+    actckpt.remove(wrapped)
+    actckpt.apply(wrapped.net, activation_budget="60%", on_infeasible="raise")
+    for _ in range(2):  # without a warning
+        wrapped.net(x).square().mean().backward()
+    assert actckpt.report(wrapped).plan is not None
+
+
+@pytest.mark.filterwarnings("ignore:apply. there is a budget, but Model itself was not called")
 def test_the_report_says_that_there_is_no_plan_yet() -> None:
     training = Training()
     actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
-    list(_steps(training, 1))
+    for _ in range(2):  # the blocks by themselves: the model is never called
+        nn.Sequential(*training.model.blocks)(torch.randn(2, 3, 32)).sum().backward()
     assert "No plan for the budget is made yet" in str(actckpt.report(training.model))
-    list(_steps(training, 1))
+    list(_steps(training, 2))
     assert "No plan for the budget is made yet" not in str(actckpt.report(training.model))
 
 

@@ -133,11 +133,11 @@ def _backward_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def num_calls(modules: Sequence[torch.nn.Module]) -> int:
-    """Return how many calls of some modules this thread is in, as `torch.nn.Module._call_impl` shows."""
+def num_calls(module: torch.nn.Module) -> int:
+    """Return how many calls of a module this thread is in, as `torch.nn.Module._call_impl` shows, whose hook asks."""
     num, frame, code = 0, sys._getframe(1), _call_module.__code__
     while frame is not None:
-        num += frame.f_code is code and any(frame.f_locals["self"] is module for module in modules)
+        num += frame.f_code is code and frame.f_locals["self"] is module
         frame = frame.f_back  # type: ignore[assignment]
     return num
 
