@@ -218,7 +218,8 @@ def _peak_of_all_memory(budget: int | None, *, reshard: bool) -> int:
 def _check_all_memory(reshard: bool) -> None:
     plain = _peak_of_all_memory(None, reshard=reshard)
     for share in (1.0, 0.8):
-        assert _peak_of_all_memory(int(share * plain), reshard=reshard) <= share * plain, share
+        peak_bytes = _peak_of_all_memory(int(share * plain), reshard=reshard)
+        assert peak_bytes <= 1.001 * share * plain, share  # plain training differs by 2 KiB from run to run
 
 
 @pytest.mark.parametrize("reshard", [True, False])
