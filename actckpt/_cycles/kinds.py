@@ -38,10 +38,8 @@ _HELD = 0.02
 #: Static bytes changed where they did by more than this share (fewer: in 16 cycles in a row), and a budget of free
 #: memory, read every 16 cycles.
 _CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
-#: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered.
-_FIRST_EMPTY = 16
-#: So often a kind is measured.
-_MOST_MEASURED = 16
+#: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered. So often any is.
+_FIRST_EMPTY, _MOST_MEASURED = 16, 16
 #: So many cycles are metered until the plan stays although none was like the measured one, which is given this share.
 _MOST_METERED, _ALIKE = 16, 0.99
 #: In one of so many settled cycles the peak of a device starts again.
@@ -59,6 +57,7 @@ class Kind:
     Attributes:
         stage: what the next cycle is for.
         plan: the one to stay with; None: not made yet.
+        outlives_outputs: whether a backward came to blocks when what the forward returned was gone.
         left_bytes: what an earlier cycle of the step left behind, when that was last metered.
         running_plan: that of the cycle, a candidate's in a trial; None: everything is recomputed.
         refused: why it exceeds the budget, or why there is none; empty where it fits.
@@ -70,7 +69,7 @@ class Kind:
     plan: Plan | None = None
     running_plan: Plan | None = None
     refused = ""
-    is_measured_now = False
+    is_measured_now = outlives_outputs = False
     left_bytes = 0
 
     def __init__(

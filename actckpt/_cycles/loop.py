@@ -18,16 +18,15 @@ NOTE [ The loop ]
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import OutsideModules
 from actckpt._blocks.planned_size import PlannedSize, given_bytes
@@ -41,6 +40,7 @@ from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
 from actckpt._cycles.allocator_meter import free_older, watch_of
 from actckpt._cycles.cycle_keys import CycleKeys
+from actckpt._cycles.forward_life import ForwardLife
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
@@ -254,8 +254,9 @@ class BudgetLoop:
         self._calls.begin(cycle, kind)
         if self._is_measuring() and cycle.meter is not None and (storages := cycle.meter.storages()) is not None:
             self._outside = OutsideModules(self._model, self._forwards, storages)
+        is_watched = cycle.meter is not None or (kind is not None and kind.outlives_outputs)
         for forward in self._forwards.values():
-            forward.instead = None if cycle.meter is None else self._calls.call
+            forward.instead = self._calls.call if is_watched else None
 
     def _begin_forward(self, key: ForwardKey) -> None:
         cycle, kind = self._cycle, self._kind
@@ -263,6 +264,7 @@ class BudgetLoop:
         number = cycle.forward_begins()
         self.num_forwards += 1
         self._num_alive += 1
+        self._calls.life = ForwardLife(functools.partial(self._read, self._epoch))
         settings: Mapping[str, Settings] | None = None if kind is None else kind.settings(number, key)
         if settings is None:
             if not self._config.pins:
@@ -305,38 +307,29 @@ class BudgetLoop:
         if outputs:
             self._follow(outputs)
             return
+        self._calls.life = None
         cycle.is_void = True
         if cycle.calls and self._is_measuring() and sys.exc_info()[0] is None and self._calls.are_trained:
             self._warn(NO_OUTPUTS)
         self._gone(self._epoch)
 
     def _follow(self, outputs: list[torch.Tensor]) -> None:
-        """See when the graph of a forward is gone: released by a backward, or dropped."""
-        epoch, is_over, is_read = self._epoch, False, False
-        cycle = self._cycle
-        assert cycle is not None
+        """See which backwards come to a forward, and when its graph is gone."""
+        cycle, life = self._cycle, self._calls.life
+        assert cycle is not None and life is not None
         number = cycle.num_forwards - 1
 
-        def gone() -> None:
-            nonlocal is_over
-            if not is_over:
-                is_over = True
-                self._num_unread = 0 if is_read else self._num_unread + 1
-                self._gone(epoch)
-
-        def reached(_: torch.Tensor) -> None:
-            nonlocal is_read
-            is_read = True
-            retains_graph = torch_private.keeps_graph()
+        def reached(retains_graph: bool) -> None:
             cycle.backward_reaches(number, torch_private.current_graph_task_id(), retains_graph=retains_graph)
             self._calls.settle(cycle)
-            if not retains_graph:
-                _C.when_backward_ends(gone)
 
-        dropped = weakref.finalize(reached, gone)
-        dropped.atexit = False
-        for output in outputs:
-            output.register_hook(reached)
+        life.ends(outputs, reached)
+        self._calls.life = None
+
+    def _read(self, epoch: int, is_read: bool) -> None:
+        """The graph of a forward is gone; `is_read`: a backward came to what it returned."""
+        self._num_unread = 0 if is_read else self._num_unread + 1
+        self._gone(epoch)
 
     def _gone(self, epoch: int) -> None:
         """A forward of the cycle is not alive any more."""

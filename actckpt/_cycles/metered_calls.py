@@ -18,6 +18,7 @@ from actckpt._budget.profiled_block import ProfiledBlock
 from actckpt._budget.profiling import Profiler
 from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
+from actckpt._cycles.forward_life import ForwardLife, Held
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.settled_block import SettledBlock, settled
 from actckpt._cycles.timeline import Call, Cycle
@@ -40,6 +41,8 @@ class MeteredCalls:
         self._profilers: dict[tuple[torch.device, bool], Profiler] = {}
         self._cycle: Cycle | None = None
         self._kind: Kind | None = None
+        #: Of the forward that runs.
+        self.life: ForwardLife | None = None
         #: Of the cycle that is measured: as they were profiled, and as the first backward found them.
         self.profiled: list[ProfiledBlock] = []
         self.settled: list[SettledBlock] = []
@@ -88,8 +91,9 @@ class MeteredCalls:
         cycle.note("forward ends", number)
         self.note_casts(cycle)
         output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)
+        held = None if self.life is None else self.life.in_blocks
         if output is not None:
-            output.register_hook(lambda _: self._backward_begins(cycle, number))
+            output.register_hook(lambda _: self._backward_begins(cycle, number, held))
         return result
 
     def _begin_call(
@@ -130,9 +134,16 @@ class MeteredCalls:
             alive = sum(cast.nbytes for cast in casts.values() if cast.storage() is not None)
             cycle.cached_bytes[len(cycle.events) - 1] = alive
 
-    def _backward_begins(self, cycle: Cycle, number: int) -> None:
+    def _backward_begins(self, cycle: Cycle, number: int, held: Held | None) -> None:
         self.settle(cycle)
-        cycle.note("backward begins", number, retains_graph=torch_private.keeps_graph())
+        retains_graph = torch_private.keeps_graph()
+        cycle.note("backward begins", number, retains_graph=retains_graph)
+        if (
+            held is not None
+            and held.life.backward_reaches_block(retains_graph=retains_graph)
+            and self._kind is not None
+        ):
+            self._kind.outlives_outputs = True
         _C.when_backward_ends(lambda: cycle.note("backward"))
 
     def settle(self, cycle: Cycle) -> None:
