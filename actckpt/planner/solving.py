@@ -11,7 +11,6 @@ from typing import Any
 from actckpt._text.sizes import parse_bytes
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, as_cost_table
-from actckpt.planner.filling import filled
 from actckpt.planner.plans import Plan
 from actckpt.planner.problem import Actions, Choice, Pins, Problem, recomputed
 from actckpt.planner.program import Program
@@ -20,14 +19,11 @@ from actckpt.planner.smallest import infeasible, smallest
 
 __all__ = ["solve"]
 
-#: With more decisions, shares are made whole first: what that gives is good enough below this share of the step.
-_FEW, _GOOD = 150, 5e-3
-#: The search ends at this share of the step; where there are few decisions it goes on to the optimum.
-_GAP = 5e-4
+#: With more decisions than these, a search ends once its plan may be worse than the best one by this share of the step,
+#: and what the first search gives is good enough below the other share. With fewer, both go on to the optimum.
+_FEW, _GAP, _GOOD = 150, 5e-4, 5e-3
 #: A difference below this share of the step is rounding.
 _ROUNDING = 1e-9
-#: HiGHS lets rows be exceeded by this share of the budget.
-_TOLERANCE = 2e-6
 _WINDOW_ROUNDS = 24
 
 
@@ -45,7 +41,7 @@ def solve(
         budget: most bytes in memory at any time, all of it: a number of bytes, or a text with a unit like `"24GiB"`.
         pins: actions (`Action`, or `"keep"`, `"recompute"`, `"offload"`) that are given: of all values with a name, of
             those of one class `(class, name)`, or of one block of the stack `(block, name)`.
-        time_limit_s: seconds that the search for an optimum may take, where rounding leaves something to be gained.
+        time_limit_s: seconds that each of two searches for whole actions may take.
     Returns:
         The plan with the least predicted seconds that was found; `plan.bound_seconds` says what none can beat.
     Raises:
@@ -53,7 +49,7 @@ def solve(
         CostTableError: the cost table makes no sense.
         ValueError: the budget or the time limit is none, or a pin cannot be.
     Cost: below a second for a hundred blocks of fifteen values, and up to `time_limit_s` more.
-    Source: the program of NOTE [ Formulation ], relaxed and searched on.
+    Source: the program of NOTE [ Formulation ].
     """
     if not isinstance(time_limit_s, numbers.Real) or not time_limit_s >= 0:
         raise ValueError(f"time_limit_s={time_limit_s!r} is no time. Pass a number of seconds from 0 on.")
@@ -78,31 +74,25 @@ def _budget(budget: object) -> float:
 
 
 def _search(problem: Problem, time_limit_s: float) -> tuple[Plan, float]:
-    """Return the best plan found, and seconds that no plan can beat."""
+    """Return the best plan found, and seconds that no plan can beat.
+
+    Shares of actions come first. Entries that are whole there stay so in the first search for whole actions, which is
+    quick, and of large stacks often all that ends in time; if that may leave something to be gained, all are free.
+    """
     program = Program(problem)
     relaxed = program.relax()
     if relaxed.bound == math.inf:
         raise infeasible(problem)
+    gap, good = (_ROUNDING, _ROUNDING) if program.num_whole <= _FEW else (_GAP, _GOOD)
     best, bound_s = None, relaxed.bound
-    is_small = program.num_whole <= _FEW
-    gap = _ROUNDING if is_small else _GAP
-    if not is_small:
-        best = _improved(problem, program.choice(program.solve(time_limit_s=time_limit_s, gap=_GAP, near=relaxed)))
-    if best is None or best.overhead_seconds - bound_s > _GOOD * problem.scale_s:
-        found = program.solve(time_limit_s=time_limit_s, gap=gap)
-        bound_s = max(bound_s, found.bound) if found.bound < math.inf else bound_s
-        best = _fastest(best, _improved(problem, program.choice(found)))
-    if is_small and (best is None or best.overhead_seconds - relaxed.bound > _ROUNDING * problem.scale_s):
-        # HiGHS cuts off the best choice of some programs. It finds that where fewer actions are open.
-        found = program.solve(time_limit_s=time_limit_s, gap=gap, near=relaxed)
-        best = _fastest(best, _improved(problem, program.choice(found)))
-        bound_s = bound_s if best is None else min(bound_s, best.overhead_seconds)
-    if best is None:  # rows were exceeded by what HiGHS tolerates
-        room = max(problem.budget_bytes - min(moment.segment.plain_bytes for moment in problem.moments), 0.0)
-        lower = Program(problem.with_budget(problem.budget_bytes - _TOLERANCE * room))
-        best = _improved(problem, lower.choice(lower.solve(time_limit_s=time_limit_s, gap=gap)))
-    if best is None:
-        best = _improved(problem, problem.dropped()) or _improved(problem, smallest(problem))
+    for near in (relaxed, None):
+        found = program.solve(time_limit_s=time_limit_s, gap=gap, near=near)
+        if near is None and found.bound < math.inf:
+            bound_s = max(bound_s, found.bound)
+        best = _fastest(best, _fitting(problem, program.choice(found)))
+        if best is not None and best.overhead_seconds - relaxed.bound <= good * problem.scale_s:
+            break
+    best = best or _greedy(problem)
     if best is None:
         raise infeasible(problem)
     return best, bound_s
@@ -113,22 +103,30 @@ def _fastest(one: Plan | None, other: Plan | None) -> Plan | None:
     return min(plans, key=lambda plan: plan.overhead_seconds, default=None)
 
 
-def _improved(problem: Problem, choice: Choice | None) -> Plan | None:
-    """Return the plan of a choice, with more kept where there is room left for it; None where it does not fit."""
+def _fitting(problem: Problem, choice: Choice | None) -> Plan | None:
+    """Return the plan of a choice; None where it does not fit."""
     if choice is None or problem.excess_bytes(choice):
         return None
-    start = _without_unread(problem, choice)
-    best = _planned(problem, start)
-    grown = filled(problem, start)
-    least, most = 0, len(grown) - 1
-    number = most
-    while least <= most:  # what is kept may be in the way of copies
-        plan = _planned(problem, grown[number])
-        is_good = plan.overhead_seconds <= best.overhead_seconds + _ROUNDING * problem.scale_s
-        best = plan if is_good else best
-        least, most = (number + 1, most) if is_good else (least, number - 1)
-        number = (least + most) // 2
-    return best
+    return _planned(problem, _without_unread(problem, choice))
+
+
+def _greedy(problem: Problem) -> Plan | None:
+    """Return a plan for where no search ends: all is dropped, then entries are kept whole while they fit, last first.
+
+    What the last ones keep is held for the shortest time.
+    """
+    choice = problem.dropped()
+    if problem.excess_bytes(choice):
+        least = smallest(problem)
+        if least is None or problem.excess_bytes(least):
+            return None
+        choice = least
+    kept = problem.kept(unneeded=False)
+    for index in reversed(range(len(choice.actions))):
+        more = choice.changed(index, kept.actions[index], rerun=False)
+        if problem.seconds(more) is not None and not problem.excess_bytes(more):
+            choice = more
+    return _fitting(problem, choice)
 
 
 def _without_unread(problem: Problem, choice: Choice) -> Choice:

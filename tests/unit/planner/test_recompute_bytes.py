@@ -29,8 +29,8 @@ def _solved(budget: int, **changes: Any) -> Plan:
 
 def test_what_replays_need_counts_in_the_blocks_that_replay() -> None:
     # Before the third block, which keeps all, two others may hold 22 of their 42 bytes: the first one drops twenty,
-    # since the second one would need 21 + 6 beside the 21 of the first one.
-    plan = _solved(21 + 22, recompute_bytes=6)
+    # since the second one would need 21 + 20 beside what the first one holds.
+    plan = _solved(21 + 22, recompute_bytes=20)
     assert plan.overhead_seconds == 2.0
     assert [action.value for action in plan.actions[0].values()] == ["keep", "recompute", "recompute"]
     assert set(plan.actions[1].values()) == set(plan.actions[2].values()) == {plan.actions[0]["x0"]}

@@ -119,6 +119,15 @@ def test_no_change_of_one_value_saves_much_and_fits(llama: SimpleNamespace) -> N
     assert tried > 170
 
 
+@pytest.mark.parametrize("percent", [30, 70])
+def test_a_search_without_time_gives_a_plan_that_fits(llama: SimpleNamespace, percent: int) -> None:
+    table = llama.interleaved(24)
+    budget = llama.activation_bytes(table) * percent // 100
+    plan = solve(table, budget=budget, time_limit_s=0.0)
+    _check_claims(table, plan)
+    assert plan.overhead_seconds < solve(table, budget=budget // 2, time_limit_s=0.0).overhead_seconds
+
+
 def test_what_fits_is_kept(table: Table) -> None:
     plan = solve(table, budget=10**6)
     assert plan.overhead_seconds == plan.bound_seconds == 0.0 and plan.max_inflight == plan.replay_window == 0
