@@ -56,7 +56,6 @@ from actckpt._text.places import Place
 from actckpt.action import Action
 from actckpt.errors import BlocksError
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
-from actckpt.planner.problem import recomputed
 from actckpt.policies import Policy
 from actckpt.statistics import uncounted
 
@@ -369,9 +368,8 @@ def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> t
         replayed_s: what the block takes to get back all that it can.
     """
     block = BlockClass(0.0, 0.0, 0.0, values=values)
-    dropped = tuple(Action.RECOMPUTE if value.replayable else Action.KEEP for value in values)
-    names = recomputed(block, dropped) or frozenset()
-    timed = sum(value.recompute_s for value in values if value.name in names)
+    dropped = {value.name: Action.RECOMPUTE if value.replayable else Action.KEEP for value in values}
+    timed = sum(value.recompute_s for value in block.recomputed(dropped))
     if timed > 0.0 and replayed_s > 0.0:
         factor = replayed_s / timed
     else:

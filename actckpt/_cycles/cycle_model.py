@@ -150,8 +150,7 @@ class CycleModel:
     def _mode(self, plan: Plan, call: int) -> Mode:
         if plan.rerun[call]:
             return _RERUN
-        actions = tuple(plan.actions[call][value.name] for value in self._costs[call].values)
-        return _REPLAYED if self._costs[call].is_recorded(actions) else KEPT
+        return _REPLAYED if self._costs[call].is_recorded(plan.actions[call]) else KEPT
 
     def corrections(self) -> dict[_Correction, float]:
         """Return a copy of the corrections, for `restore`."""

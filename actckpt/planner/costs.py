@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,41 @@ class BlockClass:
         """Seconds that running the block again takes."""
         return self.forward_s if self.rerun_s is None else self.rerun_s
 
-    def is_recorded(self, actions: Iterable[Action]) -> bool:
-        """Return whether the block must be recorded, if it is not run again as a whole: something is not kept.
+    def is_recorded(self, actions: Mapping[str, Action]) -> bool:
+        """Return whether the block must be recorded, if it is not run again as a whole: something is not kept."""
+        return any(value.needed and actions[value.name] is not Action.KEEP for value in self.values)
+
+    def mode(self, actions: Mapping[str, Action], *, rerun: bool) -> int:
+        """Return which of the bases of a segment holds where the block runs in it."""
+        return 2 if rerun else int(self.is_recorded(actions))
+
+    def recomputed(self, actions: Mapping[str, Action], *, rerun: bool = False) -> list[Value]:
+        """Return what is computed again one by one so that backward has all it needs: what reads a value comes first.
 
         Args:
-            actions: of its values, in their order.
+            rerun: the block is run again as a whole, which needs its input alone.
         """
-        pairs = zip(self.values, actions, strict=True)
-        return any(value.needed and action is not Action.KEEP for value, action in pairs)
+        found: list[Value] = []
+        wanted = {BLOCK_INPUT} if rerun else {value.name for value in self.values if value.needed}
+        for value in reversed(self.values):
+            if value.name in wanted and actions[value.name] is Action.RECOMPUTE:
+                found.append(value)
+                wanted.update(value.inputs)
+        return found
+
+    def lost(self, actions: Mapping[str, Action], *, rerun: bool = False) -> str | None:
+        """Return the name of a value that must be computed again and cannot be; None where there is none."""
+        return next((each.name for each in self.recomputed(actions, rerun=rerun) if not each.replayable), None)
+
+    def added_seconds(self, actions: Mapping[str, Action], *, rerun: bool) -> float:
+        """Return the seconds that computing again, recording and offloading take, without waits."""
+        seconds = sum(value.recompute_s for value in self.recomputed(actions, rerun=rerun))
+        seconds += sum(value.offload_s for value in self.values if actions[value.name] is Action.OFFLOAD)
+        return seconds + (self.rerun_seconds if rerun else self.recording_s * self.is_recorded(actions))
+
+    def bytes_of(self, actions: Mapping[str, Action], action: Action) -> float:
+        """Return the bytes of the values that have an action."""
+        return sum(value.nbytes for value in self.values if actions[value.name] is action)
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> BlockClass:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt.action import Action
+from actckpt.planner.cycle import moments
 from actckpt.planner.folding import Row, folded, rows, say_blocks
 from actckpt.planner.plans import Plan
-from actckpt.planner.problem import Choice, Problem
 from actckpt.planner.simulation import simulate
+from actckpt.planner.smallest import base_parts, kept_bytes, least_needs
 from actckpt.planner.solving import solve
 
 __all__ = ["explained"]
@@ -82,21 +83,18 @@ def _share(plan: Plan, seconds: float) -> str:
 
 def _peak(plan: Plan) -> str:
     """Say when the peak is, and what is in memory then."""
-    problem = Problem.of(plan.costs, plan.budget_bytes)
-    entries = zip(plan.costs.blocks, plan.actions, strict=True)
-    choice = Choice(tuple(tuple(of[v.name] for v in block.values) for block, of in entries), plan.rerun)
-    step = simulate(plan.costs, plan)
+    step, cycle = simulate(plan.costs, plan), moments(plan.costs)
     peaks = [number for number, nbytes in enumerate(step.segment_bytes) if nbytes >= step.peak_bytes * (1 - _ROUNDING)]
-    number = next((each for each in peaks if problem.moments[each].is_backward), peaks[0])
-    segment = problem.moments[number].segment
-    base = problem.base_parts(choice, number)
-    kept = float(problem.kept_bytes(choice)[list(segment.alive)].sum())
-    moving = step.peak_bytes - float(problem.needs(choice)[number])
+    number = next((each for each in peaks if cycle[each].is_backward), peaks[0])
+    segment, base = cycle[number].segment, base_parts(plan, number)
     parts = [
         *((nbytes, _of_model(plan, segment.running, what)) for nbytes, what in base[:2]),
-        (kept, "kept by the blocks before it"),
+        (kept_bytes(plan, number), "kept by the blocks before it"),
         *base[2:],
-        (moving, "read back ahead" if problem.moments[number].is_backward else "still to be written out"),
+        (
+            step.peak_bytes - least_needs(plan)[number],
+            "read back ahead" if cycle[number].is_backward else "still to be written out",
+        ),
     ]
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
     if segment.running < 0:
@@ -151,7 +149,7 @@ def _recorded(plan: Plan) -> Iterator[str]:
     recorded = [
         index
         for index, (block, actions, rerun) in enumerate(entries)
-        if block.recording_s and not rerun and block.is_recorded(actions[value.name] for value in block.values)
+        if block.recording_s and not rerun and block.is_recorded(actions)
     ]
     for chosen in folded(plan, recorded):
         seconds = format_seconds(sum(plan.costs.blocks[index].recording_s for index in chosen))

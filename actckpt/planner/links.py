@@ -2,89 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy
 
 from actckpt.planner.costs import CostTable
+from actckpt.planner.cycle import Moment
+from actckpt.planner.linear_program import LinearProgram, Terms
 
-__all__ = ["Links", "Rows", "Terms"]
-
-#: Variables and their factors.
-Terms = list[tuple[int, float]]
+__all__ = ["Links", "has_disk"]
 
 
-class Rows(Protocol):
-    """Where variables and rows are added. A variable is its number."""
-
-    per_byte: float
-    per_second: float
-    upper: list[float]
-
-    def variable(self, upper: float = ..., cost: float = ..., lower: float = ..., whole: bool = ...) -> int:
-        """Add a variable."""
-
-    def row(self, terms: Iterable[tuple[int, float]], lower: float = ..., upper: float = ...) -> None:
-        """Add a row."""
-
-    def rate(self, bytes_per_s: float) -> float:
-        """Return a rate in the units of the program."""
+def has_disk(costs: CostTable) -> bool:
+    """Return whether what host memory has no room for goes on to a disk."""
+    return min(costs.disk_write_bytes_per_s, costs.disk_read_bytes_per_s) > 0 and costs.host_bytes is not None
 
 
 class Links:
-    """What was handed over, copied out, copied back and needed again by the end of the last segment so far."""
+    """What was handed over, copied out, copied back and needed again by the end of the last segment so far.
 
-    def __init__(self, program: Rows, costs: CostTable, on_disk: int) -> None:
-        self._row, self._variable = program.row, program.variable
-        self._rates = program.rate(costs.d2h_bytes_per_s), program.rate(costs.h2d_bytes_per_s)
-        self._disk_rates = program.rate(costs.disk_write_bytes_per_s), program.rate(costs.disk_read_bytes_per_s)
-        self._per_second = program.per_second
-        self.on_disk: int = on_disk
-        self.has_disk: bool = program.upper[on_disk] > 0
-        self._host = numpy.inf if costs.host_bytes is None else costs.host_bytes * program.per_byte
+    Args:
+        per_byte, per_second: units of the program.
+        gone: per entry, the variable of the bytes that it offloads.
+        on_disk: the variable of the bytes that go on to the disk.
+    """
+
+    def __init__(
+        self,
+        program: LinearProgram,
+        costs: CostTable,
+        per_byte: float,
+        per_second: float,
+        gone: Sequence[int],
+        on_disk: int,
+    ) -> None:
+        self._row, self._variable, self._total = program.row, program.variable, program.total
+        self._costs, self._per_byte, self._per_second = costs, per_byte, per_second
+        self._has_disk, self._gone, self._on_disk = has_disk(costs), gone, on_disk
+        self._host = numpy.inf if costs.host_bytes is None else costs.host_bytes * per_byte
         zero = self._variable(0.0)
-        self.handed: int = zero
-        self.consumed: int = zero
-        self.out: int = zero
-        self.back: int = zero
-        self.written: int = zero
-        self.read: int = zero
+        self._handed = self._consumed = self._out = self._back = self._written = self._read = zero
 
-    def forward(self, seconds: float) -> None:
+    def run(self, moment: Moment, recompute: Terms) -> Terms:
+        """Add what is moved in a segment; return the bytes that are on their way at its peak.
+
+        Args:
+            recompute: seconds that what begins there takes longer.
+        """
+        self._handed = self._more(self._handed, moment.handed)
+        self._consumed = self._more(self._consumed, moment.consumed)
+        if moment.is_backward:
+            self._backward(moment, recompute)
+        else:
+            self._forward(moment.seconds)
+        return [(self._handed, 1.0), (self._out, -1.0), (self._back, 1.0), (self._consumed, -1.0)]
+
+    def end(self) -> None:
+        """Add that the disk takes what it is to take."""
+        if self._has_disk:
+            self._row([(self._written, 1.0), (self._on_disk, -1.0)], 0.0, 0.0)
+
+    def _more(self, total: int, entries: Sequence[int]) -> int:
+        return self._total([(total, 1.0), *((self._gone[index], 1.0) for index in entries)]) if entries else total
+
+    def _forward(self, seconds: float) -> None:
         """Copy out while a segment lasts."""
-        wait = self._variable(cost=1.0)
-        self.out = self._moved(self.out, self._rates[0], seconds, wait, [])
-        self._row([(self.out, 1.0), (self.handed, -1.0)], upper=0.0)
-        if self.has_disk:
-            self.written = self._moved(self.written, self._disk_rates[0], seconds, wait, [])
+        wait: Terms = [(self._variable(cost=1.0), 1.0)]
+        self._out = self._moved(self._out, self._costs.d2h_bytes_per_s, seconds, wait)
+        self._row([(self._out, 1.0), (self._handed, -1.0)], upper=0.0)
+        if self._has_disk:
+            self._written = self._moved(self._written, self._costs.disk_write_bytes_per_s, seconds, wait)
             self._in_host()
 
-    def backward(self, seconds: float, recompute: Terms, reach: Terms | None) -> None:
-        """Wait, then copy back while a segment lasts: what a backward needs is back when it begins."""
-        wait = self._variable(cost=1.0)
-        self.back = self._moved(self.back, self._rates[1], 0.0, wait, [])
-        if self.has_disk:
-            self.read = self._moved(self.read, self._disk_rates[1], 0.0, wait, [])
-            self._in_host()
-        self._row([(self.back, 1.0), (self.consumed, -1.0)], lower=0.0)
-        self.back = self._moved(self.back, self._rates[1], seconds, None, recompute)
-        if reach is not None:
-            self._row([(self.back, 1.0), *((variable, -factor) for variable, factor in reach)], upper=0.0)
-        if self.has_disk:
-            self.read = self._moved(self.read, self._disk_rates[1], seconds, None, recompute)
+    def _backward(self, moment: Moment, recompute: Terms) -> None:
+        """Wait, then copy back while a segment lasts: what a backward needs is back when it begins, and all is out."""
+        self._row([(self._out, 1.0), (self._handed, -1.0)], lower=0.0)
+        self._read_back(0.0, [(self._variable(cost=1.0), 1.0)])
+        self._row([(self._back, 1.0), (self._consumed, -1.0)], lower=0.0)
+        self._read_back(moment.seconds, recompute)
+        if len(moment.readable) < len(self._gone):
+            reach = [(self._gone[index], -1.0) for index in moment.readable]
+            self._row([(self._back, 1.0), *reach], upper=0.0)
+
+    def _read_back(self, seconds: float, longer: Terms) -> None:
+        self._back = self._moved(self._back, self._costs.h2d_bytes_per_s, seconds, longer)
+        if self._has_disk:
+            self._read = self._moved(self._read, self._costs.disk_read_bytes_per_s, seconds, longer)
             self._in_host()
 
-    def _moved(self, before: int, rate: float, seconds: float, wait: int | None, recompute: Terms) -> int:
-        """Add what a link has moved after some seconds, those of a wait, and those of what is computed again."""
+    def _moved(self, before: int, bytes_per_s: float, seconds: float, longer: Terms) -> int:
+        """Add what a link has moved after some seconds, and longer by these terms."""
+        rate = bytes_per_s * self._per_byte / self._per_second
         after = self._variable()
-        slower = [(variable, -rate * factor) for variable, factor in recompute]
-        slower += [] if wait is None else [(wait, -rate)]
+        slower = [(variable, -rate * factor) for variable, factor in longer]
         self._row([(after, 1.0), (before, -1.0), *slower], upper=rate * seconds * self._per_second)
         self._row([(after, 1.0), (before, -1.0)], lower=0.0)
         return after
 
     def _in_host(self) -> None:
-        self._row([(self.written, 1.0), (self.read, -1.0)], lower=0.0)
-        there = [(self.out, 1.0), (self.written, -1.0), (self.back, -1.0), (self.read, 1.0)]
+        self._row([(self._written, 1.0), (self._read, -1.0)], lower=0.0)
+        there = [(self._out, 1.0), (self._written, -1.0), (self._back, -1.0), (self._read, 1.0)]
         self._row(there, 0.0, self._host)

@@ -1,8 +1,9 @@
 """One training step under a plan, played through as it happens: `simulate`.
 
-Shares no code with the solver, so that each checks the other: where the solver takes a step block by block, from
-formulas, here compute, both links and the disk run side by side, from one event to the next. Copies move bytes one
-value after the other and free them as they go: out in the order in which blocks end, back in the order of backward.
+Shares with the solver only how a cost table is read, so that each checks the other: where the solver takes a step
+segment by segment, from formulas, here compute, both links and the disk run side by side, from one event to the next.
+Copies move bytes one value after the other and free them as they go: out in the order in which blocks end, back in the
+order of backward.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from actckpt.action import Action
-from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Segment, as_cost_table
+from actckpt.planner.costs import BlockClass, CostTable, Segment, as_cost_table
+from actckpt.planner.cycle import moments
 from actckpt.planner.pipes import Pipe
 from actckpt.planner.plans import Plan
 
@@ -106,44 +108,25 @@ def needs(costs: CostTable | Mapping[str, Any], plan: Plan) -> list[float]:
     return list(simulate(costs, plan).segment_bytes)
 
 
-def _recompute_seconds(block: BlockClass, actions: Mapping[str, Action], rerun: bool, where: str) -> float:
-    """Return how long it takes to get back what was dropped, and to hand over what is offloaded.
-
-    Reads values backward: what uses a value comes first.
-    """
-    wanted = {value.name for value in block.values if value.needed} if not rerun else {BLOCK_INPUT}
-    is_recorded = not rerun and block.is_recorded(actions[value.name] for value in block.values)
-    seconds = block.rerun_seconds if rerun else block.recording_s * is_recorded
-    for value in reversed(block.values):
-        if actions[value.name] is Action.OFFLOAD:
-            seconds += value.offload_s
-        if value.name in wanted and actions[value.name] is Action.RECOMPUTE:
-            if not value.replayable:
-                raise ValueError(f"{where} drops {value.name!r}, which backward needs and nothing can compute again.")
-            seconds += value.recompute_s
-            wanted.update(value.inputs)
-    return seconds
-
-
 class _Block:
     """What a plan does in one block of the stack."""
 
     def __init__(self, index: int, block: BlockClass, plan: Plan) -> None:
-        actions, where = plan.actions[index], f"Block {index} of the plan"
+        actions, rerun, where = plan.actions[index], plan.rerun[index], f"Block {index} of the plan"
         names = [value.name for value in block.values]
         if set(actions) != set(names):
             other = sorted(set(actions) ^ set(names))[0]
             side = "the cost table does not know" if other in actions else "the plan leaves out"
             raise ValueError(f"{where} is of another model: {side} its value {other!r}. Make a plan for this table.")
-        if plan.rerun[index] and not block.rerun:
+        if rerun and not block.rerun:
             raise ValueError(f"{where} is run again as a whole, which its class does not allow (rerun).")
-        self.index, self.costs = index, block
-        self.kept = sum(value.nbytes for value in block.values if actions[value.name] is Action.KEEP)
+        if lost := block.lost(actions, rerun=rerun):
+            raise ValueError(f"{where} drops {lost!r}, which backward needs and nothing can compute again.")
+        self.index = index
+        self.kept, self.gone = (block.bytes_of(actions, action) for action in (Action.KEEP, Action.OFFLOAD))
         self.offloaded = [(value.name, value.nbytes) for value in block.values if actions[value.name] is Action.OFFLOAD]
-        self.gone = sum(size for _, size in self.offloaded)
-        self.recompute_s = _recompute_seconds(block, actions, plan.rerun[index], where)
-        self.is_all_kept = all(actions[value.name] is Action.KEEP for value in block.values if value.needed)
-        self.rerun = plan.rerun[index]
+        self.added_s = block.added_seconds(actions, rerun=rerun)
+        self.mode = block.mode(actions, rerun=rerun)
 
 
 class _Step:
@@ -154,7 +137,7 @@ class _Step:
             raise ValueError(
                 f"The plan has {len(plan.actions)} blocks, the cost table {len(costs.stack)}: it is of another model."
             )
-        self.costs, self.plan, self.segments = costs, plan, costs.timeline
+        self.costs, self.plan, self.moments = costs, plan, moments(costs)
         self.blocks = [_Block(index, block, plan) for index, block in enumerate(costs.blocks)]
         self.total = sum(block.gone for block in self.blocks)
         if self.total and not (costs.d2h_bytes_per_s and costs.h2d_bytes_per_s):
@@ -164,7 +147,7 @@ class _Step:
         self.compute: list[Span] = []
         self.memory: list[tuple[float, float]] = []
         self.peak, self.peak_at, self.excess = -math.inf, "", 0.0
-        self.segment_bytes = [-math.inf] * len(self.segments)
+        self.segment_bytes = [-math.inf] * len(self.moments)
         self.out_bytes, self.ahead_bytes = ([0.0] * len(self.blocks) for _ in range(2))
         self._stores()
         self._order()
@@ -183,35 +166,28 @@ class _Step:
         self.back = Pipe((disk_rates[1], costs.h2d_bytes_per_s), (0.0, 0.0), buffered=0.0, room=room)
 
     def _order(self) -> None:
-        """Find out which entries have ended their forward, and begun their backward, when each segment runs."""
-        runs = [(segment.running, segment.is_forward) for segment in self.segments]
-        ends = {run[0]: number for number, run in enumerate(runs) if run[1] and run[0] >= 0}
-        begins = {run[0]: number for number, run in reversed(list(enumerate(runs))) if not run[1] and run[0] >= 0}
-        self.queue = [self.blocks[index] for index in sorted(ends, key=ends.__getitem__)]
-        self.back_queue = [self.blocks[index] for index in sorted(begins, key=begins.__getitem__)]
-        #: When each segment runs: bytes handed over and needed back so far, and those that could be read back.
-        self.handed, self.needed, self.reach = ([0.0] * len(runs) for _ in range(3))
-        for number in range(len(runs)):
-            self.handed[number] = sum(block.gone for block in self.queue if ends[block.index] < number)
-            self.needed[number] = sum(block.gone for block in self.back_queue if begins[block.index] <= number)
-            there = itertools.takewhile(lambda block: ends.get(block.index, -1) < number, self.back_queue)  # noqa: B023
-            self.reach[number] = sum(block.gone for block in there)
-        firsts = {run: number for number, run in reversed(list(enumerate(runs)))}
-        self.is_first = [firsts[run] == number for number, run in enumerate(runs)]
-        self.is_backward = [False] * len(runs)
-        for number, (index, is_forward) in enumerate(runs):
-            self.is_backward[number] = not is_forward if index >= 0 else number > 0 and self.is_backward[number - 1]
+        """Find out how many bytes were handed over and are needed back when each segment runs, and can be read back."""
+        backward = [index for moment in self.moments for index in moment.consumed]
+        self.queue = [self.blocks[index] for moment in self.moments for index in moment.handed]
+        self.back_queue = [self.blocks[index] for index in backward]
+
+        def gone(entries: Iterable[int]) -> float:
+            return sum(self.blocks[index].gone for index in entries)
+
+        self.handed = list(itertools.accumulate(gone(moment.handed) for moment in self.moments))
+        self.needed = list(itertools.accumulate(gone(moment.consumed) for moment in self.moments))
+        self.reach = [gone(moment.readable) for moment in self.moments]
 
     def run(self) -> None:
         """Run all segments, reading back ahead as far as this and every later moment has room."""
-        bases = [self._base(segment) for segment in self.segments]
+        bases = [self._base(moment.segment) for moment in self.moments]
         rooms = [self.plan.budget_bytes - base for base in bases]
         most, left = [0.0] * len(rooms), math.inf
         for number in reversed(range(len(rooms))):
             left = min(left, self.needed[number] + max(min(rooms[number], self.plan.max_inflight), 0.0))
             most[number] = left
-        for number, (base, room) in enumerate(zip(bases, rooms, strict=True)):
-            if self.is_backward[number]:
+        for number, (moment, base, room) in enumerate(zip(self.moments, bases, rooms, strict=True)):
+            if moment.is_backward:
                 self._backward(number, base, room, most[number])
             else:
                 self._forward(number, base, room)
@@ -219,13 +195,12 @@ class _Step:
     def _base(self, segment: Segment) -> float:
         """Return what is in memory at the peak of a segment, but for what is on its way."""
         nbytes = sum(self.blocks[index].kept for index in segment.alive)
-        plain, replay, rerun = segment.bases
         if segment.running < 0:
-            return nbytes + plain
+            return nbytes + segment.plain_bytes
         block = self.blocks[segment.running]
         if segment.is_forward:
             nbytes += min(block.kept + block.gone, segment.kept_limit_bytes)
-        return nbytes + (rerun if block.rerun else plain if block.is_all_kept else replay)
+        return nbytes + segment.bases[block.mode]
 
     def _span(self, seconds: float, what: str, block: int) -> None:
         if seconds > 0.0:
@@ -233,7 +208,7 @@ class _Step:
 
     def _remember(self, number: int, nbytes: float, room: float) -> None:
         """Note what is in memory; `room` is what would be left with all copies at their best."""
-        segment = self.segments[number]
+        segment = self.moments[number].segment
         capacity = self.plan.budget_bytes
         if room < -_ROUNDING * abs(capacity - room):
             self.excess = max(self.excess, -room)
@@ -248,15 +223,13 @@ class _Step:
 
     def _forward(self, number: int, base: float, room: float) -> None:
         """Run a segment; then wait until there is room, and before backward until everything is out."""
-        index, gone = self.segments[number].running, self.handed[number]
+        moment, gone = self.moments[number], self.handed[number]
+        index = moment.segment.running
         self.out.limits[0], self.out.buffered = gone, max(self.out.buffered, self.back.buffered)
-        seconds = self.segments[number].seconds
-        if index >= 0:
-            seconds = self.blocks[index].costs.forward_s if self.is_first[number] else 0.0
-        self.now = self.out.run(self.now, seconds)
-        self._span(seconds, "forward" if index >= 0 else "other", index)
+        self.now = self.out.run(self.now, moment.seconds)
+        self._span(moment.seconds, "forward" if index >= 0 else "other", index)
         ahead = self.back.moved[1] - self.needed[number]
-        is_turn = number + 1 < len(self.segments) and self.is_backward[number + 1]
+        is_turn = number + 1 < len(self.moments) and self.moments[number + 1].is_backward
         target = gone if is_turn else min(max(gone - min(room - ahead, self.plan.max_inflight), 0.0), gone)
         if index >= 0:
             self.out_bytes[index] = gone - target
@@ -271,27 +244,26 @@ class _Step:
 
     def _backward(self, number: int, base: float, room: float, most: float) -> None:
         """Wait until what an entry needs is back, and run it backward."""
-        index, needed = self.segments[number].running, self.needed[number]
+        moment, needed = self.moments[number], self.needed[number]
+        index = moment.segment.running
         self.back.limits[1] = min(most, self.reach[number], self.total)
         began = self.now
         self.now = self.back.wait(self.now, 1, needed, self.rounding)
         self._span(self.now - began, "wait", index)
         self.read_wait_s += self.now - began
         self._remember(number, base + max(self.back.moved[1] - needed, 0.0), room)
-        parts = [(self.segments[number].seconds, "other")]
-        if index >= 0:
-            block = self.blocks[index]
-            self.ahead_bytes[index] = most - needed
-            parts = [(block.recompute_s, "recompute"), (block.costs.backward_s, "backward")] * self.is_first[number]
-        for seconds, what in parts:
+        added_s = sum(self.blocks[entry].added_s for entry in moment.consumed)
+        for seconds, what in ((added_s, "recompute"), (moment.seconds, "backward" if index >= 0 else "other")):
             self.now = self.back.run(self.now, seconds)
             self._span(seconds, what, index)
+        if index >= 0:
+            self.ahead_bytes[index] = most - needed
         self.out.buffered = self.back.buffered
         self._remember(number, base + max(self.back.moved[1] - needed, 0.0), room)
 
     def result(self) -> Simulation:
         """Return what the step came to."""
-        recompute_s = sum(block.recompute_s for block in self.blocks)
+        recompute_s = sum(block.added_s for block in self.blocks)
         out = [(*value, block.index) for block in self.queue for value in block.offloaded]
         back = [(*value, block.index) for block in self.back_queue for value in block.offloaded[::-1]]
         return Simulation(

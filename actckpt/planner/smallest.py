@@ -1,38 +1,44 @@
-"""The smallest budget for which there is a plan, and what holds it."""
+"""The smallest budget for which there is a plan, and what holds memory in a segment."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
 from actckpt.action import Action
-from actckpt.planner.problem import Choice, Problem
+from actckpt.planner.plans import Plan
+from actckpt.planner.problem import Problem
 from actckpt.planner.program import Program
+from actckpt.planner.simulation import needs
 
-__all__ = ["infeasible", "smallest"]
+__all__ = ["base_parts", "infeasible", "kept_bytes", "least_needs", "smallest"]
 
 _TIME_LIMIT_S = 10.0
 
 
-def smallest(problem: Problem) -> Choice | None:
-    """Return the choice that needs least, None where none fits, whatever the budget."""
+def smallest(problem: Problem) -> Plan | None:
+    """Return the plan that needs least, None where none fits, whatever the budget."""
     unlimited = problem.with_budget(math.inf)
     program = Program(unlimited, minimise="budget")
-    found = program.choice(program.solve(time_limit_s=_TIME_LIMIT_S, gap=0.0)), problem.dropped()
-    possible = [
-        each for each in found if each and problem.seconds(each) is not None and not unlimited.excess_bytes(each)
-    ]
-    return min(possible, key=lambda each: float(problem.needs(each).max()), default=None)
+    choices = program.choice(program.solve(time_limit_s=_TIME_LIMIT_S, gap=0.0)), problem.dropped()
+    plans = [plan for choice in choices if choice and (plan := unlimited.plan(choice))]
+    return min(plans, key=lambda plan: max(least_needs(plan)), default=None)
+
+
+def least_needs(plan: Plan) -> list[float]:
+    """Return the bytes that must be there in each segment, after all waits: nothing is on its way."""
+    return needs(plan.costs, dataclasses.replace(plan, max_inflight=0))
 
 
 def infeasible(problem: Problem) -> PlanInfeasibleError:
     """Word that no plan fits, with the smallest budget and what holds it."""
-    found = smallest(problem)
-    if found is None:
+    plan = smallest(problem)
+    if plan is None:
         return PlanInfeasibleError(f"No plan fits, whatever the budget: {_beyond_budget(problem)}.", None)
-    smallest_bytes = math.ceil(problem.needs(found).max())
-    holds = _holds(problem, found)
+    smallest_bytes = math.ceil(max(least_needs(plan)))
+    holds = _holds(problem, plan)
     return PlanInfeasibleError(
         f"No plan fits into {format_bytes(problem.budget_bytes)}: the smallest budget is "
         f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes). {holds}. Pass that budget or a larger one, or make "
@@ -42,14 +48,39 @@ def infeasible(problem: Problem) -> PlanInfeasibleError:
     )
 
 
-def _holds(problem: Problem, choice: Choice) -> str:
-    """Say what fills memory at the worst moment of a choice."""
-    worst = int(problem.needs(choice).argmax())
-    segment, stack = problem.moments[worst].segment, problem.costs.stack
-    kept_bytes = problem.kept_bytes(choice)
-    kept = float(kept_bytes[list(segment.alive)].sum())
-    why = f"kept by the blocks before it ({_kept_names(problem, choice, segment.alive)})"
-    parts = [*problem.base_parts(choice, worst), (kept, why)]
+def base_parts(plan: Plan, number: int) -> list[tuple[float, str]]:
+    """Return what is there in a segment whatever other entries keep: bytes, and what they are in words."""
+    costs, segment = plan.costs, plan.costs.timeline[number]
+    index, again = segment.running, 0.0
+    if index >= 0:
+        mode = costs.blocks[index].mode(plan.actions[index], rerun=plan.rerun[index])
+        again = segment.bases[mode] - segment.plain_bytes
+    if costs.segments is not None:
+        if again <= 0:
+            return [(segment.plain_bytes + again, "where no block keeps anything")]
+        return [(segment.plain_bytes, "where no block keeps anything"), (again, "for what is computed again")]
+    working = costs.blocks[index].working_set_bytes
+    return [
+        (working, "its working set"),
+        (again, "for what is computed again"),
+        (costs.fixed_bytes, "fixed"),
+        (segment.plain_bytes - working - costs.fixed_bytes, "gradients made by then"),
+    ]
+
+
+def kept_bytes(plan: Plan, number: int) -> float:
+    """Return the bytes that entries keep which are between their forward and their backward in a segment."""
+    blocks = plan.costs.blocks
+    return sum(blocks[j].bytes_of(plan.actions[j], Action.KEEP) for j in plan.costs.timeline[number].alive)
+
+
+def _holds(problem: Problem, plan: Plan) -> str:
+    """Say what fills memory at the worst moment of a plan."""
+    needed = least_needs(plan)
+    worst = needed.index(max(needed))
+    segment, stack = plan.costs.timeline[worst], plan.costs.stack
+    why = f"kept by the blocks before it ({_kept_names(problem, plan, segment.alive)})"
+    parts = [*base_parts(plan, worst), (kept_bytes(plan, worst), why)]
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
     index = segment.running
     if index < 0:
@@ -59,21 +90,20 @@ def _holds(problem: Problem, choice: Choice) -> str:
     return f"What holds it, in {'forward' if segment.is_forward else 'backward'} of {of}: {held}"
 
 
-def _kept_names(problem: Problem, choice: Choice, alive: tuple[int, ...]) -> str:
+def _kept_names(problem: Problem, plan: Plan, alive: tuple[int, ...]) -> str:
     """Say which values are kept, and why."""
     names: dict[str, str] = {}
     for index in alive:
-        block = problem.costs.blocks[index]
-        for value, action, allowed in zip(block.values, choice.actions[index], problem.allowed[index], strict=True):
-            if action is Action.KEEP and value.nbytes:
-                why = "can only be kept" if len(allowed) == 1 else "kept for want of host memory"
-                names.setdefault(value.name, why)
+        for value in plan.costs.blocks[index].values:
+            if plan.actions[index][value.name] is Action.KEEP and value.nbytes:
+                is_fixed = len(problem.allowed[index][value.name]) == 1
+                names.setdefault(value.name, "can only be kept" if is_fixed else "kept for want of host memory")
     return ", ".join(f"{name.strip('()')} {why}" for name, why in names.items())
 
 
 def _beyond_budget(problem: Problem) -> str:
     """Say which other limit cannot be met."""
-    costs = problem.costs
-    if problem.seconds(problem.kept(unneeded=True)) is None:
+    entries = zip(problem.costs.blocks, problem.kept().actions, strict=True)
+    if any(block.lost(actions) for block, actions in entries):
         return "pins drop what backward needs, and what it could be computed from"
-    return f"pinned values need more host memory than there is ({format_bytes(costs.host_bytes or 0)})"
+    return f"pinned values need more host memory than there is ({format_bytes(problem.costs.host_bytes or 0)})"

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from actckpt._text.sizes import parse_bytes
-from actckpt.action import Action
-from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, as_cost_table
+from actckpt.planner.costs import CostTable, as_cost_table
+from actckpt.planner.pins import Pins, checked_pins
 from actckpt.planner.plans import Plan
-from actckpt.planner.problem import Actions, Choice, Pins, Problem, recomputed
+from actckpt.planner.problem import Choice, Problem, played
 from actckpt.planner.program import Program
-from actckpt.planner.simulation import simulate
 from actckpt.planner.smallest import infeasible, smallest
 
 __all__ = ["solve"]
@@ -54,13 +53,11 @@ def solve(
     if not isinstance(time_limit_s, numbers.Real) or not time_limit_s >= 0:
         raise ValueError(f"time_limit_s={time_limit_s!r} is no time. Pass a number of seconds from 0 on.")
     problem = Problem.of(as_cost_table(costs), _budget(budget), pins)
-    plain, bound_s = problem.kept(unneeded=False), 0.0
-    best = _planned(problem, plain) if problem.seconds(plain) is not None else None
-    if best is None or problem.excess_bytes(plain) or best.overhead_seconds:
+    best, bound_s = problem.plan(problem.kept()), 0.0
+    if best is None or best.overhead_seconds:
         best, bound_s = _search(problem, time_limit_s)
-    best = _with_window(problem, best)
-    pinned = tuple((key, Action(getattr(action, "value", action))) for key, action in (pins or {}).items())
-    return _changed(best, bound_seconds=max(min(bound_s, best.overhead_seconds), 0.0), pins=pinned)
+    best, pinned = _with_window(problem, best), tuple(checked_pins(pins).items())
+    return dataclasses.replace(best, bound_seconds=max(min(bound_s, best.overhead_seconds), 0.0), pins=pinned)
 
 
 def _budget(budget: object) -> float:
@@ -89,7 +86,8 @@ def _search(problem: Problem, time_limit_s: float) -> tuple[Plan, float]:
         found = program.solve(time_limit_s=time_limit_s, gap=gap, near=near)
         if near is None and found.bound < math.inf:
             bound_s = max(bound_s, found.bound)
-        best = _fastest(best, _fitting(problem, program.choice(found)))
+        choice = program.choice(found)
+        best = _fastest(best, None if choice is None else problem.plan(choice))
         if best is not None and best.overhead_seconds - relaxed.bound <= good * problem.scale_s:
             break
     best = best or _greedy(problem)
@@ -103,91 +101,21 @@ def _fastest(one: Plan | None, other: Plan | None) -> Plan | None:
     return min(plans, key=lambda plan: plan.overhead_seconds, default=None)
 
 
-def _fitting(problem: Problem, choice: Choice | None) -> Plan | None:
-    """Return the plan of a choice; None where it does not fit."""
-    if choice is None or problem.excess_bytes(choice):
-        return None
-    return _planned(problem, _without_unread(problem, choice))
-
-
 def _greedy(problem: Problem) -> Plan | None:
     """Return a plan for where no search ends: all is dropped, then entries are kept whole while they fit, last first.
 
     What the last ones keep is held for the shortest time.
     """
-    choice = problem.dropped()
-    if problem.excess_bytes(choice):
-        least = smallest(problem)
-        if least is None or problem.excess_bytes(least):
-            return None
-        choice = least
-    kept = problem.kept(unneeded=False)
-    for index in reversed(range(len(choice.actions))):
-        more = choice.changed(index, kept.actions[index], rerun=False)
-        if problem.seconds(more) is not None and not problem.excess_bytes(more):
-            choice = more
-    return _fitting(problem, choice)
-
-
-def _without_unread(problem: Problem, choice: Choice) -> Choice:
-    """Drop what backward does not need, and nothing is computed from."""
-    for index, (block, actions) in enumerate(zip(problem.costs.blocks, choice.actions, strict=True)):
-        again = recomputed(block, actions, rerun=choice.rerun[index]) or frozenset()
-        read = {name for value in block.values if value.name in again for name in value.inputs}
-        if choice.rerun[index]:
-            read.add(BLOCK_INPUT)
-        rows = zip(block.values, actions, problem.allowed[index], strict=True)
-        dropped = tuple(
-            action if value.needed or value.name in read or Action.RECOMPUTE not in may else Action.RECOMPUTE
-            for value, action, may in rows
-        )
-        choice = choice.changed(index, dropped, choice.rerun[index])
-    return choice
-
-
-def _planned(problem: Problem, choice: Choice) -> Plan:
-    """Return a choice as plain data, with what playing it through comes to."""
-    blocks = problem.costs.blocks
-    entries = list(zip(blocks, choice.actions, choice.rerun, strict=True))
-    plan = Plan(
-        budget_bytes=problem.budget_bytes,
-        actions=tuple({v.name: a for v, a in zip(block.values, actions, strict=True)} for block, actions, _ in entries),
-        rerun=choice.rerun,
-        plain_seconds=problem.costs.plain_seconds,
-        max_inflight=_all_offloaded(choice, problem),
-        replay_window=max(0 if again else _replayed_bytes(block, actions) for block, actions, again in entries),
-        costs=problem.costs,
-        recompute_seconds=0.0,
-        write_wait_seconds=0.0,
-        read_wait_seconds=0.0,
-        bound_seconds=0.0,
-        peak_bytes=0.0,
-    )
-    return _with_figures(plan)
-
-
-#: What playing a plan through says.
-_PLAYED = ("recompute_seconds", "write_wait_seconds", "read_wait_seconds", "peak_bytes")
-
-
-def _with_figures(plan: Plan) -> Plan:
-    step = simulate(plan.costs, plan)
-    return _changed(plan, **{name: getattr(step, name) for name in _PLAYED})
-
-
-def _changed(plan: Plan, **figures: Any) -> Plan:
-    return dataclasses.replace(plan, **figures)
-
-
-def _all_offloaded(choice: Choice, problem: Problem) -> int:
-    pairs = zip(problem.costs.blocks, choice.actions, strict=True)
-    values = ((v, a) for block, actions in pairs for v, a in zip(block.values, actions, strict=True))
-    return math.ceil(sum(value.nbytes for value, action in values if action is Action.OFFLOAD))
-
-
-def _replayed_bytes(block: BlockClass, actions: Actions) -> int:
-    replayed = recomputed(block, actions) or frozenset()
-    return math.ceil(sum(value.nbytes for value in block.values if value.name in replayed))
+    best = problem.plan(problem.dropped())
+    if best is None and (least := smallest(problem)) is not None:
+        best = problem.plan(Choice(least.actions, least.rerun))
+    kept = problem.kept().actions
+    for index in reversed(range(len(kept))):
+        if best is not None:
+            actions = (*best.actions[:index], kept[index], *best.actions[index + 1 :])
+            rerun = (*best.rerun[:index], False, *best.rerun[index + 1 :])
+            best = _fastest(best, problem.plan(Choice(actions, rerun)))
+    return best
 
 
 def _with_window(problem: Problem, plan: Plan) -> Plan:
@@ -196,9 +124,10 @@ def _with_window(problem: Problem, plan: Plan) -> Plan:
     for _ in range(_WINDOW_ROUNDS if plan.max_inflight else 0):
         if best.max_inflight - least <= 1:
             break
-        tried = _with_figures(_changed(plan, max_inflight=(least + best.max_inflight) // 2))
-        if tried.overhead_seconds <= plan.overhead_seconds + _ROUNDING * problem.scale_s:
+        window = (least + best.max_inflight) // 2
+        tried = played(dataclasses.replace(plan, max_inflight=window))
+        if tried and tried.overhead_seconds <= plan.overhead_seconds + _ROUNDING * problem.scale_s:
             best = tried
         else:
-            least = tried.max_inflight
+            least = window
     return best
