@@ -94,7 +94,7 @@ def _of_script(args: argparse.Namespace) -> Any:
 
 def _of_costs(args: argparse.Namespace) -> Any:
     from actckpt import planner
-    from actckpt.planner.readers import read_json
+    from actckpt.planner.fields import read_json
 
     try:
         content = read_json(args.file, what="cost table")

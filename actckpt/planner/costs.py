@@ -12,8 +12,17 @@ from typing import Any
 
 from actckpt._error_base import CostTableError
 from actckpt.action import Action
-from actckpt.planner.fields import Fields
-from actckpt.planner.readers import read_json
+from actckpt.planner.fields import (
+    CHANGE,
+    LIMIT,
+    as_table,
+    check_names,
+    list_of,
+    missing,
+    plain_data,
+    read_fields,
+    read_json,
+)
 
 __all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "CostTable", "Segment", "Value"]
 
@@ -27,34 +36,13 @@ class Value:
     """A tensor of a block: what it costs to hold and to compute again. Fields as in docs/planning.md."""
 
     name: str
-    nbytes: float
+    nbytes: float = dataclasses.field(metadata={"key": "bytes"})
     recompute_s: float = 0.0
     inputs: tuple[str, ...] = ()
     needed: bool = True
     offloadable: bool = True
     replayable: bool = True
     offload_s: float = 0.0
-
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> Value:
-        name = fields.text("name")
-        replayable = fields.flag("replayable", name != BLOCK_INPUT)
-        found = cls(
-            name=name,
-            nbytes=fields.size("bytes"),
-            recompute_s=fields.seconds("recompute_s", None if replayable else 0.0),
-            inputs=fields.names("inputs", ()),
-            needed=fields.flag("needed", True),
-            offloadable=fields.flag("offloadable", True),
-            replayable=replayable,
-            offload_s=fields.seconds("offload_s", 0.0),
-        )
-        fields.nothing_else()
-        return found
-
-    def _to_dict(self) -> dict[str, Any]:
-        found = dataclasses.asdict(self)
-        return {"name": found.pop("name"), "bytes": found.pop("nbytes"), **found, "inputs": list(self.inputs)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +56,7 @@ class BlockClass:
     values: tuple[Value, ...] = ()
     rerun: bool = False
     recording_s: float = 0.0
-    #: Seconds of a rerun, which may end before the forward does; None: `forward_s`.
+    #: float of a rerun, which may end before the forward does; None: `forward_s`.
     rerun_s: float | None = None
     #: Why the block may not be run again, for explanations.
     no_rerun: str | None = None
@@ -119,37 +107,6 @@ class BlockClass:
         """Return the bytes of the values that have an action."""
         return sum(value.nbytes for value in self.values if actions[value.name] is action)
 
-    @classmethod
-    def _from_fields(cls, fields: Fields) -> BlockClass:
-        values = tuple(Value._from_fields(each) for each in fields.tables("values"))
-        _check_values(values, fields.where)
-        found = cls(
-            forward_s=fields.seconds("forward_s"),
-            backward_s=fields.seconds("backward_s"),
-            working_set_bytes=fields.size("working_set_bytes"),
-            gradient_bytes=fields.size("gradient_bytes", 0),
-            values=values,
-            rerun=fields.flag("rerun", False),
-            recording_s=fields.seconds("recording_s", 0.0),
-            rerun_s=fields.optional_seconds("rerun_s"),
-            no_rerun=fields.optional_text("no_rerun"),
-            recompute_bytes=fields.size("recompute_bytes", 0),
-            rerun_bytes=fields.size("rerun_bytes", 0),
-            input_bytes=fields.size("input_bytes", 0),
-        )
-        if found.rerun and found.no_rerun is not None:
-            raise CostTableError(
-                f"{fields.where}.no_rerun says why there is no rerun, and rerun is true. Leave out one of them."
-            )
-        fields.nothing_else()
-        return found
-
-    def _to_dict(self) -> dict[str, Any]:
-        found = {**dataclasses.asdict(self), "values": [value._to_dict() for value in self.values]}
-        if not self.input_bytes:
-            del found["input_bytes"]
-        return {key: each for key, each in found.items() if each is not None}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
@@ -175,26 +132,6 @@ class Segment:
         """The peak without what plans add, where the running entry is kept, replayed, and run again."""
         replay, rerun = (self.plain_bytes if each is None else each for each in (self.replay_bytes, self.rerun_bytes))
         return self.plain_bytes, replay, rerun
-
-    @classmethod
-    def _from_fields(cls, fields: Fields, num_entries: int) -> Segment:
-        kept_limit_bytes = fields.limit("kept_limit_bytes")
-        found = cls(
-            running=fields.entry("running", num_entries),
-            is_forward=fields.flag("is_forward", False),
-            alive=fields.entries("alive", num_entries),
-            plain_bytes=fields.difference("plain_bytes"),
-            replay_bytes=fields.difference("replay_bytes", optional=True),
-            rerun_bytes=fields.difference("rerun_bytes", optional=True),
-            seconds=fields.seconds("seconds", 0.0),
-            kept_limit_bytes=math.inf if kept_limit_bytes is None else kept_limit_bytes,
-        )
-        fields.nothing_else()
-        return found
-
-    def _to_dict(self) -> dict[str, Any]:
-        found = {**dataclasses.asdict(self), "alive": list(self.alive)}
-        return {key: each for key, each in found.items() if each not in (None, math.inf)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,28 +204,22 @@ class CostTable:
             >>> CostTable.from_dict({"version": 1, "classes": {"block": block}, "stack": ["block"]}).plain_seconds
             0.30000000000000004
         """
-        fields = Fields(table, "cost table")
-        fields.version(COST_TABLE_VERSION)
-        classes = {name: BlockClass._from_fields(each) for name, each in fields.named_tables("classes").items()}
-        stack = fields.names("stack", among=classes)
-        if not stack:
-            raise CostTableError("cost table.stack is empty. List the class of each block, in forward order.")
-        found = cls(
-            classes=classes,
-            stack=stack,
-            fixed_bytes=fields.size("fixed_bytes", 0),
-            d2h_bytes_per_s=fields.rate("d2h_bytes_per_s"),
-            h2d_bytes_per_s=fields.rate("h2d_bytes_per_s"),
-            host_bytes=fields.limit("host_bytes"),
-            disk_bytes=fields.limit("disk_bytes") or 0,
-            disk_write_bytes_per_s=fields.rate("disk_write_bytes_per_s"),
-            disk_read_bytes_per_s=fields.rate("disk_read_bytes_per_s"),
-            segments=tuple(Segment._from_fields(each, len(stack)) for each in fields.tables("segments")) or None,
-        )
-        fields.nothing_else()
-        found._check_both_ways("d2h_bytes_per_s", "h2d_bytes_per_s")
-        found._check_both_ways("disk_write_bytes_per_s", "disk_read_bytes_per_s")
-        return found
+        where = "cost table"
+        version = as_table(table, where).get("version")
+        if version is None:
+            raise missing("version", where)
+        if version != COST_TABLE_VERSION or isinstance(version, bool):
+            raise CostTableError(f"{where}.version is {version!r}. This actckpt reads version {COST_TABLE_VERSION}.")
+        without_version = {key: each for key, each in table.items() if key != "version"}
+        readers = {"classes": _classes, "segments": list_of(_segment), "host_bytes": LIMIT, "disk_bytes": LIMIT}
+        costs = cls(**read_fields(cls, without_version, where, **readers))
+        if not costs.stack:
+            raise CostTableError(f"{where}.stack is empty. List the class of each block, in forward order.")
+        check_names(costs.stack, costs.classes, f"{where}.stack")
+        _check_entries(costs)
+        costs._check_both_ways("d2h_bytes_per_s", "h2d_bytes_per_s")
+        costs._check_both_ways("disk_write_bytes_per_s", "disk_read_bytes_per_s")
+        return costs if costs.segments else dataclasses.replace(costs, segments=None)
 
     def _check_both_ways(self, out: str, back: str) -> None:
         missing, given = sorted((out, back), key=lambda name: getattr(self, name))
@@ -314,12 +245,7 @@ class CostTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as plain data, which `from_dict` reads."""
-        table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        table["classes"] = {name: block._to_dict() for name, block in self.classes.items()}
-        table["stack"] = list(self.stack)
-        if self.segments is not None:
-            table["segments"] = [segment._to_dict() for segment in self.segments]
-        return {"version": COST_TABLE_VERSION, **{key: each for key, each in table.items() if each is not None}}
+        return {"version": COST_TABLE_VERSION, **plain_data(self)}
 
     def to_json(self, path: str | Path) -> None:
         """Write the table to a JSON file, which `from_json` reads."""
@@ -331,38 +257,50 @@ def as_cost_table(costs: CostTable | Mapping[str, Any]) -> CostTable:
     return costs if isinstance(costs, CostTable) else CostTable.from_dict(costs)
 
 
+def _classes(found: Any, where: str) -> dict[str, BlockClass]:
+    return {name: _class(each, f"{where}.{name}") for name, each in as_table(found, where).items()}
+
+
+def _class(found: Any, where: str) -> BlockClass:
+    block = BlockClass(**read_fields(BlockClass, found, where, values=list_of(_value)))
+    if block.rerun and block.no_rerun is not None:
+        raise CostTableError(f"{where}.no_rerun says why there is no rerun, and rerun is true. Leave out one of them.")
+    _check_values(block.values, where)
+    return block
+
+
+def _value(found: Any, where: str) -> Value:
+    given = read_fields(Value, found, where)
+    given.setdefault("replayable", given["name"] != BLOCK_INPUT)
+    if given["replayable"] and "recompute_s" not in given:
+        raise missing("recompute_s", where)
+    return Value(**given)
+
+
+def _segment(found: Any, where: str) -> Segment:
+    bases = dict.fromkeys(("plain_bytes", "replay_bytes", "rerun_bytes"), CHANGE)
+    return Segment(**read_fields(Segment, found, where, kept_limit_bytes=LIMIT, **bases))
+
+
+def _check_entries(costs: CostTable) -> None:
+    """Segments name entries of the stack."""
+    entries = range(len(costs.stack))
+    for number, segment in enumerate(costs.segments or ()):
+        if not {segment.running, *segment.alive} <= {-1, *entries} or -1 in segment.alive:
+            raise CostTableError(
+                f"cost table.segments[{number}] names a block that is not there. Their numbers are 0 to {entries[-1]}."
+            )
+
+
 def _check_values(values: tuple[Value, ...], where: str) -> None:
     """Names are unique, inputs exist, and each comes before what reads it."""
-    inputs = {value.name: value.inputs for value in values}
-    if len(inputs) < len(values):
-        twice = next(value.name for index, value in enumerate(values) if value.name in list(inputs)[:index])
-        raise CostTableError(f"{where}.values has two values named {twice!r}. Give each a name of its own.")
+    names = [value.name for value in values]
     for index, value in enumerate(values):
-        Fields.check_names(value.inputs, inputs, f"{where}.values[{index}].inputs")
-    if cycle := _cycle(inputs):
-        raise CostTableError(
-            f"{where}.values has a cycle: {' <- '.join(cycle)}. No value can be computed from itself; leave out one of "
-            "these inputs."
-        )
-    seen: set[str] = set()
-    for index, value in enumerate(values):
-        if late := [name for name in value.inputs if name not in seen]:
+        if value.name in names[:index]:
+            raise CostTableError(f"{where}.values has two values named {value.name!r}. Give each a name of its own.")
+        check_names(value.inputs, names, f"{where}.values[{index}].inputs")
+        if late := [name for name in value.inputs if name not in names[:index]]:
             raise CostTableError(
-                f"{where}.values[{index}] ({value.name!r}) reads {late[0]!r}, which comes after it. Put values in the "
-                "order in which the forward computes them."
+                f"{where}.values[{index}] ({value.name!r}) reads {late[0]!r}, which does not come before it. Put "
+                "values in the order in which the forward computes them."
             )
-        seen.add(value.name)
-
-
-def _cycle(inputs: Mapping[str, tuple[str, ...]]) -> list[str] | None:
-    """Return the names along a cycle, its first one again at the end; None where there is none."""
-    left = dict(inputs)
-    while ready := [name for name, reads in left.items() if not any(read in left for read in reads)]:
-        for name in ready:
-            del left[name]
-    if not left:
-        return None
-    path = [next(iter(left))]
-    while path.count(path[-1]) < 2:  # each of these reads another of these
-        path.append(next(read for read in left[path[-1]] if read in left))
-    return path[path.index(path[-1]) :]

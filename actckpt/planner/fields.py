@@ -1,186 +1,192 @@
-"""Plain data read field by field, with errors that name the field."""
+"""Plain data read as dataclasses: each field as its annotation says, with errors that name it."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import enum
+import json
+import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from actckpt._error_base import CostTableError
 
-__all__ = ["Fields", "nearest"]
+__all__ = [
+    *("CHANGE", "LIMIT", "NUMBER", "as_table", "check_names", "list_of", "missing", "nearest", "plain_data"),
+    *("read_fields", "read_flag", "read_json", "read_names", "read_text"),
+]
 
-#: More than any machine has, so a sign of a wrong unit.
-_MOST_BYTES = 2**50
-_MOST_SECONDS = 24 * 3600
-_MOST_BYTES_PER_S = 2**63
-#: For limits, where a number too large does no harm.
-_MOST_LIMIT_BYTES = 2**63
+#: Returns what a field holds, checked. The text is the name of the field in errors.
+Reader = Callable[[Any, str], Any]
+
+#: Plans and cost tables have fewer than 10 levels.
+_MAX_LEVELS = 100
 
 
-class Fields:
-    """A table (a JSON object) of which fields are read one by one.
+def _number(of: str, most: float, *, least: float = 0.0) -> Reader:
+    """Return a reader of numbers of something. More than `most` is a sign of a wrong unit."""
+
+    def read(found: Any, where: str) -> float:
+        if not isinstance(found, numbers.Real) or isinstance(found, bool):
+            raise CostTableError(f"{where} is {found!r}. It must be a number{of}.")
+        number = int(found) if isinstance(found, numbers.Integral) else float(found)
+        if not number >= least:
+            raise CostTableError(f"{where} is {number}. It must be a number{of} from 0 on.")
+        if number > most:
+            unit = of.removeprefix(" of ")
+            raise CostTableError(f"{where} is {number}, more than {most:.3g} {unit}. Is it in {unit}?")
+        return number
+
+    return read
+
+
+def read_text(found: Any, where: str) -> str:
+    """Return a text."""
+    if not isinstance(found, str) or not found:
+        raise CostTableError(f"{where} is {found!r}. It must be a text that is not empty.")
+    return found
+
+
+def read_flag(found: Any, where: str) -> bool:
+    """Return true or false."""
+    if not isinstance(found, bool):
+        raise CostTableError(f"{where} is {found!r}. It must be true or false.")
+    return found
+
+
+def list_of(read: Reader) -> Reader:
+    """Return a reader of lists."""
+
+    def read_all(found: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(found, (list, tuple)):
+            raise CostTableError(f"{where} is {found!r}. It must be a list.")
+        return tuple(read(each, f"{where}[{index}]") for index, each in enumerate(found))
+
+    return read_all
+
+
+def _entry(found: Any, where: str) -> int:
+    """Return a number of an entry of the stack, or -1."""
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise CostTableError(f"{where} is {found!r}. It must be the number of a block.")
+    return found
+
+
+def read_names(found: Any, where: str) -> tuple[str, ...]:
+    """Return a list of names."""
+    if isinstance(found, (list, tuple)) and not all(isinstance(each, str) for each in found):
+        raise CostTableError(f"{where} is {found!r}. It must be a list of names.")
+    return tuple(list_of(read_text)(found, where))
+
+
+#: Any number from 0 on; bytes that may be below zero; a limit, which may be larger than any memory.
+NUMBER = _number("", math.inf)
+CHANGE = _number(" of bytes", 2**50, least=-math.inf)
+LIMIT = _number(" of bytes", 2**63)
+
+#: By the end of the name of a number, and by the annotation of what is none.
+_NUMBERS = {
+    "bytes_per_s": _number(" of bytes per second", 2**63),
+    "bytes": _number(" of bytes", 2**50),
+    "s": _number(" of seconds", 24 * 3600),
+}
+_READERS: dict[str, Reader] = {
+    "str": read_text,
+    "bool": read_flag,
+    "int": _entry,
+    "tuple[int, ...]": list_of(_entry),
+    "tuple[str, ...]": read_names,
+}
+
+
+def as_table(found: Any, where: str) -> Mapping[str, Any]:
+    """Return plain data that is a table (a JSON object)."""
+    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        raise CostTableError(f"{where} is a {type(found).__name__}. It must be a table of named fields.")
+    return found
+
+
+def read_fields(cls: type[Any], found: Any, where: str, **readers: Reader) -> dict[str, Any]:
+    """Return the fields of a dataclass that plain data gives.
 
     Args:
-        table: what was read, checked to be a table.
-        where: its name in errors.
+        where: the name of the data in errors.
+        readers: of fields whose name and annotation do not say how to read them.
     """
-
-    def __init__(self, table: object, where: str) -> None:
-        if not isinstance(table, Mapping) or not all(isinstance(key, str) for key in table):
-            raise CostTableError(f"{where} is a {type(table).__name__}. It must be a table of named fields.")
-        self.where = where
-        self._table = table
-        self._read: list[str] = []
-
-    def _get(self, name: str, default: Any = None) -> Any:
-        """Return a field; None as default: it must be there."""
-        self._read.append(name)
-        if name in self._table:
-            return self._table[name]
-        if default is not None:
-            return default
-        near = nearest(name, [key for key in self._table if key not in self._read])
-        raise CostTableError(f"{self.where} has no field {name!r}{near}. It must have one; see docs/planning.md.")
-
-    def nothing_else(self) -> None:
-        """Raise where the table has a field that was not asked for."""
-        for key in self._table:
-            if key not in self._read:
-                near = nearest(key, self._read)
-                known = ", ".join(self._read)
-                raise CostTableError(f"{self.where} has an unknown field {key!r}{near}. Known: {known}.")
-
-    def version(self, known: int) -> None:
-        """Check the field `version`."""
-        found = self._get("version")
-        if found != known or isinstance(found, bool):
-            raise CostTableError(f"{self.where}.version is {found!r}. This actckpt reads version {known}.")
-
-    def text(self, name: str) -> str:
-        """Return a text that is not empty."""
-        found = self._get(name)
-        if not isinstance(found, str) or not found:
-            raise CostTableError(f"{self.where}.{name} is {found!r}. It must be a text that is not empty.")
-        return found
-
-    def optional_text(self, name: str) -> str | None:
-        """Return a text that is not empty, None where the field is left out."""
-        if self._table.get(name) is None:
-            self._read.append(name)
-            return None
-        return self.text(name)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Return true or false."""
-        found = self._get(name, default)
-        if not isinstance(found, bool):
-            raise CostTableError(f"{self.where}.{name} is {found!r}. It must be true or false.")
-        return found
-
-    def size(self, name: str, default: float | None = None) -> float:
-        """Return bytes; None as default: it must be there."""
-        return _number(self._get(name, default), f"{self.where}.{name}", "bytes", _MOST_BYTES)
-
-    def seconds(self, name: str, default: float | None = None) -> float:
-        """Return seconds; None as default: it must be there."""
-        return _number(self._get(name, default), f"{self.where}.{name}", "seconds", _MOST_SECONDS)
-
-    def optional_seconds(self, name: str) -> float | None:
-        """Return seconds, None where the field is left out."""
-        if self._table.get(name) is None:
-            self._read.append(name)
-            return None
-        return self.seconds(name)
-
-    def rate(self, name: str) -> float:
-        """Return bytes per second, 0 where there are none: no link."""
-        return _number(self._get(name, 0), f"{self.where}.{name}", "bytes per second", _MOST_BYTES_PER_S)
-
-    def limit(self, name: str) -> float | None:
-        """Return a limit in bytes, None where there is none."""
-        if self._table.get(name) is None:
-            self._read.append(name)
-            return None
-        return _number(self._get(name), f"{self.where}.{name}", "bytes", _MOST_LIMIT_BYTES)
-
-    def difference(self, name: str, *, optional: bool = False) -> Any:
-        """Return bytes, which may be below zero; None where the field is left out and may be."""
-        if optional and self._table.get(name) is None:
-            self._read.append(name)
-            return None
-        found = self._get(name)
-        is_below = isinstance(found, numbers.Real) and not isinstance(found, bool) and found < 0
-        nbytes = _number(-found if is_below else found, f"{self.where}.{name}", "bytes", _MOST_BYTES)
-        return -nbytes if is_below else nbytes
-
-    def entry(self, name: str, num: int) -> int:
-        """Return a number of an entry of the stack, -1 where the field is left out."""
-        return self._entry(self._get(name, -1), name, -1, num)
-
-    def entries(self, name: str, num: int) -> tuple[int, ...]:
-        """Return numbers of entries of the stack."""
-        return tuple(self._entry(each, name, 0, num) for each in self._list(name, ()))
-
-    def _entry(self, found: object, name: str, least: int, num: int) -> int:
-        if not isinstance(found, int) or isinstance(found, bool) or not least <= found < num:
-            raise CostTableError(f"{self.where}.{name} has {found!r}. It must be a number from {least} to {num - 1}.")
-        return found
-
-    def names(self, name: str, default: Any = None, *, among: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Return a list of names, each one of `among`; None as default: it must be there."""
-        found = self._list(name, default)
-        if not all(isinstance(each, str) for each in found):
-            raise CostTableError(f"{self.where}.{name} is {found!r}. It must be a list of names.")
-        if among is not None:
-            self.check_names(found, among, f"{self.where}.{name}")
-        return tuple(found)
-
-    @staticmethod
-    def check_names(names: Iterable[str], among: Iterable[str], where: str) -> None:
-        """Raise where one of the names is not among those known."""
-        known = list(among)
-        for index, name in enumerate(names):
-            if name not in known:
-                near = nearest(name, known)
-                raise CostTableError(f"{where}[{index}] is {name!r}, which is not there{near}.")
-
-    def tables(self, name: str) -> list[Fields]:
-        """Return a list of tables, none where the field is left out."""
-        return [Fields(each, f"{self.where}.{name}[{index}]") for index, each in enumerate(self._list(name, ()))]
-
-    def table(self, name: str) -> Fields | None:
-        """Return a table, None where there is none."""
-        if self._table.get(name) is None:
-            self._read.append(name)
-            return None
-        return Fields(self._get(name), f"{self.where}.{name}")
-
-    def named_tables(self, name: str) -> dict[str, Fields]:
-        """Return tables by name."""
-        found = Fields(self._get(name), f"{self.where}.{name}")._table
-        return {key: Fields(each, f"{self.where}.{name}.{key}") for key, each in found.items()}
-
-    def _list(self, name: str, default: Any = None) -> Any:
-        found = self._get(name, default)
-        if not isinstance(found, list | tuple):
-            raise CostTableError(f"{self.where}.{name} is {found!r}. It must be a list.")
-        return found
+    table = as_table(found, where)
+    fields = {field.metadata.get("key", field.name): field for field in dataclasses.fields(cls)}
+    for key in table:
+        if key not in fields:
+            known = ", ".join(fields)
+            raise CostTableError(f"{where} has an unknown field {key!r}{nearest(key, fields)}. Known: {known}.")
+    given: dict[str, Any] = {}
+    for key, field in fields.items():
+        if table.get(key) is not None:
+            numbers_named = (read for ending, read in _NUMBERS.items() if key.endswith(ending))
+            read = readers.get(key) or _READERS.get(str(field.type).removesuffix(" | None")) or next(numbers_named)
+            given[field.name] = read(table[key], f"{where}.{key}")
+        elif field.default is dataclasses.MISSING:
+            raise missing(key, where)
+    return given
 
 
-def _number(found: object, where: str, unit: str, most: float) -> float:
-    if not isinstance(found, numbers.Real) or isinstance(found, bool):
-        raise CostTableError(f"{where} is {found!r}. It must be a number of {unit}.")
-    number = int(found) if isinstance(found, numbers.Integral) else float(found)
-    if not number >= 0:
-        raise CostTableError(f"{where} is {number}. It must be a number of {unit} from 0 on.")
-    if number > most:
-        raise CostTableError(f"{where} is {number}, more than {most:.3g} {unit}. Is it in {unit}?")
-    return number
+def missing(key: str, where: str) -> CostTableError:
+    """Return the error for a field that must be there."""
+    return CostTableError(f"{where} has no field {key!r}. It must have one; see docs/planning.md.")
+
+
+def plain_data(found: Any) -> Any:
+    """Return dataclasses as plain data, without fields that hold nothing or no limit."""
+    if isinstance(found, enum.Enum):
+        return found.value
+    if dataclasses.is_dataclass(found):
+        fields = {field.metadata.get("key", field.name): field.name for field in dataclasses.fields(found)}
+        given = {key: getattr(found, name) for key, name in fields.items()}
+        return {key: plain_data(each) for key, each in given.items() if each is not None and each != math.inf}
+    if isinstance(found, Mapping):
+        return {key: plain_data(each) for key, each in found.items()}
+    return [plain_data(each) for each in found] if isinstance(found, (list, tuple)) else found
+
+
+def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise where one of the names is not among those known."""
+    known = list(known)
+    for index, name in enumerate(names):
+        if name not in known:
+            raise CostTableError(f"{where}[{index}] is {name!r}, which is not there{nearest(name, known)}.")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the name that may have been meant, as the end of a sentence; nothing where none is like it."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; nearest: {near[0]!r}" if near and near[0] != name else ""
+    return f"; nearest: {near[0]!r}" if near else ""
+
+
+def read_json(path: str | Path, *, what: str) -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        what: what the file should be, for errors.
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON, or has more levels than a plan or a cost table can have.
+    """
+    too_deep = f"{path} is no {what}: it is nested more than {_MAX_LEVELS} levels deep"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    level = [content]
+    for _ in range(_MAX_LEVELS):
+        tables = [
+            found.values() if isinstance(found, dict) else found for found in level if isinstance(found, (dict, list))
+        ]
+        level = [each for found in tables for each in found]
+    if level:
+        raise ValueError(too_deep)
+    return content

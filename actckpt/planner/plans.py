@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +14,7 @@ from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt._version import __version__
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
-from actckpt.planner.readers import (
-    checked_facts,
-    checked_flags,
-    checked_names,
-    checked_number,
-    checked_text,
-    read_json,
-)
+from actckpt.planner.fields import NUMBER, as_table, list_of, plain_data, read_flag, read_json, read_names, read_text
 
 __all__ = ["PLAN_VERSION", "BlockWindows", "Plan", "Raced"]
 
@@ -151,16 +144,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, which `from_dict` reads."""
-        plan: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plan["actions"] = [{name: action.value for name, action in actions.items()} for actions in self.actions]
-        plan["rerun"] = list(self.rerun)
-        plan["pins"] = [[list(key) if isinstance(key, tuple) else key, action.value] for key, action in self.pins]
-        plan["places"] = None if self.places is None else [dict(places) for places in self.places]
-        plan["windows"] = None if self.windows is None else [list(each) for each in self.windows]
-        plan["race"] = [dataclasses.asdict(raced) for raced in self.race]
+        plan = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plan["costs"] = self.costs.to_dict()
         sums = {"overhead_seconds": self.overhead_seconds, "step_seconds": self.step_seconds}  # for other readers
-        return {"plan_version": PLAN_VERSION, **sums, **plan}
+        return {"plan_version": PLAN_VERSION, **sums, **{name: plain_data(each) for name, each in plan.items()}}
 
     @classmethod
     def from_dict(cls, plan: Mapping[str, Any]) -> Plan:
@@ -179,17 +166,7 @@ class Plan:
                 f"This plan is of version {plan['plan_version']!r}, made by actckpt {plan.get('version')}; "
                 f"actckpt {__version__} reads version {PLAN_VERSION}. Make it again."
             )
-        names = [field.name for field in dataclasses.fields(cls)]
-        if missing := [name for name in names if name not in plan]:
-            raise ValueError(f"This plan has no {missing[0]!r}. Make the plan again.")
-        fields = {name: plan[name] for name in names}
-        for name, read in _READ.items():
-            try:
-                fields[name] = read(plan[name])
-            except (TypeError, ValueError, AttributeError) as error:
-                why = str(error).rstrip(".")
-                raise ValueError(f"This plan has no {name!r} that makes sense: {why}. Make the plan again.") from None
-        found = cls(**fields)
+        found = cls(**{field.name: _read(field, plan) for field in dataclasses.fields(cls)})
         found._check_lengths()
         found._check_actions()
         return found
@@ -242,43 +219,64 @@ class Plan:
             raise type(error)(f"{path}: {error}") from None
 
 
-def _pins(found: Any) -> tuple[tuple[Any, Action], ...]:
-    return tuple((tuple(key) if isinstance(key, list) else key, Action(each)) for key, each in found)
-
-
-def _tables(found: Any) -> tuple[dict[str, Any], ...] | None:
-    return None if found is None else tuple(map(dict, found))
-
-
-def _windows(found: Any) -> tuple[BlockWindows, ...] | None:
-    return (
-        None
-        if found is None
-        else tuple(BlockWindows(*(int(checked_number(nbytes)) for nbytes in each)) for each in found)
+def _read(field: dataclasses.Field[Any], plan: Mapping[str, Any]) -> Any:
+    """Return a field of a plan in plain data."""
+    if field.name not in plan:
+        raise ValueError(f"This plan has no {field.name!r}. Make the plan again.")
+    found, annotation = plan[field.name], str(field.type)
+    if found is None and annotation.endswith(" | None"):
+        return None
+    read = _READERS.get(field.name) or {"str": read_text, "tuple[bool, ...]": list_of(read_flag)}.get(
+        annotation, NUMBER
     )
+    try:
+        return read(found, field.name)
+    except (TypeError, ValueError, AttributeError) as error:
+        why = str(error).rstrip(".")
+        raise ValueError(f"This plan has no {field.name!r} that makes sense: {why}. Make the plan again.") from None
 
 
-def _raced(found: Any) -> Raced:
+def _actions(found: Any, where: str) -> dict[str, Action]:
+    return {name: Action(action) for name, action in as_table(found, where).items()}
+
+
+def _windows(found: Any, where: str) -> BlockWindows:
+    return BlockWindows(*map(int, list_of(NUMBER)(found, where)))
+
+
+def _raced(found: Any, where: str) -> Raced:
     raced = Raced(**found)
-    checked_text(raced.name)
-    checked_flags([raced.fits])
-    for each in (raced.peak_bytes, raced.seconds, raced.ratio):
-        checked_number(0 if each is None else each)
+    read_text(raced.name, f"{where}.name")
+    read_flag(raced.fits, f"{where}.fits")
+    for name in ("peak_bytes", "seconds", "ratio"):
+        NUMBER(getattr(raced, name) or 0, f"{where}.{name}")
     return raced
 
 
-#: How fields of a plan are read from plain data.
-_READ: dict[str, Callable[[Any], Any]] = {
-    **{field.name: checked_number for field in dataclasses.fields(Plan) if field.type in ("float", "int")},
-    "costs": CostTable.from_dict,
-    "actions": lambda found: tuple({name: Action(each) for name, each in block.items()} for block in found),
-    "rerun": checked_flags,
-    "pins": _pins,
-    "blocks": checked_names,
-    "places": _tables,
-    "model": checked_facts,
-    "windows": _windows,
-    "race": lambda found: tuple(map(_raced, found)),
-    "chosen": checked_text,
-    "version": checked_text,
+def _facts(found: Any, where: str) -> dict[str, Any]:
+    """Return what a plan says of its model."""
+    facts = {"type": None, "torch": None, "blocks": {}, "parameters": {}, **as_table(found, where)}
+    for name in ("type", "torch"):
+        read_text(facts[name], f"{where}.{name}")
+    for name, kinds in as_table(facts["blocks"], f"{where}.blocks").items():
+        if not read_names(kinds, f"{where}.blocks.{name}"):
+            raise ValueError(f"{where}.blocks.{name} is {kinds!r}. It must have the types of a block")
+    for name, (shape, dtype, is_trained) in as_table(facts["parameters"], f"{where}.parameters").items():
+        of = f"{where}.parameters.{name}"
+        list_of(NUMBER)(shape or (), of)
+        read_text(dtype, of)
+        read_flag(is_trained, of)
+    return facts
+
+
+#: How fields of a plan are read that are no numbers, texts or flags.
+_READERS = {
+    "costs": lambda found, _: CostTable.from_dict(found),
+    "actions": list_of(_actions),
+    "pins": lambda found, _: tuple((tuple(k) if isinstance(k, list) else k, Action(each)) for k, each in found),
+    "blocks": list_of(lambda found, where: None if found is None else read_text(found, where)),
+    "places": list_of(lambda found, where: dict(as_table(found, where))),
+    "model": _facts,
+    "windows": list_of(_windows),
+    "race": list_of(_raced),
 }

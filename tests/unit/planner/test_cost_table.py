@@ -100,8 +100,8 @@ _BAD: dict[str, tuple[Callable[[Table], Any], str]] = {
     ),
     "no reading": (_table(disk_write_bytes_per_s=4, disk_read_bytes_per_s=0), "disk_read_bytes_per_s is 0"),
     "no way out": (_table(d2h_bytes_per_s=0, h2d_bytes_per_s=5), "h2d_bytes_per_s is 5, but d2h_bytes_per_s is 0"),
-    "cycle": (_value(1, inputs=["out"]), f"{_VALUES} has a cycle: qkv <- out <- qkv"),
-    "own input": (_value(1, inputs=["qkv"]), f"{_VALUES} has a cycle: qkv <- qkv"),
+    "cycle": (_value(1, inputs=["out"]), f"{_VALUES}[1] ('qkv') reads 'out', which does not come before it"),
+    "own input": (_value(1, inputs=["qkv"]), f"{_VALUES}[1] ('qkv') reads 'qkv', which does not come before it"),
     "later": (_value(0, inputs=["other"]), f"{_VALUES}[0].inputs[0] is 'other', which is not there"),
     "missing input": (
         _value(2, inputs=["qvk"]),
@@ -174,7 +174,7 @@ def test_a_value_that_comes_before_its_input_is_named(table: Table) -> None:
     values.append({"name": "mask", "bytes": 1, "recompute_s": 0})
     values[1]["inputs"] = ["mask"]
     with pytest.raises(
-        CostTableError, match=r"values\[1\] \('qkv'\) reads 'mask', which comes after it\. Put values in"
+        CostTableError, match=r"values\[1\] \('qkv'\) reads 'mask', which does not come before it\. Put values in"
     ):
         CostTable.from_dict(table)
 
