@@ -40,6 +40,7 @@ class Links:
         self._costs, self._per_byte, self._per_second = costs, per_byte, per_second
         self._has_disk, self._gone, self._on_disk = has_disk(costs), gone, on_disk
         self._host = numpy.inf if costs.host_bytes is None else costs.host_bytes * per_byte
+        self._is_backward = False
         zero = self._variable(0.0)
         self._handed = self._consumed = self._out = self._back = self._written = self._read = zero
 
@@ -52,9 +53,12 @@ class Links:
         self._handed = self._more(self._handed, moment.handed)
         self._consumed = self._more(self._consumed, moment.consumed)
         if moment.is_backward:
+            if not self._is_backward:  # all is out
+                self._row([(self._out, 1.0), (self._handed, -1.0)], lower=0.0)
             self._backward(moment, recompute)
         else:
             self._forward(moment.seconds)
+        self._is_backward = moment.is_backward
         return [(self._handed, 1.0), (self._out, -1.0), (self._back, 1.0), (self._consumed, -1.0)]
 
     def end(self) -> None:
@@ -75,8 +79,7 @@ class Links:
             self._in_host()
 
     def _backward(self, moment: Moment, recompute: Terms) -> None:
-        """Wait, then copy back while a segment lasts: what a backward needs is back when it begins, and all is out."""
-        self._row([(self._out, 1.0), (self._handed, -1.0)], lower=0.0)
+        """Wait, then copy back while a segment lasts: what a backward needs is back when it begins."""
         self._read_back(0.0, [(self._variable(cost=1.0), 1.0)])
         self._row([(self._back, 1.0), (self._consumed, -1.0)], lower=0.0)
         self._read_back(moment.seconds, recompute)

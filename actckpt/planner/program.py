@@ -128,7 +128,8 @@ class Program:
         if _RECOMPUTE not in allowed[value.name]:
             self._program.row(held, lower=1.0, upper=1.0)
             return ways
-        self._program.row(held, upper=1.0)
+        if len(held) == 2:
+            self._program.row(held, upper=1.0)
         if value.needed:
             covered = [] if again is None or value.name == BLOCK_INPUT else [again]
             self._program.row([(variable, 1.0) for variable in (*ways.values(), *covered)], lower=1.0)
