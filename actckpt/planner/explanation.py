@@ -24,7 +24,7 @@ _ROUNDING, _LEFT = 1e-6, 0.01
 
 def explained(plan: Plan) -> str:
     """Say what sets the peak, what is done with which values and why, and what more memory would buy."""
-    lines = [_times(plan), _peak(plan), *_offloaded(plan), *_recomputed(plan), *_recorded(plan), *_reruns(plan)]
+    lines = [_times(plan), _peak(plan), *_offloaded(plan), *_recomputed(plan), *_whole_blocks(plan)]
     return "\n".join([*lines, *_without_reruns(plan), *_raced(plan), *_other_budgets(plan)])
 
 
@@ -42,8 +42,11 @@ def _times(plan: Plan) -> str:
     text = f"Budget {format_bytes(plan.budget_bytes)}: a step takes {format_seconds(plan.step_seconds)}"
     if plan.overhead_seconds == 0.0:
         return f"{text}, no longer than with everything kept."
+    entries = list(zip(plan.costs.blocks, plan.actions, strict=True))
+    offloaded = (v for block, actions in entries for v in block.values if actions[v.name] is Action.OFFLOAD)
+    also = " and offloading" if any(value.offload_s for value in offloaded) else ""
     parts = [
-        (plan.recompute_seconds, f"computing again{_and_offloading(plan)}"),
+        (plan.recompute_seconds, f"computing again{also}"),
         (plan.write_wait_seconds, "waiting for copies out"),
         (plan.read_wait_seconds, "waiting for copies back"),
     ]
@@ -51,23 +54,13 @@ def _times(plan: Plan) -> str:
     return f"{text}, {_share(plan, plan.overhead_seconds)} more than with everything kept: {terms}. {_best(plan)}"
 
 
-def _and_offloading(plan: Plan) -> str:
-    pairs = zip(plan.costs.blocks, plan.actions, strict=True)
-    offloaded = (value for block, of in pairs for value in block.values if of[value.name] is Action.OFFLOAD)
-    return " and offloading" if any(value.offload_s for value in offloaded) else ""
-
-
 def _best(plan: Plan) -> str:
     """Say how much less another plan for this budget could add, by the same costs, and what this one leaves of it."""
     left = plan.budget_bytes - plan.peak_bytes
     is_left = left > _LEFT * plan.budget_bytes
     if plan.overhead_seconds - plan.bound_seconds <= _ROUNDING * plan.plain_seconds:
-        text = "No plan for this budget is predicted to be faster"
-        return (
-            f"{text}, also none that uses the {format_bytes(left)} that this one leaves of it."
-            if is_left
-            else f"{text}."
-        )
+        other = f", also none that uses the {format_bytes(left)} that this one leaves of it" if is_left else ""
+        return f"No plan for this budget is predicted to be faster{other}."
     text = f"No plan for this budget is predicted to add less than {_share(plan, plan.bound_seconds)}."
     return f"{text} This one leaves {format_bytes(left)} of it." if is_left else text
 
@@ -88,7 +81,7 @@ def _peak(plan: Plan) -> str:
     number = next((each for each in peaks if cycle[each].is_backward), peaks[0])
     segment, base = cycle[number].segment, base_parts(plan, number)
     parts = [
-        *((nbytes, _of_model(plan, segment.running, what)) for nbytes, what in base[:2]),
+        *((nbytes, what.replace("its", "the block's")) for nbytes, what in base[:2]),
         (kept_bytes(plan, number), "kept by the blocks before it"),
         *base[2:],
         (
@@ -99,21 +92,15 @@ def _peak(plan: Plan) -> str:
     held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
     if segment.running < 0:
         return f"Peak {format_bytes(plan.peak_bytes)}, where no block runs: {held}."
-    where = f"{'forward' if segment.is_forward else 'backward'} {_entry(plan, segment.running)}"
+    where = f"{'forward' if segment.is_forward else 'backward'} of {_entry(plan, segment.running)}"
     return f"Peak {format_bytes(plan.peak_bytes)}, in {where}: {held}."
-
-
-def _of_model(plan: Plan, index: int, what: str) -> str:
-    is_block = plan.blocks is None or plan.blocks[index] is not None
-    return "the block's working set" if what == "its working set" and is_block else what
 
 
 def _entry(plan: Plan, index: int) -> str:
     """Say which entry of the stack it is: of the model, where the plan knows it."""
-    names, blocks = plan.block_names, plan.blocks
-    if names is None or blocks is None:
-        return f"of block {index} of {len(plan.costs.stack)} ({plan.costs.stack[index]!r})"
-    return names[index].strip("()") if blocks[index] is None else f"of {names[index]}"
+    if plan.block_names is not None:
+        return plan.block_names[index]
+    return f"block {index} of {len(plan.costs.stack)} ({plan.costs.stack[index]!r})"
 
 
 def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Row, list[int]]]:
@@ -128,7 +115,7 @@ def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Row, list[int]]]:
 def _offloaded(plan: Plan) -> Iterator[str]:
     for where, row, chosen in _groups(plan, Action.OFFLOAD):
         value = row.value
-        again_s, offload_s = row.recompute_s(plan, chosen), row.offload_s(plan, chosen)
+        again_s, offload_s = (row.seconds(plan, chosen, what) for what in ("recompute_s", "offload_s"))
         other = f"computing it again would take {format_seconds(again_s)}, and what its inputs take"
         why = other if value.replayable else "it cannot be computed again"
         total = format_bytes(len(chosen) * value.nbytes)
@@ -140,26 +127,23 @@ def _recomputed(plan: Plan) -> Iterator[str]:
     for where, row, chosen in _groups(plan, Action.RECOMPUTE):
         if row.value.needed:
             total = format_bytes(len(chosen) * row.value.nbytes)
-            seconds = format_seconds(row.recompute_s(plan, chosen))
+            seconds = format_seconds(row.seconds(plan, chosen, "recompute_s"))
             yield f"Recomputed: {row.value.name} {where} ({total}): {seconds}."
 
 
-def _recorded(plan: Plan) -> Iterator[str]:
-    entries = zip(plan.costs.blocks, plan.actions, plan.rerun, strict=True)
-    recorded = [
-        index
+def _whole_blocks(plan: Plan) -> Iterator[str]:
+    """Say which blocks are recorded, and which run again as a whole."""
+    entries = list(zip(plan.costs.blocks, plan.actions, plan.rerun, strict=True))
+    recorded = {
+        index: block.recording_s
         for index, (block, actions, rerun) in enumerate(entries)
         if block.recording_s and not rerun and block.is_recorded(actions)
-    ]
-    for chosen in folded(plan, recorded):
-        seconds = format_seconds(sum(plan.costs.blocks[index].recording_s for index in chosen))
-        yield f"Recorded, so that not all of it is kept: {say_blocks(plan, chosen)}: {seconds}."
-
-
-def _reruns(plan: Plan) -> Iterator[str]:
-    for chosen in folded(plan, (index for index, rerun in enumerate(plan.rerun) if rerun)):
-        seconds = format_seconds(sum(plan.costs.blocks[index].rerun_seconds for index in chosen))
-        yield f"Run again as a whole: {say_blocks(plan, chosen)}: {seconds}."
+    }
+    reruns = {index: block.rerun_seconds for index, (block, _, rerun) in enumerate(entries) if rerun}
+    for what, seconds in (("Recorded, so that not all of it is kept", recorded), ("Run again as a whole", reruns)):
+        for chosen in folded(plan, seconds):
+            total = format_seconds(sum(seconds[index] for index in chosen))
+            yield f"{what}: {say_blocks(plan, chosen)}: {total}."
 
 
 def _without_reruns(plan: Plan) -> Iterator[str]:

@@ -31,25 +31,20 @@ class Row:
         """Return the entries that do this with the value, and do not run again as a whole."""
         return [i for i in self.entries if not plan.rerun[i] and plan.actions[i][self.value.name] is action]
 
-    def recompute_s(self, plan: Plan, entries: Iterable[int]) -> float:
-        """Return the seconds that computing the value again takes in these entries."""
-        return sum(value.recompute_s for value in self._values(plan, entries))
-
-    def offload_s(self, plan: Plan, entries: Iterable[int]) -> float:
-        """Return the seconds that offloading the value takes in these entries, beside its copies."""
-        return sum(value.offload_s for value in self._values(plan, entries))
-
-    def _values(self, plan: Plan, entries: Iterable[int]) -> Iterator[Value]:
-        values = (value for i in entries for value in plan.costs.blocks[i].values)
-        return (value for value in values if value.name == self.value.name)
+    def seconds(self, plan: Plan, entries: Iterable[int], what: str) -> float:
+        """Return the seconds that something (`"recompute_s"`, `"offload_s"`) takes for the value in these entries."""
+        values = (value for index in entries for value in plan.costs.blocks[index].values)
+        return float(sum(getattr(value, what) for value in values if value.name == self.value.name))
 
 
 def folded(plan: Plan, entries: Iterable[int]) -> list[list[int]]:
-    """Return entries of the stack, those that are called alike together."""
-    alike = _alike(plan)
-    found: dict[object, list[int]] = {}
+    """Return entries of the stack, those of classes that are called alike together: calls of the same modules."""
+    modules: dict[str, set[str]] = {name: set() for name in plan.costs.classes}
+    for kind, name in zip(plan.costs.stack, plan.block_names or plan.costs.stack, strict=True):
+        modules[kind].add(without_call(name))
+    found: dict[frozenset[str], list[int]] = {}
     for index in entries:
-        found.setdefault(alike[plan.costs.stack[index]], []).append(index)
+        found.setdefault(frozenset(modules[plan.costs.stack[index]]), []).append(index)
     return list(found.values())
 
 
@@ -82,17 +77,6 @@ def listed_entries(plan: Plan, entries: Iterable[int]) -> str:
     for index in entries:
         calls[without_call(names[index])].append(names[index])
     return listed(itertools.chain(*calls.values()))
-
-
-def _alike(plan: Plan) -> dict[str, object]:
-    """Return by class what it has in common with others: the modules that its entries are calls of, else itself."""
-    names = plan.block_names
-    if names is None:
-        return {name: name for name in plan.costs.classes}
-    modules: dict[str, set[str]] = {name: set() for name in plan.costs.classes}
-    for kind, name in zip(plan.costs.stack, names, strict=True):
-        modules[kind].add(without_call(name))
-    return {kind: frozenset(found) for kind, found in modules.items()}
 
 
 def _of(plan: Plan, entries: list[int]) -> str:

@@ -167,11 +167,11 @@ class Plan:
                 f"actckpt {__version__} reads version {PLAN_VERSION}. Make it again."
             )
         found = cls(**{field.name: _read(field, plan) for field in dataclasses.fields(cls)})
-        found._check_lengths()
-        found._check_actions()
+        found._check()
         return found
 
-    def _check_lengths(self) -> None:
+    def _check(self) -> None:
+        """Raise a ValueError where entries are not those of the stack."""
         num = len(self.costs.stack)
         for name in ("actions", "rerun", "blocks", "places", "windows"):
             entries = getattr(self, name)
@@ -180,8 +180,6 @@ class Plan:
                     f"This plan has {len(entries)} entries in {name!r}, and its costs have a stack of {num}. Make the "
                     "plan again."
                 )
-
-    def _check_actions(self) -> None:
         for index, (block, actions) in enumerate(zip(self.costs.blocks, self.actions, strict=True)):
             values = {value.name for value in block.values}
             if other := sorted(values ^ actions.keys()):

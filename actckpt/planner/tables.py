@@ -36,7 +36,7 @@ def plan_table(plan: Plan) -> str:
 def _line(plan: Plan, row: Row) -> tuple[str, ...]:
     reruns = [index for index in row.entries if plan.rerun[index]]
     by_action = {action: row.chosen(plan, action) for action in (Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD)}
-    seconds = row.recompute_s(plan, by_action[Action.RECOMPUTE]) if row.value.needed else 0.0
+    seconds = row.seconds(plan, by_action[Action.RECOMPUTE], "recompute_s") if row.value.needed else 0.0
     columns = [listed_entries(plan, found) for found in (*by_action.values(), reruns)]
     if not row.value.needed and columns[1]:
         columns[1] = "not needed"

@@ -295,7 +295,7 @@ def test_reruns_of_all_calls_of_a_block_are_one_line() -> None:
     plan = dataclasses.replace(plan, rerun=reruns)
     seconds = sum(plan.costs.blocks[i].rerun_seconds for i in range(12) if reruns[i])
     cells = "cells.0, cells.0@1, 5, cells.1, cells.1@1, 5"
-    assert f"Run again as a whole: {cells}: {format_seconds(seconds)}." in "\n".join(explanation._reruns(plan))
+    assert f"Run again as a whole: {cells}: {format_seconds(seconds)}." in "\n".join(explanation._whole_blocks(plan))
 
 
 def test_calls_of_other_modules_stay_apart() -> None:
