@@ -77,19 +77,22 @@ def _sum(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return total
     words = _words(tensor)
-    most = min(max(words.numel() // _PART, _LEAST_PIECE), _MOST_PIECE)
-    begin = 0
-    for piece in _pieces(words, most):
-        total += _weighted(piece, begin)
-        begin += piece.numel()
+    most = min(max(words.numel() // _PART, _LEAST_PIECE), _MOST_PIECE) // 8 * 8
+    weights = torch.arange(min(most, words.numel()), dtype=torch.int64, device=tensor.device)
+    weights.mul_(_MULTIPLIER).bitwise_or_(1)
+    for piece in map(_wide, _pieces(words, most)):
+        # A product of odd weights counts each element, so that no single change of one is lost.
+        total = torch.add((piece * weights[: piece.numel()].view(piece.shape)).sum(), total, alpha=_MULTIPLIER)
     return total
 
 
-def _weighted(words: Tensor, begin: int) -> Tensor:
-    weights = torch.arange(begin, begin + words.numel(), dtype=torch.int64, device=words.device)
-    weights.mul_(_MULTIPLIER).bitwise_or_(1)
-    elements = words.to(torch.int64, copy=True, memory_format=torch.contiguous_format).add_(1)
-    return weights.mul_(elements.view(-1)).sum()
+def _wide(words: Tensor) -> Tensor:
+    """Return words of 64 bits: several at once where they lie one after another."""
+    size = words.element_size()
+    if words.dim() != 1 or words.stride(0) != 1 or words.numel() * size % 8:
+        return words.to(torch.int64)
+    is_aligned = words.storage_offset() * size % 8 == 0
+    return (words if is_aligned else words.clone()).view(torch.int64)
 
 
 def compact(tensor: Tensor) -> Tensor:
