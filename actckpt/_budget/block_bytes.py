@@ -19,7 +19,7 @@ from actckpt._core.storages import storages_of, tensors_in
 from actckpt.memory import LiveStorages
 from actckpt.policies import Policy
 
-__all__ = ["BlockPeaks", "HeldBytes", "block_peaks", "held_bytes", "more_bytes", "peak_bytes"]
+__all__ = ["BlockPeaks", "HeldBytes", "block_peaks", "held_bytes"]
 
 
 class HeldBytes(NamedTuple):
@@ -59,16 +59,6 @@ class _Casts(TorchDispatchMode):
         return sum(storage.nbytes() for each in self._storages if (storage := each()) is not None)
 
 
-def peak_bytes(call: BlockCall, forward: Callable[..., Any] | None = None) -> tuple[int, int]:
-    """Return the peak of forward, and of both, in bytes, without gradients of parameters once they are computed.
-
-    The first kernels of some kinds on a device leave something behind, or try others: the lesser of two runs counts.
-    """
-    device = call.structure.device
-    runs = [_peak_of_run(call, forward, device) for _ in range(1 if devices.counting(device) is None else 2)]
-    return min(forward for forward, _, _ in runs), min(peak for _, _, peak in runs)
-
-
 class BlockPeaks(NamedTuple):
     """Peak bytes of a block in isolation, without its input and without gradients of its parameters."""
 
@@ -95,19 +85,17 @@ def block_peaks(call: BlockCall, replaying: Iterable[Policy], *, can_rerun: bool
 
 
 def _phase_peaks(call: BlockCall, forward: Callable[..., Any] | None) -> tuple[int, int]:
-    """Return the peaks of forward and of backward in bytes; on a device the lesser of two runs counts."""
+    """Return the peaks of forward and of backward in bytes, without gradients of parameters once they are computed.
+
+    The first kernels of some kinds on a device leave something behind, or try others: the lesser of two runs counts.
+    """
     device = call.structure.device
     runs = [_peak_of_run(call, forward, device) for _ in range(1 if devices.counting(device) is None else 2)]
-    return min(forward for forward, _, _ in runs), min(backward for _, backward, _ in runs)
+    return min(forward for forward, _ in runs), min(backward for _, backward in runs)
 
 
-def more_bytes(call: BlockCall, kept_bytes: int, policy: Policy) -> float:
-    """Return what a block needs in a region with a policy beyond what it does where all is kept."""
-    return float(max(peak_bytes(call, call.in_region(policy))[1] - kept_bytes, 0))
-
-
-def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: torch.device) -> tuple[int, int, int]:
-    """Return the peaks of forward, of backward, and of both."""
+def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: torch.device) -> tuple[int, int]:
+    """Return the peaks of forward and of backward."""
     flush(device)
     working = WorkingStorages(device)
     with call.set_apart(forward) as run:
@@ -122,7 +110,7 @@ def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: to
         gradients = [torch.ones_like(root) for root in roots]
         with working.section():
             run.backward(roots, gradients)
-        return forward_bytes, working.peak_bytes, max(forward_bytes, working.peak_bytes)
+        return forward_bytes, working.peak_bytes
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -35,22 +35,18 @@ class ProfiledBlock:
     costs: BlockClass
     #: Where each value is in the model, by its name in the cost table.
     places: dict[str, str]
+    #: Of phases and modes.
+    peaks: BlockPeaks
     #: The storage of its input, and the bytes of that.
     input: weakref.ref[torch.UntypedStorage] | None
     input_bytes: int
     #: The storages of values that it returned, by their names in the cost table.
     returned: dict[str, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
-    #: What its forward needs at most, with its input.
-    forward_bytes: float = 0.0
     #: Of what something held when the forward had ended, which counts with the input: storages, and names of those that
     #: are values.
     held: tuple[tuple[weakref.ref[torch.UntypedStorage], int, str | None], ...] = ()
-    #: Of its parameters, in the cache of autocast: they count neither as values nor in the working set.
+    #: Of its parameters, in the cache of autocast: they do not count as values.
     casts: tuple[Cast, ...] = ()
-    #: Storages of casts that it found there, and their bytes.
-    found_casts: tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...] = ()
-    #: Of phases and modes, where these were asked for.
-    peaks: BlockPeaks | None = None
     #: The storages of values by their names in the cost table, and those that the call was given, with their bytes.
     made: dict[str, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
     arguments: tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...] = ()
@@ -62,9 +58,7 @@ class ProfiledBlock:
         lost = {cast.name: cast.nbytes for cast in self.casts if cast not in casts}
         if not lost:
             return self
-        block, nbytes = self._with_values(lost), sum(lost.values())
-        costs = dataclasses.replace(block.costs, working_set_bytes=block.costs.working_set_bytes + nbytes)
-        return dataclasses.replace(block, costs=costs, forward_bytes=block.forward_bytes + nbytes, casts=casts)
+        return dataclasses.replace(self._with_values(lost), casts=casts)
 
     def without_replaced(self) -> ProfiledBlock:
         """Return the block without what was held when its forward had ended, and is gone: states that were replaced.

@@ -11,7 +11,8 @@ Rule 2. The first block of each structure (operators, shapes, dtypes, what gradi
         found them (NOTE [ Found by the forward ]). Afterwards random state, attributes of modules, and the containers
         and objects that these and the arguments lead to are what they were. Other tensors that the recorded call wrote
         to in place get their bytes back. Nothing is exchanged with other ranks (NOTE [ Alone ]), and `actckpt.stats`
-        does not count what these runs do.
+        does not count what these runs do. At other sizes, up to four times larger or smaller, the block does not run
+        again: its bytes are those of the recorded call, its seconds and peaks are scaled (`other_sizes`).
 Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
         recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
         times of their operators. What reruns take is timed as NOTE [ Timing a rerun ] says. The modes that watch the
@@ -33,6 +34,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -42,9 +44,10 @@ from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.apart import attributes_of, counts_calls, holds_input
-from actckpt._budget.block_bytes import BlockPeaks, HeldBytes, block_peaks, held_bytes, more_bytes, peak_bytes
+from actckpt._budget.block_bytes import HeldBytes, block_peaks, held_bytes
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.draws import Draws
+from actckpt._budget.other_sizes import BlockProfile, at_other_size, without_sizes
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
 from actckpt._budget.sharded import check_units, check_wrapped
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
@@ -75,16 +78,15 @@ class Profiler:
 
     Args:
         offloads: whether plans may offload.
-        step: a context around the run of each call that is part of the step; None: peaks of phases are not asked for.
+        step: a context around the run of each call that is part of the step.
     """
 
-    def __init__(
-        self, *, offloads: bool, step: Callable[[], contextlib.AbstractContextManager[object]] | None = None
-    ) -> None:
+    def __init__(self, *, offloads: bool, step: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._offloads = offloads
         self._running = ""
-        #: And what the forward of each needs at most.
-        self._known: dict[tuple[Any, ...], tuple[BlockClass, float, BlockPeaks | None]] = {}
+        self._known: dict[tuple[Any, ...], BlockProfile] = {}
+        #: Those that were measured, without sizes.
+        self._measured: defaultdict[tuple[Any, ...], list[BlockProfile]] = defaultdict(list)
         self._step = step
 
     def call(
@@ -133,7 +135,7 @@ class Profiler:
     ) -> tuple[Any, ProfiledBlock]:
         inputs = held_inputs(forward, args, kwargs, None)
         before, draws, argument = attributes_of(block), Draws(), first_tensor((args, kwargs))
-        with self._step() if self._step is not None else contextlib.nullcontext():
+        with self._step():
             result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
         drawn = draws.unrestored(block, structure.generators.values())
         inputs.forward_done()
@@ -145,24 +147,53 @@ class Profiler:
         values = tuple(_renamed(value, places) for value in recorded)
         if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and nothing before it is trained
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
-        key = _structure_key(block, values, drawn, _passes_on((args, kwargs)))
-        if key not in self._known:
+
+        def profiled() -> BlockProfile:
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
             with inputs.as_found(checks=False), _explained(name):
-                moved, replaying = _moved(recorded), _replaying(recorded)
-                costs, forward_bytes = _profiled(call, values, moved, replaying, no_rerun=no_rerun)
-                peaks = None if self._step is None else _peaks(call, replaying, can_rerun=costs.rerun)
-                self._known[key] = costs, forward_bytes, peaks
-        costs, forward_bytes, peaks = self._known[key]
-        by_name = {short: place for place, short in places.items() if short != BLOCK_INPUT}
-        returned = {places[value]: storage for value, storage in structure.returned(result).items()}
-        held = tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held())
-        casts = tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts())
-        found, given = structure.taken_found_casts(), (structure.input, structure.input_bytes)
-        made = {places[value]: storage for value, storage in structure.storages().items() if value in places}
-        storages = made, _with_bytes((args, kwargs)), tuple(storage for storage, _ in _with_bytes(result))
-        profiled = name, costs, by_name, *given, returned, forward_bytes, held, casts, found, peaks, *storages
-        return result, ProfiledBlock(*profiled)
+                return _profiled(call, values, recorded, no_rerun=no_rerun)
+
+        profile = self._known_or(profiled, block, values, drawn, _passes_on((args, kwargs)))
+        return result, _profiled_block(call, profile, places, result)
+
+    def _known_or(
+        self, profiled: Callable[[], BlockProfile], block: torch.nn.Module, values: tuple[Value, ...], *others: Any
+    ) -> BlockProfile:
+        """Return what is known of calls with these values, at this size or another one; otherwise profile."""
+        key = _structure_key(block, values, *others)
+        if key not in self._known:
+            measured = self._measured[_structure_key(block, without_sizes(values), *others)]
+            found = at_other_size(measured, values)
+            if found is None:
+                found = profiled()
+                measured.append(found)
+            self._known[key] = found
+        return self._known[key]
+
+
+def _profiled_block(call: BlockCall, profile: BlockProfile, places: dict[str, str], result: Any) -> ProfiledBlock:
+    """Return what a call costs.
+
+    Args:
+        places: names of values in the cost table by those in the model.
+        result: of the call.
+    """
+    name, structure = call.name, call.structure
+    costs, peaks = profile
+    return ProfiledBlock(
+        name,
+        costs,
+        {short: place for place, short in places.items() if short != BLOCK_INPUT},
+        peaks,
+        input=structure.input,
+        input_bytes=structure.input_bytes,
+        returned={places[value]: storage for value, storage in structure.returned(result).items()},
+        held=tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held()),
+        casts=tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts()),
+        made={places[value]: storage for value, storage in structure.storages().items() if value in places},
+        arguments=_with_bytes(call.arguments),
+        results=tuple(storage for storage, _ in _with_bytes(result)),
+    )
 
 
 def _structure_key(block: torch.nn.Module, values: Iterable[Value], *others: Any) -> tuple[Any, ...]:
@@ -174,12 +205,6 @@ def _structure_key(block: torch.nn.Module, values: Iterable[Value], *others: Any
 
 def _with_bytes(given: Any) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
     return tuple((weakref.ref(each), each.nbytes()) for each in storages_of(list(tensors_in(given))))
-
-
-@uncounted()
-def _peaks(call: BlockCall, replaying: list[Policy], *, can_rerun: bool) -> BlockPeaks:
-    with modes.without_own():
-        return block_peaks(call, replaying, can_rerun=can_rerun)
 
 
 def _note_held(call: BlockCall, result: Any, inputs: Any) -> None:
@@ -222,58 +247,49 @@ def _explained(name: str) -> Iterator[None]:
 
 @uncounted()
 def _profiled(
-    call: BlockCall,
-    values: tuple[Value, ...],
-    moved: Mapping[str, Action],
-    replaying: list[Policy],
-    *,
-    no_rerun: str | None,
-) -> tuple[BlockClass, float]:
-    """Return what a block costs, and what its forward needs at most.
+    call: BlockCall, values: tuple[Value, ...], recorded: tuple[Value, ...], *, no_rerun: str | None
+) -> BlockProfile:
+    """Return what a block costs.
 
     Args:
-        moved: a policy that offloads some of the values; empty where none may be.
-        replaying: policies under which replays need most.
+        recorded: the values by their places in the model.
         no_rerun: why the block may not be run again; None: nothing is known that speaks against it.
     """
-    structure = call.structure
-    held, (forward_bytes, kept_bytes) = held_bytes(call), peak_bytes(call)
+    structure, held = call.structure, held_bytes(call)
     given = storages_of(list(tensors_in(call.arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
-    no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
-    call = dataclasses.replace(call, is_local=not structure.exchanges.were_met)
     with modes.without_own():
-        times, no_rerun = _times(call, values, moved, no_rerun)
+        with call.set_apart() as run:  # its backward, too, may exchange something
+            roots = run.roots()
+            run.backward(roots, [torch.ones_like(root) for root in roots])
+        no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
+        call = dataclasses.replace(call, is_local=not structure.exchanges.were_met)
+        times, no_rerun = _times(call, values, _moved(recorded), no_rerun)
         values = _timed_again(call, values)
-    more = functools.partial(more_bytes, call, kept_bytes)
+        peaks = block_peaks(call, _replaying(recorded), can_rerun=no_rerun is None)
     values = tuple(dataclasses.replace(each, offload_s=times.offload_s * each.offloadable) for each in values)
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
-    other, own_bytes = _other_bytes(structure, held)
     costs = BlockClass(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
-        working_set_bytes=float(max(own_bytes + kept_bytes, 0)),  # the input is the block's own
+        working_set_bytes=0.0,  # `BlockPeaks` has it
         recording_s=max(times.recorded_s - times.forward_s, 0.0),
         values=(
             *_scaled(values, times.forward_s, times.replaying_s - times.backward_s),
-            Value(OTHER, float(other), offloadable=False, replayable=False),
+            Value(OTHER, _other_bytes(structure, held), offloadable=False, replayable=False),
         ),
-        rerun=times.rerun_s is not None,
+        rerun=no_rerun is None,
         rerun_s=times.rerun_s,
         no_rerun=no_rerun,
-        recompute_bytes=max(more(policy) for policy in replaying),
-        rerun_bytes=more("recompute") if times.rerun_s is not None else 0.0,
     )
-    return costs, float(max(own_bytes + forward_bytes, 0))
+    return BlockProfile(costs, peaks)
 
 
-def _other_bytes(structure: BlockStructure, held: HeldBytes) -> tuple[int, int]:
-    """Return what a block holds beyond its values, and its input's bytes less casts, which count elsewhere."""
+def _other_bytes(structure: BlockStructure, held: HeldBytes) -> float:
+    """Return what a block holds beyond its values."""
     cached_bytes = max(held.cast_bytes - structure.saved_cast_bytes(), 0)  # by others, or by an earlier call
-    other = max(held.nbytes - cached_bytes - structure.saved_bytes() - structure.bytes_held(), 0)
-    cached_bytes += sum(nbytes for _, nbytes, _ in structure.casts())
-    return other, structure.input_bytes - cached_bytes
+    return float(max(held.nbytes - cached_bytes - structure.saved_bytes() - structure.bytes_held(), 0))
 
 
 def _why_no_rerun(structure: BlockStructure, *, writes_to_input: bool) -> str | None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,8 +98,6 @@ class BlockStructure:
         self.written: dict[int, torch.UntypedStorage] = {}
         #: Generators that its operators were given, by id.
         self.generators: dict[int, torch.Generator] = {}
-        #: Storages from outside, by id: casts of parameters that its operators read in the cache of autocast.
-        self._found_casts: dict[int, torch.UntypedStorage] = {}
 
     def note_saved(self, info: SavedTensorInfo) -> Action:
         """Take down what autograd saves; a policy that recomputes everything."""
@@ -154,15 +152,6 @@ class BlockStructure:
     def casts(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str]]:
         """Return the casts of parameters in the cache of autocast: storages, their bytes and names."""
         return [(made.storage, made.nbytes, self._name(made)) for made in self._made if made.is_cached]
-
-    def note_found_casts(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """An operator read casts of parameters that were in the cache of autocast before."""
-        self._found_casts.update((id(storage), storage) for storage in storages)
-
-    def taken_found_casts(self) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
-        """Return these casts, storages and their bytes, and hold them no more."""
-        found, self._found_casts = self._found_casts, {}
-        return tuple((weakref.ref(storage), storage.nbytes()) for storage in found.values())
 
     def holds_twice_in_rerun(self) -> bool:
         """Return whether a rerun makes again what lives already."""
@@ -237,13 +226,6 @@ def is_cast_of_parameter(func: Any, args: Any) -> bool:
     return args[0].requires_grad and args[0].is_leaf
 
 
-def _is_cached_cast(tensor: Tensor) -> bool:
-    """Return whether autocast may have this tensor in its cache: a copy of a parameter in another dtype."""
-    if tensor.grad_fn is None or tensor.grad_fn.name() != "ToCopyBackward0":
-        return False
-    return isinstance(getattr(tensor.grad_fn.next_functions[0][0], "variable", None), torch.nn.Parameter)
-
-
 def run_recorded(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
@@ -297,7 +279,6 @@ class _Graph(TorchDispatchMode):
         self._by_storage: dict[int, _Made] = {}
         self._calls = Calls()
         self._num_made = 0
-        self._is_cached = torch_private.any_autocast_enabled() and torch.is_autocast_cache_enabled()
 
     def __enter__(self) -> Any:
         self._calls.begin("")
@@ -315,9 +296,6 @@ class _Graph(TorchDispatchMode):
         self._structure.generators.update((id(each), each) for each in given if isinstance(each, torch.Generator))
         written = storages_of(written_tensors(func, args, kwargs or {})) if func._schema.is_mutable else ()
         self._structure.written.update((id(each), each) for each in written if self._known(each) is None)
-        if self._is_cached:
-            casts = (each.untyped_storage() for each in tensors_in((args, kwargs or {})) if _is_cached_cast(each))
-            self._structure.note_found_casts(each for each in casts if self._known(each) is None)
         place = self._place(func)
         start = devices.moment(self._structure.device)
         result = func(*args, **(kwargs or {}))

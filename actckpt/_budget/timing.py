@@ -106,18 +106,19 @@ def fastest(
         num_values: how many values it has.
         offloading: the block in a region that offloads; None: what that takes the host is not asked for.
     """
-    ways = [plain, recorded, *(way for way in (rerun, offloading and offloading.runs) if way is not None)]
-    for way in ways[1:]:
-        _timed(way, device)
-    timed: list[Callable[[], tuple[_Span, ...]]] = [functools.partial(_timed, way, device) for way in ways]
+    ways: list[Callable[[], tuple[_Span, ...]]] = [functools.partial(_timed, way, device) for way in (plain, recorded)]
     if rerun is not None:
-        timed.append(functools.partial(_rerun_alone, rerun, device))
-    (forward, backward), (recording, replaying), *others = _in_turns(timed)
+        ways.append(functools.partial(_timed_rerun, rerun, device))
+    if offloading is not None:
+        ways.append(functools.partial(_timed, offloading.runs, device))
+    for way in ways[1:]:
+        way()
+    (forward, backward), (recording, replaying), *others = _in_turns(ways)
     rerun_s, offload_s = None, 0.0
     if rerun is not None:
-        longer_s = sum(span.seconds for span in others.pop(0)) - forward.seconds - backward.seconds
-        alone_s = others.pop()[0].seconds
-        rerun_s = min(max(longer_s, alone_s), alone_s + num_values * _MOST_PER_SAVED_S)
+        *spans, alone = others.pop(0)
+        longer_s = sum(span.seconds for span in spans) - forward.seconds - backward.seconds
+        rerun_s = min(max(longer_s, alone.seconds), alone.seconds + num_values * _MOST_PER_SAVED_S)
     if offloading is not None:
         pairs = zip((recording, backward), others.pop(), strict=True)
         offload_s = sum(_per_offloaded_s(usual, with_some, offloading) for usual, with_some in pairs)
@@ -194,11 +195,11 @@ def _backward(run: Run, roots: list[Tensor]) -> None:
     run.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _rerun_alone(runs: Runs, device: torch.device) -> tuple[_Span]:
-    """Return what the rerun of a block takes, which its forward is not a part of; nothing where none begins."""
+def _timed_rerun(runs: Runs, device: torch.device) -> tuple[_Span, _Span, _Span]:
+    """Return what forward, backward and the rerun in it take; nothing for the last where none begins."""
     timer = _Timer(device)
-    _timed(runs, device, timer.registered())
-    return (_Span(0.0, 0.0) if timer.span is None else timer.span[0].until(timer.span[1]),)
+    forward, backward = _timed(runs, device, timer.registered())
+    return forward, backward, _Span(0.0, 0.0) if timer.span is None else timer.span[0].until(timer.span[1])
 
 
 class _Timer(extensions.Extension):

@@ -52,7 +52,6 @@ def settled(blocks: Sequence[ProfiledBlock], returned: Collection[int] = ()) -> 
 
 def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     block = block.with_casts(tuple(cast for cast in block.casts if cast.storage() is not None)).without_replaced()
-    assert block.peaks is not None
     alive = {name for name, storage in block.made.items() if storage() is not None}
     results = set(map(id, block.results))
     returned = {name for name, storage in block.made.items() if id(storage) in results}
@@ -81,14 +80,7 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     if rerun_held:  # replays need the input alone, reruns all arguments
         values = [_reading(value, _REPLAY_INPUT) for value in values]
         values.insert(0, Value(_REPLAY_INPUT, droppable, needed=False, offloadable=False, replayable=False))
-    costs = dataclasses.replace(
-        block.costs,
-        values=(given, *values),
-        working_set_bytes=0.0,
-        recompute_bytes=0.0,
-        rerun_bytes=0.0,
-        input_bytes=float(block.input_bytes),
-    )
+    costs = dataclasses.replace(block.costs, values=(given, *values), input_bytes=float(block.input_bytes))
     return SettledBlock(block.name, costs, block.places, block.peaks, sum(always_kept), droppable)
 
 

@@ -1,0 +1,70 @@
+"""What a block costs at a size at which it was not profiled, as a profile at another size tells."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from actckpt._budget.block_bytes import BlockPeaks
+from actckpt.planner.costs import BlockClass, Value
+
+__all__ = ["BlockProfile", "at_other_size", "without_sizes"]
+
+#: Operators of much smaller blocks take other times per byte.
+_MOST_TIMES_LARGER = 4.0
+
+
+class BlockProfile(NamedTuple):
+    """What a block was measured to need, at one size."""
+
+    costs: BlockClass
+    peaks: BlockPeaks
+
+
+def without_sizes(values: Iterable[Value]) -> tuple[Value, ...]:
+    """Return values that are equal for calls of a block that differ in sizes alone."""
+    return tuple(dataclasses.replace(value, nbytes=float(value.nbytes > 0), offloadable=False) for value in values)
+
+
+def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> BlockProfile | None:
+    """Return the profile of a call from the one whose size is nearest; None: none is near enough.
+
+    Bytes of values are those of the call. Peaks grow as the value that grows most: the first cycle under a plan may
+    need less than predicted. Seconds grow with the bytes, which trials correct.
+
+    Args:
+        profiles: of calls that differ from this one in sizes alone.
+        values: of the call, without what is held beyond them.
+    """
+    nbytes = _total(values)
+    ratios = {profile: nbytes / total for profile in profiles if (total := _total(profile.costs.values[:-1])) > 0}
+    near = {profile: max(ratio, 1 / ratio) for profile, ratio in ratios.items() if ratio > 0}
+    nearest = min(near, key=near.__getitem__, default=None)
+    if nearest is None or near[nearest] > _MOST_TIMES_LARGER:
+        return None
+    ratio, (costs, peaks) = ratios[nearest], nearest
+    *known, other = costs.values
+    growth = [new.nbytes / old.nbytes if old.nbytes else ratio for new, old in zip(values, known, strict=True)]
+    offload_s = max(value.offload_s for value in known)
+    found = [
+        dataclasses.replace(
+            new,
+            recompute_s=factor * old.recompute_s,
+            offload_s=offload_s * new.offloadable,
+            needed=old.needed,
+        )
+        for new, old, factor in zip(values, known, growth, strict=True)
+    ]
+    costs = dataclasses.replace(
+        costs,
+        forward_s=ratio * costs.forward_s,
+        backward_s=ratio * costs.backward_s,
+        rerun_s=None if costs.rerun_s is None else ratio * costs.rerun_s,
+        values=(*found, dataclasses.replace(other, nbytes=ratio * other.nbytes)),
+    )
+    return BlockProfile(costs, BlockPeaks(*(round(max(growth) * nbytes) for nbytes in peaks)))
+
+
+def _total(values: Iterable[Value]) -> float:
+    return sum(value.nbytes for value in values)
