@@ -120,6 +120,21 @@ def capacity(device: int, nbytes: int) -> Iterator[None]:
         _device.set_capacity(device, before)
 
 
+def num_allocations() -> int:
+    """Return how many allocations were asked of the devices so far."""
+    return int(_device.num_allocations())
+
+
+@contextmanager
+def failing_allocation(number: int) -> Iterator[None]:
+    """Let one allocation of device memory in the body fail: 1 is the first one."""
+    _device.fail_allocation(number)
+    try:
+        yield
+    finally:
+        _device.fail_allocation(0)
+
+
 @contextmanager
 def judging_frees() -> Iterator[None]:
     """Judge the reuse of memory when it is freed, whether or not anybody gets it (machine/memory.h)."""

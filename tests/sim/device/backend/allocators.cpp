@@ -22,7 +22,9 @@ void* device_bytes(int device, std::size_t bytes) {
   std::uint64_t allocated = 0;
   {
     Lock lock = lock_machine();
-    if (std::byte* const data = device_memory().allocate(lock, home, bytes)) {
+    const bool is_refused = ++device_memory().num_allocations == device_memory().failing_allocation;
+    std::byte* const data = is_refused ? nullptr : device_memory().allocate(lock, home, bytes);
+    if (data != nullptr) {
       return data;
     }
     capacity = device_memory().capacity(device);

@@ -84,6 +84,15 @@ void bind_memory(py::module_& module) {
     const Lock lock = lock_machine();
     device_memory().set_capacity(device, bytes);
   });
+  module.def("num_allocations", [] {
+    const Lock lock = lock_machine();
+    return device_memory().num_allocations;
+  });
+  // The n-th from now on, 1 is the next one; 0: none.
+  module.def("fail_allocation", [](std::uint64_t n) {
+    const Lock lock = lock_machine();
+    device_memory().failing_allocation = n == 0 ? 0 : device_memory().num_allocations + n;
+  });
   module.def("set_judges_frees", [](bool judges) {
     const Lock lock = lock_machine();
     device_memory().judges_frees = judges;

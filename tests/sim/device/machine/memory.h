@@ -79,6 +79,9 @@ class DeviceMemory {
   std::uint64_t capacity(int device) { return at(device).capacity; }
   void set_capacity(int device, std::uint64_t bytes) { at(device).capacity = bytes; }
   bool judges_frees = false;
+  // Allocations of both devices so far, and the number of the one that fails; 0: none.
+  std::uint64_t num_allocations = 0;
+  std::uint64_t failing_allocation = 0;
 
  private:
   using BlockPtr = std::unique_ptr<Block>;
