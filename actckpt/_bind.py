@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from actckpt import _C
-from actckpt._core import devices, extensions, messages, modes, random_state, sites, state, torch_private
+from actckpt._core import devices, extensions, messages, modes, random_state, rescue, sites, state, torch_private
 from actckpt._core.functions import global_names
 from actckpt._core.tensor_changes import has_same_bytes, own_copy
 from actckpt._offload import notices, owned_memory, reading, session, sources, stores
@@ -96,6 +96,11 @@ NAMES: dict[str, Any] = {
     "failure": region.failure,
     "is_watched": other_ranks.is_watched,
     "parameter_error": messages.parameter_error,
+    # Work of backward that runs out of memory.
+    "may_run_again": rescue.may_run_again,
+    "release_caches": rescue.release_caches,
+    "add_first_error": rescue.add_first_error,
+    "num_operations": rescue.num_operations,
     "swap_timeout_error": random_state.swap_timeout_error,
     "script_failure": torch_private.SCRIPT_FAILURE,
     # The hooks of offloading.

@@ -62,6 +62,8 @@ class Settings:
     #: Most bytes of replayed values that wait for their turn in a backward. None: no limit. `"auto"`: no limit in a
     #: region of a block; in one of many, the fewest with which no operator runs more than twice in a backward.
     replay_window: int | str | None = "auto"
+    #: Whether work of backward that runs out of memory runs once more.
+    rescue: bool = True
 
     @property
     def window_bytes(self) -> int | None:
@@ -89,6 +91,7 @@ class SettingsKeywords(TypedDict, total=False):
     observers: Collection[type]
     replay_order: Callable[[Any], Iterable[int]] | None
     replay_window: int | str | None
+    rescue: bool
 
 
 _settings = Settings()
@@ -123,6 +126,8 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
         replay_window: most bytes of replayed values that wait for their turn in a backward; values beyond it are
             computed again when they are asked for. None: no limit. `"auto"`: about as few as let no operator run more
             than twice; no limit in regions of the size of a block, and below 4 MiB.
+        rescue: whether a rerun, replay or reload that runs out of memory in backward runs once more, after caches were
+            emptied.
     Returns:
         The settings in force now.
     Raises:
@@ -150,9 +155,9 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
     workers = changes.get("num_workers", 0)
     if not isinstance(workers, int) or isinstance(workers, bool) or not 0 <= workers <= 64:
         raise ValueError(f"configure: num_workers={workers!r}. Pass a whole number from 0 to 64.")
-    fix_malloc = changes.get("fix_malloc", True)
-    if not isinstance(fix_malloc, bool):
-        raise ValueError(f"configure: fix_malloc={fix_malloc!r}. Pass True or False.")
+    for name in ("fix_malloc", "rescue"):
+        if not isinstance(changes.get(name, True), bool):
+            raise ValueError(f"configure: {name}={changes[name]!r}. Pass True or False.")
     _check_replay(changes)
     _settings = dataclasses.replace(_settings, **changes)
     generation += 1

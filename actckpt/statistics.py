@@ -66,6 +66,8 @@ class Stats:
     kept_opaque: int
     #: Bytes copied because an operator was about to overwrite them in place while backward still needs them.
     copied_on_write_bytes: int
+    #: Reruns, replays and reloads in backward that ran out of memory and ran once more.
+    rescued_recomputations: int
 
     def _texts(self) -> dict[str, str]:
         """Return the fields that are not zero, with their units."""
@@ -124,7 +126,7 @@ _HELD = (
 def _totals() -> dict[str, float]:
     totals: dict[str, float] = dict(_C.offload_sums())
     totals["rerun_regions"] = _C.num_reruns()
-    for name in ("idle_offloads", "kept_opaque", "copied_on_write_bytes"):
+    for name in ("idle_offloads", "kept_opaque", "copied_on_write_bytes", "rescued_recomputations"):
         totals[name] = counters.value(name)
     totals["replayed_operators"] = _C.num_replayed()
     of_stores = counts.sums()

@@ -132,6 +132,10 @@ namespace actckpt {
   X(generators_of) \
   X(refill) \
   X(note_buffers) \
+  X(may_run_again) /* (error, operations before a rerun): whether what ran out of memory runs once more */ \
+  X(release_caches) \
+  X(add_first_error) \
+  X(num_operations) \
   X(swap_timeout_error) \
   X(mismatch_error) \
   X(modified_error) \

@@ -1,9 +1,10 @@
-// Reruns under way in this thread: offloading moves nothing in them.
+// Reruns under way in this thread: offloading moves nothing in them. And all reruns of the process so far.
 #pragma once
 
 namespace actckpt {
 
 inline thread_local int num_open_reruns = 0;
+inline long long num_reruns = 0;  // guarded by the GIL
 
 inline bool is_in_rerun() noexcept { return num_open_reruns > 0; }
 

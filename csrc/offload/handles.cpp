@@ -7,6 +7,7 @@
 
 #include "core/original.h"
 #include "core/reads.h"
+#include "core/rescue.h"
 #include "core/witness.h"
 #include "offload/bytes.h"
 #include "offload/owned_memory.h"
@@ -132,7 +133,7 @@ py::object unpack_moved(MovedObject* self) {
   if (!self->needs_grad && call(names().reads_filled_late).ptr() == Py_True) {
     raise(call_with(names().filled_late_error, self->shape.ptr(), self->dtype.ptr()));
   }
-  const py::object found = fetch_bytes(self);
+  const py::object found = with_rescue(py::none(), [&] { return fetch_bytes(self); });
   const long long offset_bytes = self->offset_bytes - self->placed.start + start_of(found.ptr());
   py::object tensor = empty_tensor(self->dtype.ptr(), self->device.ptr());
   call_method_with(tensor.ptr(), names().set, storage_behind(found.ptr()),

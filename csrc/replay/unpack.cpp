@@ -7,6 +7,7 @@
 #include "core/locked.h"
 #include "core/python.h"
 #include "core/reads.h"
+#include "core/rescue.h"
 #include "core/swap_lock.h"
 #include "graph/needs.h"
 #include "graph/window.h"
@@ -44,7 +45,8 @@ Found found_of(TapeObject* tape, HandleObject* handle, ValueObject* value) {
     if (!found.tensor.is_none()) return found;
     found.tensor = py::object();
   }
-  found.base = bytes_of(tape, value, handle->window, handle->clock, &found.is_fresh);
+  found.base =
+      with_rescue(py::none(), [&] { return bytes_of(tape, value, handle->window, handle->clock, &found.is_fresh); });
   return found;
 }
 

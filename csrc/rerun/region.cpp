@@ -9,6 +9,7 @@
 #include "core/locked.h"
 #include "core/open_reruns.h"
 #include "core/python.h"
+#include "core/rescue.h"
 #include "core/swap_lock.h"
 #include "rerun/held.h"
 #include "rerun/parameters.h"
@@ -73,8 +74,6 @@ PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* arg
   complete_forward(reinterpret_cast<FrameObject*>(frame.ptr()));
   return Py_NewRef(owner.ptr());
 }
-
-long long num_reruns = 0;  // of the process so far
 
 // Runs function(*args, **kwargs) with grad mode on until the refill stops it.
 void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args, PyObject* kwargs) {
@@ -184,7 +183,7 @@ py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
   if (!keep) key = py::reinterpret_steal<py::object>(PyList_New(0));  // equal to no other key
   py::object value = take(frame, index, key.ptr());
   while (!value) {
-    rerun(frame, index, key);
+    with_rescue(call(names().num_operations), [&] { rerun(frame, index, key); });
     value = take(frame, index, key.ptr());
     if (!was_released(frame, key.ptr())) break;  // by another thread, meanwhile
   }

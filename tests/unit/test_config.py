@@ -25,6 +25,7 @@ def _settings_stay() -> Iterator[None]:
 
 WRONG = [
     ("fix_malloc", ["no", 1, 0, None], r"Pass True or False\.$"),
+    ("rescue", ["no", 1, 0, None], r"Pass True or False\.$"),
     ("audit", [True, None, "First", ["first"]], r"Pass 'first', 'always' or 'off'\.$"),
     ("replay_order", ["forward", 5, [0, 1]], r"Pass a function or None\.$"),
     ("opaque", ["aten.mul", None, 5, [None], [5], [b"aten.mul"], {"aten.mul": 1, 2: 3}], "Pass a list of operators"),

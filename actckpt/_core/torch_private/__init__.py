@@ -61,6 +61,7 @@ from actckpt._core.torch_private.distributed import (
     group_store,
     group_timeout,
     num_operations,
+    operations_of_groups,
     resolved_group,
     wait_for_collective,
 )
@@ -168,6 +169,7 @@ __all__ = [
     "num_function_modes",
     "num_gradients",
     "num_operations",
+    "operations_of_groups",
     "outer_hooks",
     "pop_dispatch_mode",
     "pop_hooks",

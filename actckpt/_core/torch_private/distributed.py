@@ -45,6 +45,12 @@ def num_operations(group: Any) -> int | None:
     return number
 
 
+def operations_of_groups() -> tuple[int | None, ...]:
+    """Return `num_operations` of each process group; None where its backend, like NCCL, does not count sends."""
+    groups = attribute(_world, "pg_map")
+    return tuple(num_operations(group) if name == "gloo" else None for group, (name, _) in groups.items())
+
+
 def group_timeout(group: Any) -> timedelta:
     """Return how long collectives of a process group wait for other ranks; torch's default where none can be told."""
     options, backend_for = None, attribute(group, "_get_backend")

@@ -1,0 +1,66 @@
+"""Work of backward that ran out of memory runs once more.
+
+NOTE [ Rescue ]
+
+Rule 1. A rerun, a replay and a reload run once more, as they are, where an allocation failed (csrc/core/rescue.h).
+Rule 2. Before that, the first attempt and its error are freed, all holders release bytes (NOTE [ Pressure ]), and the
+        allocator returns its cached memory, which also answers fragmentation.
+Rule 3. A rerun that communicated with other ranks does not run once more: they would wait, or pair it with something
+        else. The counts of process groups tell. NCCL does not count sends, so with it no rerun runs once more. Replays
+        and reloads do not communicate; those in which a rerun ran do not run once more, with one rank either.
+Rule 4. While a stream is being captured nothing runs once more.
+Rule 5. No error is hidden: the one of the second attempt is raised, with the first one at the end of its `__context__`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from actckpt import config
+from actckpt._core import agreement, devices, pressure, torch_private
+from actckpt._core.counters import counters
+
+__all__ = ["add_first_error", "is_out_of_memory", "may_run_again", "num_operations", "release_caches"]
+
+_ALL = 1 << 62
+#: Errors of allocators that are a RuntimeError like many others: of the CPU, of CUDA outside of torch's allocator.
+_TEXTS = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+def num_operations() -> tuple[int | None, ...]:
+    """Return how many operations each process group has run, None: unknown; nothing where there is only this rank."""
+    return torch_private.operations_of_groups() if agreement.has_others() else ()
+
+
+def may_run_again(error: BaseException, begun: tuple[int | None, ...] | None) -> bool:
+    """Whether what raised an error runs once more.
+
+    Args:
+        begun: what `num_operations` returned before a rerun; None: it is a replay or a reload.
+    """
+    if not config.settings().rescue or not is_out_of_memory(error) or devices.is_capturing():
+        return False
+    return begun is None or (None not in begun and begun == num_operations())
+
+
+def release_caches() -> None:
+    """Release what caches hold (Rule 2)."""
+    counters.add("rescued_recomputations", 1)
+    pressure.release(_ALL)
+    accelerator = devices.current()
+    if accelerator is not None and accelerator.current_index() is not None:
+        accelerator.empty_cache()
+
+
+def add_first_error(error: BaseException, first: str) -> None:
+    """Add the text of the first attempt's error to the error of the second one (Rule 5)."""
+    while error.__context__ is not None:
+        error = error.__context__
+    error.__context__ = torch.OutOfMemoryError(first)
