@@ -79,6 +79,7 @@ from actckpt.errors import (
     TransformerEngineError,
 )
 from actckpt.estimation import Estimate, EstimatedPolicy, Target, estimate
+from actckpt.memory import explain_oom
 from actckpt.memory_labels import label_memory
 from actckpt.planner.plans import Plan
 from actckpt.regions import name, region
@@ -136,6 +137,7 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "detach_variable",
     "estimate",
+    "explain_oom",
     "get_device_states",
     "label_memory",
     "memory",

@@ -24,22 +24,26 @@ NOTE [What is counted]
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt._blocks.choosing import check_model
 from actckpt._core import devices, torch_private
+from actckpt._core.memory_by_module import explain
+from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.storages import storages_of
 
-__all__ = ["LiveStorages", "StepMemory", "measure_step"]
+__all__ = ["LiveStorages", "StepMemory", "explain_oom", "measure_step"]
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
@@ -343,3 +347,34 @@ class _ResizeWatch:
 
 
 _resize_watch = _ResizeWatch()
+
+
+@contextlib.contextmanager
+def explain_oom(model: torch.nn.Module, optimizer: Optimizers = None) -> Iterator[None]:
+    """Add a table of memory by module to out-of-memory errors.
+
+    The table is a note of the error; before Python 3.11 it is added to the message. It has at most ten lines: tensors
+    saved for backward, inputs of checkpoints, parameters, gradients, optimizer state, and what else is allocated.
+    Saved tensors count for the module whose parameter was used last before them. The model needs no `apply`.
+
+    Args:
+        model: the model whose modules are listed.
+        optimizer: one or several optimizers, whose state is counted.
+    Raises:
+        TypeError: `model` is no module, or `optimizer` no optimizer.
+
+    Example::
+
+        with actckpt.explain_oom(model, optimizer):
+            loss_fn(model(x)).backward()
+            optimizer.step()
+
+    Cost: none as long as nothing fails.
+    """
+    check_model(model, "explain_oom")
+    optimizers = optimizers_of(optimizer, model, "explain_oom")
+    try:
+        yield
+    except RuntimeError as error:
+        explain(error, model, optimizers)
+        raise

@@ -62,6 +62,8 @@ CALLS = {  # in this order
     "trace": lambda f: raises(FileNotFoundError, f("no/such/folder/step.json").__enter__),
     "set_checkpoint_debug_enabled": lambda f: f(True),
     "set_checkpoint_early_stop": lambda f: f(True),
+    "explain_oom": lambda f: f(model).__enter__(),
+    "memory.explain_oom": lambda f: f(model).__enter__(),
     "memory.measure_step": lambda f: f(step, device="cpu", parameters=model.parameters()),
     "planner.solve": lambda f: raises(actckpt.CostTableError, f, {}, budget=1),
     "planner.simulate": lambda f: raises(actckpt.CostTableError, f, {}, None),

@@ -175,7 +175,12 @@ class Originals:
         if rebound:
             call = _Rebinding(rebound).call(call)
         unchanged = [(cell, value) for cell, value in self._cells if id(cell) not in rebound]
-        return Restored(call, [found.watched.tensor for found in self._tensors], self._rebound, unchanged)
+        return Restored(call, self.tensors, self._rebound, unchanged)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among function and arguments."""
+        return [found.watched.tensor for found in self._tensors]
 
 
 class _Rebinding:
@@ -304,6 +309,11 @@ class Inputs:
         """
         restored: Restored = self._held.restore()
         return restored
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are held as they are."""
+        return self._held.tensors if isinstance(self._held, Originals) else []
 
     def is_half_done(self, restored: Restored) -> bool:
         """Whether a rerun has yet to change back what its forward changed back (Rule 7 of Found by the forward)."""

@@ -308,6 +308,12 @@ PyObject* restore_inputs_function(PyObject*, PyObject* held) {
 
 PyObject* is_rerunning(PyObject*, PyObject*) { return PyBool_FromLong(is_in_rerun() ? 1 : 0); }
 
+// The frame of the region that a slot belongs to, or None: it is no slot.
+PyObject* frame_of(PyObject*, PyObject* saved) {
+  if (Py_TYPE(saved) != slot_type) Py_RETURN_NONE;
+  return Py_NewRef(reinterpret_cast<PyObject*>(reinterpret_cast<SlotObject*>(saved)->frame));
+}
+
 PyObject* count_reruns(PyObject*, PyObject*) { return PyLong_FromLongLong(num_reruns); }
 
 PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
@@ -322,6 +328,7 @@ PyMethodDef region_functions[] = {
     {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
+    {"frame_of", frame_of, METH_O, "The frame of a slot; None for all else."},
     {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
     {"restore_inputs", restore_inputs_function, METH_O, "Arguments of one rerun of the common kind."},
     {nullptr, nullptr, 0, nullptr}};

@@ -50,6 +50,7 @@ _STEPS = "contract/test_budgets_of_other_steps.py::"
 FILES = {
     "test_estimation.py": "is about what estimates say of a CPU",
     "test_device_exemptions.py": "is about the names below",
+    "test_explain_oom.py": "is about what the CPU allocates; device/test_out_of_memory.py is about devices",
 }
 EXEMPT: dict[str, str] = {
     "rerun/test_filled_late.py::test_offload_refuses_noise_that_it_moved_too_early": _RACES,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from demo_training import Training
 from oracle import assert_equal
 from sim import device
 from torch import Tensor
@@ -127,3 +128,22 @@ def test_any_allocation_that_fails_gives_the_same_bits_or_an_error(method: str, 
             assert step.bytes_left() == step.held_bytes, failing
     assert 0 < num_raised < step.num_allocations or method == "kept"
     assert (actckpt.stats().rescued_recomputations > 0) == (method != "kept")
+
+
+def _text(error: BaseException) -> str:
+    return "\n".join((str(error), *getattr(error, "__notes__", ())))
+
+
+@pytest.mark.parametrize("policy", [None, "keep", "recompute", "matmuls", "offload"])
+def test_an_error_gets_a_table_of_memory_by_module(policy: str | None) -> None:
+    torch.accelerator.empty_cache()
+    with device.capacity(0, 3 << 20), pytest.raises(torch.OutOfMemoryError, match="sim:0 is out of memory") as raised:
+        training = Training(lambda model: policy and actckpt.apply(model, policy=policy))
+        optimizer = torch.optim.Adam(training.model.parameters())
+        with actckpt.explain_oom(training.model, optimizer):
+            for _ in range(2):
+                training.step()
+                optimizer.step()
+    _, _, added = _text(raised.value).partition("actckpt: ")
+    assert 5 < len(added.splitlines()) <= 10
+    assert "\nblocks.*" in added, added

@@ -173,3 +173,18 @@ def num_gradients(node: Any) -> int:
         return len(node._input_metadata)
     except (AttributeError, RuntimeError, TypeError):
         return 0
+
+
+def saved_in(node: Any) -> Iterator[Any]:
+    """Yield what a node saved: tensors, or what hooks packed them into. Runs no hook; nothing of what was freed."""
+    for name in dir(type(node)):
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            values = getattr(node, name)
+        except RuntimeError:  # the node has run, and freed it
+            continue
+        for saved in values if isinstance(values, (tuple, list)) else (values,):
+            data = getattr(saved, "data", None)  # missing before torch 2.10
+            if data is not None:
+                yield data
