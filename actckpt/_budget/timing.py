@@ -33,7 +33,7 @@ __all__ = ["Offloading", "Run", "Runs", "Times", "fastest"]
 
 #: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
 #: others as long as all together take less than so many seconds.
-_LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 8, 0.3
+_LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 5, 0.1
 #: Most that saving and bringing back one more value takes.
 _MOST_PER_SAVED_S = 5e-6
 
