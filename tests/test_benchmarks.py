@@ -319,3 +319,12 @@ def test_the_cost_of_recording_is_measured_by_every_method(tmp_path: Path) -> No
         for phase in ("forward", "backward"):
             assert list(found[phase]) == ["plain", "mode and hooks", "actckpt", "torch selective"]
             assert found[phase]["plain"]["us_per_operator"] == 0.0 < found[phase]["actckpt"]["seconds"]
+
+
+def test_first_cycles_of_each_length_are_compared_with_plain_steps() -> None:
+    measure = runpy.run_path(str(_BENCHMARKS / "first_cycles.py"))["measure"]
+    figures = measure(layers=6, width=64, tokens=[32, 48], models=2)
+    assert list(figures) == ["32", "48"]
+    for rows in figures.values():
+        columns = zip(rows["least"], rows["median"], rows["most"], strict=True)
+        assert all(0 < least <= median <= most for least, median, most in columns)
