@@ -244,8 +244,9 @@ def run_recorded(
     """
     structure = BlockStructure(argument, offloads=offloads)
     options = CheckpointOptions(policy=structure.note_saved)
+    inside = Inside(counts_anew=True, looks_up_calls=True)  # other sizes may have begun with the same operators
     with structure.exchanges, _Graph(structure):
-        result = checkpoint_call(forward, args, kwargs, options, inside=Inside(counts_anew=True))
+        result = checkpoint_call(forward, args, kwargs, options, inside=inside)
     structure.exchanges.close()
     return result, structure
 

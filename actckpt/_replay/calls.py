@@ -23,6 +23,8 @@ class Inside(NamedTuple):
     figures: Figures | None = None
     #: Places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
     counts_anew: bool = False
+    #: Places do not rely on what regions with the same first operators ran before.
+    looks_up_calls: bool = False
     #: It is a block, through which backward goes at once: what it asks for again stays (NOTE [ Windows ]).
     is_block: bool = False
 
@@ -45,6 +47,7 @@ def run_in_region(
         runs_function=True,
         matches=inside.matches,
         counts_anew=inside.counts_anew,
+        looks_up_calls=inside.looks_up_calls,
         is_block=inside.is_block,
     ) as opened:
         result = function(*args, **kwargs)

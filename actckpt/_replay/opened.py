@@ -46,11 +46,13 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def _calls_of(nesting: int, where: str, counts_anew: bool) -> Calls:
+def _calls_of(nesting: int, where: str, counts_anew: bool, looks_up_calls: bool) -> Calls:
     """Return the calls of the step that is under way, or new ones, for a region that opens."""
     if counts_anew:
         calls = Calls()
         calls.begin(where)
+        if looks_up_calls:
+            calls.look_up_all()
         return calls
     reference = _local.calls.get(nesting)
     known = None if reference is None else reference()
@@ -89,6 +91,7 @@ class OpenRegion:
         runs_function: whether it is around the call of a function, which can be run again.
         matches: gets the operators that run, of those that the policy names; None: its site does, and warns.
         counts_anew: places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
+        looks_up_calls: with `counts_anew`, places do not rely on what regions with the same first operators ran.
         is_block: what backward asks for again stays, whatever its size (NOTE [ Windows ]).
     """
 
@@ -101,6 +104,7 @@ class OpenRegion:
         "_figures",
         "_hooks",
         "_is_block",
+        "_looks_up_calls",
         "_outer_calls",
         "_outer_choice",
         "_outer_tape",
@@ -123,6 +127,7 @@ class OpenRegion:
         runs_function: bool = False,
         matches: Matches | None = None,
         counts_anew: bool = False,
+        looks_up_calls: bool = False,
         is_block: bool = False,
     ) -> None:
         self._choice = choice
@@ -130,7 +135,7 @@ class OpenRegion:
         self._figures = figures
         self._respects_hooks = respects_hooks
         self._runs_function = runs_function
-        self._counts_anew = counts_anew
+        self._counts_anew, self._looks_up_calls = counts_anew, looks_up_calls
         self._is_block = is_block
         self._thread = threading.get_ident()
         self._hooks: torch_private.Hooks | None = None
@@ -173,7 +178,7 @@ class OpenRegion:
         current.names_drop |= self._choice.names_drop
         self._outer_calls = current.calls
         if self._choice.asks_places and (current.calls is None or self._counts_anew):
-            current.calls = _calls_of(current.nesting, current.site.where, self._counts_anew)
+            current.calls = _calls_of(current.nesting, current.site.where, self._counts_anew, self._looks_up_calls)
 
     def _record(self, current: Tape | None, outer_hooks: torch_private.Hooks | None) -> None:
         """Begin a tape, and have what this thread does recorded on it."""
@@ -190,7 +195,7 @@ class OpenRegion:
         tape.pack_hook = functools.partial(pack_recorded, tape)
         tape.nesting = 0 if current is None else current.nesting + 1
         if self._choice.asks_places or tape.opaque_names or (self._figures is not None and site.asks_places(tape)):
-            tape.calls = _calls_of(tape.nesting, site.where, self._counts_anew)
+            tape.calls = _calls_of(tape.nesting, site.where, self._counts_anew, self._looks_up_calls)
         self._outer_tape = current
         self._hooks = tape.pack_hook, unpack_recorded
         self._recorder = self._watching(site) or (_local.idle.pop() if _local.idle else Recorder())

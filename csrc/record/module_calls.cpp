@@ -37,6 +37,7 @@ struct State {
   std::uint64_t first = 0;
   bool was_remembered = false;
   bool is_looked_up = false;
+  bool looks_up_all = false;  // none is to be remembered
 };
 
 // Calls by first operator and structure of a region, and the first ones of those that left the structures known.
@@ -241,7 +242,7 @@ void note(State* state, const OperatorFacts& facts, std::uint64_t structure) {
     look_up(state, facts);
     const bool has_root = !state->stack.empty();
     state->first = mixed(state->running.id, has_root ? number_of(state->stack.front().root.ptr()) : 0);
-    state->is_looked_up = !has_root || remembered().changing.count(state->first) > 0;
+    state->is_looked_up = state->looks_up_all || !has_root || remembered().changing.count(state->first) > 0;
     return;
   }
   const std::uint64_t key = mixed(mixed(state->first, structure), facts.id);
@@ -281,9 +282,15 @@ PyObject* calls_begin(PyObject* self, PyObject* where) {
     }
     state->outside = std::move(call);
     state->first = 0;
-    state->was_remembered = state->is_looked_up = false;
+    state->was_remembered = state->is_looked_up = state->looks_up_all = false;
     Py_RETURN_NONE;
   });
+}
+
+// look_up_all(): frames tell the calls of all operators of the region.
+PyObject* calls_look_up_all(PyObject* self, PyObject*) {
+  calls_of(self)->state->looks_up_all = true;
+  Py_RETURN_NONE;
 }
 
 // end(): the region closes.
@@ -312,7 +319,10 @@ void calls_dealloc(PyObject* self) {
 }
 
 PyMethodDef calls_methods[] = {
-    {"begin", calls_begin, METH_O, nullptr}, {"end", calls_end, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+    {"begin", calls_begin, METH_O, nullptr},
+    {"end", calls_end, METH_NOARGS, nullptr},
+    {"look_up_all", calls_look_up_all, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
 PyMemberDef calls_members[] = {
     {"is_over", T_BOOL, offsetof(CallsObject, is_over), 0, nullptr},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(CallsObject, weak_references), READONLY, nullptr},

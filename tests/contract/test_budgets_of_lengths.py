@@ -79,3 +79,39 @@ def test_each_length_is_within_its_budget(lengths: tuple[int, ...], share: float
             assert number < 4 or peak_bytes <= (1.02 if number == 4 else 1.0) * budget, number
         if on_device.device_type == "cpu":  # on the simulated device nothing takes time, so nothing need be kept
             assert peak_bytes >= 0.85 * budget, "values of six blocks are too coarse for more"
+
+
+class Residual(nn.Module):
+    """Convolutions, whose weights autocast casts once: blocks of all sizes begin with the same operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = (
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.Conv2d(8, 8, 3, padding=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(functional.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.filterwarnings("ignore:apply. No plan fits")
+def test_a_plan_for_a_further_size_needs_no_more_than_one_for_it_alone() -> None:
+    def peaks(sizes: list[int]) -> list[int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Residual() for _ in range(6)))
+        actckpt.apply(model, blocks=Residual, activation_budget="40%", race=False)
+        found = []
+        for size in sizes:
+            x = torch.randn(2, 8, size, size)
+            model.zero_grad()
+            with LiveStorages(parameters=model.parameters()) as live:
+                with torch.autocast(on_device.device_type, torch.bfloat16):
+                    y = model(x)
+                y.float().square().mean().backward()
+            found.append(live.peak_bytes)
+        return found
+
+    alone, after_another = peaks([24] * 4), peaks([16] * 4 + [24] * 4)
+    assert after_another[-1] <= 1.02 * alone[-1] < alone[0]
