@@ -346,6 +346,17 @@ def test_numbers_of_tests_on_a_gpu_are_those_of_the_results() -> None:
     assert len(_result("te_training")["passed"]) == runs[1]["passed"] == 166
 
 
+def test_first_cycles_take_what_the_result_says() -> None:
+    page = (_ROOT / "docs/budgets.md").read_text().replace("\n", " ")
+    (path,) = (_ROOT / "benchmarks/results").glob("first_cycles_*.json")
+    first, further = (
+        [f"{ratio:.1f}" for ratio in figures["median"][:3]]
+        for figures in json.loads(path.read_text())["ratios_to_plain"].values()
+    )
+    assert "{}, {} and {} plain steps for the first three cycles".format(*first) in page
+    assert "{}, {} and {} for those of a further length".format(*further) in page
+
+
 def test_every_result_is_cited_by_a_page_or_checked_here() -> None:
     pages = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
     text = "".join(page.read_text() for page in pages)
