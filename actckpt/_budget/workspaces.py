@@ -21,8 +21,8 @@ class WorkingStorages(LiveStorages):
     have been there one after the other. Where the allocator's own peak tells that it was less, that counts.
     """
 
-    def __init__(self, device: torch.device, *, parameters: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__(parameters=parameters)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device, self._allocator = device, devices.counting(device)
         self._most_bytes = 0
 
@@ -50,15 +50,6 @@ class WorkingStorages(LiveStorages):
         """Start the peak again from what is alive now."""
         super().reset_peak()
         self._most_bytes = 0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave workspaces out for a while: to ask the allocator takes time."""
-        allocator, self._allocator = self._allocator, None
-        try:
-            yield
-        finally:
-            self._allocator = allocator
 
     @contextmanager
     def section(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -57,9 +57,6 @@ apply_code: CodeType | None = optional("torch.autograd.Function.apply.__func__._
 #: The function in which every call of a module runs its hooks and its forward.
 _call_module = lookup("torch.nn.Module._call_impl")
 
-#: The function in which every backward that Python begins runs.
-_run_backward = lookup("torch.autograd.graph._engine_run_backward")
-
 _backward_hooks = lookup("torch.Tensor._backward_hooks.__get__")
 _without_functions = lookup("torch._C.DisableTorchFunctionSubclass")
 
@@ -107,32 +104,6 @@ def reads_filled_late() -> bool | None:
     return None if node is None else node.name().startswith("RreluWithNoise")
 
 
-def backward_roots() -> list[Any] | None:
-    """Return the nodes with which the backward under way began, None where they are not known.
-
-    Leaves have none. It is asked from a hook. `torch.autograd.graph._engine_run_backward` has them in its frame,
-    whoever called it. A thread of the engine, which runs nodes of devices, is not below that frame: then the only
-    thread counts that is in a backward, and where there are several, they are not known.
-    """
-    frame = _backward_frame(sys._getframe(1))
-    if frame is None:
-        others = [found for each in sys._current_frames().values() if (found := _backward_frame(each)) is not None]
-        if len(others) != 1:
-            return None
-        (frame,) = others
-    roots = frame.f_locals["t_outputs"]
-    nodes = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
-    return [node for node in nodes if node is not None]
-
-
-def _backward_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame that called the engine, from this one outwards."""
-    code = _run_backward.__code__
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
-
-
 def num_calls(module: torch.nn.Module) -> int:
     """Return how many calls of a module this thread is in, as `torch.nn.Module._call_impl` shows, whose hook asks."""
     num, frame, code = 0, sys._getframe(1), _call_module.__code__
@@ -165,14 +136,6 @@ def node_of(tensor: torch.Tensor) -> Any | None:
             return _grad_fn(tensor)
         except RuntimeError:
             return None
-
-
-def num_gradients(node: Any) -> int:
-    """Return how many gradients a node takes, 0 where torch does not tell."""
-    try:
-        return len(node._input_metadata)
-    except (AttributeError, RuntimeError, TypeError):
-        return 0
 
 
 def saved_in(node: Any) -> Iterator[Any]:

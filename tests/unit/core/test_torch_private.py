@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ast
 import importlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -100,7 +98,6 @@ def test_nodes_tell_their_order_and_the_bytes_of_gradients() -> None:
     assert torch_private.sequence_number(y.grad_fn) < torch_private.sequence_number(halves[0].grad_fn) < number
     assert torch_private.gradient_bytes(y.grad_fn, 0) == 48
     assert torch_private.gradient_bytes(halves[1].grad_fn, halves[1].output_nr) == 12
-    assert [torch_private.num_gradients(node) for node in (y.grad_fn, halves[0].grad_fn)] == [1, 2]
 
 
 def test_calls_of_a_module_that_this_thread_is_in_are_counted() -> None:
@@ -125,53 +122,6 @@ def test_the_node_of_a_tensor_is_known_whatever_its_class_says() -> None:
     y = x * 2
     assert torch_private.node_of(y) is y.grad_fn and torch_private.node_of(x) is None
     assert torch_private.node_of(torch.ones(2).as_subclass(Other)) is None
-
-
-def test_a_hook_is_told_with_which_nodes_backward_began() -> None:
-    x = torch.ones(2, requires_grad=True)
-    y, found = x * 2, []
-    y.register_hook(lambda _: found.append(torch_private.backward_roots()))
-    loss, other = y.sum(), y.sin()
-    edge = torch.autograd.graph.get_gradient_edge(other)
-    torch.autograd.backward([loss, edge, x], [None, torch.ones(2), torch.ones(2)])  # type: ignore[list-item]
-    assert found == [[loss.grad_fn, other.grad_fn]]
-    assert torch_private.backward_roots() is None
-
-
-def test_a_thread_of_the_engine_is_told_with_which_nodes_the_only_backward_began() -> None:
-    x = torch.ones(2, requires_grad=True)
-    y, found = x * 2, list[Any]()
-
-    def ask(_: torch.Tensor) -> None:
-        with ThreadPoolExecutor(1) as engine:  # it is in no backward
-            found.append(engine.submit(torch_private.backward_roots).result())
-
-    y.register_hook(ask)
-    loss = y.sum()
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert found == [[loss.grad_fn]]
-
-
-def test_roots_are_not_known_where_several_threads_are_in_a_backward() -> None:
-    found, both = list[Any](), threading.Barrier(2)
-
-    def train(asks: bool) -> None:
-        x = torch.ones(2, requires_grad=True)
-        y = x * 2
-
-        def hook(_: torch.Tensor) -> None:
-            both.wait(30)
-            if asks:
-                with ThreadPoolExecutor(1) as engine:
-                    found.append(engine.submit(torch_private.backward_roots).result())
-            both.wait(30)
-
-        y.register_hook(hook)
-        y.sum().backward()  # type: ignore[no-untyped-call]
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(train, (True, False)))
-    assert found == [None]
 
 
 def test_installed_torch_has_the_flags_of_python_code() -> None:
