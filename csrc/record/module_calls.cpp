@@ -318,11 +318,10 @@ void calls_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyMethodDef calls_methods[] = {
-    {"begin", calls_begin, METH_O, nullptr},
-    {"end", calls_end, METH_NOARGS, nullptr},
-    {"look_up_all", calls_look_up_all, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef calls_methods[] = {{"begin", calls_begin, METH_O, nullptr},
+                               {"end", calls_end, METH_NOARGS, nullptr},
+                               {"look_up_all", calls_look_up_all, METH_NOARGS, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
 PyMemberDef calls_members[] = {
     {"is_over", T_BOOL, offsetof(CallsObject, is_over), 0, nullptr},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(CallsObject, weak_references), READONLY, nullptr},
