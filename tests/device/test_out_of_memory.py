@@ -105,7 +105,7 @@ _METHODS: dict[str, Callable[[Step], object]] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected() -> list[Tensor]:
     """What plain training computes."""
     return Step().expected
