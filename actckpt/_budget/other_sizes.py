@@ -1,4 +1,4 @@
-"""What a block costs at a size at which it was not profiled, as a profile at another size tells."""
+"""Costs of a block at a size that was not profiled, scaled from a profile at another size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from actckpt.planner.costs import BlockClass, Value
 
 __all__ = ["BlockProfile", "at_other_size", "without_sizes"]
 
-#: Operators of much smaller blocks take other times per byte.
+#: Beyond this factor, seconds per byte differ too much: small operators take as long as their launch.
 _MOST_TIMES_LARGER = 4.0
 
 
 class BlockProfile(NamedTuple):
-    """What a block was measured to need, at one size."""
+    """Measured costs and peaks of a block at one size."""
 
     costs: BlockClass
     peaks: BlockPeaks
@@ -35,7 +35,7 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
 
     Args:
         profiles: of calls that differ from this one in sizes alone.
-        values: of the call, without what is held beyond them.
+        values: of the call, without `OTHER`.
     """
     nbytes = _total(values)
     ratios = {profile: nbytes / total for profile in profiles if (total := _total(profile.costs.values[:-1])) > 0}

@@ -159,7 +159,7 @@ class Profiler:
     def _known_or(
         self, profiled: Callable[[], BlockProfile], block: torch.nn.Module, values: tuple[Value, ...], *others: Any
     ) -> BlockProfile:
-        """Return what is known of calls with these values, at this size or another one; otherwise profile."""
+        """Return the profile of calls with these values, at this size or scaled from another one; otherwise profile."""
         key = _structure_key(block, values, *others)
         if key not in self._known:
             measured = self._measured[_structure_key(block, without_sizes(values), *others)]

@@ -7,8 +7,8 @@ Rule 2. Saved tensors are read from the autograd graphs to which local variables
         passed and of their callers. Nodes are numbered in the order of the forward. A node counts for the module whose
         parameter was used last before it.
 Rule 3. What regions hold for reruns and replays is counted as inputs, of the module in which the region ran.
-Rule 4. Each storage counts once, in the first column that has it. The rest of what is allocated is "other":
-        workspaces of kernels, other tensors of the program, what a running region holds, copies under way.
+Rule 4. Each storage counts once, in the first column that has it. "other" is all other allocated memory: workspaces of
+        kernels, other tensors of the program, values of the running region, copies under way.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def explain(error: BaseException, model: torch.nn.Module, optimizers: Iterable[t
     try:
         if is_out_of_memory(error) and _TITLE not in "\n".join((str(error), *getattr(error, "__notes__", ()))):
             _add_text(error, _Table(model, optimizers, list(_local_tensors(error))).text())
-    except Exception:  # must not hide the error
+    except Exception as failure:  # must not hide the error
         _logger.debug("no table of memory by module", exc_info=True)
+        _add_text(error, f"actckpt: there is no table of memory by module: {type(failure).__name__}: {failure}")
 
 
 def _add_text(error: BaseException, text: str) -> None:
@@ -176,7 +177,7 @@ def _nodes(local: Iterable[Tensor]) -> list[Any]:
 
 
 def _held_by(saved: Any) -> Iterator[tuple[str, Any]]:
-    """Yield columns, and the tensors behind what a node saved: a tensor, or what a hook packed it into."""
+    """Yield columns and tensors of an object that a node saved: a tensor, or the object that a hook packed it into."""
     if (frame := _C.frame_of(saved)) is not None:
         args = frame.args if frame.region is None else frame.region.inputs.tensors
         yield "inputs", [arg.held if isinstance(arg, _C.HeldTensor) else arg for arg in args or ()]

@@ -40,7 +40,7 @@ def num_operations() -> tuple[int | None, ...]:
 
 
 def may_run_again(error: BaseException, begun: tuple[int | None, ...] | None) -> bool:
-    """Whether what raised an error runs once more.
+    """Whether work that raised an error runs once more.
 
     Args:
         begun: what `num_operations` returned before a rerun; None: it is a replay or a reload.
@@ -51,7 +51,7 @@ def may_run_again(error: BaseException, begun: tuple[int | None, ...] | None) ->
 
 
 def release_caches() -> None:
-    """Release what caches hold (Rule 2)."""
+    """Release the memory of caches (Rule 2)."""
     counters.add("rescued_recomputations", 1)
     pressure.release(_ALL)
     accelerator = devices.current()

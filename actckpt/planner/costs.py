@@ -56,7 +56,7 @@ class BlockClass:
     values: tuple[Value, ...] = ()
     rerun: bool = False
     recording_s: float = 0.0
-    #: float of a rerun, which may end before the forward does; None: `forward_s`.
+    #: Seconds of a rerun, which may end before the forward does; None: `forward_s`.
     rerun_s: float | None = None
     #: Why the block may not be run again, for explanations.
     no_rerun: str | None = None

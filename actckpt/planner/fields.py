@@ -87,7 +87,7 @@ NUMBER = _number("", math.inf)
 CHANGE = _number(" of bytes", 2**50, least=-math.inf)
 LIMIT = _number(" of bytes", 2**63)
 
-#: By the end of the name of a number, and by the annotation of what is none.
+#: Numbers are read by the end of their names, other fields by their annotations.
 _NUMBERS = {
     "bytes_per_s": _number(" of bytes per second", 2**63),
     "bytes": _number(" of bytes", 2**50),

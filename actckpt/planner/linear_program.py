@@ -21,7 +21,7 @@ class Solution(NamedTuple):
 
     #: The value of each variable. None: nothing was found.
     variables: Array | None
-    #: No solution has less of what was minimised; infinite where there is none.
+    #: Lower bound of the objective; infinite where there is no solution.
     bound: float
 
 

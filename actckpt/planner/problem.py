@@ -59,7 +59,7 @@ class Problem:
         return self.costs.plain_seconds or recompute_s or 1.0
 
     def kept(self) -> Choice:
-        """Return the choice that keeps everything, as far as pins allow."""
+        """Return the choice that keeps each value, unless a pin says otherwise."""
         actions = tuple({name: may[0] for name, may in allowed.items()} for allowed in self.allowed)
         return Choice(actions, (False,) * len(actions))
 

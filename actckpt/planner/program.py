@@ -199,7 +199,7 @@ class Program:
         self._program.row(terms, upper=-plain)
 
     def _held_by(self, alive: tuple[int, ...]) -> Terms:
-        """Return the sum of what entries keep: what the latest sum holds, with what differs, where that is little."""
+        """Return the bytes that entries keep: the latest sum with its differences, where these are few."""
         alive = tuple(sorted(alive))
         if alive not in self._alive:
             before = next(reversed(self._alive), ())

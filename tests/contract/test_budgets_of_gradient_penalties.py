@@ -1,4 +1,4 @@
-"""Budgets of steps that train through gradients, and hold nothing of what the model returned."""
+"""Budgets of steps that train through gradients, and drop the outputs of the model."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def node_of(tensor: torch.Tensor) -> Any | None:
 
 
 def saved_in(node: Any) -> Iterator[Any]:
-    """Yield what a node saved: tensors, or what hooks packed them into. Runs no hook; nothing of what was freed."""
+    """Yield the tensors that a node saved, or the objects that hooks packed them into. Runs no hook."""
     for name in dir(type(node)):
         if not name.startswith("_raw_saved_"):
             continue
