@@ -30,8 +30,8 @@ def without_sizes(values: Iterable[Value]) -> tuple[Value, ...]:
 def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> BlockProfile | None:
     """Return the profile of a call from the one whose size is nearest; None: none is near enough.
 
-    Bytes of values are those of the call. Peaks grow as the value that grows most: the first cycle under a plan may
-    need less than predicted. Seconds grow with the bytes, which trials correct.
+    Bytes of values are those of the call. Peaks are scaled so that the first cycle under a plan needs no more than
+    predicted. Seconds grow with the bytes, which trials correct.
 
     Args:
         profiles: of calls that differ from this one in sizes alone.
@@ -63,7 +63,17 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
         rerun_s=None if costs.rerun_s is None else ratio * costs.rerun_s,
         values=(*found, dataclasses.replace(other, nbytes=ratio * other.nbytes)),
     )
-    return BlockProfile(costs, BlockPeaks(*(round(max(growth) * nbytes) for nbytes in peaks)))
+    return BlockProfile(costs, _scaled(peaks, min(growth), max(growth)))
+
+
+def _scaled(peaks: BlockPeaks, least: float, most: float) -> BlockPeaks:
+    """Return peaks of which each exceeds that of `dropped` by as much as it may, or falls below it by as little."""
+
+    def scaled(nbytes: int) -> int:
+        difference = nbytes - peaks.dropped
+        return round(most * peaks.dropped + (most if difference > 0 else least) * difference)
+
+    return BlockPeaks(round(most * peaks.forward), *map(scaled, peaks[1:]))
 
 
 def _total(values: Iterable[Value]) -> float:

@@ -76,7 +76,9 @@ def test_each_length_is_within_its_budget(lengths: tuple[int, ...], share: float
             gradients, peak_bytes, _ = _step(model, each)
             if number >= 3:
                 assert_equal(gradients, expected)
-            assert number < 4 or peak_bytes <= (1.02 if number == 4 else 1.0) * budget, number
+            # In the first cycle of a plan audits compute checksums, in pieces of 2**15 elements.
+            limit = 1.02 * budget + 16 * 2**15 if number == 4 else budget
+            assert number < 4 or peak_bytes <= limit, number
         if on_device.device_type == "cpu":  # on the simulated device nothing takes time, so nothing need be kept
             assert peak_bytes >= 0.85 * budget, "values of six blocks are too coarse for more"
 
