@@ -30,16 +30,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._blocks.choosing import check_model
 from actckpt._core import devices, torch_private
 from actckpt._core.memory_by_module import explain
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.storages import storages_of
 
@@ -58,7 +58,7 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
         self.is_gradient = False
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(ObservingMode):
     """Count the bytes of the storages that operators allocate inside the `with` block and that still live.
 
     Counters nest, end in any order, may be entered again (they go on counting) and keep nothing alive. After the block
@@ -110,11 +110,6 @@ class LiveStorages(TorchDispatchMode):
         self._live_bytes = self._gradient_bytes = self._peak_bytes = 0
         self._hooks: list[Any] = []  # one per parameter and entry, newest last
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled under this mode; the default makes torch run them eagerly."""
-        return True
-
     @property
     def live_bytes(self) -> int:
         """Bytes alive now, without accumulated gradients of `parameters`."""
@@ -146,6 +141,17 @@ class LiveStorages(TorchDispatchMode):
         with self._lock:
             self._count_deaths()
             self._peak_bytes = self._live_bytes
+
+    def count(self, tensor: torch.Tensor, outside: Container[int]) -> None:
+        """Count a tensor that code made which no dispatch mode sees, compiled code for example.
+
+        Args:
+            outside: ids of storages that do not count.
+        """
+        with self._lock:
+            self._count_deaths()
+            for storage in storages_of(tensor):
+                self._note_output(storage, is_new=id(storage) not in outside)
 
     def __enter__(self) -> LiveStorages:
         super().__enter__()  # type: ignore[no-untyped-call]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
-from actckpt._core import devices, torch_private
+from actckpt._core import devices
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import module_name, warn_user
 from actckpt._offload.device import is_bringing_back
 
@@ -59,17 +59,12 @@ def label_memory() -> Iterator[None]:
         labels.set(before)
 
 
-class _Labelling(TorchDispatchMode):
+class _Labelling(ObservingMode):
     """Labels what operators allocate."""
 
     def __init__(self, label: Callable[[str], None], outside: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._label, self._outside = label, outside
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled, where torch can do that."""
-        return torch_private.runs_compiled_below_modes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._label("actckpt: again, offloaded" if is_bringing_back() else _label(func))

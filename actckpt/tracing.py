@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch.profiler import profile, record_function, supported_activities
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
-from actckpt._core import torch_private
+from actckpt._core.observing_mode import ObservingMode
 from actckpt.memory import LiveStorages
 
 __all__ = ["trace"]
@@ -77,16 +76,11 @@ def _started_profiler() -> profile:
     return profiler
 
 
-class _Again(TorchDispatchMode):
+class _Again(ObservingMode):
     """Names the operators that run again."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled, where torch can do that."""
-        return torch_private.runs_compiled_below_modes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (_C.is_rerunning() or _C.is_paused()) or func._schema.name in _BOOKKEEPING:

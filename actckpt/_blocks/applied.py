@@ -118,6 +118,8 @@ def unpatch(blocks: Mapping[str, Any]) -> None:
             forward.together.training.close()
         if forward.replaced is not None:
             module.forward = forward.replaced
+        if forward.compiled is not None:
+            module._compiled_call_impl = forward.compiled
 
 
 class _How:
@@ -157,13 +159,17 @@ class CheckpointedForward:
         self.use(settings)
         #: As `apply` was asked for: copies begin with this.
         self._calls_as_applied = self._calls
+        #: What `block.compile()` made, where this runs around it.
+        self.compiled: Callable[..., Any] | None = None
         #: A forward that the instance had of its own, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
         self.__wrapped__ = block.forward  # the signature, for `inspect`
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has not run, and whatever a budget decided for this model is decided anew for that one.
-        return {**vars(self), "_calls": self._calls_as_applied, "has_run": False, "instead": None, "planned_size": None}
+        # It is not compiled either: modules leave that out.
+        new = {"has_run": False, "instead": None, "planned_size": None, "compiled": None}
+        return {**vars(self), "_calls": self._calls_as_applied, **new}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -202,11 +208,25 @@ class CheckpointedForward:
         return self._calls[min(self.num_calls, len(self._calls)) - 1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():  # a program without a backward
-            return self.original()(*args, **kwargs)
+        if torch.compiler.is_exporting() or self.compiled is not None:  # without a backward, or inside of `_compiled`
+            return self._plain()(*args, **kwargs)
+        return self._called(args, kwargs, None if torch.compiler.is_compiling() else sys._getframe(1))
+
+    def run_around_compiled(self) -> bool:
+        """Run around what `block.compile()` made, and not inside of it; return whether that is new."""
+        compiled = self.block._compiled_call_impl
+        if compiled is None or compiled == self._compiled:
+            return False
+        self.compiled, self.block._compiled_call_impl = compiled, self._compiled
+        return True
+
+    def _compiled(self, *args: Any, **kwargs: Any) -> Any:
+        return self._called(args, kwargs, sys._getframe(1))
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None) -> Any:
         self.has_run = True
-        if not torch.compiler.is_compiling():
-            self._check_caller(sys._getframe(1))
+        if caller is not None:
+            self._check_caller(caller)
             self.together.take_over_late(self)
             if self.together.is_watching:
                 return self.together.watched(self, args, kwargs)
@@ -242,7 +262,7 @@ class CheckpointedForward:
 
     def _run(self, how: _How, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
         if how.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            arguments = without_cache(self.block, self.original(), args, kwargs)
+            arguments = without_cache(self.block, self._plain(), args, kwargs)
             if arguments is None:
                 return self.original()(*args, **kwargs)
             args, kwargs = arguments
@@ -270,7 +290,10 @@ class CheckpointedForward:
         return result
 
     def original(self) -> Callable[..., Any]:
-        """Return the forward that the block would have."""
+        """Return the forward that the block would have, compiled where it is."""
+        return self._plain() if self.compiled is None else self.compiled
+
+    def _plain(self) -> Callable[..., Any]:
         if self.replaced is not None:
             return self.replaced
         if torch.compiler.is_compiling():  # before torch 2.13 it knows no way to make a bound method

@@ -59,7 +59,7 @@ class OutsideModules:
         self._storages, self._blocks = storages, set(blocks)
         self._calls: list[_Call] = []
         self._begin = storages.num_made
-        self._hooks: list[Any] = []
+        self._close: list[Callable[[], None]] = []
         for name in (*self._blocks, *_outermost_without_blocks(model, self._blocks)):
             self._watch(name, model.get_submodule(name))
 
@@ -72,12 +72,16 @@ class OutsideModules:
             call.end = self._storages.num_made
             call.results = [weakref.ref(storage) for storage in storages_of(list(tensors_in(result)))]
 
-        self._hooks += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends)]
+        if module._compiled_call_impl is not None:  # the compiler would trace hooks
+            self._close += [_called_around(module, begins, ends)]
+            return
+        hooks = module.register_forward_pre_hook(begins), module.register_forward_hook(ends)
+        self._close += [hook.remove for hook in hooks]
 
     def close(self) -> None:
         """Watch no more."""
-        for hook in self._hooks:
-            hook.remove()
+        for close in self._close:
+            close()
 
     def made(self) -> tuple[MadeOutside, ...]:
         """Return what was made outside of the blocks and is alive, the largest first. Called when the forward ends."""
@@ -99,6 +103,23 @@ class OutsideModules:
     def _returned_bytes(self, call: _Call) -> int:
         alive = {id(storage): storage for each in call.results if (storage := each()) is not None}.values()
         return sum(each.nbytes() for each in alive if self._storages.has_made(each, since=call.begin))
+
+
+def _called_around(module: Any, begins: Callable[..., None], ends: Callable[..., None]) -> Callable[[], None]:
+    """Call functions before and after a compiled module, as hooks are; return what ends that."""
+    compiled = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begins()
+        result = compiled(*args, **kwargs)
+        ends(module, args, result)
+        return result
+
+    def close() -> None:
+        module._compiled_call_impl = compiled
+
+    module._compiled_call_impl = call
+    return close
 
 
 def _outermost_without_blocks(model: torch.nn.Module, blocks: set[str]) -> list[str]:

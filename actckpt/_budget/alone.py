@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._core import agreement, torch_private
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import tensors_in
 
 __all__ = ["Alone", "Exchanges", "num_ranks"]
@@ -91,7 +91,7 @@ def _received(func: Any, args: tuple[Any, ...], result: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in((written, result)) if not tensor.is_floating_point()]
 
 
-class Exchanges(TorchDispatchMode):
+class Exchanges(ObservingMode):
     """Notes what a block receives from other ranks, and whether it gathers parameters that are sharded inside of it."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Exchanges(TorchDispatchMode):
         self._received = []
 
 
-class Alone(TorchDispatchMode):
+class Alone(ObservingMode):
     """Exchanges nothing with other ranks (NOTE [ Alone ])."""
 
     def __init__(self, exchanges: Exchanges) -> None:

@@ -21,8 +21,8 @@ from actckpt._core.training_state import random_state, set_random_state
 
 __all__ = ["attributes_of", "counts_calls", "holds_input", "set_apart"]
 
-#: What every module has; the block's `forward` stands for its region.
-_NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward"}
+#: What every module has; `forward` or what was compiled stands for the region of the block.
+_NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward", "_compiled_call_impl"}
 _Written = dict[int, torch.UntypedStorage]
 
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.links import flush
 from actckpt._budget.structure import is_cast_of_parameter
 from actckpt._budget.workspaces import WorkingStorages
 from actckpt._core import devices
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt.memory import LiveStorages
 from actckpt.policies import Policy
@@ -31,17 +31,24 @@ class HeldBytes(NamedTuple):
 
 
 def held_bytes(call: BlockCall) -> HeldBytes:
-    """Return the bytes that a forward holds for backward."""
+    """Return the bytes that a forward holds for backward, made by compiled code too."""
     with call.set_apart() as run:
         casts = _Casts()
-        with casts, LiveStorages() as live:
+        given = storages_of([*tensors_in((run.args, run.kwargs)), *call.block.parameters(), *call.block.buffers()])
+        outside = {id(storage) for storage in given}
+
+        def pack(tensor: Tensor) -> Tensor:
+            live.count(tensor, outside)
+            return tensor.detach()
+
+        with casts, LiveStorages() as live, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             nodes = [tensor.grad_fn for tensor in tensors_in(run.call())]
         found = HeldBytes(live.live_bytes, casts.alive_bytes())
         del nodes
         return found
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(ObservingMode):
     """Notes which storages are casts of parameters."""
 
     def __init__(self) -> None:

@@ -64,8 +64,6 @@ from actckpt.statistics import uncounted
 
 __all__ = ["Profiler"]
 
-#: Of a block of which a plan keeps nothing, and of one that it runs again.
-_POLICIES: tuple[Policy, Policy] = ([], "recompute")
 #: The least seconds of an operator in so many runs count.
 _OPERATORS_TIMED = 3
 #: Most that is offloaded to time that, or one value.
@@ -96,8 +94,8 @@ class Profiler:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, ProfiledBlock]:
-        """Call a block; return its result and what it costs.
+    ) -> tuple[Any, ProfiledBlock | None]:
+        """Call a block; return its result and what it costs, None where only a later call tells that.
 
         Args:
             name: the block's qualified name.
@@ -132,13 +130,15 @@ class Profiler:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, ProfiledBlock]:
+    ) -> tuple[Any, ProfiledBlock | None]:
         inputs = held_inputs(forward, args, kwargs, None)
         before, draws, argument = attributes_of(block), Draws(), first_tensor((args, kwargs))
         with self._step():
             result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
         drawn = draws.unrestored(block, structure.generators.values())
         inputs.forward_done()
+        if structure.kept_compiled:
+            return result, None
         check_units(name, structure)
         call = BlockCall(name, block, forward, (args, kwargs), structure)
         _note_held(call, result, inputs)
@@ -332,7 +332,8 @@ def _times(
 ) -> tuple[Times, str | None]:
     """Return what a block takes, and why it may not be run again."""
     device = call.structure.device
-    ways = [functools.partial(call.set_apart, call.in_region(policy)) for policy in (*_POLICIES, moved)]
+    policies: tuple[Policy, ...] = ([], "recompute", moved)
+    ways = [functools.partial(call.set_apart, call.in_region(policy)) for policy in policies]
     offloading = None
     if moved and devices.accelerator_of(device.type) is not None:
         num_moved = sum(action is Action.OFFLOAD for action in moved.values())

@@ -34,13 +34,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._blocks.arguments import first_tensor
 from actckpt._budget.alone import Exchanges
 from actckpt._C import Calls, is_paused, look_up_call
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import devices, torch_private
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._offload import session
 from actckpt._options import CheckpointOptions
@@ -96,8 +96,14 @@ class BlockStructure:
         self._made: list[_Made] = []
         #: Storages from outside that operators of the block wrote to, by id.
         self.written: dict[int, torch.UntypedStorage] = {}
+        #: Whether what compiled code made was kept. From the next call on the block runs again.
+        self.kept_compiled = False
         #: Generators that its operators were given, by id.
         self.generators: dict[int, torch.Generator] = {}
+
+    def note_compiled(self) -> None:
+        """What compiled code made was kept."""
+        self.kept_compiled = True
 
     def note_saved(self, info: SavedTensorInfo) -> Action:
         """Take down what autograd saves; a policy that recomputes everything."""
@@ -244,7 +250,8 @@ def run_recorded(
     """
     structure = BlockStructure(argument, offloads=offloads)
     options = CheckpointOptions(policy=structure.note_saved)
-    inside = Inside(counts_anew=True, looks_up_calls=True)  # other sizes may have begun with the same operators
+    # Other sizes may have begun with the same operators.
+    inside = Inside(counts_anew=True, looks_up_calls=True, note_compiled=structure.note_compiled)
     with structure.exchanges, _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, options, inside=inside)
     structure.exchanges.close()
@@ -271,7 +278,7 @@ def _run_unrecorded(
         return checkpoint_call(forward, args, kwargs, CheckpointOptions(policy="recompute")), structure
 
 
-class _Graph(TorchDispatchMode):
+class _Graph(ObservingMode):
     """Notes which operators make and read which storages, and times them. Places are those that the recorder gives."""
 
     def __init__(self, structure: BlockStructure) -> None:

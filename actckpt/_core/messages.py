@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import module_name, modules_on_stack, user_line
 from actckpt._core.tensor_changes import version_of
 from actckpt.errors import CheckpointError, InputChangedError, RerunMismatchError, SavedTensorChangedError
@@ -56,7 +56,7 @@ class Trace:
         self.rerun_mode = _OperatorLog(self.rerun)
 
 
-class _OperatorLog(TorchDispatchMode):
+class _OperatorLog(ObservingMode):
     def __init__(self, lines: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._lines = lines

@@ -232,6 +232,9 @@ class BudgetLoop:
 
     def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         accumulates = self._keys.has_gradients() and self._leftovers.count()
+        newly_compiled = [forward for forward in self._forwards.values() if forward.run_around_compiled()]
+        if newly_compiled:
+            self._kinds = KnownKinds(self._new_kind)
         key = self._key = CycleKey(accumulates, self._keys.forward(args, kwargs))
         kind, self._is_smaller = self._kinds.find(key)
         self._kind = kind

@@ -120,7 +120,8 @@ class MeteredCalls:
             result, block = self._profilers[key].call(forward.name, forward.block, forward.original(), args, kwargs)
             if offloads:
                 flush(self._cycle.device)  # what was moved while blocks were timed is not part of the step
-        self.profiled.append(block)
+        if block is not None:  # else the cycle is measured again
+            self.profiled.append(block)
         return result
 
     def _unmuted(self) -> Any:

@@ -52,7 +52,11 @@ def planned(
                     f"plan: the step exchanges tensors with other ranks, {num_ranks()} in all, and how often it must "
                     "run differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
                 )
-            _check_step(loop, tuple(blocks))
+            _check_calls(loop, tuple(blocks))
+            if not loop.is_measured:  # compiled code is kept in its first call
+                state.put_back()
+                checked()
+            _check_backward(loop, tuple(blocks))
         for _ in range(_MOST_STEPS):
             if loop.is_settled:
                 break
@@ -82,11 +86,11 @@ def _explained(
         raise BlocksError(f"plan: {found}" if found else f"{error}{step.hint()}") from None
 
 
-def _check_step(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
+def _check_calls(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
     """Raise where the one step that ran cannot be planned.
 
     Raises:
-        BlocksError: a block did not run, or ran in several forwards of the model, or backward did not reach it.
+        BlocksError: a block did not run, or ran in several forwards of the model.
     """
     for name in blocks:
         num_calls = loop.num_calls[name]
@@ -96,5 +100,8 @@ def _check_step(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
                 f"{loop.num_forwards} times, expected once. Pass a step with one forward of the model, or other "
                 "blocks=."
             )
+
+
+def _check_backward(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
     if not loop.is_measured:
         raise BlocksError(f"plan: backward did not run through block {blocks[0]!r}. Pass a step with its backward.")

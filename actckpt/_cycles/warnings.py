@@ -18,11 +18,11 @@ __all__ = [
 ]
 
 COMPILED = (
-    "apply: no plan for the budget is made where all blocks run inside torch.compile, or none runs with gradients (in "
-    "a reentrant checkpoint they do in backward alone): they cannot be measured there, and stay checkpointed until one "
-    "runs with gradients, and not compiled. Pass a policy in place of the budget, leave some blocks to eager "
-    "execution, or leave apply out and give the compiler a share: "
-    "torch._functorch.config.activation_memory_budget = 0.5."
+    "apply: no plan for the budget is made where all blocks run inside one compiled function, or none runs with "
+    "gradients (in a reentrant checkpoint they do in backward alone): they cannot be measured there, and stay "
+    "checkpointed until one runs with gradients, and not in there. Compile the blocks instead of the model "
+    "(block.compile() for each one), pass a policy in place of the budget, or leave apply out and give the "
+    "compiler a share: torch._functorch.config.activation_memory_budget = 0.5."
 )
 CHECKPOINTED = (
     "apply: a model with a budget was called inside of a checkpoint, which runs it again in backward: what a step is "

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from actckpt._core import torch_private
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import storages_of, tensors_in
 
 __all__ = ["Numbers", "questions"]
@@ -57,7 +57,7 @@ class _Made:
         self.func, self.args, self.kwargs, self.at, self.steps = func, args, kwargs, at, steps
 
 
-class Numbers(TorchDispatchMode):
+class Numbers(ObservingMode):
     """Remembers how integers are made inside of the `with` block, and reads them: NOTE [ Numbers ]."""
 
     supports_higher_order_operators = True
@@ -65,11 +65,6 @@ class Numbers(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: Any = WeakTensorKeyDictionary()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled under this mode, where torch can do that."""
-        return torch_private.runs_compiled_below_modes
 
     def note_outside(self, fake: Tensor, tensor: Tensor) -> None:
         """Note for which tensor from outside a fake stands."""

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from actckpt._core import torch_private
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import tensors_in
 from actckpt._core.torch_private import settings as torch_settings
 from actckpt._estimate.targets import Target
@@ -67,7 +66,7 @@ _REACHED = _Shares(products=0.77, attention=0.59, attention_backward=0.45, bytes
 _PEAK = _Shares(1.0, 1.0, 1.0, 1.0)
 
 
-class Clock(TorchDispatchMode):
+class Clock(ObservingMode):
     """Adds up the seconds of the operators that run inside the `with` block, also in backward and recomputation."""
 
     supports_higher_order_operators = True
@@ -88,11 +87,6 @@ class Clock(TorchDispatchMode):
         self.flops = 0
         #: By the name of the operator, how often it ran.
         self.calls: dict[str, int] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled under this mode, where torch can do that."""
-        return torch_private.runs_compiled_below_modes
 
     @property
     def seconds(self) -> float:

@@ -27,6 +27,8 @@ class Inside(NamedTuple):
     looks_up_calls: bool = False
     #: It is a block, through which backward goes at once: what it asks for again stays (NOTE [ Windows ]).
     is_block: bool = False
+    #: Called in place of the warning that compiled code made what the policy wants to recompute.
+    note_compiled: Callable[[], None] | None = None
 
 
 def run_in_region(
@@ -53,7 +55,10 @@ def run_in_region(
         result = function(*args, **kwargs)
     if opened.compiled is not None:
         site.is_rerun = True
-        _warn_of_compiled(function, *opened.compiled)
+        if inside.note_compiled is not None:
+            inside.note_compiled()
+        else:
+            _warn_of_compiled(function, *opened.compiled)
     return result
 
 

@@ -47,11 +47,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
 from actckpt._C import add_results, add_value, with_windows
-from actckpt._core import devices, random_state, torch_private
+from actckpt._core import devices, random_state
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._replay import collectives, filling, saved_tensor_hooks
 from actckpt._replay.coverage import Filling
 from actckpt._replay.geometry import covers_all
@@ -67,7 +67,7 @@ __all__ = ["Recorder", "WatchingRecorder", "record_special"]
 _OVERWRITTEN = "overwritten"
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(ObservingMode):
     """The dispatch mode of one tape at a time."""
 
     supports_higher_order_operators = True
@@ -75,11 +75,6 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape: Tape | None = None
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled (Rule 10), where torch can do that."""
-        return torch_private.runs_compiled_below_modes
 
 
 class WatchingRecorder(Recorder):

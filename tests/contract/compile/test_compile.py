@@ -176,23 +176,12 @@ def test_an_applied_model_that_offloads_compiles_with_graph_breaks() -> None:
     assert_equal(torch.autograd.grad(y.sum(), [x, *model.parameters()]), expected)
 
 
-@pytest.mark.parametrize("kind", ["the model", "its blocks", "its blocks before"])
-def test_a_budget_says_that_it_makes_no_plan_for_compiled_blocks(kind: str) -> None:
+def test_a_budget_says_that_it_makes_no_plan_for_a_compiled_model() -> None:
     model = torch.nn.Sequential(mlp(), mlp(), torch.nn.Linear(8, 2))
     x = leaf(64, 8)
-    plain = _compiled(model) if kind == "the model" else model  # whose products may round otherwise on a GPU
-    expected = torch.autograd.grad(plain(x).sum(), [x, *model.parameters()])
-
-    def compile_blocks() -> None:
-        for block in model[:2]:
-            block.compile(backend="aot_eager")
-
-    if kind == "its blocks before":
-        compile_blocks()
+    called = _compiled(model)
+    expected = torch.autograd.grad(called(x).sum(), [x, *model.parameters()])
     actckpt.apply(model, activation_budget="60%")
-    if kind == "its blocks":
-        compile_blocks()
-    called = _compiled(model) if kind == "the model" else model
     for number in range(3):
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -202,6 +191,48 @@ def test_a_budget_says_that_it_makes_no_plan_for_compiled_blocks(kind: str) -> N
         assert_equal(gradients, expected)
     assert actckpt.report(model).plan is None
     actckpt.remove(model)  # with the meter of the last step
+
+
+class _Layer(torch.nn.Module):
+    """Of the program: modules of torch alone are not compiled by the method."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
+@pytest.mark.parametrize("way", ["block.compile()", "the same after apply", "torch.compile(block)"])
+def test_a_budget_makes_a_plan_for_compiled_blocks(way: str) -> None:
+    model = torch.nn.Sequential(*(_Layer(mlp()) for _ in range(4)), _Layer(torch.nn.Linear(8, 2)))
+    x = leaf(64, 8)
+
+    def compile_blocks() -> None:
+        for number in range(5):  # the head, too
+            if way == "torch.compile(block)":
+                model[number] = torch.compile(model[number], backend="aot_eager", fullgraph=True)
+            else:
+                model[number].compile(backend="aot_eager", fullgraph=True)
+
+    if way != "the same after apply":
+        compile_blocks()
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(x).sum(), [x, *parameters])
+    blocks = [str(number) for number in range(4)]
+    actckpt.apply(model, blocks=blocks, activation_budget="60%")
+    if way == "the same after apply":
+        compile_blocks()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "apply:")
+        for _ in range(4):
+            assert_equal(torch.autograd.grad(model(x).sum(), [x, *parameters]), expected)
+    assert actckpt.report(model).plan is not None
+    actckpt.remove(model)
+    assert_equal(torch.autograd.grad(model(x).sum(), [x, *parameters]), expected)
 
 
 def test_the_budget_of_the_compiler_that_the_warning_names_saves_less() -> None:

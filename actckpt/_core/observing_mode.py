@@ -1,0 +1,21 @@
+"""The base of dispatch modes that leave compiled functions compiled."""
+
+from __future__ import annotations
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actckpt._core import torch_private
+
+__all__ = ["ObservingMode"]
+
+
+class ObservingMode(TorchDispatchMode):
+    """A dispatch mode below which compiled functions run compiled, where torch can do that.
+
+    Below other modes torch runs a function eagerly that it has not compiled yet, and never compiles it later.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return whether compiled functions run compiled: from torch 2.10 on."""
+        return torch_private.runs_compiled_below_modes
