@@ -363,6 +363,8 @@ class TapeCore:
     #: Counts what of its values is alive, but for inputs; None where nobody will ask.
     meter: Meter | None
     outer: Any
+    #: Storages of the positional arguments, by id. None: leaves go to the hooks outside, as all inputs do.
+    argument_storages: set[int] | None
     #: Values that are dropped, but whose bytes stay until the region closes (see `saved_tensor_hooks.close`).
     candidates: list[Value]
     #: Calls of modules, None: nobody asks for places.

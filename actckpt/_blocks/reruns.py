@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actckpt._core import torch_private
-from actckpt._replay.outer_hooks import is_of_checkpoint
+from actckpt._core.hooks import is_of_checkpoint
 
 __all__ = ["checkpoint_around"]
 

@@ -46,7 +46,7 @@ def run_in_region(
         site,
         inside.figures,
         respects_hooks=respects_hooks,
-        runs_function=True,
+        arguments=args,
         matches=inside.matches,
         counts_anew=inside.counts_anew,
         looks_up_calls=inside.looks_up_calls,

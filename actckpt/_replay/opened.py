@@ -13,8 +13,19 @@ import threading
 import weakref
 from typing import Any
 
-from actckpt._C import Calls, all_or_nothing, is_paused, pack_recorded, unknown_modes, unpack_recorded
+from torch import Tensor
+
+from actckpt._C import (
+    Calls,
+    all_or_nothing,
+    is_paused,
+    pack_recorded,
+    strided_storage_of,
+    unknown_modes,
+    unpack_recorded,
+)
 from actckpt._core import messages, modes, torch_private
+from actckpt._core.hooks import get_all_leaves
 from actckpt._core.region_report import Figures
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
 from actckpt._replay import saved_tensor_hooks
@@ -88,7 +99,7 @@ class OpenRegion:
         figures: gets what the report says.
         respects_hooks: whether the hooks that are active where it is opened get the bytes of what it keeps, not only
             of its inputs.
-        runs_function: whether it is around the call of a function, which can be run again.
+        arguments: of the function whose call it is around, which can be run again; None: it is around any code.
         matches: gets the operators that run, of those that the policy names; None: its site does, and warns.
         counts_anew: places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
         looks_up_calls: with `counts_anew`, places do not rely on what regions with the same first operators ran.
@@ -96,6 +107,7 @@ class OpenRegion:
     """
 
     __slots__ = (
+        "_arguments",
         "_caller",
         "_choice",
         "_counted",
@@ -110,7 +122,6 @@ class OpenRegion:
         "_outer_tape",
         "_recorder",
         "_respects_hooks",
-        "_runs_function",
         "_thread",
         "compiled",
         "matches",
@@ -124,7 +135,7 @@ class OpenRegion:
         figures: Figures | None = None,
         *,
         respects_hooks: bool = True,
-        runs_function: bool = False,
+        arguments: tuple[Any, ...] | None = None,
         matches: Matches | None = None,
         counts_anew: bool = False,
         looks_up_calls: bool = False,
@@ -134,7 +145,7 @@ class OpenRegion:
         self._caller = caller
         self._figures = figures
         self._respects_hooks = respects_hooks
-        self._runs_function = runs_function
+        self._arguments = arguments
         self._counts_anew, self._looks_up_calls = counts_anew, looks_up_calls
         self._is_block = is_block
         self._thread = threading.get_ident()
@@ -191,6 +202,9 @@ class OpenRegion:
             tape.entries, tape.meter = self._figures.entries, self._figures.meter
             self._figures.site = site
         tape.hands_kept_out = self._respects_hooks
+        if outer_hooks is not None and self._arguments is not None and not get_all_leaves(outer_hooks):
+            storages = [strided_storage_of(value) for value in self._arguments if isinstance(value, Tensor)]
+            tape.argument_storages = set(map(id, storages))
         tape.window_follows = tape.window_follows and not self._is_block
         tape.pack_hook = functools.partial(pack_recorded, tape)
         tape.nesting = 0 if current is None else current.nesting + 1
@@ -207,7 +221,7 @@ class OpenRegion:
 
     def _exit(self, kind: type[BaseException] | None, *_: object) -> None:
         self._check_can_close()
-        if self._runs_function and kind is None:
+        if self._arguments is not None and kind is None:
             self.compiled = self._take_compiled_bytes()
         if self._outer_choice is not None:
             assert self.tape is not None

@@ -15,6 +15,8 @@ Rule 5. What is handed out, and in which order, does not depend on which of seve
 Rule 6. Where names of modules decide, and the hooks are those of a checkpoint, an empty tensor goes first whose size
         stands for the values that stay: one that is named otherwise in its rerun (a part of the model was called alone
         in between) may keep others of the same shapes, which would take their places. So the checkpoint raises.
+Rule 7. In a checkpoint, a leaf that requires grad is not handed out, unless it is a positional argument, which torch's
+        checkpoint hands out too. Autograd's graph holds it: `get_all_leaves` says what follows, and of which hooks.
 """
 
 import weakref
@@ -25,8 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from actckpt._C import Frame, Refill, on, when_backward_ends
+from actckpt._C import on, when_backward_ends
 from actckpt._core import torch_private
+from actckpt._core.hooks import is_of_checkpoint
 from actckpt._replay import audit
 from actckpt._replay.geometry import Geometry
 from actckpt._replay.lineage import Value, Window
@@ -34,7 +37,7 @@ from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape
 from actckpt.errors import ActckptError
 
-__all__ = ["HeldOutside", "Reads", "hand_out", "hand_out_token", "is_of_checkpoint", "reads_of", "saved_piece"]
+__all__ = ["HeldOutside", "Reads", "hand_out", "hand_out_token", "reads_of", "saved_piece"]
 
 _TOKEN_BITS = 40
 
@@ -103,16 +106,6 @@ def _in_order(geometry: Geometry) -> Geometry:
     """Return the same elements with the largest stride first (Rule 5)."""
     pairs = sorted(zip(geometry.stride, geometry.shape, strict=True), reverse=True)
     return geometry._replace(shape=tuple(size for _, size in pairs), stride=tuple(step for step, _ in pairs))
-
-
-def is_of_checkpoint(hooks: torch_private.Hooks) -> bool:
-    """Whether hooks are those of a checkpoint, of torch or of actckpt.
-
-    Both know their forward and their rerun by hooks of their own; those of torch are functions of its module.
-    """
-    pack = hooks[0]
-    is_ours = isinstance(getattr(pack, "__self__", None), (Frame, Refill))
-    return is_ours or getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 
 def hand_out_token(tape: Tape, values: Iterable[Value]) -> None:

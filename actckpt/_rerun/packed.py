@@ -11,11 +11,13 @@ Rule 2. A list, dict or dataclass is built again only if nothing but the call re
 Rule 3. A closure variable counts as in Rule 2 of NOTE [ Inputs of a region ].
 Rule 4. Tensors on one storage are on one in a rerun too, in the same places: hooks may give each of them memory of its
         own, and a region inside, which hands out what it holds storage by storage, would take one for the other.
+Rule 5. A leaf that requires grad, that is no positional argument and alone on its storage, is passed as it is and
+        watched, where the hooks may do without it (`get_all_leaves`).
 """
 
 import dataclasses
 import types
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
@@ -27,6 +29,7 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._core import messages, torch_private
 from actckpt._core.functions import EMPTY_CELL, contents_of, is_of_module
+from actckpt._core.hooks import get_all_leaves
 from actckpt._rerun.inputs import Call, Inputs, Originals, Restored, Survey
 
 __all__ = ["held_inputs"]
@@ -106,7 +109,8 @@ class Packed:
 
     def __init__(self, call: Call, survey: Survey, hooks: Any) -> None:
         function, args, kwargs = call
-        holding = _Holding(hooks, _C.exclusive_ids(args, kwargs))
+        staying_ids = set() if get_all_leaves(hooks) else _staying_ids(survey, args)
+        holding = _Holding(hooks, _C.exclusive_ids(args, kwargs), staying_ids)
         #: None once the forward is done: what was packed knows its hook, and nothing else may keep them alive.
         self._holding: _Holding | None = holding
         self._function = holding.hold(function)
@@ -137,17 +141,26 @@ class Packed:
             kwargs = {name: restoring.restore(value) for name, value in self._kwargs.items()}
             call = (restoring.restore(self._function), args, kwargs)
             cells = [(held.cell, restoring.restore(held.held)) for held in self._rebound if held.cell is not None]
-            return Restored(call, restoring.tensors, cells)
+            return Restored(call, [*self._watched.tensors, *restoring.tensors], cells)
         except messages.HeldTensorChanged as changed:
             raise messages.changed_error(changed, self._args) from None
+
+
+def _staying_ids(survey: Survey, args: tuple[Any, ...]) -> set[int]:
+    """Return the id() of tensors that hooks do not get (Rule 5)."""
+    plain = [(t, _C.strided_storage_of(t)) for _, t, _ in survey.tensors if type(t) in (Tensor, torch.nn.Parameter)]
+    sharing = Counter(id(storage) for _, storage in plain)
+    leaves = {id(t) for t, storage in plain if t.is_leaf and t.requires_grad and sharing[id(storage)] == 1}
+    return leaves - set(map(id, args))
 
 
 class _Holding:
     """One pass over the inputs of a region."""
 
-    def __init__(self, hooks: Any, exclusive_ids: set[int]) -> None:
+    def __init__(self, hooks: Any, exclusive_ids: set[int], staying_ids: set[int]) -> None:
         self._pack, self._unpack = hooks
         self._exclusive_ids = exclusive_ids
+        self._staying_ids = staying_ids
         self._known: dict[int, Any] = {}
         self._originals: list[Any] = []  # keep ids taken until the forward is done
         self._cells: list[tuple[_HeldCell, Any]] = []
@@ -160,7 +173,7 @@ class _Holding:
 
     def hold(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._hold_tensor(value)
+            return value if id(value) in self._staying_ids else self._hold_tensor(value)
         if id(value) in self._known:
             return self._known[id(value)]
         self._known[id(value)] = value  # what contains itself stays as it is

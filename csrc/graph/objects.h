@@ -179,6 +179,8 @@ struct TapeObject {
   PyObject* opaque_names;
   PyObject* entries;
   PyObject* outer;  // the hooks outside, or None
+  // Storages of the positional arguments, by id. None: leaves go to the hooks outside, as all inputs do.
+  PyObject* argument_storages;
   PyObject* meter;  // counts what of its values is alive, or None
   PyObject* candidates;
   PyObject* calls;             // see record/module_calls.h; None: nobody asks for places

@@ -42,10 +42,26 @@ void release_field(PyObject*& field) noexcept {
 
 template <typename Visit>
 void for_each_reference(TapeObject& tape, const Visit& visit) {
-  for (PyObject** field : {&tape.storages, &tape.holding, &tape.saved, &tape.choice, &tape.choice_facts.actions,
-                           &tape.choice_facts.default_action, &tape.lock, &tape.replay_order, &tape.modules,
-                           &tape.opaque_places, &tape.audited_places, &tape.opaque_names, &tape.entries, &tape.outer,
-                           &tape.meter, &tape.candidates, &tape.calls, &tape.why_untold, &tape.why_opaque}) {
+  for (PyObject** field : {&tape.storages,
+                           &tape.holding,
+                           &tape.saved,
+                           &tape.choice,
+                           &tape.choice_facts.actions,
+                           &tape.choice_facts.default_action,
+                           &tape.lock,
+                           &tape.replay_order,
+                           &tape.modules,
+                           &tape.opaque_places,
+                           &tape.audited_places,
+                           &tape.opaque_names,
+                           &tape.entries,
+                           &tape.outer,
+                           &tape.argument_storages,
+                           &tape.meter,
+                           &tape.candidates,
+                           &tape.calls,
+                           &tape.why_untold,
+                           &tape.why_opaque}) {
     visit(*field);
   }
 }
@@ -151,6 +167,7 @@ PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               OBJECT(TapeObject, "opaque_names", opaque_names),
                               OBJECT(TapeObject, "meter", meter),
                               OBJECT(TapeObject, "outer", outer),
+                              OBJECT(TapeObject, "argument_storages", argument_storages),
                               OBJECT(TapeObject, "candidates", candidates),
                               OBJECT(TapeObject, "calls", calls),
                               NUMBER(TapeObject, "num_lost", num_lost),

@@ -13,13 +13,15 @@ namespace {
 
 py::object key_of(PyObject* storage) { return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)); }
 
-// Parameters, and leaves like them unless there are hooks outside, which get those as inputs. What such hooks gave a
-// rerun is a leaf there, and a parameter only if it was one in the forward.
-bool is_parameter(const TapeObject* tape, PyObject* root) {
+// Parameters, and leaves like them that hooks outside do not get (Rule 7 of NOTE [ Hooks outside ]). What such hooks
+// gave a rerun is a leaf there, and a parameter only if it was one in the forward.
+bool is_parameter(const TapeObject* tape, PyObject* root, PyObject* storage) {
   if (!reads().is_leaf.is_true(root)) return false;
   if (is_instance(root, names().parameter_type)) return true;
   if (is_none(tape->outer)) return reads().requires_grad.is_true(root);
-  return PyObject_HasAttrString(root, kParameterMark) != 0;
+  if (PyObject_HasAttrString(root, kParameterMark) != 0) return true;
+  return !is_none(tape->argument_storages) && reads().requires_grad.is_true(root) &&
+         PySet_Contains(tape->argument_storages, key_of(storage).ptr()) == 0;
 }
 
 // Takes a storage that nothing recorded made as an input of the region.
@@ -33,7 +35,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   if (root.ptr() != tensor && storage_of(root.ptr(), Geometry(root.ptr())).ptr() != storage.ptr()) {
     root = py::reinterpret_borrow<py::object>(tensor);
   }
-  value->is_parameter = is_parameter(tape, root.ptr());
+  value->is_parameter = is_parameter(tape, root.ptr(), storage.ptr());
   assign(value->held, root.ptr());
   look_at(value, root.ptr(), root_of(root.ptr()));
   assign(value->choice, tape->choice);

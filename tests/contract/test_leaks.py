@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from oracle import Log, leaf, mlp, ours
 
 import actckpt
@@ -374,78 +373,3 @@ def test_forwards_without_a_backward_that_replace_what_the_one_before_left_hold_
     del x
     gc.collect()
     assert sum(storage() is not None for storage in storages) <= 2
-
-
-class HooksOwner:
-    """Has hooks as methods, and keeps what is made inside of them."""
-
-    num_packed = 0
-    output: Any = None
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_packed += 1
-        return tensor
-
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
-class _OneWeight(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight.sin().exp().sin()
-
-
-CHECKPOINTS: dict[str, Callable[..., Any]] = {
-    "torch": partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
-    "rerun": actckpt.checkpoint,
-    "replay": partial(actckpt.checkpoint, policy="recompute"),
-    "replay, keeps": partial(actckpt.checkpoint, policy=[torch.ops.aten.sin.default]),
-}
-
-#: Calls inside of hooks.
-CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
-    "argument": lambda method, x: method(lambda x: x.sin().exp(), x),
-    "keyword": lambda method, x: method(lambda x: x.sin().exp(), x=x),
-    "closure": lambda method, x: method(lambda: x.sin().exp()),
-    "module": lambda method, x: method(_OneWeight()),
-    "attribute": lambda method, x: method(_sine_of_attribute, _holding(x)),
-}
-
-
-def _holding(x: torch.Tensor) -> Cell:
-    cell = Cell()
-    cell.__dict__["x"] = x
-    return cell
-
-
-def _sine_of_attribute(cell: Any) -> torch.Tensor:
-    return cell.x.sin().exp()
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("method", CHECKPOINTS)
-@pytest.mark.parametrize("ends", [True, False], ids=["backward", "dropped"])
-def test_hooks_that_keep_the_output_are_freed_unless_a_graph_holds_what_they_packed(
-    method: str, call: str, ends: bool
-) -> None:
-    # The collector does not see what a graph of autograd holds: not through plain operators either.
-    owner = HooksOwner()
-    with torch.autograd.graph.saved_tensors_hooks(owner.pack, owner.unpack):
-        owner.output = CALLS[call](CHECKPOINTS[method], leaf(3))
-    has_packed = owner.num_packed > 0
-    if method == "torch" or call in ("argument", "module"):
-        assert has_packed == (call == "argument" or "keeps" in method)
-    if ends:
-        owner.output.sum().backward()
-    reference = weakref.ref(owner)
-    del owner
-    gc.collect()
-    assert (reference() is None) == (ends or not has_packed)
-    if (kept := reference()) is not None:
-        kept.output = None  # breaks the cycle
-        del kept
-        assert reference() is None

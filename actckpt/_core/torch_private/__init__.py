@@ -16,6 +16,7 @@ from actckpt._core.torch_private.accelerators import (
 )
 from actckpt._core.torch_private.autograd import (
     Hooks,
+    allows_mutation,
     apply_code,
     are_on_top,
     below_autograd,
@@ -118,6 +119,7 @@ __all__ = [
     "OBSERVING_MODES",
     "SCRIPT_FAILURE",
     "Hooks",
+    "allows_mutation",
     "any_autocast_enabled",
     "apply_code",
     "are_on_top",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from actckpt._core.torch_private.lookup import attribute, lookup, optional
+from actckpt._core.torch_private.lookup import attribute, lookup, optional, reader
 
 #: What packs a saved tensor, and what unpacks it.
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -31,6 +31,9 @@ queue_callback: Callable[[Callable[[], None]], None] = lookup(
 
 #: The hooks that a saved tensor would go through now.
 top_hooks: Callable[[bool], Hooks | None] = lookup("torch._C._autograd._top_saved_tensors_default_hooks")
+
+#: Whether `torch.autograd.graph.allow_mutation_on_saved_tensors` is active: its hooks keep what programs overwrite.
+allows_mutation: Callable[[], bool] = reader("torch.autograd.graph._allow_mutation_on_saved_tensors_enabled")
 
 #: What `torch.autograd.graph.saved_tensors_hooks` calls on entry and exit, without its Python frames;
 #: and the setter behind `torch.set_grad_enabled`.

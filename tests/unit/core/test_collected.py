@@ -29,9 +29,10 @@ UNSEEN = {
     "Swap": "lives as long as a block",
     "OffloadSession": "holds a store, a meter and numbers",
     **dict.fromkeys(
-        ["Bytes", "ByteStore", "CpuStore", "NativeStore", "DeviceEngine", "HostEngine", "DeviceTicket", "Ticket"],
+        ["Bytes", "ByteStore", "CpuStore", "NativeStore", "HostEngine", "DeviceTicket", "Ticket"],
         "holds memory",
     ),
+    "DeviceEngine": "holds memory, and a function that tells the allocator of its uses",
     **dict.fromkeys(
         ["DeviceStats", "HostStats", "PoolStats", "SpillStats", "Pool", "PoolBlock", "SpillBlock", "SpillFile"],
         "holds memory, files and numbers",
