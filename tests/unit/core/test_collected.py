@@ -130,6 +130,31 @@ def test_what_a_frame_shares_is_not_taken_for_garbage() -> None:
     assert parameters.check() is False
 
 
+class _Seen:
+    """Holds the pack hook's owner; reruns do not undo what is done to attributes of classes."""
+
+    last: Any = None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_refill_holds_nothing_once_its_rerun_is_over(fails: bool) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        hooks = torch_private.outer_hooks()
+        assert hooks is not None
+        _Seen.last = hooks[0].__self__
+        return (x[1:] if fails and type(_Seen.last) is _C.Refill else x).sin().exp()
+
+    y = actckpt.checkpoint(function, torch.ones(3, requires_grad=True)).sum()
+    if fails:
+        with pytest.raises(actckpt.CheckpointError):
+            y.backward()
+    else:
+        y.backward(retain_graph=True)
+    refill, _Seen.last = _Seen.last, None
+    assert type(refill) is _C.Refill
+    assert (refill.frame, refill.error) == (None, None)
+
+
 def test_each_type_is_seen_by_the_collector_or_says_why_not() -> None:
     types = {name: found for name, found in vars(_C).items() if isinstance(found, type)}
     types = {name: found for name, found in types.items() if not issubclass(found, BaseException)}
