@@ -103,11 +103,10 @@ class BudgetLoop:
         )
         self._warned: set[str] = set()
         self._outside: OutsideModules | None = None
-        self._num_unread = 0
+        self._num_unread = self.num_forwards = 0
         #: How often each block was called, and cycles in which one was.
         self.num_calls, self.num_cycles = Counter[str](), 0
         self._size: PlannedSize | None = None
-        self.num_forwards = 0
 
     def _new_kind(self) -> Kind:
         return Kind(self._model, self._forwards, self._config, self._infeasible, self._kinds.all)
@@ -221,7 +220,7 @@ class BudgetLoop:
             use_settings(self._forwards, {})
             return
         key = self._keys.forward(part.name, part.module, args, kwargs)
-        if part.name and not key.has_graph:  # a frozen part
+        if part.name and (not key.has_graph or checkpoint_around() is not None):  # frozen, or planned by the program
             return
         if checkpoint_around() is not None:
             raise BlocksError(CHECKPOINTED)
@@ -239,8 +238,7 @@ class BudgetLoop:
 
     def _begin_cycle(self, forward_key: ForwardKey) -> None:
         accumulates = self._keys.has_gradients() and self._leftovers.count()
-        newly_compiled = [forward for forward in self._forwards.values() if forward.run_around_compiled()]
-        if newly_compiled:
+        if sum(forward.run_around_compiled() for forward in self._forwards.values()):
             self._kinds = KnownKinds(self._new_kind)
         key = self._key = CycleKey(accumulates, forward_key)
         kind, self._is_smaller = self._kinds.find(key)

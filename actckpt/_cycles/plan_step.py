@@ -68,9 +68,8 @@ def planned(
         unpatch(blocks)
         state.put_back()
         flush(device_of(model))
-    plan = loop.plan
-    assert plan is not None
-    return plan
+    assert loop.plan is not None
+    return loop.plan
 
 
 @contextlib.contextmanager
